@@ -17,8 +17,8 @@ from torch import Tensor
 from baton_cpu.compiler.jit import Kernel, exp, jit, prefetch
 from baton_cpu.compiler.kernel_cache import compiled
 from baton_cpu.compiler.numbers import NumberFormat, number_format, read, rounded
-from common.model.attention import AttentionPlan, ForwardInput, KernelShape
-from common.model.attention_torch import ExtendPlan
+from common.attention.backend import AttentionPlan, ForwardInput, KernelShape
+from common.attention.torch_attention import ExtendPlan
 
 _TOKENS_AHEAD = 16
 _CACHE_LINE_BYTES = 64

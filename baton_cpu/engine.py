@@ -17,10 +17,10 @@ from baton_cpu.kv_copy import copy_blocks, copy_kv
 from baton_cpu.program.decoder import can_fuse, decoder_of
 from baton_cpu.program.eagle3_head import programs_of
 from baton_cpu.program.fusing import fuse
+from common.attention.backend import AttentionBackend
 from common.draft.checkpoint import Checkpoint
 from common.draft.kernels import Kernels
 from common.draft.spec import Eagle3Spec
-from common.model.attention import AttentionBackend
 from common.model.forward_program import NewProgram
 from common.model.target import TargetModel
 

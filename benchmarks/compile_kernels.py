@@ -25,14 +25,14 @@ from torch import Tensor
 
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.kernel_variants import Variant
+from common.attention.backend import ForwardInput, KernelShape
+from common.attention.triton_attention import HeadShape, Tiles, TritonAttention
+from common.attention.triton_kernels import attend
+from common.device.triton_launch import Launch
 from common.errors import StartupError
-from common.model.attention import ForwardInput, KernelShape
-from common.model.attention_triton import HeadShape, Tiles, TritonAttention
 from common.model.layers_triton import LayerKernels, Norm, multiply
-from common.model.sampling_state import SamplingState
-from common.model.sampling_triton import TritonDraws, draw
-from common.model.triton_kernels import attend
-from common.model.triton_launch import Launch
+from common.sampling.state import SamplingState
+from common.sampling.triton_draws import TritonDraws, draw
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
 """By compute capability: the most that a program may have of a multiprocessor's shared memory."""

@@ -29,10 +29,10 @@ from benchmarks.ceilings import bandwidth_bytes_per_s
 from common.device.factory import open_device
 from common.device.stream import Event
 from common.model.loader import DTYPES, target_of
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
+from common.sampling.params import ResolvedSampling
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.worker import WorkerOutput

@@ -15,14 +15,14 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.peer_process import peer_process, until_closed
+from common.attention.backend import ForwardInput
+from common.attention.torch_attention import TorchAttention
 from common.config.settings import DecodeSettings, KvTransport
 from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import ForwardInput
-from common.model.attention_torch import TorchAttention
 from common.model.forward_program import OnLayerKv
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetOutput
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
+from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
 from common.wire.codec_fingerprint import PROTOCOL_VERSION

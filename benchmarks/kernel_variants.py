@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from common.model.triton_launch import Kernel, Launch
+from common.device.triton_launch import Kernel, Launch
 
 _ANY_TARGET = GPUTarget("cuda", 90, 32)  # what Triton looks at in arguments is the same for all of CUDA's
 

@@ -22,7 +22,7 @@ from common.device.stream import Device, Event, Stream
 from common.draft.load import load_draft
 from common.kv.pool import KvPool
 from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.forward.worker import WorkerOutput

@@ -27,7 +27,7 @@ from benchmarks.model_costs import ModelCosts  # noqa: E402
 from common.checkpoints.cache import kernels_cache_dir  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
-from common.model.sampling_params import ResolvedSampling  # noqa: E402
+from common.sampling.params import ResolvedSampling  # noqa: E402
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch  # noqa: E402
 from prefill_service.messages import CallDone, FrameReady, OpenCall, SegmentBytesSent  # noqa: E402
 from prefill_service.schedule.scheduler import PrefillEngine  # noqa: E402

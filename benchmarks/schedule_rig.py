@@ -29,9 +29,9 @@ from common.device.stream import OnEvent, Scope, Stream, StreamKind, Work
 from common.draft.head import DraftHead
 from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec, SeedColumnSpec
 from common.load import EngineLoad
-from common.model.sampling import Sampled
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.operators import Sampled
+from common.sampling.params import ResolvedSampling
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
@@ -41,8 +41,8 @@ from decode_service.edge.event_router import EventRouter
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver
-from decode_service.edge.output import OutputProcessor
 from decode_service.edge.replicas import ReplicaBoard
+from decode_service.edge.text.output import OutputProcessor
 from decode_service.forward import forward_side
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:  # these modules ask for the engine
+    from common.attention.backend import AttentionBackend
     from common.draft.checkpoint import Checkpoint
     from common.draft.kernels import Kernels
     from common.draft.paged_head import PagedHead
     from common.draft.spec import Eagle3Spec
-    from common.model.attention import AttentionBackend
     from common.model.forward_program import NewProgram
     from common.model.target import TargetModel
 

@@ -42,9 +42,9 @@ from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.model_info import model_info
 from decode_service.edge.observer import RequestObserver
-from decode_service.edge.prompts import Prompts
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
+from decode_service.edge.text.prompts import Prompts
 from decode_service.forward.recording import num_step_tokens, recorded_bytes
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts

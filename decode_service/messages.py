@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.errors import BatonError
-from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.request_stats import SpeculationCounts, Timings
+from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.wire.handoff import Frame, HandoffRow
 
 # ---- edge to engine -------------------------------------------------------------------------------------------------

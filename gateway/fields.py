@@ -14,7 +14,7 @@ import jiter
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError, create_model
 
 from baton.requests import SamplingOptions
-from common.model.sampling_params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS
+from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS
 from gateway.errors import ApiError, invalid, not_served
 
 MAX_FIELDS = 256

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.kv.pool import RowLease
-from common.model.sampling_state import RowSeed
+from common.sampling.state import RowSeed
 from common.wire.handoff import HandoffRow
 
 

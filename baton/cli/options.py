@@ -21,8 +21,8 @@ from baton.requests import SamplingOptions
 from baton.running_pairs import running_pairs
 from common.addresses import is_listened_on
 from common.errors import ConfigError
-from common.model.sampling_params import NUMBER_OPTIONS
 from common.rpc.token_files import is_open_to_others, read_token_file
+from common.sampling.params import NUMBER_OPTIONS
 
 LOADING_S = 60.0
 _LOADING_LOOK_S = 0.2

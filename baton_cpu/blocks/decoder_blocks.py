@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from baton_cpu.blocks.linear import PackedLinear, can_pack
 from baton_cpu.blocks.rotation import rotated
-from common.model.attention import AttentionPlan
+from common.attention.backend import AttentionPlan
 from common.model.blocks import ATTENTIONS, MLPS, attention_agrees, joined, linear_of, mlp_agrees
 from common.model.replace import replace_modules
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.head import DraftHead, DraftOutput, HeadProgram
-from common.model.attention import ForwardInput
 from common.model.forward_program import ForwardProgram
 from common.model.target import TargetModel
 

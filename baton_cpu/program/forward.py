@@ -20,9 +20,10 @@ from baton_cpu.program.kernel.numbers import input_dtype
 from baton_cpu.program.kernel.operations import MANY_TOKENS, Call, Field, Kind
 from baton_cpu.program.kernel.run import SUMS_BYTES
 from baton_cpu.program.kernel.team import Team
+from common.attention.backend import ForwardInput
 from common.draft.head import DraftOutput, HeadProgram
-from common.model.attention import ForwardInput
-from common.model.forward_program import ForwardProgram, Largest, OnLayerKv, ProgramOutput
+from common.model.forward_program import ForwardProgram, OnLayerKv, ProgramOutput
+from common.sampling.operators import Largest
 
 _MAX_BUFFERS = 12
 NUM_CALL_WORDS = Call.BUFFERS + 2 * _MAX_BUFFERS

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.attention.backend import AttentionPlan
 from common.draft.checkpoint import Checkpoint
 from common.draft.kernels import Kernels, Rotation
 from common.draft.spec import BlockSpec
-from common.model.attention import AttentionPlan
 
 
 class Block:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.block import Block
 from common.draft.paged_head import HeadParts, PagedHead, read_embedding
 from common.draft.spec import EagleSpec
-from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.block import Block
 from common.draft.kernels import Op
 from common.draft.paged_head import HeadParts, PagedHead, read_embedding
 from common.draft.spec import Eagle3Spec
 from common.draft.vocabulary import read_token_ids
-from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.device.upload import upload
 from common.draft.head import DraftHead
 from common.draft.seed import Seed
-from common.model.attention import ForwardInput
-from common.model.sampling import propose, propose_branches
-from common.model.sampling_state import SamplingBatch, SamplingState
+from common.sampling.operators import propose, propose_branches
+from common.sampling.state import SamplingBatch, SamplingState
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.head import DraftHead, DraftOutput, output_of
 from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.forward_graphs import ForwardGraphs
 

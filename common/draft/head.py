@@ -15,8 +15,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.attention.choice import AttentionKind
 from common.cpu_engine import cpu_engine
 from common.draft.checkpoint import Checkpoint
 from common.draft.eagle import EagleHead
@@ -21,7 +22,6 @@ from common.draft.mtp import MtpHead, belongs_to_target
 from common.draft.paged_head import HeadParts, PagedHead
 from common.draft.spec import DraftSpec, Eagle3Spec, EagleSpec, MtpSpec
 from common.errors import DraftMismatch
-from common.model.attention_choice import AttentionKind
 from common.model.loader import DTYPES
 from common.model.model_files import CONFIG, FileVersion, ModelFiles, StoredTensor
 from common.model.target import TargetModel

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.block import Block
 from common.draft.kernels import Kernels, Op
 from common.draft.paged_head import HeadParts, PagedHead, read_embedding
 from common.draft.spec import MtpLayout, MtpSpec
-from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput
+from common.attention.choice import AttentionKind, new_attention
 from common.draft.checkpoint import Checkpoint
 from common.draft.head import DraftOutput, HeadProgram, output_of
 from common.draft.kernels import Kernels, Op, Rotation, kernels_for
 from common.draft.spec import BlockSpec
 from common.errors import DraftMismatch
 from common.kv.layer_group import DRAFT_GROUP, LayerGroupSpec
-from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
-from common.model.attention_choice import AttentionKind, new_attention
 from common.model.capture import HiddenCapture
 from common.model.forward_program import NewProgram
 from common.model.model_files import ModelFiles

@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput, KernelShape
 from common.device.stream import Device, Scope, Stream
 from common.draft.head import DraftHead
 from common.kv.pool import KvPool
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
-from common.model.attention import ForwardInput, KernelShape
-from common.model.sampling_state import DrawKernels, SamplingState
 from common.model.target import TargetModel
+from common.sampling.state import DrawKernels, SamplingState
 
 
 def warm_kernels(

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import UnsupportedModel
 from common.model.model_files import CONFIG, GENERATION_CONFIG, read_object
-from common.model.sampling_params import MAX_END_TOKEN_IDS
+from common.sampling.params import MAX_END_TOKEN_IDS
 
 _FIELD = "eos_token_id"
 _CONFIGS = (GENERATION_CONFIG, CONFIG)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.device.graph import Graph, GraphRecorder
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
-from common.model.attention import ForwardInput
 
 Forward = Callable[[ForwardInput, Tensor | None], tuple[Tensor, ...]]
 """A forward of a batch and of a column [T, ...] beside its tokens, or None. Each output's first dimension is T."""

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.attention.backend import ForwardInput
 from common.errors import UnsupportedModel
-from common.model.attention import ForwardInput
 from common.model.model_files import one_line
 from common.model.target import TargetModel
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from common.model.attention import ForwardInput
+from common.attention.backend import ForwardInput
+from common.sampling.operators import Largest
 
 OnLayerKv = Mapping[int, Callable[[], None]]
 """By layer: what to call once its KV, and so that of all before it, is in the pool (on CUDA: enqueued)."""
@@ -20,16 +20,6 @@ NewProgram = Callable[[Callable[[], None]], object]
 It packs the weights once more, which takes memory and time. Its argument is called between parts of them, and may
 raise. Raises OSError where there is no room for them.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Largest:
-    """For each row of logits: `token_ids` [R] int64, the first largest or the first NaN, and `are_not_finite` [R] bool,
-    of those logits.
-    """
-
-    token_ids: Tensor
-    are_not_finite: Tensor
 
 
 class ProgramOutput(NamedTuple):

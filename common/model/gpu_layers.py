@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from common.model.attention import AttentionPlan
+from common.attention.backend import AttentionPlan
 from common.model.blocks import ATTENTIONS, LAYERS, MLPS, NORMS, is_plain, joined, layer_agrees, linear_of, norm_parts
 from common.model.layers_triton import LayerKernels, Norm
 from common.model.replace import replace_modules

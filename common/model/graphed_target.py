@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import ForwardInput
 from common.model.forward_graphs import ForwardGraphs
 from common.model.target import Target, TargetOutput
 

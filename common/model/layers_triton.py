@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from common.model.triton_launch import Launch, Launcher, kernel
+from common.device.triton_launch import Launch, Launcher, kernel
 
 _GATE_BLOCK = 1024
 _MANY_INPUTS = 8192

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.attention.backend import ATTENTION_NAME
+from common.attention.choice import AttentionKind, new_attention, overlaps_kernels
 from common.cpu_engine import cpu_engine
 from common.errors import UnsupportedModel
 from common.kv.layer_group import TARGET_GROUP, LayerGroupSpec
-from common.model.attention import ATTENTION_NAME
-from common.model.attention_choice import AttentionKind, new_attention, overlaps_kernels
 from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
 from common.model.model_files import (

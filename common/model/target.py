@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput
 from common.model.capture import HiddenCapture
-from common.model.forward_program import ForwardProgram, Largest, NewProgram, OnLayerKv
+from common.model.forward_program import ForwardProgram, NewProgram, OnLayerKv
 from common.model.model_files import ModelFiles
+from common.sampling.operators import Largest
 from common.telemetry.forward_counts import ForwardCounts
 
 _FINAL = -1  # index among captured states of what leaves the final norm

@@ -12,6 +12,8 @@ import torch
 import transformers
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from common.attention.backend import MAX_SPLIT_BYTES
+from common.attention.choice import new_draw_kernels
 from common.checkpoints.cache import kernels_cache_dir
 from common.checkpoints.digest import LoadedDraft, compute_fingerprint
 from common.checkpoints.draft_source import resolve_draft
@@ -26,12 +28,10 @@ from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.host.cores import num_compute_threads
 from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolLimits, PoolSize, forward_bytes, row_bytes, size_pool
-from common.model.attention import MAX_SPLIT_BYTES
-from common.model.attention_choice import new_draw_kernels
 from common.model.loader import load_target
 from common.model.model_files import model_faults
-from common.model.sampling_state import DrawKernels
 from common.model.target import TargetModel
+from common.sampling.state import DrawKernels
 from common.service.work_beside import Work, WorkBeside, new_fusing, populating
 from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.timeline import Timeline

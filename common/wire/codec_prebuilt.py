@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import SeedColumnSpec
-from common.model.sampling_params import TokenLogprobs
 from common.rpc.messages import require
+from common.sampling.params import TokenLogprobs
 from common.wire.handoff import HandoffRow, PrebuiltBatch
 
 SEED_COLUMN_NAMES = ("topk_p", "topk_index", "hidden_states")

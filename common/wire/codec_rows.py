@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.v1 import prefill_pb2, types_pb2
-from common.model.sampling_params import (
+from common.peer_text import peer_text
+from common.rpc.messages import require
+from common.sampling.params import (
     MAX_END_TOKEN_IDS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     NUMBER_OPTIONS,
     ResolvedSampling,
 )
-from common.peer_text import peer_text
-from common.rpc.messages import require
 from common.wire.handoff import HandoffRow
 
 

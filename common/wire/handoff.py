@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from common.errors import RowFailure
 from common.kv.shared_kv import RemoteKv, SharedKv
-from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.telemetry.timeline import FLOW
 
 MAX_CALL_ROWS = 1024

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
-from common.model.sampling_params import ResolvedSampling
 from common.request_stats import Timings
+from common.sampling.params import ResolvedSampling
 from decode_service.edge.live_request import Ending
-from decode_service.edge.output import OutputProcessor
+from decode_service.edge.text.output import OutputProcessor
 from decode_service.messages import FinishReason
 
 

@@ -25,8 +25,6 @@ from decode_service.edge.client_writes import ClientWrites
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver, client_left
-from decode_service.edge.output import OutputProcessor
-from decode_service.edge.prompts import Prompts
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import (
     CheckedRequest,
@@ -37,6 +35,8 @@ from decode_service.edge.request_checks import (
 from decode_service.edge.request_trace import RequestTrace, RequestTraces
 from decode_service.edge.responses import delta_event, finished_event, pool_load, started_event
 from decode_service.edge.span_attributes import ending_attributes, request_attributes, sampling_attributes
+from decode_service.edge.text.output import OutputProcessor
+from decode_service.edge.text.prompts import Prompts
 from decode_service.messages import Command
 
 _log = structlog.get_logger(__name__)

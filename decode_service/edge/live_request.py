@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
-from common.model.sampling_params import TokenLogprobs
 from common.request_stats import SpeculationCounts, Timings
-from decode_service.edge.output import OutputPiece, OutputProcessor, StopMatch
+from common.sampling.params import TokenLogprobs
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
+from decode_service.edge.text.output import OutputPiece, OutputProcessor, StopMatch
 from decode_service.messages import Finished, FinishReason
 
 

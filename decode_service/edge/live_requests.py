@@ -11,14 +11,14 @@ from functools import partial
 import structlog
 
 from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, EngineLost, Overloaded
-from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.rpc.fair_places import FairPlaces, Full
+from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, Timeline
 from decode_service.edge.live_request import LiveRequest
 from decode_service.edge.observer import RequestObserver
-from decode_service.edge.output import OutputProcessor
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
+from decode_service.edge.text.output import OutputProcessor
 from decode_service.messages import Abort, Command, Failed, FinishAtStop, Finished, PhaseBegan, Submit, Tokens
 
 _log = structlog.get_logger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from baton.v1 import inference_pb2
 from common.errors import ContextExceeded, InvalidRequest
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from common.text.chat_messages import ROLES, ChatMessage, ToolCall
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
 

@@ -7,7 +7,7 @@ import dataclasses
 from baton.v1 import inference_pb2, types_pb2
 from common.load import PoolCounts
 from decode_service.edge.live_request import Ending
-from decode_service.edge.output import OutputPiece, PositionLogprobs
+from decode_service.edge.text.output import OutputPiece, PositionLogprobs
 from decode_service.messages import FinishReason
 
 _REASONS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.v1 import types_pb2
 from common.errors import InvalidRequest
-from common.model.sampling_params import (
+from common.sampling.params import (
     MAX_END_TOKEN_IDS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from decode_service.edge.live_request import Ending
 from decode_service.edge.request_checks import ChatPrompt, CheckedRequest
 from decode_service.edge.request_trace import Attributes, AttributeValue

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.device.upload import upload_array
 from common.kv.pool import KvPool
-from common.model.attention import ForwardInput
 from decode_service.forward.forward_batch import ForwardBatch
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.seed import HIDDEN_STATES, TOPK_INDEX, TOPK_P
-from common.model.attention import ForwardInput
-from common.model.sampling import propose, propose_branches
+from common.sampling.operators import propose, propose_branches
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayedInputs
 from decode_service.forward.speculative_worker import SpeculativeWorker

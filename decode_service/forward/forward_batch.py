@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.model.sampling_state import SamplingBatch
+from common.sampling.state import SamplingBatch
 from decode_service.speculate.spec_info import SpecInfo
 
 

@@ -12,8 +12,8 @@ from common.draft.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.graphed_target import GraphedTarget
-from common.model.sampling_state import DrawKernels, SamplingState
 from common.model.target import Target, TargetModel
+from common.sampling.state import DrawKernels, SamplingState
 from decode_service.forward.eagle_worker import EagleWorker, MultiLayerEagleWorker
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.recording import Recorded, record_forwards

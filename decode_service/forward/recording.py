@@ -14,7 +14,7 @@ from common.kv.pool_size import LOGIT_BYTES
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
-from common.model.sampling_state import NUM_NEEDS, SamplingBatch
+from common.sampling.state import NUM_NEEDS, SamplingBatch
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.worker import Worker

@@ -23,9 +23,9 @@ from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
 from common.draft.seed import seed_columns
 from common.kv.pool import KvPool
-from common.model.sampling import Sampled, draw
-from common.model.sampling_state import NO_SAMPLING, SamplingState
 from common.model.target import Target, TargetOutput
+from common.sampling.operators import Sampled, draw
+from common.sampling.state import NO_SAMPLING, SamplingState
 from decode_service.forward.draft_backlog import DraftBacklog, Unread
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload

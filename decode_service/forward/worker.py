@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.device.cell import Cell
 from common.device.stream import Event, Measured, Scope, Stream
 from common.kv.layer_group import SeedColumnSpec
 from common.kv.pool import KvPool
-from common.model.attention import ForwardInput
-from common.model.sampling import Sampled, sample
-from common.model.sampling_state import SamplingState
 from common.model.target import Target, TargetOutput
+from common.sampling.operators import Sampled, sample
+from common.sampling.state import SamplingState
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayPayload
 

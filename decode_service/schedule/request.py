@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.kv.pool import RowLease
-from common.model.sampling_params import ResolvedSampling
 from common.request_stats import SpeculationCounts, Timings
+from common.sampling.params import ResolvedSampling
 from decode_service.messages import Finished, FinishReason, Phase, Submit
 
 

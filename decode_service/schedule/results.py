@@ -16,9 +16,9 @@ from common.device.stream import Device, Scope, Stream, wait_in_order
 from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
 from common.errors import BatonError, EngineFault
-from common.model.logprobs import unpack_logprobs
-from common.model.sampling import Sampled, sampled_to_host
-from common.model.sampling_params import TokenLogprobs
+from common.sampling.logprobs import unpack_logprobs
+from common.sampling.operators import Sampled, sampled_to_host
+from common.sampling.params import TokenLogprobs
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayPayload

@@ -10,8 +10,8 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from common.model.sampling_params import MAX_END_TOKEN_IDS
-from common.model.sampling_state import RowSeed
+from common.sampling.params import MAX_END_TOKEN_IDS
+from common.sampling.state import RowSeed
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.schedule.request import Request, SpeculationTally
 from decode_service.speculate.spec_info import SpecInfo

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.device.upload import device_copy
 from common.kv.pool import KvPool
-from common.model.sampling_state import SamplingBatch, sampling_needs
+from common.sampling.state import SamplingBatch, sampling_needs
 from common.wire.handoff import PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch, ForwardMode, windows
 from decode_service.schedule.request import Request

@@ -19,8 +19,8 @@ from common.draft.head import DraftHead
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool
 from common.load import EngineLoad
-from common.model.sampling_state import DrawKernels
 from common.model.target import TargetModel
+from common.sampling.state import DrawKernels
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, Track, recorded
 from decode_service.forward.forward_side import ForwardSide

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.model.sampling_state import Ancestors
+from common.sampling.state import Ancestors
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.device.upload import upload, upload_array
 from common.draft.extend import NextTokens
 from common.kv.pool import KvPool
-from common.model.attention import ForwardInput
-from common.model.sampling_state import SamplingBatch
+from common.sampling.state import SamplingBatch
 from prefill_service.messages import ChunkComputed
 from prefill_service.prompt import Prompt, PromptPhase
 

@@ -17,9 +17,9 @@ from common.draft.head import DraftHead
 from common.draft.seed import Seed
 from common.draft.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
-from common.model.sampling import Sampled, sample, sampled_to_host
-from common.model.sampling_state import SamplingState
 from common.model.target import TargetModel
+from common.sampling.operators import Sampled, sample, sampled_to_host
+from common.sampling.state import SamplingState
 from prefill_service.forward.chunk_batch import ChunkBatch
 
 

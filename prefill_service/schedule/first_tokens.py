@@ -8,8 +8,8 @@ import numpy as np
 
 from common.draft.seed import column_to_numpy
 from common.kv.layer_group import LayerGroupSpec
-from common.model.logprobs import unpack_logprobs
-from common.model.sampling_params import TokenLogprobs
+from common.sampling.logprobs import unpack_logprobs
+from common.sampling.params import TokenLogprobs
 from common.wire.handoff import PrebuiltBatch
 from prefill_service.forward.chunk_batch import ChunkBatch
 from prefill_service.forward.worker import Computed

@@ -23,9 +23,9 @@ from common.errors import RowFailure
 from common.kv.pool import KvPool
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
-from common.model.sampling_state import DrawKernels, SamplingState
 from common.model.target import TargetModel
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
+from common.sampling.state import DrawKernels, SamplingState
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
 from common.wire.handoff import NewFramedKv, RowFailed

@@ -18,6 +18,7 @@ from baton_cpu.blocks.norm import CpuRMSNorm
 from baton_cpu.compiler import kernel_cache
 from baton_cpu.compiler.kernel_cache import kernels_dir
 from baton_cpu.kv_copy import copy_kv
+from common.attention.torch_attention import TorchAttention
 from common.checkpoints.cache import kernels_cache_dir
 from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
@@ -25,9 +26,8 @@ from common.cpu_engine import CpuEngine
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
-from common.model.attention_torch import TorchAttention
-from common.model.sampling_triton import TritonDraws
 from common.model.target import TargetModel
+from common.sampling.triton_draws import TritonDraws
 from common.service import process, runtime
 from common.service.process import Process, Serve, run_service
 from common.service.program import EXIT_STARTUP

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from baton_cpu.attention import PagedCpuAttention
-from common.model.attention import ForwardInput
-from common.model.attention_torch import TorchAttention
+from common.attention.backend import ForwardInput
+from common.attention.torch_attention import TorchAttention
 
 LAYER, NUM_SLOTS, MAX_TOKENS = 1, 400, 100
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

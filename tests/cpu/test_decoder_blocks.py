@@ -24,7 +24,7 @@ from baton_cpu.blocks.decoder_blocks import PackedAttention, PackedGatedMLP, fus
 from baton_cpu.blocks.linear import can_pack
 from baton_cpu.blocks.norm import CpuRMSNorm, replace_norms
 from baton_cpu.compiler.numbers import number_format
-from common.model.attention import ATTENTION_NAME
+from common.attention.backend import ATTENTION_NAME
 from common.model.loader import DTYPES as TORCH_DTYPES
 from common.model.loader import load_target
 

@@ -11,10 +11,10 @@ import torch
 from structlog.testing import capture_logs
 
 from baton_cpu.attention import PagedCpuAttention
+from common.attention.torch_attention import TorchAttention
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.cpu_engine import cpu_engine
-from common.model.attention_torch import TorchAttention
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from common.service.runtime import Runtime, open_runtime
 from tests.conftest import MakePair, pairs_that_keep_all
 from tests.support.draft_heads import save_copy_head

@@ -16,7 +16,7 @@ from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from common.model.sampling_params import TokenLogprobs
+from common.sampling.params import TokenLogprobs
 from common.service.server import ServerLimits, ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.timeline import Timeline
@@ -27,9 +27,9 @@ from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver
-from decode_service.edge.prompts import Prompts
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
+from decode_service.edge.text.prompts import Prompts
 from decode_service.messages import FinishReason, Replica, ReplicasChanged, Tokens
 from tests.decode_edge.fake_engine import FakeEngine
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size

@@ -7,10 +7,10 @@ import pytest
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from common.errors import PrefillUnavailable
-from common.model.sampling_params import TokenLogprobs
 from common.request_stats import Timings
 from common.rpc.bearer_tokens import authorization
-from decode_service.edge.output import OutputProcessor
+from common.sampling.params import TokenLogprobs
+from decode_service.edge.text.output import OutputProcessor
 from decode_service.messages import Abort, Failed, Finished, FinishReason, Submit, Tokens
 from tests.decode_edge.edge_under_test import (
     MAX_LIVE,

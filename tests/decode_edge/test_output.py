@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from common.model.sampling_params import TokenLogprobs
+from common.sampling.params import TokenLogprobs
 from common.text.tokenizer import TextTokenizer
-from decode_service.edge.output import OutputProcessor, StopMatch
+from decode_service.edge.text.output import OutputProcessor, StopMatch
 from tests.decode_edge.tokenizers_for_tests import (
     WORDS,
     byte_fallback,

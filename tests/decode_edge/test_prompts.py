@@ -19,9 +19,9 @@ from baton.v1 import inference_pb2
 from common.errors import ContextExceeded, InvalidRequest, Overloaded
 from common.text.chat_messages import ChatMessage, ToolCall
 from common.text.tokenizer import TextTokenizer
-from decode_service.edge.chat_rendering import ChatRendering
-from decode_service.edge.prompts import Prompts
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt
+from decode_service.edge.text.chat_rendering import ChatRendering
+from decode_service.edge.text.prompts import Prompts
 from tests.decode_edge.edge_under_test import error_of, running_edge
 from tests.decode_edge.fake_engine import BOUND_S, until
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level

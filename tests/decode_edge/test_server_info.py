@@ -7,7 +7,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.v1 import inference_pb2
 from common.errors import FingerprintMismatch, RowFailure
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import HandoffRow, RowFailed
 from decode_service.messages import (
     BreakCall,

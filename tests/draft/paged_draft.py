@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.head import DraftHead
-from common.model.attention import ForwardInput
 from common.model.loader import DTYPES
 
 MAX_TOKENS = 64

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.attention.torch_attention import TorchAttention
 from common.draft import paged_head
 from common.draft.head import DraftHead
 from common.draft.kernels import TorchKernels
 from common.draft.load import load_draft
-from common.model.attention_torch import TorchAttention
 from common.model.loader import DTYPES, load_target
 from common.model.target import TargetModel
 from tests.draft.cases import BY_NAME, CASES, Case

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.events import Completion
 from baton.local_pair import LocalPair
-from common.model.sampling_params import ResolvedSampling
 from common.request_stats import SpeculationCounts
+from common.sampling.params import ResolvedSampling
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import load_drafted
 from tests.support.pair import PairOptions, pairs_that_keep_all

@@ -12,8 +12,8 @@ from baton import Completion
 from baton.events import PositionLogprobs
 from baton.local_pair import LocalPair
 from baton.requests import SamplingOptions
-from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling, TokenLogprobs
 from tests.support.pair import MakePair, Outcome, PairOptions
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 from common.device.stream import Scope, Stream
 from common.errors import BatonError, RowFailure
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import (
     Abort,

@@ -14,8 +14,8 @@ from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.device.stream import Scope
 from common.kv.layer_group import SeedColumnSpec
 from common.kv.pool import KvPool
-from common.model.sampling_params import ResolvedSampling
-from common.model.sampling_state import sampling_needs
+from common.sampling.params import ResolvedSampling
+from common.sampling.state import sampling_needs
 from decode_service.forward.forward_batch import ForwardMode
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.messages import Submit

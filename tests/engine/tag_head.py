@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.head import DraftOutput, output_of
 from common.draft.seed import Seed
 from common.kv.layer_group import DRAFT_GROUP, LayerGroupSpec
-from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
-from common.model.sampling import propose, propose_branches
-from common.model.sampling_params import ResolvedSampling
-from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
+from common.sampling.operators import propose, propose_branches
+from common.sampling.params import ResolvedSampling
+from common.sampling.state import RowSeed, SamplingBatch, SamplingState
 from tests.engine.tags import VOCAB_SIZE, choose, is_argmax, kv_of, logits_of, oracle, read_slots
 
 DRAFT = LayerGroupSpec(name=DRAFT_GROUP, num_layers=1, num_planes=2, num_heads=1, head_dim=2, dtype="float32")

@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
+from common.attention.torch_attention import TorchAttention
 from common.kv.layer_group import LayerGroupSpec
-from common.model.attention import ForwardInput
-from common.model.attention_torch import TorchAttention
 from common.model.forward_program import OnLayerKv
-from common.model.sampling import sample
-from common.model.sampling_params import ResolvedSampling
-from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
 from common.model.target import TargetOutput
+from common.sampling.operators import sample
+from common.sampling.params import ResolvedSampling
+from common.sampling.state import RowSeed, SamplingBatch, SamplingState
 
 VOCAB_SIZE = 1021
 CONTEXT_TOKENS = 64

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.device.cell import Cell
 from common.device.stream import Scope
 from common.draft.head import DraftOutput
 from common.kv.layer_group import SeedColumnSpec
-from common.model.attention import ForwardInput
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap

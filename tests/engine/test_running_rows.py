@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.kv.pool import KvPool
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.messages import Submit
 from decode_service.schedule.request import Request

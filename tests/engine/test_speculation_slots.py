@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
+from common.attention.backend import ForwardInput
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
-from common.model.attention import ForwardInput
 from common.wire.handoff import KvSegment
 from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
 from tests.engine.harness import ScriptedEngine

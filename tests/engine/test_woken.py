@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.device.scripted import ScriptedDevice
 from common.load import EngineLoad, PoolCounts
-from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
+from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.wire.handoff import Accepted, HandoffRow, KvSegment
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit

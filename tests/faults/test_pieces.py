@@ -13,7 +13,7 @@ from common.device.piece import piece_name
 from common.device.stream import Event, MilestoneWork, OnEvent, OnMilestone, Scope, Stream, StreamKind, Work
 from common.draft.load import load_draft
 from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from tests.faults.device import FaultyDevice, FaultyStream
 from tests.faults.injector import Injector
 from tests.faults.plan import STREAM_PIECES, FaultPlan

@@ -16,9 +16,9 @@ from common.draft.head import DraftHead
 from common.draft.seed import seed_columns
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
 from common.rpc.messages import ProtocolError
+from common.sampling.params import ResolvedSampling
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import NO_SPECULATION, Fingerprint

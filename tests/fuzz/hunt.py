@@ -33,11 +33,11 @@ INSTRUMENTED = (
     "common.rpc.errors",
     "common.text.tokenizer",
     "common.wire",
-    "decode_service.edge.detokenizer",
+    "decode_service.edge.text.detokenizer",
     "decode_service.schedule.dispatcher",
     "decode_service.edge",
     "decode_service.schedule.landing",
-    "decode_service.edge.output",
+    "decode_service.edge.text.output",
     "decode_service.schedule.scheduler",
     "prefill_service.edge",
 )

@@ -21,8 +21,8 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import first_difference
 from common.wire.framing import MessageT, seal, seal_bytes
 from common.wire.handoff import HandoffRow, RowFailed
-from decode_service.edge.output import OutputProcessor
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt, check_lengths, check_request
+from decode_service.edge.text.output import OutputProcessor
 from prefill_service.edge import row_checks
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, vocab_size
 from tests.fuzz.target import Run, Target, join, split

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.model.attention_torch import TorchAttention
+from common.attention.torch_attention import TorchAttention
 from tests.model.attention_rows import Rows
 
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.model.sampling import sample
-from common.model.sampling_state import SamplingBatch
-from common.model.sampling_triton import TritonDraws
+from common.sampling.operators import sample
+from common.sampling.state import SamplingBatch
+from common.sampling.triton_draws import TritonDraws
 from tests.sampling.test_draw_kernels import CUTS, RULES, both, check_same, requests, state_of
 
 pytestmark = pytest.mark.gpu

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.model.attention import ATTENTION_NAME, ForwardInput
-from common.model.attention_choice import overlaps_kernels
-from common.model.attention_triton import HeadShape, TritonAttention
+from common.attention.backend import ATTENTION_NAME, ForwardInput
+from common.attention.choice import overlaps_kernels
+from common.attention.triton_attention import HeadShape, TritonAttention
 from common.model.gpu_layers import GpuDecoderLayer, GpuLinear, fuse_layers
 from common.model.layers_triton import LayerKernels
 from common.model.loader import load_target

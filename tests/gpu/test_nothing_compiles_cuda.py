@@ -8,7 +8,7 @@ import pytest
 import triton
 
 from common.device.factory import open_device
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from tests.gpu.drafted import load_drafted
 from tests.support.drafted import SAMPLED, SHAPES
 from tests.support.pair import InProcessPair, PairOptions

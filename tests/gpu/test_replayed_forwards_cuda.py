@@ -14,8 +14,8 @@ from common.device.cuda_graph import CudaGraph
 from common.device.factory import open_device
 from common.draft.head import DraftHead
 from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from tests.gpu.drafted import load_drafted
 from tests.support.drafted import SHAPES
 from tests.support.pair import InProcessPair, PairOptions

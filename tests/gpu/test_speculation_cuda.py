@@ -9,8 +9,8 @@ import pytest
 
 from common.device.factory import open_device
 from common.draft.head import DraftHead
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from tests.gpu.drafted import load_drafted
 from tests.support.drafted import SAMPLED, SHAPES, Counts, assert_same, tokens_per_step
 from tests.support.greedy_parity import check_tokens_equal_generate

@@ -11,7 +11,7 @@ import torch
 from common.device.factory import open_device
 from common.draft.load import load_draft
 from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from decode_service.forward.future_map import FutureMap
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.support.draft_heads import save_copy_head

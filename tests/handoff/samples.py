@@ -6,7 +6,7 @@ import numpy as np
 
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import KvSegment, PrebuiltBatch, RowFailed
 from prefill_service.messages import CallDone, CancelCallRows, Command, Event, FrameReady, OpenCall, SegmentBytesSent
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs
-from common.model.sampling_state import SamplingState
+from common.sampling.state import SamplingState
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.recording import record_forwards
 from decode_service.forward.worker import PlainWorker

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.model.attention import AttentionBackend, ForwardInput
-from common.model.attention_triton import HeadShape, TritonAttention
-from common.model.triton_launch import Launch, Launcher
+from common.attention.backend import AttentionBackend, ForwardInput
+from common.attention.triton_attention import HeadShape, TritonAttention
+from common.device.triton_launch import Launch, Launcher
 
 LAYER = 1
 _MAX_TOKENS = 1100

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.model.attention import ForwardInput
+from common.attention.backend import ForwardInput
 from common.model.target import TargetModel
 
 MAX_TOKENS = 256

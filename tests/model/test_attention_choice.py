@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.attention.backend import AttentionBackend
+from common.attention.choice import AttentionKind, new_attention, new_draw_kernels
+from common.attention.torch_attention import TorchAttention
+from common.attention.triton_attention import TritonAttention
 from common.errors import StartupError
-from common.model.attention import AttentionBackend
-from common.model.attention_choice import AttentionKind, new_attention, new_draw_kernels
-from common.model.attention_torch import TorchAttention
-from common.model.attention_triton import TritonAttention
-from common.model.sampling_triton import TritonDraws
+from common.sampling.triton_draws import TritonDraws
 
 CUDA = torch.device("cuda")
 A100, B200, GEFORCE = 166912, 232448, 101376

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from baton_cpu.attention import PagedCpuAttention
-from common.model.attention import AttentionBackend, ForwardInput
-from common.model.attention_torch import TorchAttention
-from common.model.attention_triton import HeadShape, TritonAttention
+from common.attention.backend import AttentionBackend, ForwardInput
+from common.attention.torch_attention import TorchAttention
+from common.attention.triton_attention import HeadShape, TritonAttention
 
 LAYER, NUM_SLOTS, MAX_TOKENS = 1, 300, 80
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

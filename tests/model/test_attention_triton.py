@@ -14,10 +14,10 @@ from torch import Tensor
 
 from benchmarks.compile_kernels import attention_launches
 from benchmarks.kernel_variants import Variant
-from common.model.attention import KernelShape
-from common.model.attention_torch import TorchAttention
-from common.model.attention_triton import NO_LIMIT, HeadShape, TritonAttention
-from common.model.triton_launch import Launch
+from common.attention.backend import KernelShape
+from common.attention.torch_attention import TorchAttention
+from common.attention.triton_attention import NO_LIMIT, HeadShape, TritonAttention
+from common.device.triton_launch import Launch
 from tests.model.attention_rows import LAYER, Rows
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.model.attention import ForwardInput
-from common.model.attention_torch import TorchAttention
+from common.attention.backend import ForwardInput
+from common.attention.torch_attention import TorchAttention
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from tests.support.recording_device import CallRecorder
 

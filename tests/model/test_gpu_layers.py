@@ -20,12 +20,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
 from benchmarks.kernel_variants import Variant
+from common.attention.backend import ATTENTION_NAME, AttentionPlan
+from common.device.triton_launch import Launch
 from common.model import gpu_layers
-from common.model.attention import ATTENTION_NAME, AttentionPlan
 from common.model.gpu_layers import GpuLinear, GpuRMSNorm, fuse_layers
 from common.model.layers_triton import LayerKernels, Norm
 from common.model.replace import replace_modules
-from common.model.triton_launch import Launch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KERNELS = LayerKernels()

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.mtp import MtpHead
 from common.draft.seed import Seed
-from common.model import sampling
-from common.model.attention import ForwardInput
-from common.model.forward_program import Largest
-from common.model.sampling import Sampled
-from common.model.sampling_state import Ancestors, SamplingBatch, SamplingState
+from common.sampling import operators as sampling
+from common.sampling.operators import Largest, Sampled
+from common.sampling.state import Ancestors, SamplingBatch, SamplingState
 from decode_service.forward import eagle_worker, speculative_worker
 from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.speculate.draft_tree import Accepted, DraftTree

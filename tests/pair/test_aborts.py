@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from common.load import EngineLoad
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from decode_service.messages import Abort
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 

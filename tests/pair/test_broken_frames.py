@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from common.errors import EngineFault
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 

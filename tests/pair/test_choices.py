@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from common.draft.head import DraftHead
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from tests.support.drafted import SHAPES, Counts, Drafted
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 

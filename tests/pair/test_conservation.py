@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from common.kv.pool import KvPool, RowLease
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from tests.support.pair import InProcessPair, pairs_that_keep_all
 
 Leak = Callable[[KvPool, RowLease], None]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from decode_service.messages import FinishAtStop, Finished, FinishReason
 from tests.support.pair import InProcessPair, MakePair, Outcome, PairOptions
 from tests.support.reference import Reference, generate_greedily

@@ -11,8 +11,8 @@ import pytest
 from common.device.stream import Device
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_pool import SharedPool
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment
 from decode_service.messages import CallEnded, Replica, ReplicasChanged
 from prefill_service import messages as prefill

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.kernel_variants import Variant
+from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, KernelShape
+from common.attention.torch_attention import TorchAttention
+from common.attention.triton_attention import HeadShape, TritonAttention
+from common.device.triton_launch import Launch
 from common.draft.paged_head import PagedHead
-from common.model.attention import AttentionBackend, AttentionPlan, ForwardInput, KernelShape
-from common.model.attention_torch import TorchAttention
-from common.model.attention_triton import HeadShape, TritonAttention
 from common.model.gpu_layers import fuse_layers
 from common.model.layers_triton import LayerKernels
 from common.model.loader import load_target
-from common.model.sampling import Ancestors, largest
-from common.model.sampling_params import ResolvedSampling
-from common.model.sampling_state import SamplingState
-from common.model.sampling_triton import TritonDraws, draw
 from common.model.target import TargetModel
-from common.model.triton_launch import Launch
+from common.sampling.operators import Ancestors, largest
+from common.sampling.params import ResolvedSampling
+from common.sampling.state import SamplingState
+from common.sampling.triton_draws import TritonDraws, draw
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, load_drafted
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.recording_device import RecordingCpuDevice

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from decode_service.messages import FinishAtStop, Phase, PhaseBegan
 from tests.support.faulty_target import FailsFirst, FaultyTarget, is_decode
 from tests.support.pair import MakePair, PairOptions

@@ -18,8 +18,8 @@ from common.draft.head import DraftHead
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
 from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from common.service.process import Process
 from common.service.runtime import Runtime
 from common.telemetry.timeline import Timeline

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from decode_service.messages import FinishReason
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 

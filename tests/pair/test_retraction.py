@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from common.errors import InvalidRequest
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from tests.support.drafted import assert_same
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 

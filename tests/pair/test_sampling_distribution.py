@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import common.model.sampling
-from common.model.noise import row_keys
-from common.model.sampling_params import ResolvedSampling
+import common.sampling.operators
 from common.model.target import TargetModel
+from common.sampling.noise import row_keys
+from common.sampling.params import ResolvedSampling
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import SHAPES, Counts, Drafted
@@ -296,7 +296,7 @@ class KeyedByStep:
 def test_noise_keyed_by_place_or_time_fails_the_comparison(
     broken: Any, make_pair: MakePair, last_token_target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(common.model.sampling, "row_keys", broken)
+    monkeypatch.setattr(common.sampling.operators, "row_keys", broken)
     alone = tokens_alone(make_pair(last_token_target, options()))
     together = tokens_in_a_batch(make_pair(last_token_target, options()), is_staggered=True)
     differing = sum(one != other for one, other in zip(alone, together, strict=True))
@@ -311,7 +311,7 @@ def test_noise_without_the_seed_fails_the_distribution(
     def seedless(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
         return row_keys(torch.zeros_like(seeds), choice_indices, positions)
 
-    monkeypatch.setattr(common.model.sampling, "row_keys", seedless)
+    monkeypatch.setattr(common.sampling.operators, "row_keys", seedless)
     sampling = SETTINGS["temperature-1.0"]
     first, later = draw(make_pair(last_token_target, WIDE), sampling, num_requests=NUM_REQUESTS)
     exact = distribution(logits, sampling)

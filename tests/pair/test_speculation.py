@@ -15,8 +15,8 @@ import pytest
 
 from common.draft.head import DraftHead
 from common.draft.paged_head import PagedHead
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import CHAINS, SAMPLED, SHAPES, Counts, Drafted, assert_same, load_drafted, tokens_per_step

@@ -20,8 +20,8 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.model.attention import ForwardInput
-from common.model.sampling_params import ResolvedSampling
+from common.attention.backend import ForwardInput
+from common.sampling.params import ResolvedSampling
 from decode_service.forward import speculative_worker
 from decode_service.speculate.draft_tree import Accepted, DraftTree
 from tests.pair import speculation_mutants as mutants

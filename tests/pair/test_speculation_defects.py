@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.head import DraftOutput, output_of
-from common.model.attention import ForwardInput
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, PrebuiltBatch
 from tests.support.drafted import SHAPES, Drafted, assert_same
 from tests.support.pair import InProcessPair, MakePair, PairOptions

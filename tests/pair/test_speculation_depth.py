@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
 from tests.support.drafted import SHAPES, Counts, Drafted, assert_same

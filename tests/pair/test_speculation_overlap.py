@@ -13,7 +13,7 @@ from common.device.scripted import ScriptedDevice
 from common.draft.load import load_draft
 from common.kv.pool import KvPool
 from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from decode_service.forward.eagle_worker import EagleWorker
 from decode_service.forward.worker import OnPublish
 from decode_service.schedule.schedule_batch import ScheduleBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.draft.head import DraftHead
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from tests.support.drafted import SAMPLED, SHAPES, Counts, Drafted, assert_same
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from common.draft.head import DraftHead
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import SAMPLED, SHAPES, Counts, Drafted, assert_same

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.draft.seed import Seed
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from decode_service.forward import speculative_worker
 from decode_service.forward.draft_backlog import DraftBacklog, Unread
 from decode_service.forward.eagle_worker import EagleWorker

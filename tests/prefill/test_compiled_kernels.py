@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from common.attention.backend import ForwardInput, KernelShape
+from common.attention.torch_attention import TorchAttention
 from common.device.scripted import ScriptedDevice
-from common.model.attention import ForwardInput, KernelShape
-from common.model.attention_torch import TorchAttention
 from common.model.target import TargetModel
 from tests.support.engines import new_prefill_engine
 from tests.support.faulty_target import FaultyTarget

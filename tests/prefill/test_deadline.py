@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.errors import RowFailure
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import HandoffRow
 from prefill_service.messages import OpenCall
 from tests.support.engines import PrefillHalf

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from common.attention.backend import ForwardInput
 from common.device.errors import DeviceLost
-from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
+from common.sampling.params import ResolvedSampling
 from tests.support.faulty_target import FaultyTarget
 from tests.support.pair import InProcessPair
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from common.attention.backend import ForwardInput
 from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
-from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import KvSegment

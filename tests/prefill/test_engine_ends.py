@@ -8,9 +8,9 @@ import pytest
 
 from common.device.errors import DeviceTimeout, StreamClosed
 from common.device.scripted import ScriptedDevice
-from common.model.sampling_params import ResolvedSampling
-from common.model.sampling_state import RowSeed, SamplingState
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
+from common.sampling.state import RowSeed, SamplingState
 from tests.support.engines import PrefillHalf
 from tests.support.faulty_target import FaultyTarget
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.draft.load import load_draft
-from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
 from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetOutput
+from common.sampling.params import ResolvedSampling
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.faulty_target import FaultyTarget
 from tests.support.pair import MakePair, PairOptions

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.attention.backend import ForwardInput
 from common.device.errors import DeviceLost, PieceFailed
 from common.device.scripted import Observer, ScriptedDevice, ScriptedStream
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
-from common.model.attention import ForwardInput
 from common.model.forward_program import OnLayerKv
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel, TargetOutput
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import HandoffRow, KvSegment
 from prefill_service.forward.chunk_batch import Chunk
 from prefill_service.handoff.sender import KvSender

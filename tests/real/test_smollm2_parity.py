@@ -19,7 +19,7 @@ from baton.events import Completion, tokens_per_forward
 from baton.full_speed import await_fused
 from baton.local_pair import LocalPair
 from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from tests.parity.reference import Reference
 from tests.real.conftest import MAX_TOKENS, NEW_TOKENS, ONE_THREAD, SIZES, Prompts, check
 from tests.support.drafted import Counts, Drafted

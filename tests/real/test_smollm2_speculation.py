@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from tests.real.conftest import MAX_TOKENS, SIZES, Prompts
 from tests.support.drafted import Counts, Drafted, assert_same
 from tests.support.fused import fused

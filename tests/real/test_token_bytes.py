@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.model.sampling_params import TokenLogprobs
+from common.sampling.params import TokenLogprobs
 from common.text.tokenizer import TextTokenizer
-from decode_service.edge.output import OutputProcessor
+from decode_service.edge.text.output import OutputProcessor
 
 TEXT = "Grüße, 世界! 🧑🏽‍🚀 naïve — “ok”\n\n\tdef f(x):  # ½\n Ω≈ç√ नमस्ते"
 

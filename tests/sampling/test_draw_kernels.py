@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kernel_variants import Variant
-from common.model.noise import gumbel_noise, row_keys
-from common.model.sampling import Ancestors, Sampled, draw, propose, propose_branches, sample
-from common.model.sampling_params import ResolvedSampling
-from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
-from common.model.sampling_triton import TritonDraws
-from common.model.triton_launch import Launch
+from common.device.triton_launch import Launch
+from common.sampling.noise import gumbel_noise, row_keys
+from common.sampling.operators import Ancestors, Sampled, draw, propose, propose_branches, sample
+from common.sampling.params import ResolvedSampling
+from common.sampling.state import RowSeed, SamplingBatch, SamplingState
+from common.sampling.triton_draws import TritonDraws
 
 VOCAB = 5000  # more than a program takes at once
 CPU = torch.device("cpu")

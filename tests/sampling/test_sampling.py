@@ -17,13 +17,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from common.model import noise
-from common.model.forward_program import Largest
-from common.model.logprobs import unpack_logprobs
-from common.model.noise import gumbel_noise, row_keys
-from common.model.sampling import Sampled, largest, sample, shape_logits
-from common.model.sampling_params import ResolvedSampling, TokenLogprobs
-from common.model.sampling_state import RowSeed, SamplingBatch, SamplingState
+from common.sampling import noise
+from common.sampling.logprobs import unpack_logprobs
+from common.sampling.noise import gumbel_noise, row_keys
+from common.sampling.operators import Largest, Sampled, largest, sample, shape_logits
+from common.sampling.params import ResolvedSampling, TokenLogprobs
+from common.sampling.state import RowSeed, SamplingBatch, SamplingState
 from tests.support.goodness_of_fit import chi_square_p_value, farthest_p_value
 from tests.support.host_scalars import RefuseHostScalars
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton.requests import SamplingOptions
 from common.model.loader import load_target
-from common.model.sampling_params import ResolvedSampling
+from common.sampling.params import ResolvedSampling
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.reference import generate_greedily
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from common.device.factory import open_device
 from common.device.stream import Device
-from common.model.sampling_params import ResolvedSampling
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.messages import CallDone, Command, Event, FrameReady, OpenCall

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from common.model.attention import ForwardInput
+from common.attention.backend import ForwardInput
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from common.attention.choice import new_draw_kernels
 from common.device.stream import Device
 from common.draft.head import DraftHead
 from common.errors import BatonError
-from common.model.attention_choice import new_draw_kernels
-from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.telemetry.step_stats import StepStats
 from common.wire.handoff import Frame, HandoffRow, KvSegment
 from decode_service import messages as decode
@@ -32,7 +32,7 @@ from prefill_service.schedule.scheduler import PrefillEngine
 from tests.support.engines import cpu_device, new_decode_engine, new_prefill_engine
 
 if TYPE_CHECKING:
-    from common.model.sampling_triton import TritonDraws
+    from common.sampling.triton_draws import TritonDraws
 
 _IDLE_STEP_S = 0.001
 

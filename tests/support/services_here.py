@@ -21,9 +21,9 @@ from baton import errors
 from baton.client import AsyncClient
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
+from common.attention.backend import ForwardInput
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import EngineLost
-from common.model.attention import ForwardInput
 from common.service.life import ServiceLife
 from common.service.process import Process
 from common.service.runtime import open_runtime

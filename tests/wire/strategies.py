@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
-from common.model.sampling_params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
+from common.sampling.params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import Accepted, HandoffRow, KvSegment, PrebuiltBatch, RowFailed

@@ -13,8 +13,8 @@ import decode_service.messages as decode
 import prefill_service.messages as prefill
 from common.errors import EngineFault, FingerprintMismatch, InvalidRequest, RowFailure
 from common.kv.shared_kv import PoolTicket, SharedKv
-from common.model.sampling_params import ResolvedSampling, TokenLogprobs
 from common.request_stats import Timings
+from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.wire.handoff import Accepted, Frame, KvSegment, RowFailed
 from tests.wire.strategies import SPECULATIVE, comparable
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, prebuilt_batch

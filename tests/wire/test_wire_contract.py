@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
-from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.wire.codec_commands import (
     CancelRows,
     HandoffCommand,

@@ -6,7 +6,7 @@ import numpy as np
 
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
-from common.model.sampling_params import ResolvedSampling, TokenLogprobs
+from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.wire.codec_prebuilt import encode_prebuilt
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, PrebuiltBatch

@@ -15,7 +15,7 @@ from torch import Tensor
 from baton_cpu.program.builder import AttentionSize, FusedDecoder, ProgramBuilder
 from baton_cpu.program.fusing import fuse, new_forwards
 from baton_cpu.program.kernel.attending import PART_TOKENS
-from common.model.attention import ForwardInput
+from common.attention.backend import ForwardInput
 from common.model.forward_program import ForwardProgram
 from common.model.loader import load_target
 

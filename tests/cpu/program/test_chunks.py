@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton_cpu.attention import MAX_QUERIES
 from baton_cpu.program.fusing import fuse
-from common.model.attention import ForwardInput
+from common.attention.backend import ForwardInput
 from common.model.forward_program import ForwardProgram
 from common.model.loader import load_target
 from common.model.target import TargetModel

@@ -15,8 +15,8 @@ from baton_cpu.program.builder import FusedDecoder, with_capture
 from baton_cpu.program.comparison import difference
 from baton_cpu.program.fusing import fuse, new_forwards
 from baton_cpu.program.kernel.attending import PART_TOKENS
+from common.attention.backend import ForwardInput
 from common.errors import StartupError
-from common.model.attention import ForwardInput
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram
 from common.model.loader import load_target

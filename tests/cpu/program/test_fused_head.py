@@ -16,10 +16,10 @@ from torch import Tensor
 from baton_cpu.program import eagle3_head
 from baton_cpu.program.comparison import relative
 from baton_cpu.program.fusing import fuse
+from common.attention.backend import ForwardInput
 from common.draft.head import DraftOutput
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
-from common.model.attention import ForwardInput
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.draft.cases import BY_NAME

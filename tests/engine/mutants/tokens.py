@@ -11,8 +11,9 @@ from torch import Tensor
 
 from common.device.scripted import ScriptedStream
 from common.device.stream import Scope, Work
-from common.model import noise, sampling
-from common.model.sampling_state import RowSeed, SamplingState
+from common.sampling import noise
+from common.sampling import operators as sampling
+from common.sampling.state import RowSeed, SamplingState
 from decode_service.schedule.results import RowResults, StepInFlight
 
 

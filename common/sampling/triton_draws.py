@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.model.sampling_params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES
-from common.model.sampling_state import FLOAT_OPTIONS, Ancestors, DrawKernels, SamplingState
-from common.model.triton_launch import Kernel, Launch, Launcher, kernel
+from common.device.triton_launch import Kernel, Launch, Launcher, kernel
+from common.sampling.params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES
+from common.sampling.state import FLOAT_OPTIONS, Ancestors, DrawKernels, SamplingState
 
 _BLOCK = 4096
 _NUM_WARPS = 16

@@ -16,11 +16,20 @@ from torch import Tensor
 
 from common.device.stream import Device
 from common.device.upload import upload_array
-from common.model.forward_program import Largest
-from common.model.noise import gumbel_noise, row_keys
-from common.model.sampling_state import Ancestors, DrawKernels, SamplingBatch, SamplingState
+from common.sampling.noise import gumbel_noise, row_keys
+from common.sampling.state import Ancestors, DrawKernels, SamplingBatch, SamplingState
 
 _DROPPED = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """For each row of logits: `token_ids` [R] int64, the first largest or the first NaN, and `are_not_finite` [R] bool,
+    of those logits.
+    """
+
+    token_ids: Tensor
+    are_not_finite: Tensor
 
 
 @dataclass(frozen=True, slots=True)

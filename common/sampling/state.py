@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.upload import upload
-from common.model.sampling_params import (
+from common.sampling.params import (
     MAX_END_TOKEN_IDS,
     MAX_LOGIT_BIAS_ENTRIES,
     NUMBER_OPTIONS,

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from common.attention import triton_kernels
+from common.attention.backend import MAX_SPLIT_BYTES, AttentionPlan, ForwardInput, KernelShape
+from common.device.triton_launch import Launch, Launcher
 from common.device.upload import upload
 from common.errors import StartupError
-from common.model import triton_kernels
-from common.model.attention import MAX_SPLIT_BYTES, AttentionPlan, ForwardInput, KernelShape
-from common.model.triton_launch import Launch, Launcher
 
 _SPLIT_TOKENS = 128  # of a part at least
 _MAX_SPLITS = 32

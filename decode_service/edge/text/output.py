@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from common.model.sampling_params import TokenLogprobs
+from common.sampling.params import TokenLogprobs
 from common.text.tokenizer import TokenDecoder
-from decode_service.edge.detokenizer import IncrementalDetokenizer
+from decode_service.edge.text.detokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True, slots=True)

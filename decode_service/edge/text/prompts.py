@@ -11,9 +11,9 @@ from common.telemetry.timeline import Timeline
 from common.text.chat_messages import ChatMessage
 from common.text.chat_template import ChatRefused, TextTooLong
 from common.text.tokenizer import TextTokenizer
-from decode_service.edge.chat_rendering import RENDER_CPU_S, ChatRendering
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, Prompt, TextPrompt, TokenIdsPrompt
-from decode_service.edge.text_threads import MAX_WAITING_BYTES, TextThreads
+from decode_service.edge.text.chat_rendering import RENDER_CPU_S, ChatRendering
+from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
 
 T = TypeVar("T")
 _BYTES_PER_REPLAYED_TOKEN = 16

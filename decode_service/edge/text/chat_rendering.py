@@ -16,7 +16,7 @@ from common.host.asked_process import AskedProcess, ChildEnded, ChildFailed
 from common.text import chat_template_process as protocol
 from common.text.chat_messages import ChatMessage, messages_to_json
 from common.text.chat_template import ChatRefused, TextTooLong
-from decode_service.edge.text_threads import LANES, MAX_WAITING_BYTES, WaitingBytes
+from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, WaitingBytes
 
 RENDER_CPU_S = 2.0  # a long conversation takes some 10 ms
 _TIMEOUT_S = 60.0  # clock time: reached only if the machine is overloaded or stops the process

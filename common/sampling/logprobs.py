@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from common.model.sampling import Sampled
-from common.model.sampling_params import TokenLogprobs
-from common.model.sampling_state import SamplingBatch
+from common.sampling.operators import Sampled
+from common.sampling.params import TokenLogprobs
+from common.sampling.state import SamplingBatch
 
 
 def unpack_logprobs(sampled: Sampled, batch: SamplingBatch, *, width: int = 1) -> NDArray[np.object_]:

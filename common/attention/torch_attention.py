@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.model.attention import AttentionPlan, ForwardInput, KernelShape
+from common.attention.backend import AttentionPlan, ForwardInput, KernelShape
 
 _PADDING_SLOT = 0
 _MAX_WINDOW = 32

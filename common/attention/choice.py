@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 
+from common.attention.backend import AttentionBackend
+from common.attention.torch_attention import TorchAttention
 from common.cpu_engine import cpu_engine
 from common.errors import StartupError
-from common.model.attention import AttentionBackend
-from common.model.attention_torch import TorchAttention
-from common.model.sampling_state import DrawKernels
+from common.sampling.state import DrawKernels
 
 AttentionKind = Literal["kernels", "torch"]
 """Kernels made for the device: they read the paged pool in place, and draw tokens on a GPU. Or PyTorch's operators, the
@@ -53,7 +53,7 @@ def new_attention(
             return TorchAttention()
         return engine.new_attention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
     _check_compiler()
-    from common.model.attention_triton import HeadShape, TritonAttention
+    from common.attention.triton_attention import HeadShape, TritonAttention
 
     heads = HeadShape(num_heads, num_kv_heads, head_dim, dtype)
     return TritonAttention(heads, shared_bytes=shared_bytes(torch_device), overlaps=overlaps(torch_device))
@@ -64,7 +64,7 @@ def new_draw_kernels(kind: AttentionKind, *, torch_device: torch.device) -> Draw
     if kind == "torch" or torch_device.type == "cpu":
         return None
     _check_compiler()
-    from common.model.sampling_triton import TritonDraws
+    from common.sampling.triton_draws import TritonDraws
 
     return TritonDraws()
 

@@ -1,4 +1,4 @@
-"""The GPU's attention kernels, in Triton. What the arguments mean is attention_triton.py's to say.
+"""The GPU's attention kernels, in Triton. What the arguments mean is triton_attention.py's to say.
 
     write      K and V of each new token to its slot
     attend     for a block of one row's queries, one KV head, one part of the row's tokens: softmax over that part
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from common.model.triton_launch import kernel
+from common.device.triton_launch import kernel
 
 
 @kernel(fixed=("kv", "plane_stride", "slot_stride"))
