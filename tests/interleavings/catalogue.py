@@ -57,6 +57,7 @@ EXHAUSTIVE: dict[AnyScenario, int] = {
     _at_once: 4,
     _beside: 929,
     _aborted: 1463,
+    Scenario(scenarios.one_stopped, 1, 16): 1463,
     _lost: 196,
     _soon_short: 765,
     _prompt: 154,
