@@ -1,4 +1,5 @@
-"""From a waiting request to a landed row: which replica gets it, and what happens when that goes wrong.
+"""Takes a waiting request to a landed row: chooses the replica, and retries or fails the request if the handoff is
+lost.
 
 waiting ──reserve──▶ StartHandoff ──frames──▶ landing zone ──▶ ready
    ▲                                   │
@@ -27,17 +28,17 @@ from decode_service.schedule.schedule_batch import ReadyRows
 from decode_service.schedule.waiting_queue import ReplicaSet, WaitingQueue
 
 _HEADROOM_TOKENS = 16
-"""Slots left free for each row at admission, so that one just admitted does not soon cause a retraction."""
+"""Slots left free for each row at admission, so that a newly admitted request does not soon cause a retraction."""
 
 
 class PrefillDispatcher:
-    """Hands waiting requests to replicas, and handles the results. Only the engine thread calls it.
+    """Hands waiting requests to prefill replicas and handles the results. Only the engine thread calls it.
 
-    `post` takes events for the edge; `fail` ends a request for good. A row is lost at most `max_attempts` times in a
-    row. If no replica is ready, none takes it, or all refuse it, a request waits at most `unavailable_timeout_s`, not
-    counting its waits for slots. If every replica is ready and too small, and no others may come, it fails at once. It
-    is tried again after that time at the latest, whatever a replica asks for. No younger request is handed off on slots
-    that an older one, put off by a replica, will need.
+    `post` takes events for the edge; `fail` ends a request for good. A request fails after `max_attempts` consecutive
+    lost handoffs. It also fails after waiting `unavailable_timeout_s` while no replica is ready, none takes its length
+    or all refuse it; waiting for slots does not count. If every replica is ready and too small and no others may come,
+    it fails at once. A refused request is retried after `unavailable_timeout_s` at the latest, even if the replica asks
+    for more. Slots that an older, refused request will need are not given to a younger one.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class PrefillDispatcher:
         self._waiting = waiting
         self._lives = lives
         self._replicas = ReplicaSet(clock())
-        self._short_of_slots_since_s: float | None = None  # as of the last hand-off
+        self._short_of_slots_since_s: float | None = None  # as of the last call of hand_off
         self._call_numbers = itertools.count()
         self.num_row_retries = 0
 
@@ -79,7 +80,10 @@ class PrefillDispatcher:
         self._replicas.update(changed, self._clock())
 
     def take_frame(self, call_id: str, frame: Frame) -> None:
-        """Apply a frame. One that fits no row fails the row it names and breaks its call; the others are retried."""
+        """Applies one frame of a call.
+
+        If the frame fits no row, the row it names fails and the call is broken; the call's other rows are retried.
+        """
         try:
             for news in self._landing.take_frame(call_id, frame):
                 match news:
@@ -102,7 +106,9 @@ class PrefillDispatcher:
         self._handle_lost(self._landing.end_call(call_id, error))
 
     def collect(self) -> tuple[ReadyRows, ...]:
-        """Returns the rows that have become ready; their bytes go back to the receive budget."""
+        """Returns the rows that have become ready. Reports freed segments, whose bytes go back to
+        the receive budget.
+        """
         if not self._landing.has_news:
             return ()
         landed = self._landing.poll()
@@ -118,8 +124,9 @@ class PrefillDispatcher:
         return landed.ready
 
     def hand_off(self) -> None:
-        """Reserve for waiting requests in turn, and start one call per replica, or several where one would be too
-        large.
+        """Reserves rows for waiting requests in turn and starts the calls to replicas.
+
+        Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows.
         """
         if not self._waiting:
             self._short_of_slots_since_s = None
@@ -138,7 +145,7 @@ class PrefillDispatcher:
                 continue
             replica = self._replicas.least_loaded(rows_at, req.avoid_replica, len(req.token_ids))
             if replica is None and self._replicas.too_long_error(len(req.token_ids)) is not None:
-                continue  # younger ones may fit
+                continue  # younger requests may fit
             if replica is None:
                 break
             lease = self._reserve(req, put_off)
@@ -155,7 +162,10 @@ class PrefillDispatcher:
         self._expire(now_s)
 
     def _reserve(self, req: Request, older: Sequence[Request]) -> RowLease | None:
-        """Reserve a row and slots that `older` requests, which are retried soon, do not need."""
+        """Reserves a row and slots for `req`, but none that the requests in `older`, which are retried soon, will need.
+
+        Returns None if too few are left.
+        """
         if self._pool.num_free_rows <= len(older):
             return None
         num_tokens = len(req.token_ids)
@@ -186,8 +196,9 @@ class PrefillDispatcher:
         self._post(StartHandoff(call_id, replica, tuple(rows)))
 
     def _excuse_waiting_for_slots(self, now_s: float, *, is_short: bool) -> None:
-        """Waiting for this service's slots does not count as a replica's refusal. A request too long for all replicas
-        does not wait for slots.
+        """Extends the waiting limit of refused requests by the time they waited for this service's slots.
+
+        That time does not count as a replica's refusal. A request too long for every replica does not wait for slots.
         """
         since_s, self._short_of_slots_since_s = self._short_of_slots_since_s, now_s if is_short else None
         if since_s is None:
@@ -199,8 +210,9 @@ class PrefillDispatcher:
                 req.refused_since_s += now_s - max(since_s, req.not_before_s, req.since_s)
 
     def _fail_too_long(self, now_s: float) -> None:
-        """Fail prompts that no replica takes, wherever in the queue: at once, or after waiting for a replica that may
-        come.
+        """Fails requests that are too long for every replica, anywhere in the queue.
+
+        It fails them at once, or after the waiting limit if a larger replica may still come.
         """
         for req in self._waiting:
             error = self._replicas.too_long_error(len(req.token_ids))
@@ -217,7 +229,9 @@ class PrefillDispatcher:
                 self._fail(req, self._replicas.unavailable_error())
 
     def _handle_lost(self, lost: Sequence[LostRow]) -> None:
-        """Retry rows elsewhere while attempts are left; their reservations are released first."""
+        """Puts lost rows back in the queue while attempts are left, and fails the others. Their reservations are
+        released.
+        """
         now_s = self._clock()
         for row in lost:
             req = row.req
@@ -230,14 +244,20 @@ class PrefillDispatcher:
             self._lives.enter(req, Phase.QUEUE, at_s=now_s, lost=str(row.error))
 
     def _is_given_up(self, req: Request, row: LostRow, now_s: float) -> bool:
-        """Losses are counted. A full or stopping replica refuses at once, so refusals are bounded by time."""
+        """Returns whether the request should fail instead of being retried.
+
+        Lost handoffs are limited by their number. Refusals are limited by time, because a full or stopping replica
+        refuses at once.
+        """
         if not row.is_refusal:
             req.num_failures += 1
             return req.num_failures >= self._max_attempts
         return self._has_waited(req, now_s)
 
     def _has_waited(self, req: Request, now_s: float) -> bool:
-        """Whether no replica has taken it for too long."""
+        """Returns whether no replica has taken the request for `unavailable_timeout_s`. The first call starts that
+        time.
+        """
         if req.refused_since_s is None:
             req.refused_since_s = now_s
         return now_s - req.refused_since_s >= self._unavailable_timeout_s

@@ -1,4 +1,4 @@
-"""Where handed-off rows land: frames become KV in the pool, and rows become ready.
+"""Receives handed-off rows: writes the KV of arriving frames to the pool and reports rows that are ready.
 
 KvSegment ──▶ checked against the row ──▶ copied into its slots on the landing stream ──▶ bytes returned to the budget
 READY = PrebuiltBatch entry + every token of every layer + the landing copies done
@@ -39,11 +39,13 @@ from decode_service.schedule.schedule_batch import ReadyRows
 
 
 class SlotsReused(Exception):
-    """The replica gave a segment's slots to another row before they were read, because its call had ended there."""
+    """The replica gave a segment's slots to another row before they were read. This happens when its call had ended
+    there.
+    """
 
 
 class FrameRejected(Exception):
-    """A frame that no correct replica sends: the row it names fails, and its call is broken."""
+    """A frame that no correct replica sends. The row it names fails, and its call is broken."""
 
     def __init__(self, row: int, message: str) -> None:
         super().__init__(f"row {row}: {message}")
@@ -52,18 +54,21 @@ class FrameRejected(Exception):
 
 @dataclass(slots=True, eq=False)
 class LandingRow:
-    """A row whose KV is arriving: what is still missing, and what was received."""
+    """A row whose KV is arriving, with what was received so far.
+
+    `missing` maps each layer group to a [layers, tokens] mask of KV that has not come.
+    """
 
     req: Request
     replica: str
     lease: RowLease
-    missing: dict[str, NDArray[np.bool_]]  # by layer group: [layers, tokens]
+    missing: dict[str, NDArray[np.bool_]]  # by layer group, shape [layers, tokens]
     received_bytes: dict[str, int]
     scope: Scope
     columns: PrebuiltBatch | None = None
     entry: int = 0
     has_kv: bool = False
-    num_waiting: int = 0  # segments whose copies have not been started
+    num_waiting: int = 0  # number of segments whose copies have not been started
     last_copy: Event | None = None
 
     @property
@@ -72,11 +77,15 @@ class LandingRow:
 
     @property
     def has_landed(self) -> bool:
-        """Whether all KV that has come is in its slots; copies run in order."""
+        """Whether all KV that has come is in its slots. Checking the last copy suffices, because
+        copies run in order.
+        """
         return not self.num_waiting and self.last_copy is not None and self.last_copy.is_done()
 
     def miscount(self) -> str | None:
-        """How the received bytes differ from what its PrebuiltBatch says was sent; None if they do not."""
+        """Returns how the received bytes differ from those that the PrebuiltBatch reports as sent, or None if they
+        agree.
+        """
         assert self.columns is not None
         for name, received in self.received_bytes.items():
             sent = int(self.columns.bytes_sent[name][self.entry])
@@ -87,7 +96,7 @@ class LandingRow:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A segment that fits its row, at `slots`."""
+    """A received segment that fits its row, with the pool slots that it is copied to."""
 
     call_id: str
     row: LandingRow
@@ -103,7 +112,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class LostRow:
-    """A row whose handoff ended without it: retried elsewhere when `is_retryable`, else failed with `error`."""
+    """A row whose handoff failed. It is retried elsewhere if `is_retryable`, and otherwise fails with `error`."""
 
     req: Request
     replica: str
@@ -115,21 +124,21 @@ class LostRow:
 
 @dataclass(frozen=True, slots=True)
 class FirstKv:
-    """Some of the request's KV has come."""
+    """News that the first KV of a request has come."""
 
     req: Request
 
 
 @dataclass(frozen=True, slots=True)
 class AllComputed:
-    """The replica has computed all of the request's prompt."""
+    """News that the replica has computed the request's whole prompt."""
 
     req: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """News since the last poll. `freed` are segments that were read, or are not wanted."""
+    """The changes since the last poll. `freed` are segments that were read, or are not wanted."""
 
     ready: tuple[ReadyRows, ...]
     lost: tuple[LostRow, ...]
@@ -137,11 +146,11 @@ class Landed:
 
 
 class LandingZone:
-    """Every call and row between hand-off and READY. Only the engine thread calls it; nothing here blocks.
+    """Holds every call and row between hand-off and READY. Only the engine thread calls it, and nothing here blocks.
 
-    Segments are copied in the order of arrival. Where a piece's Python runs on the engine thread, that thread moves a
-    segment's bytes to memory that the device can fetch, which takes a millisecond for the largest. There segments wait
-    for `start_copies`, and no launch waits for more than one of them.
+    Segments are copied in the order of arrival. On some devices the engine thread itself runs the copies' Python, which
+    takes up to a millisecond for a segment. There segments wait for `start_copies`, so that no launch waits for more
+    than one of them.
     """
 
     def __init__(
@@ -153,7 +162,9 @@ class LandingZone:
         nontemporal_copies: bool,
         on_event: OnEvent | None = None,
     ) -> None:
-        """`on_event` is for the landing stream, whose events `poll` looks at."""
+        """Creates an empty landing zone. `on_event` is called for the events of the landing stream, which `poll`
+        checks.
+        """
         self._device = device
         self._pool = pool
         self._vocab_size = vocab_size
@@ -171,17 +182,17 @@ class LandingZone:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether `start_copies` has anything to start."""
+        """Whether segments wait for `start_copies`."""
         return bool(self._waiting)
 
     @property
     def has_freed(self) -> bool:
-        """Whether segments were freed that no `poll` has returned yet; someone waits for their bytes."""
+        """Whether segments were freed since the last `poll`. A sender may be waiting for their bytes."""
         return bool(self._freed)
 
     @property
     def has_news(self) -> bool:
-        """Whether `poll` has anything to look at."""
+        """Whether `poll` has anything to check."""
         return bool(self._copying or self._complete or self._freed)
 
     def rows_at(self, replica: str) -> int:
@@ -209,7 +220,9 @@ class LandingZone:
         return row.req if row else None
 
     def forget(self, req: Request) -> tuple[str, int] | None:
-        """Drop whatever still arrives for the request. Returns the call and row to cancel, if it had one."""
+        """Drops all KV that still arrives for the request. Returns the call and row to cancel, or
+        None if it has none.
+        """
         for call_id, call in self._calls.items():
             for index, row in call.rows.items():
                 if row.req is req:
@@ -223,9 +236,9 @@ class LandingZone:
         return None
 
     def take_frame(self, call_id: str, frame: Frame) -> Sequence[FirstKv | AllComputed | LostRow]:
-        """Apply one frame. Returns what it means for its rows.
+        """Applies one frame. Returns the news about its rows.
 
-        Raises FrameRejected, and applies nothing, when it fits no row that it could be about.
+        Raises FrameRejected and applies nothing if the frame does not fit the row it names.
         """
         if isinstance(frame, KvSegment):
             return self._take_segment(call_id, frame)
@@ -237,7 +250,7 @@ class LandingZone:
         return ()
 
     def end_call(self, call_id: str, error: BatonError | None) -> list[LostRow]:
-        """No frame of the call follows: rows that still miss something are lost."""
+        """Ends a call. Returns the rows that are still incomplete, which are lost."""
         call = self._calls.pop(call_id, None)
         if call is None:
             return []
@@ -249,8 +262,10 @@ class LandingZone:
         ]
 
     def poll(self) -> Landed:
-        """Collect what the landing stream has finished. Raises what the device or that stream failed with."""
-        while self._copying and self._copying[0][-1].is_done():  # in the order of their stream
+        """Collects the copies that the landing stream has finished. Raises the error that the device or the stream
+        failed with.
+        """
+        while self._copying and self._copying[0][-1].is_done():  # copies end in the order of their stream
             call_id, segment, event = self._copying.popleft()
             raise_if_device_failed(event)
             self._free(call_id, segment)
@@ -304,19 +319,21 @@ class LandingZone:
         return news
 
     def start_copies(self, until: Event | None) -> None:
-        """Start at least one copy of what has come, and more until `until` is done: while the device computes, the
-        caller would only wait. Unwanted segments cost nothing and do not count.
+        """Starts at least one copy of the waiting segments, and more while `until` is not done.
+
+        While the device computes, the caller would only wait. Segments that are no longer wanted are freed and do not
+        count.
         """
         while self._waiting:
             if self._start_copy() and (until is None or until.is_done()):
                 return
 
     def _start_copy(self) -> bool:
-        """Start the copy of the segment that waits longest. Returns False if it was freed instead."""
+        """Starts the copy of the oldest waiting segment. Returns False if the segment was freed instead."""
         waiting = self._waiting.popleft()
         row, segment = waiting.row, waiting.segment
         row.num_waiting -= 1
-        if not row.lease.is_held:  # the row was given up since: its slots may belong to another
+        if not row.lease.is_held:  # the row was given up: its slots may belong to another request
             self._free(waiting.call_id, segment)
             return False
 
@@ -337,7 +354,7 @@ class LandingZone:
         self._freed.setdefault(call_id, []).append(segment)
 
     def _claim(self, row: LandingRow, segment: KvSegment) -> Slots:
-        """Mark the segment's tokens as received. Returns their slots."""
+        """Marks the segment's tokens as received. Returns their slots."""
         name = f"group {segment.layer_group!r}"
         missing = row.missing.get(segment.layer_group)
         if missing is None:
@@ -396,7 +413,9 @@ class LandingZone:
             raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
 
     def _check_drafts(self, index: int, drafts: list[int], *, is_tree: bool) -> None:
-        """A tree's drafts are siblings: a token named twice would count as accepted twice."""
+        """Checks a row's first drafts. A tree's drafts are siblings: a token named twice would
+        count as accepted twice.
+        """
         if not all(0 <= draft < self._vocab_size for draft in drafts):
             raise FrameRejected(index, f"{TOPK_INDEX} {drafts} is not in the vocabulary")
         if is_tree and len(set(drafts)) < len(drafts):
@@ -418,13 +437,13 @@ class LandingZone:
 
 
 def _copy_of(torch_device: torch.device, *, nontemporal: bool) -> Callable[[Tensor, Tensor], object]:
-    """Returns a function that copies from its second argument to its first, both on that device."""
+    """Returns a function that copies its second argument to its first. Both are on the given device."""
     engine = cpu_engine(torch_device) if nontemporal else None
     return Tensor.copy_ if engine is None else engine.kv_copy()
 
 
 def _bytes_of(segment: KvSegment, group: LayerGroupSpec) -> Tensor:
-    """[layers, planes, tokens, row_bytes] uint8, where they lie on the host."""
+    """Returns the segment's KV on the host: [layers, planes, tokens, row_bytes] uint8."""
     if segment.shared is None:
         payload = from_dlpack(np.frombuffer(segment.payload, dtype=np.uint8))
         return payload.view(segment.num_layers, group.num_planes, segment.num_tokens, group.row_bytes)
@@ -441,7 +460,7 @@ def _landed(call_id: str, segments: Sequence[KvSegment]) -> SegmentsLanded:
 
 
 def _group(rows: Iterable[LandingRow]) -> list[ReadyRows]:
-    """Groups rows by their PrebuiltBatch, so that columns become tensors by one index each."""
+    """Groups rows by their PrebuiltBatch, so that each column becomes a tensor with one indexing operation."""
     by_batch: dict[int, list[LandingRow]] = {}
     for row in rows:
         by_batch.setdefault(id(row.columns), []).append(row)

@@ -1,4 +1,4 @@
-"""One life of a request: its phases, what it holds in each, and the one place that moves it from phase to phase.
+"""The phases of a request, what the request holds in each of them, and the one place that moves it to another phase.
 
 QUEUE ─▶ PREFILL ─▶ RECEIVING ─▶ TRANSFER ─▶ BOOTSTRAP ─▶ FIRST_DECODE ─▶ DECODE ─▶ DELIVERY
   ▲          └───────────┴───────────┤                          └─────┬──────┘
@@ -24,7 +24,9 @@ from decode_service.schedule.waiting_queue import WaitingQueue
 
 
 class Place(Enum):
-    """Which component has the request, and drops it when it leaves."""
+    """The component that holds a request during a phase: the waiting queue, the landing zone, the
+    running rows or none.
+    """
 
     WAITING = auto()
     LANDING = auto()
@@ -34,9 +36,11 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What holds in a phase: the request is at `place`, its row's lease is in state `lease` (None: it holds no row),
-    and one of `following` comes next. The time spent is added to `seconds`, a field of Timings; "" counts it nowhere.
-    Only a phase that is announced begins a span.
+    """The conditions of one phase.
+
+    The request is at `place`, and the lease of its pool row is in state `lease`; None means that it holds no row. One
+    of the phases in `following` comes next. The time spent in the phase is added to `seconds`, a field of Timings; an
+    empty name counts it nowhere. A PhaseBegan event is posted only if `is_announced`.
     """
 
     place: Place
@@ -72,9 +76,10 @@ RULES: Mapping[Phase, Rule] = {
 
 
 class Lives:
-    """Every live request, and the only writer of a request's phase, lease and seconds. Only the engine thread calls it.
+    """Holds every live request and moves it from phase to phase. Only the engine thread calls it.
 
-    `clock` is the engine's (monotonic seconds); `post` takes events for the edge.
+    It is the only writer of a request's phase, lease and seconds. `clock` is the engine's (monotonic seconds); `post`
+    takes events for the edge.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class Lives:
         self.requests: dict[str, Request] = {}
 
     def admit(self, submit: Submit) -> Request:
-        """Take in a new request, which waits."""
+        """Creates the record of a new request and adds it to the waiting queue."""
         assert submit.request_id not in self.requests, "the edge refuses duplicates"
         req = Request.of(submit, arrival=next(self._arrivals), now_s=self._clock())
         self.requests[req.request_id] = req
@@ -115,11 +120,11 @@ class Lives:
         lost: str = "",
         was_retracted: bool = False,
     ) -> None:
-        """Move the request to `phase`: whatever that phase does not hold is released.
+        """Moves the request to `phase` and releases everything that this phase does not hold.
 
-        `lease` is the row it holds from now on, where it held none. `at_s` is by the engine's clock, now by default.
-        `replica`, `lost` and `was_retracted` are told with the phase (PhaseBegan). AssertionError when the phase cannot
-        follow the one that the request is in.
+        `lease` is the row that a request without a row holds from now on. `at_s` is a time of the engine's clock, now
+        by default. `replica`, `lost` and `was_retracted` are passed on in the PhaseBegan event. Raises AssertionError
+        if the phase cannot follow the request's current one.
         """
         before, after = RULES[req.phase], RULES[phase]
         assert phase in before.following, f"{req.request_id}: {phase} does not follow {req.phase}"

@@ -15,7 +15,10 @@ from decode_service.messages import Finished, FinishReason, Phase, Submit
 
 @dataclass(slots=True)
 class SpeculationTally:
-    """What verification found for one request, over all its steps."""
+    """The drafting and verification figures of one request, summed over all its steps.
+
+    `drafted_at` and `accepted_at` count drafts by level: entry i is the number of drafts at level i + 1.
+    """
 
     num_verify_steps: int = 0
     num_drafted_tokens: int = 0
@@ -34,8 +37,10 @@ class SpeculationTally:
         accepted_at: Sequence[int],
         parts_s: Mapping[str, float],
     ) -> None:
-        """Add the results of steps since the last call. `drafted_at` and `accepted_at` may end with levels never
-        drafted.
+        """Adds the figures of the steps since the last call.
+
+        `drafted_at` and `accepted_at` count drafts by level and may end with zeros for levels never drafted. `parts_s`
+        maps `draft_s`, `verify_s` and `extend_s` to seconds.
         """
         self.num_verify_steps += num_verify_steps
         self.num_drafted_tokens += num_drafted_tokens
@@ -65,16 +70,18 @@ def _sum_of(counts: Sequence[int], more: Sequence[int]) -> list[int]:
 
 
 class RowTokens(Protocol):
-    """Where a running request's new tokens are."""
+    """Gives the tokens that a running request has produced since it entered its pool row."""
 
     def new_tokens(self, row: int) -> list[int]:
-        """The output that the request in `row` has gained since it entered it."""
+        """Returns the output tokens that the request in pool row `row` has gained since it entered that row."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`past_ids`: prompt and output until it last entered a row; `running_in` knows the output since. `arrival` orders
-    requests by age. Lives alone writes `phase`, `lease` and the seconds.
+    """The engine's record of one live request. Only `Lives` writes `phase`, `lease` and `seconds`.
+
+    `past_ids` are the prompt and the output up to the last time the request entered a pool row; `running_in` knows the
+    output since then. `arrival` orders requests by age: the smaller number is the older request.
     """
 
     request_id: str
@@ -123,14 +130,14 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and output, in any phase of the request."""
+        """The prompt and all output so far. Valid in every phase of the request."""
         if self.running_in is None or self.lease is None:
             return self.past_ids
         return [*self.past_ids, *self.running_in.new_tokens(self.lease.row)]
 
     @property
     def has_decoded(self) -> bool:
-        """Whether a decode step of it has ended, in this row or an earlier one."""
+        """Whether at least one decode step of this request has ended, in its current row or an earlier one."""
         return "decode_s" in self.seconds or self.phase is Phase.DECODE
 
     @property
@@ -138,7 +145,9 @@ class Request:
         return self.phase in (Phase.DELIVERY, Phase.ENDED)
 
     def spend(self, seconds: str, *, until_s: float) -> None:
-        """Add the time since the last call to this field of Timings; "" drops it."""
+        """Adds the time since the last call to the field of Timings that `seconds` names. An empty name discards that
+        time.
+        """
         if seconds:
             self.seconds[seconds] = self.seconds.get(seconds, 0.0) + until_s - self.since_s
         self.since_s = until_s
@@ -148,7 +157,9 @@ class Request:
         return len(self.token_ids) - self.prompt_len
 
     def ending(self) -> tuple[FinishReason, int | None] | None:
-        """Why the output ends at its last token, with the stop token's id; None when it goes on."""
+        """Returns why the output ends at its last token, with the stop token's id if a stop token ended it. Returns
+        None if the output goes on.
+        """
         last = self.token_ids[-1]
         if last in self.end_ids:
             if last in self.sampling.eos_token_ids:
@@ -166,7 +177,7 @@ class Request:
         stop_token_id: int | None = None,
         stop_string: str | None = None,
     ) -> Finished:
-        """Its terminal event, if the output ends after `num_output` tokens."""
+        """Builds the terminal event of this request for an output of `num_output` tokens."""
         return Finished(
             request_id=self.request_id,
             reason=reason,

@@ -1,4 +1,4 @@
-"""A launched step until its results are taken, and where they become output: each request gets its next tokens."""
+"""The results of a launched step, and how they become output: each request gets its next tokens."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
 
 @dataclass(frozen=True, slots=True)
 class RowResults:
-    """Results of rows, as columns: entry b commits the first `accept_lens` [B] of `token_ids` [B, W] int64.
+    """The results of a step's rows, as columns. Entry b commits the first `accept_lens[b]` of `token_ids[b]`.
 
-    `are_invalid` [B] bool marks rows whose relayed input or logits were unusable. `logprobs` [B, W] of TokenLogprobs
-    has None for rows that want none; it is None if no row wants any.
+    `token_ids` is [B, W] int64 and `accept_lens` [B]. `are_invalid` [B] bool marks rows whose relayed input or logits
+    were unusable. `logprobs` [B, W] of TokenLogprobs has None for rows that want none; it is None if no row wants any.
     """
 
     token_ids: NDArray[np.int64]
@@ -46,7 +46,7 @@ class RowResults:
 
 @dataclass(frozen=True, slots=True)
 class _HostResults:
-    """`accept_lens` is None where each entry has one token."""
+    """A step's results as tensors on the host. `accept_lens` is None if each entry has exactly one token."""
 
     sampled: Sampled
     accept_lens: Tensor | None
@@ -55,10 +55,11 @@ class _HostResults:
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """Holds every tensor and cell given to the stream until `end`, after stash and the results' copy to the host.
+    """A launched step whose results are not taken yet.
 
-    `rows` and `serials` [B] say which rows `reqs` ran with, and as whose: a request that has left its row since takes
-    no results. `previous_end` belongs to the step in flight at the launch.
+    It keeps every tensor and cell of the step alive until `end`, which comes after the copy of the results to the host.
+    `rows` and `serials` [B] record which pool row each of `reqs` ran in and the serial it had there. A request that has
+    left its row since then takes no results. `previous_end` is the end event of the step in flight at the launch.
     """
 
     batch: ForwardBatch
@@ -88,7 +89,9 @@ class StepInFlight:
         launched_s: float,
         previous: StepInFlight | None,
     ) -> StepInFlight:
-        """Enqueue the copy of the results to the host after the step's other pieces, and record its end event."""
+        """Enqueues the copy of the results to the host and records the step's end event. Returns the complete
+        StepInFlight.
+        """
         host: Cell[_HostResults] = Cell()
         sampled, is_invalid = output.sampled, output.is_invalid
         accept_lens = None if output.has_one_each else output.accept_lens
@@ -103,23 +106,25 @@ class StepInFlight:
             )
 
         stream.enqueue(copy_results, scope)
-        if not device.runs_pieces_beside:  # otherwise its thread would stop to free what it is done with
+        if not device.runs_pieces_beside:  # otherwise its thread would stop to free finished objects
             output = replace(output, kept=())
         previous_end = None if previous is None else previous.end
         end = stream.record(scope, "the end")
         return cls(batch, reqs, request_ids, rows, serials, output, host, end, launched_s, previous_end)
 
     def await_end(self, timeout_s: float, *, followed_by: StepInFlight | None) -> None:
-        """Raises as Event.synchronize does. First lets the next step begin: until its forward only computes, its Python
-        and that of whoever takes these results would make each other wait for the interpreter.
+        """Waits for the step's end. Raises what Event.synchronize raises.
+
+        It first waits until the next step's inputs are prepared. Otherwise that step's Python and the taking of these
+        results would compete for the interpreter.
         """
         if followed_by is not None and (prepared := followed_by.output.prepared) is not None:
-            wait_in_order(prepared, timeout_s)  # its own end reports the failure
+            wait_in_order(prepared, timeout_s)  # a failure is reported by that step's own end event
         self.end.synchronize(timeout_s)
 
     @cached_property
     def speculation(self) -> SpeculationStats | None:
-        """Call only after `end`. None without speculation."""
+        """The step's drafting and verification figures, or None without speculation. Read it only after `end`."""
         if self.batch.spec_info is None:
             return None
         begin, drafted, verified, extended = self.output.marks
@@ -130,7 +135,7 @@ class StepInFlight:
             accept_lens = np.delete(accept_lens, self.batch.undrafted)
         accept_lens = accept_lens[
             (accept_lens >= 1) & (accept_lens <= self.batch.max_accept_len)
-        ]  # otherwise its row fails
+        ]  # a row with any other length fails
         return SpeculationStats(
             num_levels=self.batch.spec_info.num_steps,
             accept_lens=tuple(accept_lens.tolist()),
@@ -141,7 +146,7 @@ class StepInFlight:
         )
 
     def results(self) -> RowResults:
-        """Call only after `end`."""
+        """Returns the step's results as columns. Call this only after `end`."""
         host = self.host.get()
         width = self.batch.max_accept_len
         are_unusable = host.sampled.is_invalid.numpy()
@@ -164,7 +169,7 @@ class StepInFlight:
 
 
 def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:
-    """The tokens that came with the rows of `parts`, in their order, as a step's results would have."""
+    """Returns the first tokens that came with the rows of `parts`, in order and in the form of a step's results."""
     token_ids = _first_token_ids(parts)
     logprobs = [part.columns.first_token_logprobs[entry] for part in parts for entry in part.entries.tolist()]
     return RowResults(
@@ -178,11 +183,13 @@ def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:
 def first_token_payload(
     parts: Sequence[ReadyRows], seeds: Mapping[str, Tensor], torch_device: torch.device
 ) -> RelayPayload:
-    """What bootstrap writes for the rows of `parts`, in their order: first tokens and seed columns."""
+    """Builds what bootstrap writes for the rows of `parts`, in order: the first tokens and the seed columns of
+    drafting.
+    """
     columns = {
         name: device_copy(
             torch.from_numpy(np.concatenate([part.columns.seed_columns[name][part.entries] for part in parts])).view(
-                buffer.dtype  # numpy has no bfloat16: the column holds its bits
+                buffer.dtype  # NumPy has no bfloat16: the column holds its bits
             ),
             torch_device,
         )
@@ -196,8 +203,9 @@ def _first_token_ids(parts: Sequence[ReadyRows]) -> NDArray[np.int64]:
 
 
 class ResultTaker:
-    """Only the engine thread calls it. Rows are treated together as columns; only requests that begin or end are
-    visited singly.
+    """Gives the results of steps to their requests. Only the engine thread calls it.
+
+    Rows are handled together as columns. Only requests that begin or end are handled one by one.
     """
 
     def __init__(
@@ -216,12 +224,12 @@ class ResultTaker:
         self._fail = fail
 
     def take_first_tokens(self, prebuilt: ScheduleBatch, results: RowResults) -> None:
-        """For rows that have just entered."""
+        """Gives the first tokens to requests that have just entered their rows."""
         every = np.arange(prebuilt.batch_size)
         self._append(every, prebuilt.rows, prebuilt.reqs, prebuilt.request_ids, results, self._clock())
 
     def take(self, step: StepInFlight) -> None:
-        """After the step's end: gives its results to requests that still hold the rows they ran with."""
+        """Gives an ended step's results to the requests that still hold the rows they ran in."""
         results = step.results()
         are_held = self.still_held(step)
         self._rows.num_in_flight[step.rows[are_held]] -= 1
@@ -231,12 +239,12 @@ class ResultTaker:
         (entries,) = (are_held & ~results.are_invalid).nonzero()
         rows = step.rows[entries]
         for i in entries[self._rows.decode(rows)].tolist():
-            if step.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted meanwhile
+            if step.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted in the meantime
                 self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)
         self._append(entries, rows, step.reqs, step.request_ids, results, now_s, step)
 
     def still_held(self, step: StepInFlight) -> NDArray[np.bool_]:
-        """[B]"""
+        """Returns, for each entry [B] of the step, whether its request still holds the row it ran in."""
         held: NDArray[np.bool_] = self._rows.serials[step.rows] == step.serials
         return held
 
@@ -250,7 +258,9 @@ class ResultTaker:
         now_s: float,
         step: StepInFlight | None = None,
     ) -> None:
-        """Give the requests at `entries`, in `rows`, their next tokens; end those that end with them."""
+        """Appends the next tokens to the requests at `entries`, in `rows`, posts them and finishes requests that end
+        with them.
+        """
         if not entries.size:
             return
         token_ids = results.token_ids[entries]

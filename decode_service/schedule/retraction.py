@@ -1,4 +1,4 @@
-"""Finds slots for the next step: if too few are free, the youngest requests give theirs up and wait again."""
+"""Finds slots for the next step. If too few are free, the youngest requests give up their slots and wait again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decode_service.schedule.schedule_batch import ScheduleBatch
 
 
 class Retraction:
-    """Only the engine thread calls it."""
+    """Takes slots from the youngest requests when the next step lacks some. Only the engine thread calls it."""
 
     def __init__(
         self,
@@ -23,13 +23,14 @@ class Retraction:
         self._pool = pool
         self._rows = rows
         self._lives = lives
-        self._leaving: list[Request] = []  # a step in flight carries them
+        self._leaving: list[Request] = []  # requests that a step in flight still carries
         self.num_retractions = 0
 
     def prepare(self, running: ScheduleBatch) -> bool:
-        """Prepare the next step. While it lacks slots, the youngest live request is retracted.
+        """Prepares the next step. While the step lacks slots, the youngest live request is retracted.
 
-        Returns False if slots are coming but a forward in flight still holds them: nothing is launched this time.
+        Returns False if enough slots will become free when the forward in flight ends. In that case nothing is launched
+        now.
         """
         while not running.prepare_for_decode(self._pool):
             shortage = running.num_slots_needed(self._pool) - self._pool.num_free_slots
@@ -39,14 +40,17 @@ class Retraction:
         return True
 
     def requeue_left(self) -> None:
-        """Call this after taking the results of the step that was in flight at the last `prepare`."""
+        """Returns retracted requests to the waiting queue.
+
+        Call this after taking the results of the step that was in flight at the last `prepare`.
+        """
         leaving, self._leaving = self._leaving, []
         for req in leaving:
             if req.phase is Phase.RETRACTING:
                 self._lives.enter(req, Phase.QUEUE, was_retracted=True)
 
     def _num_coming(self, running: ScheduleBatch) -> int:
-        """Slots that become free when the forward in flight ends."""
+        """Returns how many slots become free when the forward in flight ends."""
         held = set(map(id, running.reqs))
         return self._pool.slot_counts().quarantined + sum(
             req.lease.num_tokens
@@ -55,7 +59,7 @@ class Retraction:
         )
 
     def _retract_youngest(self, running: ScheduleBatch) -> None:
-        """Retract the youngest holder of slots: a handoff under way before an older, running request."""
+        """Retracts the youngest request that holds slots, whether its handoff is under way or it is running."""
         handed_off = [req for req in self._lives.requests.values() if RULES[req.phase].place is Place.LANDING]
         req = max((*running.reqs, *handed_off), key=lambda req: req.arrival)
         self.num_retractions += 1

@@ -1,4 +1,4 @@
-"""What the engine knows of the requests in its batch, as columns addressed by pool row: a step asks all at once.
+"""The engine's data about running requests, as columns indexed by pool row, so that a step handles all rows at once.
 
 Request ──enter──▶ columns, step after step ──leave──▶ Request: tokens and counts added up
 """
@@ -23,11 +23,12 @@ _NUM_TOTALS = 2 + len(_PARTS)  # verify steps, drafted tokens, seconds
 
 
 class RunningRows:
-    """Requests from BOOTSTRAP to DECODE or RETRACTING. Only the engine thread calls it; only Lives enters and leaves.
+    """The state of all requests from BOOTSTRAP to DECODE or RETRACTING, as columns indexed by pool row.
 
-    A request's `speculation` counts its drafts until it entered. `serials` [rows] says whose a row is, by a number that
-    no request ever shares; 0 if nobody's. `num_in_flight` [rows] counts launched steps whose results are not taken;
-    each adds at least one token. `max_depth` is the deepest level ever drafted.
+    Only the engine thread calls it, and only `Lives` calls `enter` and `leave`. `serials` [rows] holds a number that is
+    unique to the request in the row, or 0 if the row is empty. `num_in_flight` [rows] counts launched steps whose
+    results are not taken yet; each adds at least one token. A request's `speculation` does not include the current
+    row's drafts until `leave`. `max_depth` is the deepest level ever drafted.
     """
 
     def __init__(self, *, max_rows: int, max_context_tokens: int, max_depth: int) -> None:
@@ -39,12 +40,12 @@ class RunningRows:
         self.serials = column()
         self.num_in_flight = column()
         self._next_serials = itertools.count(1)
-        self._limits = column()  # of tokens, prompt and output
-        self._num_left = column()  # until that; 0 where the row is nobody's
+        self._limits = column()  # the most tokens each request may have, prompt and output
+        self._num_left = column()  # tokens left until that limit; 0 where the row is empty
         self._end_ids = column(MAX_END_TOKEN_IDS)
         self._num_end_ids = column()
-        self._most_end_ids = 0  # of a row that is somebody's
-        self._num_new = column()  # output since it entered
+        self._most_end_ids = 0  # the largest count of end ids in any occupied row
+        self._num_new = column()  # output tokens since the request entered the row
         self._new_ids = np.empty((rows, max_context_tokens + max_depth), dtype=np.int32)
         self._has_decoded = np.zeros(rows, dtype=np.bool_)
         self.drafts = DraftTallies(rows, max_depth=max_depth)
@@ -65,7 +66,7 @@ class RunningRows:
         self.drafts.clear(row)
 
     def leave(self, req: Request) -> None:
-        """Results of a step in flight no longer reach the request."""
+        """Removes the request from its row. Results of a step in flight no longer reach it."""
         assert req.lease is not None
         row = req.lease.row
         self.serials[row] = self._num_left[row] = 0
@@ -75,23 +76,28 @@ class RunningRows:
         self.drafts.tell(row, req.speculation)
 
     def row_seed(self, req: Request) -> RowSeed:
-        """What its sampling starts from, with its tokens until now."""
+        """Returns the state from which sampling starts for this request, including its tokens so far."""
         assert req.lease is not None
         return RowSeed(req.lease.row, req.sampling, req.choice_index, tuple(req.token_ids), req.prompt_len)
 
     def want_launch(self, rows: Rows) -> NDArray[np.bool_]:
-        """[B]: whether a further decode step can still add a token."""
+        """Returns, for each of `rows` [B], whether a further decode step can still add a token."""
         wanted: NDArray[np.bool_] = self.num_in_flight[rows] < self._num_left[rows]
         return wanted
 
     def have_room_after(self, rows: Rows, seq_lens: Rows) -> NDArray[np.bool_]:
-        """[B]: like `want_launch`, where `seq_lens` [B] tokens have committed KV, steps in flight included."""
+        """Returns, for each of `rows` [B], whether a further decode step can still add a token.
+
+        `seq_lens` [B] are the numbers of tokens with committed KV, steps in flight included.
+        """
         has_room: NDArray[np.bool_] = seq_lens + 1 < self._limits[rows]
         return has_room
 
     def can_have(self, rows: Rows, seq_lens: Rows, *, max_accept_len: int) -> NDArray[np.bool_]:
-        """[B]: whether `seq_lens` [B] tokens can have committed KV, of which a step in flight adds `max_accept_len` at
-        most: all that the request has but the last, and nothing where that step failed.
+        """Returns, for each of `rows` [B], whether the request can have `seq_lens` [B] tokens with committed KV.
+
+        The smallest possible length is every token but the last. Each step in flight adds at most `max_accept_len`
+        tokens, and a failed step adds none.
         """
         num_before = self._limits[rows] - self._num_left[rows] - 1
         most = num_before + self.num_in_flight[rows] * max_accept_len
@@ -99,14 +105,15 @@ class RunningRows:
         return can_be
 
     def append(self, rows: Rows, token_ids: Rows, num_offered: Rows) -> tuple[Rows, NDArray[np.bool_]]:
-        """Add to each of `rows` [B], distinct, the first `num_offered` [B] of `token_ids` [B, W], up to one that ends.
+        """Appends new output tokens to the requests in `rows` [B], which are distinct.
 
-        Returns how many that were, and whether it ended: [B].
+        Request b gets the first `num_offered[b]` tokens of `token_ids[b]` [B, W], but none after a token that ends it.
+        Returns how many tokens each request gained and whether it ended, both [B].
         """
         num_left, num_new = self._num_left[rows], self._num_new[rows]
         num_until_end = num_left
         are_end_ids = token_ids[:, :, None] == self._end_ids[rows, None, : self._most_end_ids]
-        if np.count_nonzero(are_end_ids):  # in few steps
+        if np.count_nonzero(are_end_ids):  # only few steps contain an end token
             is_end = are_end_ids.any(axis=2)
             num_until_end = np.minimum(num_left, np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, num_left))
         has_ended = num_until_end <= num_offered
@@ -118,7 +125,7 @@ class RunningRows:
         return num_added, has_ended
 
     def decode(self, rows: Rows) -> Rows:
-        """A decode step of `rows` [B] has ended. Returns the indices of those that had not decoded before."""
+        """Marks the requests in `rows` [B] as decoded. Returns the indices of those that had not decoded before."""
         (are_first,) = (~self._has_decoded[rows]).nonzero()
         self._has_decoded[rows] = True
         return are_first
@@ -128,20 +135,20 @@ class RunningRows:
         self._most_end_ids = int(self._num_end_ids.max())
 
     def new_tokens(self, row: int) -> list[int]:
-        """See RowTokens."""
+        """Returns the output tokens that the request in pool row `row` has gained since it entered that row."""
         tokens: list[int] = self._new_ids[row, : self._num_new[row]].tolist()
         return tokens
 
 
 class DraftTallies:
-    """The results of drafts since a row was last entered: one table, to which a step adds all its rows at once.
+    """The drafting and verification figures of all running requests since they entered their rows, in one table.
 
-    `max_depth` is the deepest level ever drafted.
+    A step adds the figures of all its rows at once. `max_depth` is the deepest level ever drafted.
     """
 
     def __init__(self, num_rows: int, *, max_depth: int) -> None:
         self._max_depth = max_depth
-        self._table = np.zeros((num_rows, _NUM_TOTALS + 2 * max_depth))  # counts stay far below what a float64 counts
+        self._table = np.zeros((num_rows, _NUM_TOTALS + 2 * max_depth))  # float64 holds such counts exactly
 
     def clear(self, row: int) -> None:
         self._table[row] = 0
@@ -149,7 +156,10 @@ class DraftTallies:
     def add(
         self, rows: NDArray[np.int64], spec_info: SpecInfo, *, num_accepted: NDArray[np.int64], stats: SpeculationStats
     ) -> None:
-        """A step drafted for `rows` [B], distinct, of which `num_accepted` [B] drafts each were accepted."""
+        """Adds the figures of one step that drafted for `rows` [B], which are distinct.
+
+        `num_accepted` [B] is how many drafts of each row were accepted.
+        """
         num_levels, accepted_at = spec_info.num_steps, _NUM_TOTALS + self._max_depth
         step = np.zeros((len(rows), self._table.shape[1]))
         step[:, :_NUM_TOTALS] = (1, spec_info.num_draft_tokens, *(getattr(stats, part) for part in _PARTS))
@@ -158,7 +168,7 @@ class DraftTallies:
         self._table[rows] += step
 
     def tell(self, row: int, tally: SpeculationTally) -> None:
-        """Add the row's results to `tally`."""
+        """Adds the row's figures to `tally`."""
         num_verify_steps, num_drafted, *parts_s = self._table[row, :_NUM_TOTALS].tolist()
         levels = self._table[row, _NUM_TOTALS:].astype(np.int64).reshape(2, self._max_depth)
         tally.add(

@@ -1,4 +1,4 @@
-"""The decode batch on the schedule side. A forward gets a snapshot of it.
+"""The decode batch on the schedule side. Each forward gets a snapshot of it.
 
 PrebuiltBatch columns ──prepare_for_prebuilt──▶ PREBUILT batch ──process_prebuilt──▶ merge_batch into the running one
 running batch ──filter_batch──▶ prepare_for_decode ──snapshot──▶ ForwardBatch, for the worker
@@ -27,7 +27,9 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class ReadyRows:
-    """Rows of one PrebuiltBatch whose KV has landed: entry i of `columns` indices belongs to reqs[i]."""
+    """Rows of one PrebuiltBatch whose KV has landed. `entries[i]` is the index into `columns` that belongs to
+    `reqs[i]`.
+    """
 
     columns: PrebuiltBatch
     entries: NDArray[np.int64]
@@ -35,12 +37,13 @@ class ReadyRows:
 
 
 class ScheduleBatch:
-    """Entry i of `reqs` and of every column is one request; order is kept by every operation.
+    """The requests that decode together, as columns: entry i of `reqs` and of every column is one request.
 
-    `req_pool_indices`, `seq_lens` [B] int64 on the device, `*_cpu` their twins on the host, which never share storage
-    with them. A column here is replaced, never written in place: a forward in flight may read it. `spec_info` is None
-    without speculation. `draft_lag` [B]: how many tokens the draft head has not read, those of launched steps included.
-    What follows from which requests there are is made when it is asked for, and again when entries come or go.
+    Every operation keeps the order of entries. `req_pool_indices` and `seq_lens` are [B] int64 on the device. `*_cpu`
+    are their copies on the host and never share storage with them. A column is replaced, never written in place,
+    because a forward in flight may read it. `draft_lag` [B] counts the tokens that the draft head has not read,
+    including those of launched steps. `spec_info` is None without speculation. Properties derived from `reqs` are
+    cached until entries come or go.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class ScheduleBatch:
 
     @classmethod
     def prepare_for_prebuilt(cls, parts: Sequence[ReadyRows], torch_device: torch.device) -> ScheduleBatch:
-        """The rows of `parts` as one batch whose lengths are the KV lengths that came with them."""
+        """Builds one batch of the rows in `parts`. Its lengths are the KV lengths that came with the rows."""
         reqs = [req for part in parts for req in part.reqs]
         rows = torch.tensor([req.lease.row for req in reqs if req.lease is not None], dtype=torch.int64)
         assert rows.shape[0] == len(reqs), "a ready request holds a row"
@@ -111,7 +114,7 @@ class ScheduleBatch:
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """`req_pool_indices_cpu` as an array, for columns that are not tensors."""
+        """`req_pool_indices_cpu` as a NumPy array, to index columns that are not tensors."""
         rows: NDArray[np.int64] = self.req_pool_indices_cpu.numpy()
         return rows
 
@@ -121,12 +124,14 @@ class ScheduleBatch:
 
     @cached_property
     def undrafted(self) -> tuple[int, ...]:
-        """Indices of entries that want no drafts."""
+        """The indices of entries whose requests want no drafts."""
         return tuple([i for i, req in enumerate(self.reqs) if not req.wants_drafts])
 
     @cached_property
     def sampling(self) -> SamplingBatch:
-        """Which entries need which part of sampling; their parameters are on the device, by row."""
+        """The indices of entries that need each part of sampling. The sampling parameters are on the device, by pool
+        row.
+        """
         return SamplingBatch.of_needs(self.sampling_needs)
 
     def _forget_what_follows(self) -> None:
@@ -135,25 +140,26 @@ class ScheduleBatch:
             self.__dict__.pop(name, None)
 
     def set_seq_lens(self, seq_lens: Tensor) -> None:
-        """Replace the lengths on the device and the CPU together. `seq_lens` [B] int64 is copied to the host."""
+        """Replaces the lengths on the device and the CPU together. `seq_lens` [B] int64 is copied to the host."""
         self.seq_lens = seq_lens
         self.seq_lens_cpu = _host_copy(seq_lens)
 
     @property
     def num_step_slots(self) -> int:
-        """Slots past its committed KV that the next step writes to, for each entry."""
+        """The number of slots that the next step writes for each entry, past its committed KV."""
         return 1 if self.spec_info is None else self.spec_info.num_slots
 
     def num_slots_needed(self, pool: KvPool) -> int:
-        """Slots that `prepare_for_decode` takes from the pool."""
+        """Returns how many slots `prepare_for_decode` would take from the pool."""
         return int(pool.num_missing(self.rows, self.wanted_tokens()).sum())
 
     def prepare_for_decode(self, pool: KvPool) -> bool:
-        """Slots for what the next step writes of each entry, in order of position.
+        """Reserves the slots that the next step writes and sets `out_cache_loc`, each entry's slots in order of
+        position.
 
-        Without drafts that is one, and the lengths become one longer, as new tensors. With drafts the lengths stay: the
-        forward itself finds out by how much they grow, and what it does not commit is overwritten by the next.
-        False, and nothing changed, when the pool has too few slots.
+        Without drafts an entry gets one slot, and its length grows by one in new tensors. With drafts the lengths stay:
+        the forward finds out how many tokens it commits, and the next step overwrites the slots of the others. Returns
+        False and changes nothing if the pool has too few slots.
         """
         if not pool.grow(self.rows, self.wanted_tokens()):
             return False
@@ -170,7 +176,7 @@ class ScheduleBatch:
         return True
 
     def snapshot(self) -> ForwardBatch:
-        """What the forward of the prepared step reads: it shares no tensor with this batch."""
+        """Returns the input of the prepared step's forward. It shares no tensor with this batch."""
         assert self.forward_mode is ForwardMode.DECODE and self.out_cache_loc is not None
         return ForwardBatch.of(
             req_pool_indices=self.req_pool_indices,
@@ -184,12 +190,12 @@ class ScheduleBatch:
         )
 
     def wanted_tokens(self) -> NDArray[np.int64]:
-        """[B]: tokens that each entry has slots for once its next step is prepared."""
+        """Returns, for each entry [B], how many tokens it has slots for once its next step is prepared."""
         wanted: NDArray[np.int64] = self.seq_lens_cpu.numpy() + self.num_step_slots
         return wanted
 
     def filter_batch(self, keep: Sequence[int] | NDArray[np.int64]) -> None:
-        """Keep the entries at these indices, ascending."""
+        """Keeps only the entries at the indices `keep`, which are ascending."""
         if len(keep) == len(self.reqs):
             return
         keep = np.array(keep, dtype=np.int64)
@@ -205,7 +211,7 @@ class ScheduleBatch:
         self._forget_what_follows()
 
     def merge_batch(self, other: ScheduleBatch) -> None:
-        """Append the other batch's entries after this one's."""
+        """Appends the other batch's entries after this one's."""
         self.reqs = [*self.reqs, *other.reqs]
         self.req_pool_indices = torch.cat([self.req_pool_indices, other.req_pool_indices])
         self.req_pool_indices_cpu = torch.cat([self.req_pool_indices_cpu, other.req_pool_indices_cpu])
@@ -216,15 +222,19 @@ class ScheduleBatch:
         self._forget_what_follows()
 
     def check_lengths(self) -> None:
-        """Checks I1; raises AssertionError. Synchronises with the device: for debug builds and tests."""
+        """Asserts that the device and host copies of the columns agree and share no storage (invariant I1).
+
+        It synchronises with the device, so only debug builds and tests call it.
+        """
         assert self.seq_lens.data_ptr() != self.seq_lens_cpu.data_ptr() or self.is_empty, "the twins share storage"
         assert torch.equal(self.seq_lens.cpu(), self.seq_lens_cpu), "seq_lens and seq_lens_cpu differ"
         assert torch.equal(self.req_pool_indices.cpu(), self.req_pool_indices_cpu), "req_pool_indices twins differ"
 
 
 def depth_within(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
-    """How deep the batch's next step drafts: no deeper than free slots allow, because drafts are not worth a
-    retraction.
+    """Returns how deep the batch's next step drafts, or None without speculation or for an empty batch.
+
+    If the chosen depth needs more slots than are free, the step drafts nothing: drafts are not worth a retraction.
     """
     if depth is None or batch.is_empty:
         return None

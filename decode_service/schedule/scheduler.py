@@ -1,4 +1,4 @@
-"""The decode engine: one overlap iteration a step.
+"""The decode engine. Each step is one overlap iteration.
 
 step:   commands ─▶ landed rows ─▶ hand-offs ─▶ merge, retract, prepare ─▶ launch N+1 ─▶ finish N ─▶ events
 stream:            [ ........... forward N ........... ][ ........... forward N+1 ........... ]
@@ -59,9 +59,9 @@ Deliver = Callable[[Sequence[Event]], None]
 
 
 class Outbox:
-    """Events for the edge, until they are handed over. Only the engine thread calls it.
+    """Collects events for the edge until they are handed over. Only the engine thread calls it.
 
-    Without `deliver` everything is kept until it is taken.
+    Without `deliver` every event is kept until `take`.
     """
 
     def __init__(self, deliver: Deliver | None, track: Track) -> None:
@@ -73,15 +73,17 @@ class Outbox:
         self._events.append(event)
 
     def hand_over(self) -> None:
-        """Call this just before a wait, so that nobody waits with the engine, and when the engine ends. Not earlier:
-        the edge's thread would compete for the interpreter while a forward is still to be launched.
+        """Passes the collected events to `deliver`.
+
+        Call this just before the engine waits, so that no client waits with it, and when the engine ends. Do not call
+        it earlier: the edge's thread would compete for the interpreter while a forward is still to be launched.
         """
         if self._deliver is not None and self._events:
             with self._track.span("deliver", events=len(self._events)):
                 self._deliver(self._taken())
 
     def take(self, *, is_handed_over_soon: bool) -> Sequence[Event]:
-        """The events that an ending step returns."""
+        """Returns the events of a step that ends. Returns none if `deliver` will get them soon."""
         return () if is_handed_over_soon and self._deliver is not None else self._taken()
 
     def _taken(self) -> Sequence[Event]:
@@ -92,12 +94,12 @@ class Outbox:
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    Without `draw_kernels` PyTorch's operators draw tokens. `draft` and `spec_info` come together and fit each other;
-    with `adapts_depth` steps may draft less deep. `max_rows` bounds reserved, transferring and running rows together.
-    With `replays_forwards` the steps' forwards are recorded when the engine is made, if the device can. With
-    `nontemporal_copies` large KV lands past a CPU's caches. `overlap=False` finishes each step before the next is
-    scheduled, by the same code. Figures and time-outs use `clock` (monotonic seconds). `deliver` takes events for the
-    edge when the engine is about to wait or ends; otherwise steps return them.
+    Without `draw_kernels` PyTorch operators draw tokens. `draft` and `spec_info` are given together and fit each other;
+    with `adapts_depth` a step may draft fewer levels. `max_rows` bounds reserved, transferring and running rows
+    together. With `replays_forwards` the steps' forwards are recorded as graphs when the engine is created, if the
+    device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches. `overlap=False` finishes each step
+    before the next is scheduled. Figures and time-outs use `clock` (monotonic seconds). `deliver` gets events when the
+    engine is about to wait or ends; without it steps return them.
     """
 
     def __init__(
@@ -198,14 +200,14 @@ class DecodeEngine:
         self._unseeded: list[Request] = []
         self._in_flight: StepInFlight | None = None
         self._is_draining = False
-        self._is_stalled = False  # slots are short, and those becoming free are still in use
-        self._has_freed = False  # at the last step's end, so that requests short of slots do not wait
+        self._is_stalled = False  # slots are short, and those that become free are still in use
+        self._has_freed = False  # at the last step's end; then requests short of slots are tried at once
         self._num_steps = 0
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def step(self, commands: Sequence[Command]) -> Sequence[Event]:
-        """One overlap iteration: launch the next batch, then finish the previous one."""
+        """Runs one overlap iteration: launches the next batch, then finishes the previous one."""
         with naming_a_lost_device(self._device):
             try:
                 for command in commands:
@@ -230,12 +232,12 @@ class DecodeEngine:
                     self.pool.check_conservation()
                     self._running.check_lengths()
             except BaseException:
-                self._outbox.hand_over()  # no later step would: endings must not be lost with the engine
+                self._outbox.hand_over()  # no later step would: final events must not be lost with the engine
                 raise
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
     def _start_copies(self, busy_with: StepInFlight | None) -> None:
-        """Start copies of KV that has come, if this thread takes part in them: after the launch, while the device
+        """Starts copies of arrived KV, if this thread takes part in them. It does so after the launch, while the device
         computes.
         """
         if self._landing.has_waiting:
@@ -268,8 +270,10 @@ class DecodeEngine:
         )
 
     def close(self) -> None:
-        """Deliver what is left, finish the step in flight and stop the streams; requests still live get no event."""
-        with ExitStack() as streams:  # also when the step does not end
+        """Delivers the remaining events, finishes the step in flight and stops the streams. Live requests get no final
+        event.
+        """
+        with ExitStack() as streams:  # also if the step does not end
             streams.callback(self._forward_stream.close, _STEP_TIMEOUT_S)
             streams.callback(self._landing.close, _STEP_TIMEOUT_S)
             self._outbox.hand_over()
@@ -322,13 +326,15 @@ class DecodeEngine:
 
     @recorded("next_batch")
     def _next_batch(self, ready: Sequence[ReadyRows]) -> ScheduleBatch | None:
-        """Returns the prepared batch to launch; None if there is none, or its slots become free only later."""
+        """Returns the prepared batch to launch. Returns None if there is none, or if its slots
+        become free only later.
+        """
         running = self._running
         if running.is_empty and not ready:  # while prompts land, the engine steps for each of their segments
             self._is_stalled = False
             return None
         running.filter_batch(self._rows.want_launch(running.rows).nonzero()[0])
-        if self._in_flight is not None and self._in_flight.batch.has_drafts:  # it publishes its lengths
+        if self._in_flight is not None and self._in_flight.batch.has_drafts:  # this step publishes its lengths
             self._outbox.hand_over()
             if (publish_ready := self.future_map.lengths_to_come()) is not None:
                 self._landing.start_copies(publish_ready)
@@ -347,8 +353,9 @@ class DecodeEngine:
         return None if running.is_empty or self._is_stalled else running
 
     def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
-        """Fail rows whose length no step can have published: in a launch they would read and write outside their slots.
-        The device or a kernel is at fault, so every build checks this.
+        """Fails rows whose published length is impossible. In a launch they would read and write outside their slots.
+
+        Such a length means that the device or a kernel is at fault, so every build checks this.
         """
         lengths = running.seq_lens_cpu.numpy()
         max_accept_len = 0 if self._in_flight is None else self._in_flight.batch.max_accept_len
@@ -369,7 +376,7 @@ class DecodeEngine:
         self._running.merge_batch(prebuilt)
 
     def _process_prebuilt(self, prebuilt: ScheduleBatch, ready: Sequence[ReadyRows]) -> None:
-        """Deliver the first tokens; requests that end with theirs never enter the batch."""
+        """Delivers the first tokens. A request that ends with its first token never enters the batch."""
         self._taker.take_first_tokens(prebuilt, first_tokens(ready))
         for req in prebuilt.reqs:
             if not req.has_ended:
@@ -412,7 +419,7 @@ class DecodeEngine:
 
     @recorded("finish")
     def _finish(self, step: StepInFlight | None, *, followed_by: StepInFlight | None = None) -> None:
-        """Wait for the step's end and hand its results to the requests that still hold the rows they ran with."""
+        """Waits for the step's end and hands its results to the requests that still hold the rows they ran in."""
         if step is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Requests that hold nothing yet, in the order of their hand-off, and the choice of replicas."""
+"""The queue of requests that hold no row yet, and the choice of prefill replicas."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from decode_service.schedule.request import Request
 
 
 class WaitingQueue:
-    """Requests that were handed off before wait by age, ahead of all others. The clients of the others take turns.
+    """The requests that wait for a handoff, in the order in which they are handed off.
 
-    A client joins at the end of the round and returns there after each turn. So no client waits longer than the turns
-    of those ahead of it, whoever comes meanwhile. Each client's requests keep their order.
+    Requests that were handed off before come first, oldest first. After them clients take turns, one request per turn.
+    A new client joins at the end of the round, and a client returns to the end after its turn. So no client waits
+    longer than the turns of those ahead of it. Each client's requests keep their order.
     """
 
     def __init__(self) -> None:
         self._returned: dict[int, Request] = {}
-        self._newcomers: dict[str, dict[int, Request]] = {}  # by client, whose turn is next first
+        self._newcomers: dict[str, dict[int, Request]] = {}  # by client, the next turn's first
 
     def __len__(self) -> int:
         return len(self._returned) + sum(map(len, self._newcomers.values()))
@@ -30,7 +31,10 @@ class WaitingQueue:
         return iter([*self._returned.values(), *chain(*(reqs.values() for reqs in self._newcomers.values()))])
 
     def in_turn(self) -> Iterator[Request]:
-        """Yields each request once. One that still waits when the next is asked for costs its client no turn."""
+        """Yields each waiting request once, in the order of handoff.
+
+        If a yielded request still waits when the next one is taken, its client keeps its turn.
+        """
         yield from list(self._returned.values())
         clients = deque(self._newcomers)
         rest: dict[str, deque[Request]] = {}
@@ -65,7 +69,7 @@ class WaitingQueue:
 
 
 class ReplicaSet:
-    """The prefill replicas as last reported, and since when none was ready."""
+    """The prefill replicas as last reported, and the time since which none was ready."""
 
     def __init__(self, now_s: float) -> None:
         self._replicas: tuple[Replica, ...] = ()
@@ -87,8 +91,11 @@ class ReplicaSet:
         return self._none_ready_since_s
 
     def least_loaded(self, num_rows_at: Callable[[str], int], avoid: str, num_tokens: int) -> str | None:
-        """The ready replica that takes so many tokens and has the fewest rows, of this service and of others; `avoid`
-        only if it is the only one.
+        """Returns the address of the least loaded ready replica that takes `num_tokens` tokens, or None if there is
+        none.
+
+        The load is the number of rows, of this service or as the replica reports. `avoid` is chosen only if no other
+        replica qualifies.
         """
         ready = [replica for replica in self._replicas if replica.is_ready and replica.takes(num_tokens)]
         preferred = [replica for replica in ready if replica.address != avoid] or ready
@@ -97,10 +104,10 @@ class ReplicaSet:
         return min(preferred, key=lambda r: max(num_rows_at(r.address), r.num_outstanding)).address
 
     def too_long_error(self, num_tokens: int) -> BatonError | None:
-        """Why no ready replica takes so many tokens; None if one does, or none is ready.
+        """Returns why no ready replica takes `num_tokens` tokens. Returns None if one does, or if none is ready.
 
-        PrefillUnavailable if waiting may help: for a replica that is not ready, or behind a name that once had one
-        large enough. Otherwise ContextExceeded.
+        The error is PrefillUnavailable if waiting may help: a replica is not ready, or others may come and one as large
+        was seen before. Otherwise it is ContextExceeded.
         """
         ready = [replica for replica in self._replicas if replica.is_ready]
         if not ready or any(replica.takes(num_tokens) for replica in ready):
@@ -115,11 +122,13 @@ class ReplicaSet:
 
     @property
     def are_hopeless(self) -> bool:
-        """Whether no replica will ever serve: every one differs, and no other will come."""
+        """Whether no replica will ever serve: all have a different fingerprint, and no others may come."""
         return self._mismatch is not None and not self._others_may_come
 
     def unavailable_error(self) -> BatonError:
-        """FingerprintMismatch if every replica differs, else PrefillUnavailable."""
+        """Returns why no replica is ready: FingerprintMismatch if all have a different fingerprint, else
+        PrefillUnavailable.
+        """
         if (mismatch := self._mismatch) is not None:
             return mismatch
         causes = self._causes()
