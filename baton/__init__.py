@@ -1,6 +1,6 @@
-"""Baton's client: what users of a running pair import.
+"""Baton's client library: the names that users of a running prefill/decode pair import.
 
-`Client` blocks, `AsyncClient` is for asyncio; both yield the events of `baton.events` and raise the errors of
+`Client` blocks, `AsyncClient` is for asyncio. Both yield the events of `baton.events` and raise the errors of
 `baton.errors`.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m baton`"""
+"""Runs the `baton` command as `python -m baton`."""
 
 from __future__ import annotations
 

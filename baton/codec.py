@@ -1,4 +1,4 @@
-"""Turns messages of the wire into the client's values."""
+"""Converts protobuf messages into the client's own types."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:
-    """Raises Internal when the message holds none of the three events."""
+    """Converts one message of a generation's stream. Raises Internal if it holds none of the three events."""
     match message.WhichOneof("event"):
         case "started":
             started = message.started
@@ -75,7 +75,7 @@ StatsT = TypeVar("StatsT", Timings, SpeculationCounts)
 
 
 def _stats_of(kind: type[StatsT], message: inference_pb2.Timings | inference_pb2.SpeculationCounts) -> StatsT:
-    """The value whose fields are those of `message`."""
+    """Returns a `kind` whose fields have the values of the message's fields of the same names."""
     values: dict[str, Any] = {field.name: getattr(message, field.name) for field in dataclasses.fields(kind)}
     columns: dict[str, Any] = {name: tuple(n) for name, n in values.items() if not isinstance(n, int | float)}
     return kind(**{**values, **columns})

@@ -1,7 +1,9 @@
-"""Runs `die_with_parent.py PARENT_PID COMMAND...` as a process that the kernel kills once its parent is gone.
+"""Runs a command in a process that the kernel kills once its parent is gone.
 
-A script of its own, because code between fork and exec is unsafe in a process with gRPC's threads. The kernel counts
-the thread that started the process as the parent. Linux; elsewhere the command just runs.
+    die_with_parent.py PARENT_PID COMMAND...
+
+This is a separate script because code between fork and exec is unsafe in a process with gRPC's threads. The kernel
+takes the thread that started the process for the parent. It needs Linux; elsewhere the command runs without this.
 """
 
 import ctypes
@@ -16,7 +18,7 @@ def main() -> None:
     parent_pid, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux" and ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         sys.exit("prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it died before the request above took effect
+    if os.getppid() != parent_pid:  # the parent died before the request above took effect
         sys.exit("the parent is gone")
     os.execv(command[0], command)
 

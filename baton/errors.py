@@ -38,7 +38,9 @@ _MAX_MESSAGE_BYTES = 1024
 
 
 class BatonError(Exception):
-    """`reason` and `metadata` are those of the server's `google.rpc.ErrorInfo`; empty when it sent none."""
+    """The base of all errors. `reason` and `metadata` come from the server's `google.rpc.ErrorInfo`; empty if it sent
+    none.
+    """
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
 
@@ -58,7 +60,9 @@ class BatonError(Exception):
 
     @property
     def field(self) -> str | None:
-        """The request field, or the fingerprint field, that the error is about."""
+        """Returns the field of the request, or of the model's fingerprint, that the error is about; None if it names
+        none.
+        """
         return self.metadata.get("field")
 
 
@@ -115,7 +119,7 @@ class LocalPairError(BatonError):
 
 
 class ServiceDied(LocalPairError):
-    """`log_tail` is the end of what the process wrote."""
+    """A service process has ended. `log_tail` is the end of its output."""
 
     reason_code: ClassVar[str] = "SERVICE_DIED"
 
@@ -144,7 +148,10 @@ class PairMismatch(LocalPairError):
 
 
 class StartTimedOut(LocalPairError):
-    """`waiting_for` maps the name of each service that is not ready to what is known of why, or ""."""
+    """Services were not ready in time.
+
+    `waiting_for` maps the name of each service that is not ready to the known reason, or to "".
+    """
 
     reason_code: ClassVar[str] = "START_TIMED_OUT"
 
@@ -176,7 +183,7 @@ _KIND_BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
 
 
 def error_from_rpc(rpc_error: grpc.RpcError) -> BatonError:
-    """The typed error of a failed call, sync or asyncio."""
+    """Converts the error of a failed call, blocking or asyncio, into the BatonError of its status code."""
     code: grpc.StatusCode = rpc_error.code()
     info = _error_info(rpc_error)
     details = rpc_error.details() or code.name
@@ -191,7 +198,7 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> BatonError:
 def _error_info(rpc_error: grpc.RpcError) -> Any:
     try:
         status = rpc_status.from_call(rpc_error)  # type: ignore[arg-type]  # an RpcError of a call is its Call
-    except ValueError:  # the details contradict the code, which is then the better witness
+    except ValueError:  # the details contradict the status code, and the code is more reliable
         return None
     for detail in status.details if status else ():
         info = error_details_pb2.ErrorInfo()

@@ -18,7 +18,10 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """`token` has the token's bytes in text, which need not be UTF-8, or a special token's name."""
+    """A token with its log-probability.
+
+    `token` is the token's bytes in the text, which need not be valid UTF-8, or the name of a special token.
+    """
 
     token_id: int
     logprob: float
@@ -27,7 +30,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """One output token's log-probability, and the most likely tokens of its position, best first."""
+    """The log-probabilities at one output position: the chosen token's, and those of the likeliest
+    tokens, best first.
+    """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -40,7 +45,9 @@ class Usage:
 
 
 def tokens_per_forward(counts: Iterable[SpeculationCounts]) -> float:
-    """Tokens per forward of the target over several requests; 1 if no draft was accepted or made."""
+    """Returns the mean tokens per forward of the target model over several requests; 1 if no draft was made or
+    accepted.
+    """
     each = list(counts)
     num_steps = sum(count.num_verify_steps for count in each)
     return 1 + sum(count.num_accepted_tokens for count in each) / num_steps if num_steps else 1.0
@@ -48,7 +55,10 @@ def tokens_per_forward(counts: Iterable[SpeculationCounts]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request was admitted. `seed` is the one in use, drawn by the server when the request brought none."""
+    """The first event: the request was admitted.
+
+    `seed` is the seed in use; the server draws one if the request has none.
+    """
 
     request_id: str
     num_prompt_tokens: int
@@ -57,7 +67,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new since the last event, never cumulative. Text may lag the ids."""
+    """The output since the last event, never cumulative. Text may come later than its token ids."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -66,7 +76,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """`matched_stop` is the stop string or the stop token id that ended the output, if one did."""
+    """The last event of a generation. `matched_stop` is the stop string or stop token id that ended the output, or
+    None.
+    """
 
     reason: FinishReason
     matched_stop: str | int | None
@@ -80,7 +92,9 @@ Event = Started | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole generation. `logprobs` has one entry per token id when they were asked for, else none."""
+    """The whole output of a generation. `logprobs` has one entry per token id if they were asked
+    for, else it is empty.
+    """
 
     request_id: str
     seed: int

@@ -1,4 +1,4 @@
-"""Ports that nobody listens on."""
+"""Finds ports that no process listens on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int, *, taken: Collection[int] = ()) -> list[int]:
-    """Returns different ports that are free on loopback now, without those that others are about to take."""
+    """Returns `count` different ports that are free on loopback now.
+
+    Ports in `taken` are left out: other processes are about to listen on them.
+    """
     ports: list[int] = []
     with ExitStack() as stack:
         while len(ports) < count:

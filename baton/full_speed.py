@@ -1,4 +1,7 @@
-"""Waits until services on CPUs have fused their forwards, by their metrics pages: figures taken earlier are too low."""
+"""Waits until services on CPUs have compiled fused forwards, because figures measured earlier are too low.
+
+Each service says on its metrics page whether it has.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,23 @@ import urllib.request
 from collections.abc import Sequence
 
 _POLL_INTERVAL_S = 0.2
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # services on this machine
+# bypasses any proxy, because the services run on this machine
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def are_fused(metrics_addresses: Sequence[str]) -> bool:
-    """Whether all services have fused forwards. Raises OSError, with the page's address, when one does not answer."""
+    """Returns whether all services have fused their forwards.
+
+    Raises OSError, which names the metrics page, when one does not answer.
+    """
     return all(_is_fused(f"http://{address}/metrics") for address in metrics_addresses)
 
 
 def await_fused(metrics_addresses: Sequence[str], *, timeout_s: float) -> bool:
-    """Returns False after `timeout_s`. Raises OSError like `are_fused`."""
+    """Waits until all services have fused their forwards. Returns False if `timeout_s` passes first.
+
+    Raises OSError like `are_fused`.
+    """
     deadline_s = time.monotonic() + timeout_s
     while not are_fused(metrics_addresses):
         if time.monotonic() >= deadline_s:

@@ -1,4 +1,4 @@
-"""Sends requests to decode services and measures what comes back, as a client sees it."""
+"""Sends requests to decode services and measures the answers as a client sees them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from baton.errors import BatonError
 from baton.events import Delta, Finished
 from common.request_stats import SpeculationCounts, Timings
 
-FIRST_PROMPT_TOKEN_ID = 100  # vocabularies keep their special tokens below it
+FIRST_PROMPT_TOKEN_ID = 100  # the ids below it are usually special tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`num_requests` greedy requests of fixed lengths, at most `concurrency` of them at a time."""
+    """A load of `num_requests` greedy requests of fixed lengths, at most `concurrency` of them at a time."""
 
     concurrency: int
     num_requests: int
@@ -28,7 +28,7 @@ class Workload:
     prompt_seed: int = 0
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Random token ids: no two requests share a prefix."""
+        """Returns the prompts as random token ids, so that no two requests share a prefix."""
         random_numbers = random.Random(self.prompt_seed)
         first = min(FIRST_PROMPT_TOKEN_ID, vocab_size - 1)
         return [
@@ -39,7 +39,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request, timed by the client. `token_times_s` has each token's arrival; tokens of one delta share one."""
+    """One request, timed by the client. `token_times_s` has each token's arrival time, the same for all tokens of a
+    delta.
+    """
 
     sent_s: float
     token_times_s: tuple[float, ...]
@@ -55,13 +57,13 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one workload measured. Rates count tokens of requests that succeeded.
+    """The measurements of one workload. Rates count the tokens of requests that succeeded.
 
-    `decode_tokens_per_s` leaves out first tokens and counts from the earliest first token to the last token;
-    `full_load_tokens_per_s` counts only the `full_load_s` in which `concurrency` requests decode, none of them still in
-    its prefill.
-    `handoff_mb_per_s` is the KV of a request over its prefill and transfer seconds (KV leaves while the prompt is still
-    being computed), the median over requests; `exposed_transfer_s` is what the transfer adds after the prefill's end.
+    `decode_tokens_per_s` leaves out each request's first token. Its time runs from the earliest first token to the last
+    token of all. `full_load_tokens_per_s` counts only the `full_load_s` in which `concurrency` requests decode, with
+    none still in prefill. `handoff_mb_per_s` is the median over requests of the KV size divided by the prefill and
+    transfer time (KV is sent while the prompt is still being computed). `exposed_transfer_*_s` is the transfer time
+    after the prefill's end.
     """
 
     concurrency: int
@@ -91,7 +93,9 @@ async def run_workload(
     vocab_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RequestRecord]:
-    """Run `workload`, its requests spread over `clients` in turn. Failures are recorded, not raised."""
+    """Sends the requests of `workload`, spread over `clients` in turn. Failures are recorded in
+    the result, not raised.
+    """
     return await send_prompts(
         clients,
         workload.prompts(vocab_size),
@@ -110,13 +114,13 @@ async def send_prompts(
     ignore_eos: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RequestRecord]:
-    """Like `run_workload`, for given prompts. Records are in the order of sending."""
+    """Sends requests with the given prompts like `run_workload`. Records are in the order of sending."""
     turns = zip(itertools.cycle(clients), prompts, strict=False)
 
     async def send_in_turn() -> list[RequestRecord]:
         return [
             await _send(client, token_ids, num_new_tokens, ignore_eos, clock)
-            for client, token_ids in turns  # shared: every sender takes the next one
+            for client, token_ids in turns  # all senders share this iterator: each takes the next prompt
         ]
 
     per_sender = await asyncio.gather(*(send_in_turn() for _ in range(concurrency)))
@@ -146,7 +150,10 @@ async def _send(
 
 
 def summarize(workload: Workload, records: Sequence[RequestRecord]) -> LoadReport:
-    """Raises ValueError when there is no record. Figures that no request can give are 0."""
+    """Computes the report of a finished workload. Figures without any measurement are 0.
+
+    Raises ValueError when there is no record.
+    """
     if not records:
         raise ValueError("no request was sent")
     done = [record for record in records if record.error is None and record.token_times_s]
@@ -191,7 +198,7 @@ def summarize(workload: Workload, records: Sequence[RequestRecord]) -> LoadRepor
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of the values do not exceed; 0 without values."""
+    """Returns the smallest value that is at least as large as `percent` of the values; 0 without values."""
     if not values:
         return 0.0
     rank = -(-len(values) * percent // 100)
@@ -199,7 +206,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def _gaps_s(token_times_s: Sequence[float]) -> list[float]:
-    """Seconds between tokens; tokens that arrive together share their delta's gap evenly."""
+    """Returns the seconds before each token after the first. Tokens that arrive together share the gap before them
+    evenly.
+    """
     arrivals = [(time_s, len(list(group))) for time_s, group in itertools.groupby(token_times_s)]
     return [
         (time_s - previous_s) / count
@@ -209,7 +218,10 @@ def _gaps_s(token_times_s: Sequence[float]) -> list[float]:
 
 
 def _full_load(records: Sequence[RequestRecord], concurrency: int) -> tuple[int, float]:
-    """Tokens and seconds of the time in which `concurrency` of `records` have their first token and not their last."""
+    """Returns the tokens and the seconds of the time in which exactly `concurrency` of the requests decode.
+
+    A request decodes from its first token to its last.
+    """
     decoding = [(record.token_times_s[0], record.token_times_s[-1]) for record in records]
     bounds_s = sorted({time_s for interval in decoding for time_s in interval})
     num_tokens, seconds = 0, 0.0

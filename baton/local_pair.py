@@ -33,11 +33,11 @@ GATEWAY_HEALTH_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
 MODULES: Mapping[Role, str] = {"prefill": "prefill_service", "decode": "decode_service", "gateway": "gateway"}
 _MISMATCH = "FINGERPRINT_MISMATCH"
-_READ_LOGS = {"log-format": "json"}  # whatever the environment says: logs are parsed here
+_READ_LOGS = {"log-format": "json"}  # overrides the environment, because the logs are parsed here
 
 
 class Phase(Enum):
-    """A process's state, by its health check."""
+    """The state of a process, according to its health check."""
 
     STARTING = "starting"
     ALIVE = "alive"
@@ -45,20 +45,22 @@ class Phase(Enum):
 
 
 OnPhase = Callable[[ServiceProcess, Phase, str], None]
-"""The text says why a live process is not ready; "" if unknown."""
+"""A callback that receives a process's new phase. The text says why a live process is not ready; "" if unknown."""
 OnWords = Callable[[ServiceProcess, str], None]
 
 
 class LocalPair:
-    """`num_prefill` prefill services, `num_decode` decode services that know them all, and with `gateway_listen` the
-    OpenAI-compatible gateway.
+    """Runs prefill services, decode services that know all of them, and optionally a gateway, as child processes.
 
-    As a context manager it is entered once all are ready, and left once all have ended. The processes die with the
-    thread that starts them, however it ends. Options that are None keep the services' defaults. `modules` run as the
-    services, each in a process that `new_service` builds. With `exposes_metrics`, or with a gateway, each has a port
-    for metrics. The first decode service listens on `decode_port` if that is free. `taken_ports` belong to others, who
-    do not listen yet. Logs go to `log_dir`; without one they are kept only if the pair failed. While the pair is
-    watched, `on_phase` and `on_words` receive what health and logs tell.
+    Use it as a context manager: entering waits until all processes are ready, leaving until all have ended. The
+    processes die with the thread that started them, even if it is killed.
+
+    Options that are None keep the services' defaults. `modules` names the Python module of each kind of service, and
+    `new_service` builds the process. With `gateway_listen` the OpenAI-compatible gateway runs too. With
+    `exposes_metrics`, or with a gateway, each service has a port for metrics. The first decode service listens on
+    `decode_port` if that is free. `taken_ports` are not used: other pairs will listen on them. Logs go to `log_dir`;
+    without one they are kept in a temporary directory, only if the pair failed. While the pair is watched, `on_phase`
+    receives changes of health, and `on_words` receives log lines as text.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class LocalPair:
         taken_ports: Collection[int] = (),
         gateway_listen: str | None = None,
         start_timeout_s: float = 300.0,
-        stop_timeout_s: float = 40.0,  # longer than the services' grace period for requests
+        stop_timeout_s: float = 40.0,  # longer than the grace period that services give requests
         on_phase: OnPhase = lambda service, phase, why: None,
         on_words: OnWords = lambda service, words: None,
         new_service: Callable[..., ServiceProcess] = ServiceProcess,
@@ -161,7 +163,9 @@ class LocalPair:
             process.start()
 
     def wait_ready(self) -> None:
-        """Return once every process is ready. Raises ServiceDied, PairMismatch, or StartTimedOut after
+        """Return once every process is ready.
+
+        Raises ServiceDied if one has ended, PairMismatch if the services cannot work together, and StartTimedOut after
         `start_timeout_s`.
         """
         deadline = time.monotonic() + self._start_timeout_s
@@ -179,7 +183,7 @@ class LocalPair:
                 idle.wait(POLL_INTERVAL_S)
 
     def watch(self) -> PairWatch:
-        """Returns a watch that reports to `on_phase` and `on_words`."""
+        """Returns a context manager that watches the processes and reports to `on_phase` and `on_words`."""
         return PairWatch(self._logs, self._on_phase, self._on_words)
 
     def check(self) -> None:
@@ -188,8 +192,9 @@ class LocalPair:
             process.check()
 
     def stop(self, *, keeps_logs: bool = False) -> None:
-        """End every process. The gateway drains first, then decode services, then prefill services. What is left is
-        killed.
+        """End every process: first the gateway, then the decode services, then the prefill services.
+
+        Each may drain for `stop_timeout_s`. Processes that are left are killed.
         """
         try:
             for processes in ((self.gateway,) if self.gateway else (), self.decode, self.prefill):
@@ -238,7 +243,7 @@ class LocalPair:
 
 
 class PairWatch:
-    """Watches processes by their health and their logs. A context manager."""
+    """Watches processes through their health checks and their logs. Use it as a context manager."""
 
     def __init__(self, logs: Mapping[ServiceProcess, ServiceLog], on_phase: OnPhase, on_words: OnWords) -> None:
         self.phases = dict.fromkeys(logs, Phase.STARTING)
@@ -268,7 +273,7 @@ class PairWatch:
                 raise PairMismatch(f"{process.name}: {difference}; its log: {process.log_file}", reason=_MISMATCH)
 
     def why_not_ready(self, process: ServiceProcess) -> str:
-        """ "" where it has not said."""
+        """Returns why the process is not ready, or "" if it has not said."""
         return self._healths[process].why_not_ready()
 
     def __enter__(self) -> Self:
@@ -290,7 +295,7 @@ class _Health(Protocol):
 
 
 class _GrpcHealth:
-    """The health of a prefill or decode service, over gRPC."""
+    """Checks the health of a prefill or decode service over gRPC."""
 
     def __init__(self, process: ServiceProcess) -> None:
         reconnect_at_once = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 500}
@@ -314,7 +319,9 @@ class _GrpcHealth:
         return "" if agreeing or not reasons else reasons[0][0]
 
     def _reasons(self) -> list[tuple[str, str]]:
-        """Why each prefill replica of a decode service is not ready."""
+        """Returns, for each prefill replica of a decode service that is not ready, the reason in words and the error's
+        reason.
+        """
         if self._role != "decode":
             return []
         try:
@@ -328,7 +335,7 @@ class _GrpcHealth:
 
 
 class _HttpHealth:
-    """The gateway's health, over HTTP."""
+    """Checks the gateway's health over HTTP."""
 
     def __init__(self, process: ServiceProcess) -> None:
         self._url = f"http://{process.address}/health"
@@ -361,9 +368,11 @@ def _flags(values: Mapping[str, object]) -> list[str]:
 
 
 def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mapping[str, object]]:
-    """The `memory_share` flag for each kind of service. Services without a configured share divide what one would take.
+    """Returns the `memory_share` flag for each kind of service, so that services on one device divide its memory.
 
-    On a GPU the share is of all its memory; on a CPU the default already counts two services.
+    Each entry of `kinds` is a role, the number of its services and their arguments. Services with a configured share
+    keep it; the others divide the rest. On a GPU the share is of all its memory. On a CPU the default share already
+    assumes two services.
     """
     from common.config.load import load_settings
     from common.config.settings import DecodeSettings, PrefillSettings
@@ -376,7 +385,7 @@ def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mappin
             kind = PrefillSettings if role == "prefill" else DecodeSettings
             settings[role] = load_settings(kind, arguments, program=role, without=TLS_SETTINGS)
     except ConfigError:
-        return shares  # the checks before a start, or the service itself, report the error
+        return shares  # the checks before the start, or the service itself, report the error
     for device in dict.fromkeys(each.device_key for each in settings.values()):
         here = {role: num for role, num, _ in kinds if settings[role].device_key == device}
         untold = [role for role in here if "memory_share" not in settings[role].model_fields_set]
@@ -391,12 +400,13 @@ def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mappin
 
 
 def _url_address(listen: str, taken_ports: Collection[int]) -> str:
-    """The address that the gateway listens on; port 0 becomes a free one. Raises InvalidArgument unless it is HOST:PORT
-    and free.
+    """Returns the address that the gateway listens on; port 0 is replaced by a free one.
+
+    Raises InvalidArgument unless `listen` is HOST:PORT and the port is not taken by another pair.
     """
     try:
         host, port = host_and_port(listen)
-        if not host.isascii() or "%" in host:  # it becomes part of a URL
+        if not host.isascii() or "%" in host:  # the host becomes part of a URL
             raise ValueError(f"{listen!r} is not HOST:PORT")
         if port in taken_ports:
             raise ValueError(f"another `baton up` has port {port}; take another, or 0 for a free one")
@@ -408,7 +418,10 @@ def _url_address(listen: str, taken_ports: Collection[int]) -> str:
 
 
 def _writable(log_dir: Path | None) -> Path:
-    """Returns the directory, and creates it if needed. Raises InvalidArgument when no log can be written there."""
+    """Returns the directory for logs, and creates it if needed. None makes a temporary one.
+
+    Raises InvalidArgument when no log can be written there.
+    """
     try:
         if log_dir is None:
             return Path(tempfile.mkdtemp(prefix="baton-"))

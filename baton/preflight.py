@@ -1,6 +1,6 @@
-"""Checks that find what is wrong with a pair before any of its processes starts.
+"""Checks a pair's settings before any of its processes starts.
 
-For commands that start one: it needs what the services need, so import it when the command runs.
+It needs the services' libraries, so commands that start a pair import it only when they run.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from common.config.settings import DecodeSettings, PrefillSettings, ServiceSetti
 from common.errors import ConfigError, StartupError
 
 _ALIKE = ("dtype", "draft_topk")
-"""Settings that must be equal on both kinds of service, whatever the model is."""
+"""Settings that must be equal on both kinds of service for every model."""
 _PLAIN = ("tls_cert", "tls_ca", "prefill_tls")
 
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """The resolved settings of a pair's services, from flags, environment, files and defaults."""
+    """The final settings of a pair's services, combined from flags, environment, files and defaults."""
 
     prefill: PrefillSettings
     decode: DecodeSettings
 
 
 def check_pair(pair: LocalPair) -> PairSettings:
-    """Raises InvalidArgument, which names the setting, for errors that would else appear only in running processes.
+    """Check settings, ports and devices, and return the settings of both kinds of service.
 
+    Finds errors that would otherwise appear only in running processes. Raises InvalidArgument, which names the setting.
     Fetches nothing, and imports no model library.
     """
     prefill = _settings(PrefillSettings, pair.prefill[0])
@@ -59,7 +60,7 @@ def check_pair(pair: LocalPair) -> PairSettings:
 
 
 def fetch_models(settings: PairSettings, progress: Progress) -> None:
-    """Fetch the models and heads that the services will load, once for all. Raises FailedPrecondition."""
+    """Fetch the models and draft heads that the services will load. Raises FailedPrecondition if that fails."""
     try:
         for model, dtype in {(each.model, each.dtype) for each in (settings.prefill, settings.decode)}:
             resolve_model(model, progress, dtype=dtype)
@@ -84,7 +85,10 @@ def _settings(kind: type[SettingsT], process: ServiceProcess) -> SettingsT:
 
 
 def _check_agreement(prefill: PrefillSettings, decode: DecodeSettings) -> None:
-    """Compares only what certainly differs: two names may be the same model."""
+    """Raises InvalidArgument if the two kinds of service have settings that cannot agree.
+
+    Model names are not compared, because two names may mean the same model.
+    """
     if bool(prefill.draft) != bool(decode.draft):
         raise _differ("draft", prefill.draft or "none", decode.draft or "none")
     for name in _ALIKE:
@@ -106,7 +110,10 @@ def _check_tokens(prefill: PrefillSettings, decode: DecodeSettings, gateway: Gat
 
 
 def _check_memory(prefill: PrefillSettings, num_prefill: int, decode: DecodeSettings, num_decode: int) -> None:
-    """Refuses pools that share a GPU and want more than its memory. A pool with configured tokens takes no share."""
+    """Raises InvalidArgument if the KV pools on one GPU want more than its memory.
+
+    A pool whose number of tokens is configured takes no share and is not counted.
+    """
     for device in {prefill.device_key, decode.device_key} - {"cpu"}:
         parts = [
             (num, name, settings.memory_share)
@@ -123,7 +130,9 @@ def _check_memory(prefill: PrefillSettings, num_prefill: int, decode: DecodeSett
 
 
 def _check_device(device: str) -> None:
-    """Asks the driver directly, because importing torch takes seconds."""
+    """Raises InvalidArgument if the device does not exist. Asks the driver directly, because importing torch takes
+    seconds.
+    """
     kind, _, index = device.partition(":")
     if kind != "cuda":
         return
@@ -139,7 +148,7 @@ def _check_device(device: str) -> None:
 
 
 def _check_ports(pair: LocalPair, *settings: ServiceSettings) -> None:
-    """Finds taken ports now; a service would notice only after it has loaded its model."""
+    """Raises InvalidArgument for a port that is taken; a service would notice only after it has loaded its model."""
     given = [("gateway_listen", pair.gateway.address)] if pair.gateway else []
     given += [("metrics_listen", each.metrics_listen) for each in settings if each.metrics_listen]
     metrics = [address for name, address in given if name == "metrics_listen"]

@@ -11,7 +11,7 @@ from common.text.chat_messages import ChatMessage
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` and `complete`. An absent key, or None, means the server's default."""
+    """The sampling options of `generate` and `complete`. If a key is absent or None, the server's default applies."""
 
     temperature: float | None
     top_p: float | None
@@ -43,7 +43,10 @@ def generate_request(
     choice_index: int | None,
     sampling: SamplingOptions,
 ) -> inference_pb2.GenerateRequest:
-    """Raises InvalidArgument, naming the field, for values that the wire cannot carry. The server checks ranges."""
+    """Builds the request message. Raises InvalidArgument, naming the field, for values that protobuf cannot carry.
+
+    The server checks ranges.
+    """
     if sum(source is not None for source in (prompt, token_ids, chat)) != 1:
         raise _invalid("prompt", "give exactly one of prompt, token_ids and chat")
     request = inference_pb2.GenerateRequest()

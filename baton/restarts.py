@@ -18,7 +18,7 @@ _CONFIG_ERROR = 2
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process ended with `error`; it is started again in `restart_in_s`."""
+    """A report that a process has ended with `error`, and that it will be started again in `restart_in_s`."""
 
     error: BatonError
     restart_in_s: float
@@ -30,8 +30,10 @@ class StartedAgain:
 
 
 class Restarts:
-    """Restarts one process. The wait doubles before each start, up to a minute, and is short again once the process was
-    ready for half a minute. Only the thread that first started the process may use it; the process dies with it.
+    """Restarts one process whenever it ends.
+
+    The wait doubles before each start, up to a minute; it is short again after the process was ready for half a minute.
+    Use it only in the thread that first started the process, because the process dies with the thread that started it.
     """
 
     def __init__(self, process: ChildProcess, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,13 +42,14 @@ class Restarts:
         self._next_wait_s = FIRST_WAIT_S
         self._start_at_s: float | None = None
         self._ready_since_s: float | None = None
-        self._num_failed = 0  # consecutive starts after which it was not ready
-        self._is_start_open = False  # restarted, and not ready since
+        self._num_failed = 0  # starts in a row after which the process did not become ready
+        self._is_start_open = False  # the process was restarted and has not been ready since
 
     def look(self, *, is_ready: bool) -> Ended | StartedAgain | None:
-        """Check the process once; call this repeatedly. `is_ready` is its health. Returns what happened, if anything.
+        """Check the process once, and start it again when its wait is over. Call this repeatedly.
 
-        Raises ServiceDied when it is not restarted.
+        `is_ready` is the process's health. Returns an end or a new start, or None if nothing happened. Raises
+        ServiceDied if the process ended and will not be restarted.
         """
         now_s = self._clock()
         if self._start_at_s is not None:
@@ -54,7 +57,7 @@ class Restarts:
                 return None
             try:
                 self._process.start()
-            except OSError as error:  # no room for a process, or for its log
+            except OSError as error:  # there is no memory for a process, or no room for its log
                 return self._ended(LocalPairError(f"{self._process.name} cannot be started: {error}"), now_s)
             self._start_at_s = None
             self._is_start_open = True

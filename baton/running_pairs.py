@@ -1,7 +1,7 @@
 """Announces the pairs that `baton up` runs for this user, so that other commands find them.
 
-Each pair has a file, locked by its process for as long as that lives. The lock goes with the process, however it ends,
-so a file without a lock is a leftover.
+Each pair has a file, which its process locks for as long as it lives. The kernel releases the lock however the process
+ends, so a file without a lock is a leftover.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _LOOK_S = 0.05
 
 @contextmanager
 def choosing_ports(*, wait_s: float = 10.0) -> Iterator[frozenset[int]]:
-    """The ports of this user's pairs, those that are loading too. Nobody else chooses until this is left: a pair has to
-    be announced before. A place that cannot be written makes others' ports unknown. Raises Unavailable when somebody
-    else chooses for longer than `wait_s`.
+    """Holds a lock under which a new pair chooses its ports. Yields the ports of this user's other pairs.
+
+    Pairs that are still loading count too. Announce the new pair before leaving the block, so that the next one sees
+    its ports. If the directory cannot be written, nothing is locked and no ports may be known. Raises Unavailable if
+    another process holds the lock for longer than `wait_s`.
     """
     with ExitStack() as stack:
         with suppress(OSError):
@@ -40,15 +42,16 @@ def choosing_ports(*, wait_s: float = 10.0) -> Iterator[frozenset[int]]:
 
 @contextmanager
 def announced(decode_addresses: Sequence[str], ports: Sequence[int] = ()) -> Iterator[None]:
-    """While open, this user's commands find the pair, and nobody else chooses its ports.
+    """Announces a pair until the block is left: this user's commands find it, and new pairs do not choose its ports.
 
-    If the directory cannot be written, the pair is not found.
+    If the directory cannot be written, the pair is not announced.
     """
     with ExitStack() as stack:
         with suppress(OSError):
             directory = _made_directory()
             path = directory / f"{os.getpid()}{_SUFFIX}"
-            draft = path.with_suffix(".new")  # under the name that is looked for it is locked and whole
+            # written under another name and renamed, so that readers find the file only locked and complete
+            draft = path.with_suffix(".new")
             file = stack.enter_context(draft.open("w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             json.dump({"decode": list(decode_addresses), "ports": list(ports)}, file)
@@ -59,7 +62,7 @@ def announced(decode_addresses: Sequence[str], ports: Sequence[int] = ()) -> Ite
 
 
 def running_pairs() -> list[str]:
-    """The decode addresses of each pair, as a client takes them, newest first."""
+    """Returns the decode addresses of each running pair, newest first, each in the format of a client's `address`."""
     return [",".join(pair.decode) for pair in sorted(_read_pairs(), reverse=True)]
 
 
@@ -70,12 +73,12 @@ class _Pair(NamedTuple):
 
 
 def _read_pairs() -> list[_Pair]:
-    """Returns the running pairs, and removes the files of ended ones."""
+    """Reads the announced pairs, and removes the files of pairs that have ended."""
     found: list[_Pair] = []
     with suppress(OSError):
         directory = _directory()
         if directory.stat().st_uid != os.getuid():
-            return []  # other users' files do not count
+            return []  # files of another user do not count
         for path in directory.glob(f"*{_SUFFIX}"):
             with suppress(OSError, ValueError, TypeError), path.open() as file:
                 if _is_leftover(file.fileno()):
@@ -86,7 +89,7 @@ def _read_pairs() -> list[_Pair]:
 
 
 def _lock(descriptor: int, wait_s: float) -> None:
-    """Raises Unavailable when another process holds the lock for too long."""
+    """Locks the open file. Raises Unavailable if another process holds the lock for longer than `wait_s`."""
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
@@ -115,5 +118,5 @@ def _made_directory() -> Path:
 
 def _directory() -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is none, and another is taken
+        warnings.simplefilter("ignore")  # it warns when there is no runtime directory and it takes another one
         return Path(platformdirs.user_runtime_dir("baton"))

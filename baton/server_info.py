@@ -1,4 +1,4 @@
-"""What servers say about themselves."""
+"""The model and the load that servers report."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ class HealthStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """`layer_groups` maps each group of KV layers to its bytes per token.
+    """The served model.
 
-    `digest` covers the model's configuration, weights and tokenizer; both services compare it.
+    `layer_groups` maps the name of each group of KV layers to its KV bytes per token. `digest` covers the model's
+    configuration, weights and tokenizer; the services compare theirs.
     """
 
     model: str
@@ -33,7 +34,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """Members of one pool by state; the states add up to `total`."""
+    """How many members of one pool are in each state. The states add up to `total`."""
 
     total: int
     free: int
@@ -45,7 +46,10 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReplica:
-    """`reason` says in words why it is not ready; `error_reason` is the reason of a request's error."""
+    """A prefill replica as a decode service sees it.
+
+    If it is not ready, `reason` says why in words, and `error_reason` is the error reason that requests get.
+    """
 
     address: str
     is_ready: bool
@@ -56,7 +60,7 @@ class PrefillReplica:
 
 @dataclass(frozen=True, slots=True)
 class InferenceLoad:
-    """What a decode service holds."""
+    """The load of a decode service."""
 
     instance_id: str
     rows: PoolLoad
@@ -71,7 +75,7 @@ class InferenceLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLoad:
-    """What a prefill service holds."""
+    """The load of a prefill service."""
 
     instance_id: str
     rows: PoolLoad

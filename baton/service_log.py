@@ -1,4 +1,4 @@
-"""Turns a service's log into words for whoever started it."""
+"""Turns a service's log lines into text for the user who started the service."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _FAILURES = ("error", "critical")
 
 
 class ServiceLog:
-    """Follows a growing file from its present end."""
+    """Reads the lines that are appended to a log file after this object was made."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
 
     def new_words(self) -> list[str]:
-        """Returns the words of new lines since the last call, without lines that say nothing to people."""
+        """Returns the text for each new line since the last call. Lines that do not concern a user are left out."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -45,7 +45,7 @@ class ServiceLog:
 
 
 def log_tail(path: Path, *, start: int = 0) -> str:
-    """The end of the file, from byte `start` at the earliest."""
+    """Returns the last TAIL_BYTES of the file, but nothing before byte `start`."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
@@ -54,10 +54,10 @@ def log_tail(path: Path, *, start: int = 0) -> str:
 
 
 def why_it_ended(tail: str) -> str:
-    """The last line of a log that tells a failure: a line of the log at such a level, or one that is not of the log.
+    """Returns why a process failed, from the end of its log; "" if the log does not say.
 
-    "" when there is none: the process was ended from outside, in the middle of its work. An engine that stood still and
-    went on has not failed.
+    The answer is the last line that has the level of an error or is no log line, such as a traceback's. It is "" when
+    the process was ended from outside. An `engine_stalled` error does not count if the engine moved again later.
     """
     went_on = False
     for text in reversed(tail.splitlines()):
@@ -86,7 +86,7 @@ def _words(text: str) -> str:
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """Returns None for text that is not a log line."""
+    """Parses a log line. Returns None if the text is not one."""
     try:
         line = json.loads(text)
     except ValueError:

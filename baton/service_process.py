@@ -1,4 +1,4 @@
-"""A child process with its log."""
+"""Runs a child process whose output goes to a log file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _WRAPPER = Path(__file__).with_name("die_with_parent.py")
 
 
 class ChildProcess:
-    """Runs `arguments` with this interpreter in a session of its own, and dies with the thread that started it.
+    """Runs this Python interpreter with `arguments` as a child process in a session of its own.
 
-    It uses no TLS: TLS settings in this process's environment do not reach it.
+    The process dies with the thread that started it. It uses no TLS, and TLS settings in this process's environment do
+    not reach it.
     """
 
     def __init__(self, *, name: str, address: str, arguments: Sequence[str], log_file: Path) -> None:
@@ -43,7 +44,7 @@ class ChildProcess:
         self.address = address
         self.log_file = log_file
         self.arguments = tuple(arguments)
-        self._log_start = 0  # where this start's lines begin
+        self._log_start = 0  # the log's size at the last start
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -76,18 +77,18 @@ class ChildProcess:
             raise ServiceDied(self.name, returncode, self.log_tail(), self.log_file)
 
     def terminate(self) -> None:
-        """Ask it to drain and end."""
+        """Ask the process to finish its requests and end."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it, and what it started, at once."""
+        """Kill the process and its children at once."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; returns whether it came within `timeout_s`."""
+        """Wait until the process has ended. Returns False if it is still running after `timeout_s`."""
         if self._process is None:
             return True
         try:
@@ -97,7 +98,7 @@ class ChildProcess:
         return True
 
     def log_tail(self) -> str:
-        """The end of what it has written since its last start."""
+        """Returns the end of the output since the last start."""
         return log_tail(self.log_file, start=self._log_start)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -106,7 +107,7 @@ class ChildProcess:
 
 
 class ServiceProcess(ChildProcess):
-    """One of a pair's services, or the gateway before them."""
+    """The process of a prefill or decode service, or of the gateway."""
 
     def __init__(self, *, role: Role, **options: Any) -> None:
         super().__init__(**options)

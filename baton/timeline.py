@@ -1,4 +1,4 @@
-"""Records the timelines of several services at the same time."""
+"""Records the timelines of several services over the same period."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from baton.v1 import timeline_pb2, timeline_pb2_grpc
 from common.peer_text import peer_text
 
 ANSWER_TIMEOUT_S = 60.0
-"""How long a recording may take to arrive once it is over."""
+"""Time limit in seconds for a recording to arrive after it has ended."""
 
 
 class EventKind(Enum):
-    """As in `baton.v1`. The spans of a track nest, and so do the spans of a task."""
+    """The kind of a timeline event, as in `baton.v1`. The spans of a track nest, and so do the spans of a task."""
 
     SPAN = timeline_pb2.TimelineEvent.SPAN
     TASK = timeline_pb2.TimelineEvent.TASK
@@ -30,7 +30,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """`start_ns` is a time of the service's CLOCK_MONOTONIC."""
+    """One event of a timeline. `start_ns` is a time of the service's CLOCK_MONOTONIC."""
 
     kind: EventKind
     name: str
@@ -47,9 +47,10 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True)
 class ServiceTimeline:
-    """One service's recording. `tracks` holds events in the order of their ends, `num_dropped` counts lost older ones.
+    """The recording of one service.
 
-    Two services with equal, non-empty `clock_id`s share a clock. Unix time is `unix_offset_ns` later.
+    `tracks` maps a track's name to its events, ordered by their ends. `num_dropped` counts the older events that were
+    lost. Two services with equal, non-empty `clock_id`s share a clock. Add `unix_offset_ns` to a time to get Unix time.
     """
 
     address: str
@@ -71,10 +72,10 @@ def record_timelines(
     tls: Tls | None = None,
     token: str | None = None,
 ) -> list[ServiceTimeline]:
-    """Returns the timelines of all services, in their order. When one fails, the other recordings end.
+    """Records all services at once and returns their timelines, in the order of `addresses`.
 
-    Raises a BatonError that names the service: ResourceExhausted while someone else records it, InvalidArgument for a
-    bound out of range, Unavailable, Unauthenticated.
+    When one service fails, the other recordings end. Raises a BatonError that names the service: ResourceExhausted if
+    it is being recorded by another caller, InvalidArgument for a bound out of range, Unavailable, Unauthenticated.
     """
     request = timeline_pb2.RecordTimelineRequest(duration_s=duration_s, max_events=max_events)
     timeout_s = duration_s + ANSWER_TIMEOUT_S

@@ -1,7 +1,7 @@
 """Writes timelines as a file for Perfetto's viewer: Chrome's JSON trace events, compressed.
 
-A service becomes a process, a track a thread, a task an async slice. Arrows join the spans of one flow, across
-services, in the order of time.
+A service becomes a process, a track a thread, and a task an async slice. The spans of one flow, such as one KV segment,
+are joined by arrows in the order of time, also across services.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TraceEvent = dict[str, Any]
 
 
 def write_trace(path: Path, timelines: Sequence[ServiceTimeline]) -> int:
-    """Write a gzip file. Returns the number of events in it. Raises OSError."""
+    """Write the timelines to a gzip file. Returns the number of events in it. Raises OSError."""
     events = trace_events(timelines)
     with gzip.open(path, "wt", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": _about(timelines)}, file)
@@ -31,7 +31,7 @@ def write_trace(path: Path, timelines: Sequence[ServiceTimeline]) -> int:
 
 
 def trace_events(timelines: Sequence[ServiceTimeline]) -> list[TraceEvent]:
-    """Times are in µs from the first start of a recording."""
+    """Returns the trace events. Their times are in µs from the start of the earliest recording."""
     offsets_ns = _offsets_ns(timelines)
     base_ns = min(each.start_ns + offset_ns for each, offset_ns in zip(timelines, offsets_ns, strict=True))
     events: list[TraceEvent] = []
@@ -41,7 +41,10 @@ def trace_events(timelines: Sequence[ServiceTimeline]) -> list[TraceEvent]:
 
 
 def _offsets_ns(timelines: Sequence[ServiceTimeline]) -> list[int]:
-    """Offsets that put all times on one axis: zero if there is one clock, else each service's offset to Unix time."""
+    """Returns the offset for each service that puts all times on one axis, which is Unix time.
+
+    If all services share a clock, all get the first one's offset.
+    """
     first = timelines[0]
     is_one_clock = first.clock_id != "" and all(each.clock_id == first.clock_id for each in timelines)
     return [first.unix_offset_ns if is_one_clock else each.unix_offset_ns for each in timelines]
@@ -72,7 +75,7 @@ def _event(event: TimelineEvent, pid: int, tid: int, track: str, shift_ns: int) 
 
 
 def _arrows(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
-    """The arrows of each flow, from its first span through all others to its last."""
+    """Yields the arrows of each flow, from the first of its spans through all others to the last."""
     spans = [event for event in events if event["ph"] == "X" and FLOW in event["args"]]
     spans.sort(key=lambda span: (span["args"][FLOW], span["ts"]))
     for flow, group in groupby(spans, key=lambda span: span["args"][FLOW]):
@@ -86,7 +89,7 @@ def _arrows(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def _about(timelines: Sequence[ServiceTimeline]) -> dict[str, str]:
-    """For each service: its instance, and how many events its rings dropped."""
+    """Describes each service by its address: its instance id, and how many events it dropped."""
     return {
         f"{each.service} {each.address}": f"instance {each.instance_id}, {sum(each.num_dropped.values())} dropped"
         for each in timelines

@@ -1,5 +1,6 @@
-"""The `baton` command."""
+"""The `baton` command and its subcommands."""
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is imported; its errors say the same
+# gRPC reads this when it is imported; its errors say the same as its log lines
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,4 +1,4 @@
-"""`baton bench`: the speed of a pair at several concurrencies."""
+"""The `baton bench` command: measures the speed of a pair at several concurrencies."""
 
 from __future__ import annotations
 
@@ -141,5 +141,5 @@ def _milliseconds(p50_s: float, p99_s: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits, so that a row fits 80 columns."""
+    """Formats `value` with three significant digits, so that a table row fits 80 columns."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"

@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation, streamed."""
+"""The `baton chat` command: a conversation with the model, streamed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def chat(
 
 
 def _read_line() -> str | None:
-    """Returns None at the end of the input, and when the wait is interrupted."""
+    """Reads one line from the terminal. Returns None at the end of the input and after an interrupt."""
     is_asked = sys.stdin.isatty()
     try:
         if is_asked:
@@ -82,5 +82,5 @@ def _read_line() -> str | None:
     except KeyboardInterrupt:
         line = ""
     if is_asked and not line:
-        print(file=sys.stderr)  # the shell's prompt gets a line of its own
+        print(file=sys.stderr)  # so that the shell's prompt gets a line of its own
     return line.strip() if line else None

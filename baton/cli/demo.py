@@ -1,4 +1,6 @@
-"""`baton demo`: the whole path on a real model, checked against a committed answer, then measured at full speed."""
+"""The `baton demo` command: serves a real model, checks its answer against a committed one,
+then measures full speed.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ from baton.local_pair import LocalPair
 from common.text.chat_messages import ChatMessage
 
 _FULL_SPEED_TIMEOUT_S = 180.0
-_FUSED = "fused_forwards"  # among the disabled fast paths of a service that computes by operators
-_PARITY_DTYPE = "float32"  # the greedy answer is the same on every machine
+# the entry in a service's list of disabled fast paths that makes it compute by PyTorch operators
+_FUSED = "fused_forwards"
+_PARITY_DTYPE = "float32"  # in float32 the greedy answer is the same on every machine
 _SPEED_DTYPE = "bfloat16"  # the services' default
-_OPTIONS = ("--max-rows=4", "--max-kv-tokens=4096")  # short answers take little memory
+_OPTIONS = ("--max-rows=4", "--max-kv-tokens=4096")  # the answers are short, so the services need little memory
 _MEASURED_TOKENS = 128
 _WARM_UP = "Name the planets of the solar system."
 _SPEEDS = {
@@ -45,7 +48,10 @@ _PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """Figures of prompts answered one at a time. `is_full_speed` says whether forwards were fused, if known."""
+    """Measurements of prompts that were answered one at a time.
+
+    `is_full_speed` says whether the services had fused their forwards; None means that this is not known.
+    """
 
     drafted: Sequence[Shown]
     plain: Sequence[Shown]
@@ -68,7 +74,7 @@ class _Figures:
 
 
 def _rate(runs: Sequence[Shown]) -> float:
-    """Tokens per second over all prompts, without each one's first token."""
+    """Returns decode tokens per second over all prompts. The first token of each prompt and its time do not count."""
     seconds = sum(run.wall_s - (run.ttft_s or 0.0) for run in runs)
     return sum(len(run.completion.token_ids) - 1 for run in runs) / seconds if seconds > 0 else 0.0
 
@@ -137,9 +143,10 @@ def _started(
 def _reach_full_speed(
     pair: LocalPair, arguments: tuple[list[str], list[str]], console: Console, as_json: bool
 ) -> bool | None:
-    """Wait, within a bound, until the services' kernels are compiled, as the first start on a machine does.
+    """Wait until the services have compiled their kernels, which the first start on a machine has to do.
 
-    Returns None and prints the reason if their metrics do not tell.
+    Returns True once they have, False if the time limit passed first. If the metrics pages do not answer, it prints the
+    reason and returns None.
     """
     fusing = [
         address
@@ -158,12 +165,15 @@ def _reach_full_speed(
 
 
 def _measure(client: Client, is_full_speed: bool | None) -> _Figures:
-    """Measure each prompt with and without drafts, in turns, so that a drifting machine favours neither."""
+    """Measure each prompt with and without drafts.
+
+    Which of the two goes first alternates, so that a change in the machine's speed affects both alike.
+    """
 
     def answered(prompt: str, speculate: bool) -> Shown:
         return measure(_ask(client, prompt, max_tokens=_MEASURED_TOKENS, speculate=speculate))
 
-    for speculate in (True, False, True):  # the policy learns the depth while serving
+    for speculate in (True, False, True):  # warms up; the depth policy of speculative decoding learns from requests
         answered(_WARM_UP, speculate)
     runs: dict[bool, list[Shown]] = {True: [], False: []}
     for number, prompt in enumerate(_PROMPTS):

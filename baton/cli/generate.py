@@ -1,4 +1,4 @@
-"""`baton generate`: one prompt, streamed."""
+"""The `baton generate` command: streams the answer to one prompt."""
 
 from __future__ import annotations
 

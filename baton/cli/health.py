@@ -1,4 +1,4 @@
-"""`baton health`: for container health checks."""
+"""The `baton health` command, for container health checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton info`: the model and the load of a running decode service."""
+"""The `baton info` command: shows the model and the load of a running decode service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load of a pair's services, as a table and as JSON."""
+"""Reads the load of a pair's services and shows it as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ ServiceLoad = InferenceLoad | PrefillLoad | BatonError
 
 
 class LoadReader:
-    """Asks every service of a pair for its load. A service that does not answer yields its error."""
+    """Asks every service of a pair for its load. If a service does not answer, its error takes the
+    place of its load.
+    """
 
     def __init__(self, pair: LocalPair) -> None:
         self._stack = ExitStack()
@@ -65,7 +67,7 @@ def load_table(addresses: Mapping[str, str], loads: Mapping[str, ServiceLoad]) -
 
 
 def pool_text(pool: PoolLoad) -> str:
-    """The used members of a pool by state, without empty states."""
+    """Formats how many members of the pool are in each state. States without members are left out."""
     states = ("reserved", "transferring", "running", "quarantined")
     in_use = [f"{getattr(pool, state)} {state}" for state in states if getattr(pool, state)]
     return ", ".join([f"{pool.free} of {pool.total} free", *in_use])

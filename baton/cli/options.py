@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""The command-line options that several commands share."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ _SAMPLING = "Sampling"
 
 
 def _option(*names: str, help: str, default: object, **more: Any) -> Any:
-    """An option that is sent only if given; `default` names what the server takes otherwise."""
+    """Declares a sampling option, which is sent only if the user gives it.
+
+    `default` is shown in the help text: it names the value that the server uses otherwise.
+    """
     return typer.Option(*names, help=help, rich_help_panel=_SAMPLING, show_default=str(default), **more)
 
 
@@ -89,13 +92,13 @@ SAMPLING: Mapping[str, Any] = {
         _option(help="Report log-probabilities and this many alternatives, with --json.", default="none"),
     ],
 }
-"""The command line's options by the name of the sampling option that each gives."""
+"""The command-line option for each sampling option, by the sampling option's name."""
 
 CommandT = TypeVar("CommandT", bound=Callable[..., None])
 
 
 def takes_sampling(command: CommandT) -> CommandT:
-    """Gives a command an option for each of SAMPLING. The values that are given reach it as `sampling`."""
+    """Adds the options of SAMPLING to `command`, which receives their values as the keyword argument `sampling`."""
 
     @functools.wraps(command)
     def with_sampling(**values: Any) -> None:
@@ -141,9 +144,9 @@ DecodeArgs = Annotated[
 
 @contextmanager
 def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iterator[Client]:
-    """Returns a client for the given address, or for the pair that `baton up` runs here.
+    """Yields a client for the given address, or for the pair that `baton up` runs on this machine.
 
-    Waits while that pair loads. Raises Unavailable after `LOADING_S`.
+    Waits while that pair loads. Raises Unavailable if it takes longer than `LOADING_S`.
     """
     found = [] if given else running_pairs()
     address = given or (found[0] if found else _DEFAULT_ADDRESS)
@@ -156,7 +159,8 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
         try:
             yield client
         except (Unavailable, Unimplemented) as error:
-            if found or (error.reason and error.reason != _NOT_SERVED):  # the error has a reason, so a server answered
+            # an error with a reason came from a server that answered
+            if found or (error.reason and error.reason != _NOT_SERVED):
                 raise
             pairs = running_pairs()
             if pairs and not _is_announced(address):
@@ -169,13 +173,13 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
 
 
 def _is_announced(address: str) -> bool:
-    """Whether all addresses are decode services of one pair of `baton up`."""
+    """Returns whether all hosts in `address` are decode services of one pair that `baton up` runs."""
     parts = set(address.replace("localhost:", f"{LOOPBACK}:").split(","))
     return any(parts <= set(pair.split(",")) for pair in running_pairs())
 
 
 def _wait_loaded(pair: str) -> None:
-    """Returns once one of these decode services listens. Raises Unavailable when the pair ends, or takes too long."""
+    """Waits until one of the pair's decode services listens. Raises Unavailable if the pair ends or takes too long."""
     is_told = False
     deadline_s = time.monotonic() + LOADING_S
     idle = threading.Event()
@@ -196,14 +200,14 @@ def _wait_loaded(pair: str) -> None:
 def tls_options(
     use_tls: bool, ca_file: Path | None, cert_file: Path | None, key_file: Path | None, server_name: str | None
 ) -> Tls | None:
-    """TLS if asked for, or if any of its files is given."""
+    """Returns the TLS settings, or None for a plain connection. Giving any TLS file turns TLS on."""
     if not (use_tls or ca_file or cert_file or key_file):
         return None
     return Tls(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=server_name)
 
 
 def read_token(path: Path | None) -> str | None:
-    """The first token in a file, read like the services' files."""
+    """Returns the first token in the file, which has the format of the services' token files; None without a file."""
     if path is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What commands print: text for people, or one JSON object a line."""
+"""Prints the output of commands: text for people, or one JSON object per line for programs."""
 
 from __future__ import annotations
 
@@ -18,38 +18,41 @@ from rich.console import Console
 from baton.errors import BatonError, FailedPrecondition, Unauthenticated
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""All control characters but tabs and line feeds."""
+"""Matches every control character except tab and line feed."""
 _OWN_PACKAGES = frozenset({"baton", "baton_cpu", "common", "training"})
 
 
 def print_json(event: str, **fields: Any) -> None:
-    """One line on standard output, written at once."""
+    """Prints one JSON object as a line on standard output, and flushes it."""
     line = json.dumps({"event": event, **fields}, default=_plain, ensure_ascii=False)
-    print(_CONTROLS.sub(lambda code: f"\\u{ord(code[0]):04x}", line), flush=True)  # those that JSON does not escape
+    # json.dumps leaves some control characters unescaped
+    print(_CONTROLS.sub(lambda code: f"\\u{ord(code[0]):04x}", line), flush=True)
 
 
 def print_event(value: Any) -> None:
-    """A dataclass as one line; its type's name is the event."""
+    """Prints a dataclass as one JSON line. The name of its type becomes the `event` field."""
     print_json(type(value).__name__.lower(), **dataclasses.asdict(value))
 
 
 def print_text(text: str) -> None:
-    """Print the model's text as it arrives. A terminal gets control characters escaped: they could command it."""
+    """Prints the model's text as it arrives. On a terminal, control characters are escaped, because they could command
+    it.
+    """
     if sys.stdout.isatty():
         text = _CONTROLS.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
     print(text, end="", flush=True)
 
 
 def text_console() -> Console:
-    """A console on standard error for everything but the answer, so that answers can be piped."""
+    """Returns a console on standard error. Everything but the answer goes there, so that answers can be piped."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def reported_errors(as_json: bool) -> Iterator[None]:
-    """Print a BatonError without a traceback and end the command with status 1.
+    """Prints a BatonError without a traceback and ends the command with status 1.
 
-    The same for a missing library, because some commands need the services' libraries.
+    A missing library is reported in the same way, because some commands need the services' libraries.
     """
     try:
         try:
@@ -76,7 +79,7 @@ def reported_errors(as_json: bool) -> Iterator[None]:
 
 
 def print_error(error: BatonError) -> None:
-    """Print the error on standard error, after earlier text."""
+    """Prints the error on standard error, on a line after any text printed before."""
     sys.stdout.flush()
     remedy = "; give --token-file" if isinstance(error, Unauthenticated) else ""
     text_console().print(f"{error.code.name}: {error}{remedy}", style="red", markup=False)

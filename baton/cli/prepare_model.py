@@ -1,4 +1,4 @@
-"""Fetches models before services start, so that people see the download and only one process does it."""
+"""Fetches models before the services start, so that users see the download and only one process does it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepare_model(model: str, *, as_json: bool) -> None:
     from common.checkpoints.demo_model import ensure_demo_model
     from common.errors import StartupError
 
-    cache_dir = default_cache_dir()  # before anything is shown: it reports what is not installed
+    cache_dir = default_cache_dir()  # first of all, because it reports libraries that are not installed
     try:
         with shown_progress(as_json) as progress:
             ensure_demo_model(progress, cache_dir=cache_dir)
@@ -35,8 +35,9 @@ def prepare_model(model: str, *, as_json: bool) -> None:
 
 
 def prepare_pair(pair: LocalPair, *, as_json: bool) -> None:
-    """Check the pair and fetch its models before its processes start. Raises what `baton.preflight` raises; the pair is
-    not usable then.
+    """Check the pair's settings and fetch its models before its processes start.
+
+    Raises the errors of `baton.preflight`; the pair cannot be used after one.
     """
     try:
         from baton.preflight import check_pair, fetch_models
@@ -58,7 +59,9 @@ def _json_progress(stage: str, num_done: int, num_total: int) -> None:
 
 
 class _Bars(progress.Progress):
-    """One bar per stage; without a terminal, one line per stage. Nothing is shown before the first stage."""
+    """Shows one progress bar per stage, or one line per stage without a terminal. Shows nothing
+    before the first stage.
+    """
 
     def __init__(self) -> None:
         super().__init__(

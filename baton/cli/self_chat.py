@@ -1,4 +1,4 @@
-"""`baton self-chat`: conversations of a served model with itself, to train a draft head on."""
+"""The `baton self-chat` command: a served model talks with itself, to make training data for a draft head."""
 
 from __future__ import annotations
 

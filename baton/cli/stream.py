@@ -14,7 +14,9 @@ from baton.events import Completion, Delta, Event, Finished
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A generation that ended well. Times are the client's; `ttft_s` is None without a token."""
+    """A generation that ended without an error, with times measured by the client. `ttft_s` is
+    None if no token came.
+    """
 
     completion: Completion
     ttft_s: float | None
@@ -22,7 +24,7 @@ class Shown:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the first, divided by the seconds since the first."""
+        """Returns the number of tokens after the first, divided by the seconds since the first."""
         if self.ttft_s is None or self.wall_s <= self.ttft_s:
             return 0.0
         return (len(self.completion.token_ids) - 1) / (self.wall_s - self.ttft_s)
@@ -36,7 +38,10 @@ class Shown:
 
 
 def show(events: EventStream, *, as_json: bool) -> Shown:
-    """Print text as it arrives, or every event as a JSON line. Ends the last line of text even if the stream breaks."""
+    """Prints text as it arrives, or every event as a JSON line, and returns the whole generation.
+
+    The last line of text gets its line end even if the stream breaks.
+    """
     if as_json:
         return _follow(events, print_event)
     is_line_open = False
@@ -58,7 +63,7 @@ def show(events: EventStream, *, as_json: bool) -> Shown:
 
 
 def measure(events: EventStream) -> Shown:
-    """Like `show`, without printing."""
+    """Reads a generation to its end and measures it like `show`, without printing."""
     return _follow(events, lambda event: None)
 
 
@@ -73,5 +78,5 @@ def _follow(events: EventStream, on_event: Callable[[Event], None]) -> Shown:
                 ttft_s = time.perf_counter() - start_s
             on_event(event)
             completion = builder.add(event) or completion
-    assert completion is not None  # EventStream ends without Finished only by raising
+    assert completion is not None  # without Finished, EventStream would have raised
     return Shown(completion, ttft_s, time.perf_counter() - start_s)

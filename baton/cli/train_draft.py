@@ -1,4 +1,4 @@
-"""`baton train-draft`: trains a draft head for a target."""
+"""The `baton train-draft` command: trains a draft head for a target model."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _train(
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Records signals to stop; the second one raises KeyboardInterrupt."""
+    """Yields a list that records the signals to stop. The second signal raises KeyboardInterrupt."""
     received: list[int] = []
 
     def receive(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""`baton up`: runs a pair on this machine."""
+"""The `baton up` command: runs a prefill/decode pair on this machine."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def up(
                     on_phase=told.phase,
                     on_words=told.words,
                 )
-                keeping.enter_context(announced(pair.decode_addresses, pair.ports))  # others wait for it while it loads
+                # the pair is announced before it is ready, so that other commands wait for it
+                keeping.enter_context(announced(pair.decode_addresses, pair.ports))
             prepare_pair(pair, as_json=as_json)
             told.starting(pair)
             with pair, LoadReader(pair) as loads:
@@ -111,7 +112,7 @@ def up(
 
 
 class _Told:
-    """Reports what happens to the pair: to people as text, to programs as JSON lines."""
+    """Reports events of the pair to the user: as text, or as JSON lines for programs."""
 
     def __init__(self, as_json: bool, *, keeps_logs: bool) -> None:
         self.as_json = as_json
@@ -121,7 +122,7 @@ class _Told:
     def phase(self, process: ServiceProcess, phase: Phase, why: str) -> None:
         if self.as_json:
             print_json("phase", name=process.name, address=process.address, pid=process.pid, phase=phase, why=why)
-        elif process.is_running:  # else its end is told
+        elif process.is_running:  # a process that has ended is reported elsewhere
             self._line(f"{process.name} ({process.address}) {_PHASES[phase]}{f': {why}' if why else ''}")
 
     def words(self, process: ServiceProcess, words: str) -> None:
@@ -192,7 +193,7 @@ class _Told:
 
 
 def _follow(pair: LocalPair, told: _Told, loads: LoadReader, restarts: bool, refresh_s: float) -> None:
-    """Watch the pair until an interrupt. Raises ServiceDied when a process ended that is not restarted."""
+    """Watches the pair until an interrupt. Raises ServiceDied when a process has ended and is not restarted."""
     addresses = {service.name: service.address for service in pair.services}
     restarting = {process: Restarts(process) for process in pair.processes} if restarts else {}
     idle = threading.Event()

@@ -1,4 +1,4 @@
-"""gRPC clients of the decode service, and of the prefill service's load."""
+"""The gRPC clients of the decode service, and a small client that reads a prefill service's load."""
 
 from baton.client.asynchronous import AsyncClient, AsyncEventStream
 from baton.client.blocking import Client, EventStream

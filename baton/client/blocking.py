@@ -25,22 +25,23 @@ from common.text.chat_messages import ChatMessage
 
 
 class EventStream(Iterator[Event]):
-    """One generation's events. Closing it, leaving its `with` block or dropping it cancels the call."""
+    """The events of one generation. Closing it, leaving its `with` block or dropping it cancels the call."""
 
     def __init__(self, generation: Generation, generate: Callable[..., Any]) -> None:
         self._generation = generation
         self._generate = generate
-        self._metadata = trace_metadata()  # sent with every call: the stream belongs to the span that began it
+        # sent with every call, because the stream belongs to the span that was open when it began
+        self._metadata = trace_metadata()
         self._is_closed = threading.Event()
-        self._call = self._next_call()  # cancels itself when it is collected
+        self._call = self._next_call()  # the call cancels itself when it is garbage-collected
 
     @property
     def progress(self) -> Progress:
-        """What has been delivered, which is enough to continue by hand however the stream ended."""
+        """Returns the output so far. It is enough to continue the generation later, however the stream ended."""
         return self._generation.progress
 
     def __next__(self) -> Event:
-        """Raises a BatonError when the request fails, StopIteration after Finished."""
+        """Returns the next event. Raises StopIteration after Finished, and a BatonError when the request fails."""
         try:
             while True:
                 try:
@@ -51,7 +52,7 @@ class EventStream(Iterator[Event]):
                     if (event := self._generation.accept(message)) is not None:
                         return event
                     continue
-                if self._generation.has_finished:  # only the call's own status is lost
+                if self._generation.has_finished:  # all events have come, and only the call's own status is lost
                     raise StopIteration
                 self._resume(error)
         except StopIteration:
@@ -62,23 +63,25 @@ class EventStream(Iterator[Event]):
             raise
 
     def close(self) -> None:
-        """Cancel what is left of the call. Both services drop the request. Closing twice is fine."""
+        """Cancel the call if it is still open; both services drop the request. Closing twice is fine."""
         self._is_closed.set()
         self._call.cancel()
 
     def _resume(self, error: BatonError) -> None:
-        """Replace the broken call. Raises what ends the stream."""
+        """Opens another call after `error` broke the last one. Raises the error that ends the stream if no call may
+        follow.
+        """
         if self._is_closed.is_set() or self._is_closed.wait(self._generation.pause_s_after(error)):
             raise Cancelled("the stream was closed")
         self._call = self._next_call()
-        if self._is_closed.is_set():  # by another thread, which cancelled the call before
+        if self._is_closed.is_set():  # another thread closed the stream and cancelled the call before this one
             self._call.cancel()
 
     def _next_call(self) -> Any:
         request, timeout_s = self._generation.next_call()
         try:
             return self._generate(request, timeout=timeout_s, metadata=self._metadata)
-        except ValueError as error:  # grpc's for a closed channel
+        except ValueError as error:  # gRPC raises it for a closed channel
             raise Cancelled(f"the client is closed: {error}") from None
 
     def __enter__(self) -> Self:
@@ -91,14 +94,15 @@ class EventStream(Iterator[Event]):
 
 
 class Client:
-    """Talks to one decode service, or in turn to those of several that are ready.
+    """A client of one decode service, or of several: then each request goes to the next one that is ready.
 
     `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT". `rpc_timeout_s` bounds the small calls
-    (model_info, load, health). A generation is bounded by its own `timeout_s`, which travels as the request's deadline;
-    None leaves it unbounded. With `resume`, a generation whose call ends UNAVAILABLE continues in another call. It
-    fails when no event has come for `resume_timeout_s` after the break, or, before any server took it, for
-    `admission_timeout_s` (by default the same). `token` is shown
-    with every call but health.
+    (model_info, load, health). A generation has its own `timeout_s`, which travels as the request's deadline; None
+    means no limit. `token` is sent with every call but health.
+
+    With `resume`, a generation whose call ends UNAVAILABLE continues in another call. It fails when no event has come
+    for `resume_timeout_s` after the break. Before any server has accepted the request, `admission_timeout_s` applies
+    instead (by default the same).
     """
 
     def __init__(
@@ -172,7 +176,7 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
-        """Run `generate` to its end and add up its events."""
+        """Run `generate` to its end and return all its output as one Completion."""
         builder = CompletionBuilder()
         with self.generate(
             prompt,
@@ -206,9 +210,10 @@ class Client:
             raise error_from_rpc(error) from None
 
     def health(self, service: str = "") -> HealthStatus:
-        """ "" asks whether the process lives, "baton.v1.Inference" whether it can serve.
+        """Asks a server for its health.
 
-        An unreachable server raises Unavailable.
+        `service` "" asks whether the process lives, "baton.v1.Inference" whether it can serve requests. Raises
+        Unavailable if the server cannot be reached.
         """
         try:
             return health_from_wire(
@@ -220,7 +225,7 @@ class Client:
             raise error_from_rpc(error) from None
 
     def close(self) -> None:
-        """Cancel the open calls."""
+        """Cancel the open calls and close the connection."""
         self._channel.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""How the clients connect: TLS, bounded messages, keepalive, reconnecting."""
+"""Configures the clients' gRPC channels: TLS, message sizes, keepalive, reconnecting and tokens."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ ChannelT = TypeVar("ChannelT")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files. Without `ca_file` the system's roots are trusted; certificate and key together make it mutual TLS."""
+    """The PEM files of a TLS connection.
+
+    Without `ca_file`, the system's root certificates are trusted. A certificate with its key makes the connection
+    mutual TLS.
+    """
 
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
-    server_name: str | None = None  # expected in the certificate, if not the address's host
+    server_name: str | None = None  # the name expected in the server's certificate; None means the address's host
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises InvalidArgument for a file that cannot be read."""
+        """Reads the files and returns gRPC's credentials. Raises InvalidArgument for a file that cannot be read."""
         return grpc.ssl_channel_credentials(
             root_certificates=_read("ca_file", self.ca_file),
             private_key=_read("key_file", self.key_file),
@@ -42,10 +46,10 @@ class Tls:
 
 
 def channel_options(tls: Tls | None, overrides: ChannelOptions | None) -> list[tuple[str, int | str]]:
-    """gRPC's channel arguments; `overrides` win.
+    """Returns gRPC's channel arguments. An argument in `overrides` replaces the default one.
 
-    Pings go out only while a call is open and no more often than once a minute, so that a long generation notices a
-    dead server and a strict server never answers with GOAWAY.
+    Keepalive pings are sent only while a call is open, and at most once a minute. A long generation thus notices a dead
+    server, and a strict server does not answer with GOAWAY.
     """
     options: dict[str, int | str] = {
         "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
@@ -64,9 +68,10 @@ def channel_options(tls: Tls | None, overrides: ChannelOptions | None) -> list[t
 
 
 def authorized(channel: ChannelT, token: str | None) -> ChannelT:
-    """A channel for stubs that sends `token` as a bearer token with every call.
+    """Returns a channel for stubs that sends `token` as a bearer token with every call.
 
-    (gRPC's own call credentials work over TLS alone.) Raises ValueError, without the token, when it cannot be sent.
+    (gRPC's own call credentials need TLS.) Raises ValueError if metadata cannot carry the token; the message does not
+    contain it.
     """
     if token is None:
         return channel
@@ -75,7 +80,7 @@ def authorized(channel: ChannelT, token: str | None) -> ChannelT:
 
 
 def check_token(token: str) -> None:
-    """Raises ValueError, without the token, when it cannot be sent in metadata."""
+    """Raises ValueError if gRPC metadata cannot carry the token. The message does not contain it."""
     if not (token and token.isascii() and token.isprintable() and " " not in token):
         raise ValueError("token: must be printable ASCII without spaces")
 

@@ -1,4 +1,4 @@
-"""The order of a generation's events, checked on the client."""
+"""Checks the order of a generation's events on the client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.v1 import inference_pb2
 
 
 class EventOrder:
-    """Passes events on in the order Started, Delta*, Finished; raises Internal for any other order."""
+    """Passes a generation's events on, and raises Internal unless their order is Started, Delta*, Finished."""
 
     def __init__(self) -> None:
         self._has_started = False
@@ -28,13 +28,13 @@ class EventOrder:
         return event
 
     def end(self) -> None:
-        """The stream ended without an error status."""
+        """Call when the stream has ended without an error status. Raises Internal if Finished has not come."""
         if not self._has_finished:
             raise Internal("the server ended the stream before it finished", reason="PROTOCOL")
 
 
 class CompletionBuilder:
-    """Adds up one generation's events."""
+    """Collects the events of one generation into a Completion."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
@@ -43,7 +43,7 @@ class CompletionBuilder:
         self._started: Started | None = None
 
     def add(self, event: Event) -> Completion | None:
-        """Returns the completion when `event` is Finished, else None."""
+        """Adds an event. Returns the completion if `event` is Finished, else None."""
         match event:
             case Started():
                 self._started = event

@@ -1,7 +1,9 @@
-"""The state of one generation across its calls. Both clients use it; it makes no call itself.
+"""The state of one generation, which may take several calls if connections break.
 
-call 1:  Started  Delta  Delta  ✗          what its caller sees:  Started  Delta  Delta  Delta  Finished
-call 2:                           (Started)  Delta  Finished
+Both clients use it; it makes no call itself. In this example the first call breaks after two Deltas:
+
+call 1:  Started  Delta  Delta  ✗          the caller sees:  Started  Delta  Delta  Delta  Finished call 2:
+(Started)  Delta  Finished
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ from baton.v1 import inference_pb2
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 TOLD_SPREAD_S = 0.5
-"""Upper bound of a random delay: clients told to return in the same second spread out. A place is kept for 1 s."""
+"""Upper bound in seconds of a random delay after the server's retry time.
+
+It spreads out clients that were told to come back in the same second. The server keeps their place in its queue for 1
+s.
+"""
 MAX_BREAKS = 40
-"""Bound on breaks without output in between. It stops a request that brings down each server it reaches."""
+"""The most breaks in a row without output. The bound stops a request that crashes each server it reaches."""
 
 _QUEUE_FULL, _RETRY_AFTER_S = "QUEUE_FULL", "retry_after_s"
 _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
@@ -38,9 +44,10 @@ _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a generation has delivered. With the same prompt and options it makes a request that continues the output.
+    """The output that a generation has delivered so far.
 
-    `seed` is None before Started. `generated_token_ids` begins with those in the request.
+    With the same prompt and options it makes a request that continues the output. `seed` is None before Started.
+    `generated_token_ids` begins with those of the request.
     """
 
     seed: int | None
@@ -48,18 +55,18 @@ class Progress:
 
 
 class Generation:
-    """Decides after each call whether another one continues the generation.
+    """Decides after each failed call of a generation whether another call continues it.
 
-    `timeout_s` covers all calls together. After a break another call follows until `resume_timeout_s` has passed
-    without an event; with None none follows. Before the first event `admission_timeout_s` takes its place.
+    `timeout_s` covers all calls together. After a break, new calls are made until `resume_timeout_s` has passed without
+    an event; None means that no call follows. Before the first event, `admission_timeout_s` applies instead.
 
-    Another call follows UNAVAILABLE, and CANCELLED without a reason. Once a call broke, it also follows refusals that
-    the break may cause: admission is full, or the server that lost the connection still holds the caller's own request
-    id. With both times set, a request refused by a full admission is sent again when the server said, if that is within
-    `admission_timeout_s`.
+    A new call follows UNAVAILABLE, and CANCELLED without a reason. After one break, a new call also follows refusals
+    that the break may have caused: the queue is full, or the server that lost the connection still holds the request
+    id. With both timeouts set, a request refused because the queue is full is sent again at the time that the server
+    named, if that is within `admission_timeout_s`.
 
-    A stream that has begun and is too long for one server may fit another's context. If none fits in time,
-    it ends UNAVAILABLE.
+    If a stream has grown too long for one server's context, another server's may be large enough. The stream ends with
+    Unavailable if no such server is found in time.
     """
 
     def __init__(
@@ -84,7 +91,7 @@ class Generation:
         self._started: Started | None = None
         self._token_ids: list[int] = list(request.generated_token_ids)
         self._broken_since_s: float | None = None
-        self._num_breaks = 0  # since then
+        self._num_breaks = 0  # since `_broken_since_s` was set, or without new output
 
     @property
     def progress(self) -> Progress:
@@ -95,7 +102,7 @@ class Generation:
         return self._order.has_finished
 
     def next_call(self) -> tuple[inference_pb2.GenerateRequest, float | None]:
-        """The next call's request and time-out in seconds."""
+        """Returns the next call's request, and its timeout in seconds (None: no timeout)."""
         self._order = EventOrder()
         timeout_s = None if self._deadline_s is None else self._deadline_s - self._clock()
         if self._started is None:
@@ -107,12 +114,16 @@ class Generation:
         return request, timeout_s
 
     def accept(self, message: inference_pb2.GenerateEvent) -> Event | None:
-        """Returns the caller's event; None for a later call's Started. Raises Internal for a wrong order."""
+        """Takes one message of the current call and returns the event for the caller.
+
+        Returns None for the Started of a later call, which the caller does not see. Raises Internal for a wrong order.
+        """
         event = self._order.accept(message)
         if isinstance(event, Started):
             if self._started is not None:
                 _check_same(self._started, event)
-                self._broken_since_s = None  # it was taken in again; the breaks count on until something comes of it
+                # a server accepted the request again; breaks are counted until there is output
+                self._broken_since_s = None
                 return None
             self._started = event
         elif isinstance(event, Delta):
@@ -122,7 +133,7 @@ class Generation:
         return event
 
     def end(self) -> None:
-        """The call ended without an error status."""
+        """Call when a call has ended without an error status. Raises Internal if Finished has not come."""
         self._order.end()
 
     def pause_s_after(self, error: BatonError) -> float:
@@ -145,14 +156,21 @@ class Generation:
         return pause_s
 
     def _pause_s(self) -> float:
-        """No pause after the first break, because another replica may be ready; then twice as long each time."""
+        """Returns the pause before the next call. There is none after the first break, because another replica may be
+        ready.
+
+        Each later pause is twice as long as the one before, up to MAX_PAUSE_S, less a random part.
+        """
         if self._num_breaks == 0:
             return 0.0
         pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._num_breaks - 1))
         return pause_s * (0.5 + 0.5 * self._jitter())
 
     def _told_s(self, error: BatonError) -> float | None:
-        """When the server told a request that waits for a place to return; None without such a time."""
+        """Returns how many seconds to wait according to the server that refused a request because its queue is full.
+
+        Returns None if the error has no such time, or if this generation does not wait for admission.
+        """
         if not self._waits_for_a_place or self._started is not None or error.reason != _QUEUE_FULL:
             return None
         told_s = error.metadata.get(_RETRY_AFTER_S, "")
@@ -162,7 +180,7 @@ class Generation:
         match error:
             case Unavailable():
                 return True
-            case Cancelled():  # without a reason it is gRPC's: a server that shuts down ends its calls this way
+            case Cancelled():  # gRPC sends CANCELLED without a reason, for example when a server shuts down
                 return not error.reason
             case AlreadyExists():
                 return self._num_breaks > 0 and self._request.HasField("request_id")

@@ -1,4 +1,6 @@
-"""A client for operators of a prefill service. Requests reach that service only through a decode service."""
+"""A client that reads a prefill service's load. Generation requests reach that service only
+through a decode service.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc
 
 
 class PrefillClient:
-    """`rpc_timeout_s` bounds every call; `token` is sent with it."""
+    """Reads the load and health of one prefill service. `rpc_timeout_s` bounds every call; `token`
+    is sent with each.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which servers a client calls: one, or in turn the ready ones of several."""
+"""Turns a client's address into gRPC's target: one server, or several that are used in turn when ready."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _SCHEMES = {socket.AF_INET: "ipv4", socket.AF_INET6: "ipv6"}
 def target_and_options(
     address: str, tls: Tls | None, overrides: ChannelOptions | None
 ) -> tuple[str, list[tuple[str, int | str]]]:
-    """gRPC's target for `address`, and its channel arguments.
+    """Returns gRPC's target for `address`, and the channel arguments.
 
-    "HOST:PORT" is one server, which answers for itself when it is not ready. "HOST:PORT,HOST:PORT,..." names several,
-    whose hosts are looked up now, once, which blocks; hosts that are not known are left out. "dns:///NAME:PORT" names
-    those that gRPC finds behind the name, again each time a connection ends, which a decode service sees to. Raises
-    InvalidArgument for an address that names none, Unavailable when no host is known.
+    "HOST:PORT" is one server, which is called even when it is not ready. "HOST:PORT,HOST:PORT,..." names several
+    servers. Their hosts are looked up once, here, which blocks; unknown hosts are left out. "dns:///NAME:PORT" names
+    all servers that DNS lists for the name. gRPC looks it up again whenever a connection ends, and decode services end
+    theirs from time to time for that reason.
+
+    Raises InvalidArgument for a malformed address, Unavailable when no host is known.
     """
     if "," not in address and not address.startswith("dns:"):
         return single_server(address), channel_options(tls, overrides)
@@ -51,7 +53,7 @@ def target_and_options(
 
 
 def single_server(address: str) -> str:
-    """gRPC's target for "HOST:PORT". Raises InvalidArgument for anything else."""
+    """Returns gRPC's target for "HOST:PORT". Raises InvalidArgument for anything else."""
     return address_of(*_host_and_port(address))
 
 
@@ -63,10 +65,10 @@ def _host_and_port(part: str) -> tuple[str, int]:
 
 
 def _look_up(host: str, port: int, family: socket.AddressFamily) -> str:
-    """The first numeric address, "" without one."""
+    """Looks up `host` and returns its first numeric address with the port, or "" if there is none."""
     try:
         found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError):  # the latter of a label that is empty or too long
+    except (socket.gaierror, UnicodeError):  # UnicodeError: a label of the name is empty or too long
         return ""
     number = found[0][4][0]
     return f"[{number}]:{port}" if family is socket.AF_INET6 else f"{number}:{port}"

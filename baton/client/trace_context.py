@@ -1,4 +1,4 @@
-"""The caller's trace context as call metadata."""
+"""Passes the caller's OpenTelemetry trace context on as call metadata."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _W3C = TraceContextTextMapPropagator()
 
 
 def trace_metadata() -> Metadata:
-    """`traceparent`, and `tracestate` if there is one, of the caller's current span; nothing without a span."""
+    """Returns the current span's `traceparent`, and its `tracestate` if it has one. Returns nothing without a span."""
     carrier: dict[str, str] = {}
     _W3C.inject(carrier)
     return tuple(carrier.items())
