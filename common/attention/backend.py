@@ -1,10 +1,10 @@
-"""The seam between transformers' models and the paged KV pool.
+"""The interface between transformers' models and attention over the paged KV pool.
 
     model.forward(..., attention_plan=plan)          once per forward: backend.plan(input)
         └─ each layer: paged_attention(module, q, k, v, ..., attention_plan=plan)
                └─ plan.attend(layer, q, k, v)        write K and V to their slots, attend over the row's slots
 
-The plan travels through the model's keyword arguments, so nothing global knows which forward runs.
+The plan is passed through the model's keyword arguments, so no global variable has to name the forward in progress.
 """
 
 from __future__ import annotations
@@ -18,21 +18,30 @@ from transformers import AttentionInterface
 
 ATTENTION_NAME = "baton"
 MAX_SPLIT_BYTES = 256 << 20
-"""GPU memory for attention that is computed in parts. Rows that need more take turns; one row may take more."""
+"""The most GPU memory for the partial results of attention that splits rows.
+
+Rows that need more together are computed in several groups. A single row may exceed it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """One forward of T tokens over B rows; a row's tokens are adjacent and in the order of `req_pool_indices`.
+    """The input of one forward: T new tokens in B rows (requests). A row's tokens are adjacent; rows are in the order
+    of `req_pool_indices`.
 
-    Shapes: input_ids, positions, out_cache_loc [T] int64 (`out_cache_loc`: the slot that takes each token's KV);
-    req_to_token [rows, max_tokens] integer, the slot of each token of each row; req_pool_indices, seq_lens [B] int64,
-    `seq_lens` counting this forward's tokens too; kv [layers, 2, slots, heads, head_dim], slot 0 of it padding and
-    finite; logits_rows [R] int64, the tokens (0 .. T-1) whose logits are wanted, None for all.
-    `max_seq_len` >= max(seq_lens). `prefix_lens` and `extend_lens` say how many of a row's tokens were there before and
-    are new; None in a decode forward, which has one token per row (T == B). `tree_mask` [T, W] bool: which of its row's
-    last W tokens each new token attends, beside all that come before them; W >= max(extend_lens), and every row has as
-    many tokens. None: those up to its own.
+    `input_ids`, `positions`, `out_cache_loc` [T] int64: the tokens, their positions, and the slot for each token's KV.
+    `req_to_token` [rows, max_tokens] integer: the slot of each token of each pool row. `req_pool_indices`, `seq_lens`
+    [B] int64: each row's index in the pool, and its length including the new tokens. `max_seq_len` is at least every
+    length.
+
+    `prefix_lens` and `extend_lens` count each row's earlier and new tokens. Both are None in a decode forward, which
+    has one new token per row (T == B).
+
+    `kv` [layers, 2, slots, heads, head_dim]: the pool. Its slot 0 is padding and holds finite numbers. `logits_rows`
+    [R] int64: the indices (0 .. T-1) of the tokens whose logits are wanted; None for all.
+
+    `tree_mask` [T, W] bool: for each new token, which of its row's last W tokens it attends, besides all earlier ones.
+    All rows then have the same number of new tokens, at most W. None: each token attends those up to itself.
     """
 
     input_ids: Tensor
@@ -54,19 +63,20 @@ class ForwardInput:
 
 
 class AttentionPlan(Protocol):
-    """What one forward's layers share: slots and masks, worked out once."""
+    """Attention for one forward. It holds what all layers share, such as slots and masks, computed once."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Write `key` and `value` to their slots, then attend each row's queries over its tokens up to their own.
+        """Writes `key` and `value` to their slots, then lets each row's queries attend the row's tokens up to their
+        own.
 
-        Shapes: query [T, heads, head_dim]; key, value [T, kv_heads, head_dim]; returns [T, heads, head_dim].
-        Reads no slot but the rows' own and slot 0.
+        Shapes: query [T, heads, head_dim]; key, value [T, kv_heads, head_dim]; returns [T, heads, head_dim]. Reads only
+        the rows' own slots and slot 0.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """A forward of one row: its new tokens, `max_seq_len`, and whether there is a tree mask."""
+    """A forward of one row, used to compile kernels: its new tokens, its `max_seq_len`, and whether it has a tree mask."""
 
     num_new: int
     max_seq_len: int
@@ -76,11 +86,12 @@ class KernelShape:
 class AttentionBackend(Protocol):
     @property
     def follows_lengths(self) -> bool:
-        """Whether a forward's cost depends on its rows' lengths only, however large `max_seq_len` is."""
+        """Whether a forward's cost depends only on its rows' lengths, and not on `max_seq_len`."""
 
     def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
-        """Forwards that together use every kernel that any forward needs, with tree masks if wanted; empty if nothing
-        is compiled.
+        """Returns forwards that together use every kernel that any forward needs. Empty if nothing is compiled.
+
+        `with_masks` adds forwards with tree masks.
         """
 
     def plan(self, batch: ForwardInput) -> AttentionPlan: ...
@@ -97,9 +108,10 @@ def paged_attention(
     attention_plan: AttentionPlan,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer, with [1, heads, T, head_dim]. Returns [1, T, heads, head_dim].
+    """The attention function that transformers calls in each layer. It calls the forward's plan.
 
-    The mask is always None: none is registered under this name, and a model that makes its own is refused at load.
+    Shapes: query, key and value [1, heads, T, head_dim]; returns [1, T, heads, head_dim]. `attention_mask` is always
+    None: no mask function is registered for this attention, and a model that makes its own mask is refused at load.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     output = attention_plan.attend(

@@ -1,4 +1,4 @@
-"""Chooses the attention backend of a model's layers, and the kernels that draw its tokens."""
+"""Chooses the attention backend of a model's layers, and the kernels that draw tokens."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from common.errors import StartupError
 from common.sampling.state import DrawKernels
 
 AttentionKind = Literal["kernels", "torch"]
-"""Kernels made for the device: they read the paged pool in place, and draw tokens on a GPU. Or PyTorch's operators, the
-reference anywhere, which a CPU without `baton_cpu` has for either.
+""""kernels": kernels made for the device, which read the paged pool in place, and on a GPU also draw tokens.
+
+"torch": PyTorch's operators, the reference, which run anywhere. A CPU without `baton_cpu` uses them for either.
 """
 
 
 def shared_bytes_of(torch_device: torch.device) -> int:
-    """The most shared memory that one program of a CUDA device may have."""
+    """Returns the most shared memory, in bytes, that one program on this CUDA device may use."""
     properties: Any = torch.cuda.get_device_properties(torch_device)  # PyTorch's type stub lacks this attribute
     return int(properties.shared_memory_per_block_optin)
 
 
 def overlaps_kernels(torch_device: torch.device) -> bool:
-    """Whether a CUDA device starts a kernel while the one before it ends."""
+    """Whether this CUDA device can start a kernel before the previous one ends."""
     return torch.cuda.get_device_capability(torch_device) >= (9, 0)
 
 
@@ -43,8 +44,9 @@ def new_attention(
     shared_bytes: Callable[[torch.device], int] = shared_bytes_of,
     overlaps: Callable[[torch.device], bool] = overlaps_kernels,
 ) -> AttentionBackend:
-    """Returns a backend for layers with `num_heads` query heads over `num_kv_heads` of `head_dim`. Raises
-    StartupError.
+    """Returns a backend for layers with `num_heads` query heads over `num_kv_heads` key and value heads of `head_dim`.
+
+    Raises StartupError if the backend cannot serve these heads, or cannot be compiled.
     """
     if kind == "torch":
         return TorchAttention()
@@ -60,7 +62,10 @@ def new_attention(
 
 
 def new_draw_kernels(kind: AttentionKind, *, torch_device: torch.device) -> DrawKernels | None:
-    """Returns None if PyTorch's operators draw: on CPUs, and if they attend too. Raises StartupError."""
+    """Returns the kernels that draw tokens, or None if PyTorch's operators draw: on a CPU, and for the kind "torch".
+
+    Raises StartupError if kernels cannot be compiled.
+    """
     if kind == "torch" or torch_device.type == "cpu":
         return None
     _check_compiler()
@@ -76,14 +81,14 @@ def _check_compiler() -> None:
 
 
 def _missing_for_kernels() -> str | None:
-    """What Triton needs and lacks, in words."""
+    """Describes what Triton needs and this machine lacks, or returns None."""
     if torch.version.hip is not None:
         return "a device of NVIDIA's, and this PyTorch is built for AMD's"
     if importlib.util.find_spec("triton") is None:
         return "triton, which is not installed"
     import triton
 
-    wanted = triton.knobs.build.cc  # named by the environment's CC
+    wanted = triton.knobs.build.cc  # the compiler that the environment variable CC names
     if any(map(shutil.which, (wanted,) if wanted else ("gcc", "clang"))):
         return None
     missing = f"CC names {wanted}, which is not there" if wanted else "there is neither gcc nor clang"

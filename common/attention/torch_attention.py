@@ -1,4 +1,6 @@
-"""The reference attention backend: gathers a row's KV and calls PyTorch's scaled_dot_product_attention. Any device."""
+"""The reference attention backend, for any device. It gathers a row's KV and calls PyTorch's
+scaled_dot_product_attention.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from common.attention.backend import AttentionPlan, ForwardInput, KernelShape
 
 _PADDING_SLOT = 0
 _MAX_WINDOW = 32
-"""New tokens of each row up to which all rows are padded to the longest and attended at once."""
+"""If all rows have the same number of new tokens, up to this one, all rows are attended in one call."""
 
 
 class TorchAttention:
-    """An AttentionBackend."""
+    """An AttentionBackend of PyTorch's operators."""
 
     follows_lengths = False
 
@@ -32,7 +34,7 @@ class TorchAttention:
 
 
 def _row_slots(batch: ForwardInput) -> Tensor:
-    """[B, max_seq_len] int64. Entries past a row's length are whatever the table holds."""
+    """Returns each row's slots, [B, max_seq_len] int64. Entries past a row's length are arbitrary."""
     return batch.req_to_token[:, : batch.max_seq_len].index_select(0, batch.req_pool_indices)
 
 
@@ -46,8 +48,9 @@ def _write(kv: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 class _WindowPlan:
-    """The same number of queries for every row. They, with the heads that share a KV head, become the query axis, so KV
-    heads are not repeated.
+    """A plan for rows that all have the same number of queries: all rows are attended in one call.
+
+    Queries of heads that share a KV head are joined on the query axis, so KV heads need not be repeated.
     """
 
     def __init__(self, batch: ForwardInput) -> None:
@@ -77,14 +80,16 @@ class _WindowPlan:
         return by_query.reshape(query.shape)
 
     def _tokens(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows' keys and values from [2, slots, kv_heads, head_dim], each [B, kv_heads, tokens, head_dim]."""
+        """Gathers the rows' keys and values from `kv` [2, slots, kv_heads, head_dim]: [B, kv_heads, tokens, head_dim]
+        each.
+        """
         tokens = kv.index_select(1, self._slots)
         tokens = tokens.view(2, self._num_rows, self._num_tokens, *kv.shape[2:]).transpose(2, 3)
         return tokens[0], tokens[1]
 
 
 def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tensor) -> Tensor:
-    """[B, M, tokens] bool: which of its row's existing tokens each query attends."""
+    """Returns which tokens of its row each query attends, [B, queries, tokens] bool."""
     if batch.tree_mask is None:
         first = (batch.seq_lens - num_queries).unsqueeze(1)
         last = first + torch.arange(num_queries, device=places.device)
@@ -97,7 +102,7 @@ def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tens
 
 @dataclass(frozen=True, slots=True)
 class _Extend:
-    """One row's part of the forward: tokens [start, stop). `slots` is None if they are all tokens of the row."""
+    """One row's share of the forward: its tokens [start, stop). `slots` is None if these are all tokens of the row."""
 
     start: int
     stop: int
@@ -106,7 +111,7 @@ class _Extend:
 
 
 class ExtendPlan:
-    """Several new tokens per row, row by row."""
+    """A plan for several new tokens per row. Rows are attended one by one."""
 
     def __init__(self, batch: ForwardInput) -> None:
         assert batch.prefix_lens is not None and batch.extend_lens is not None
@@ -154,7 +159,10 @@ class ExtendPlan:
 
 
 def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | None:
-    """[extend_len, prefix_len + extend_len], additive. None if the kernel's own causal rule, or no mask, is right."""
+    """Returns an additive causal mask [extend_len, prefix_len + extend_len].
+
+    Returns None if no mask is needed, or if the operator's own `is_causal` is correct.
+    """
     if prefix_len == 0 or extend_len == 1:
         return None
     positions = torch.arange(prefix_len + extend_len, device=like.device)
@@ -162,12 +170,14 @@ def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | 
 
 
 def _tree_mask(num_tokens: int, attended: Tensor, *, like: Tensor) -> Tensor:
-    """[extend_len, num_tokens], additive: the row's last tokens that `attended` names, and all before them."""
+    """Returns an additive mask [extend_len, num_tokens]: the row's last tokens by `attended`, and all tokens before
+    them.
+    """
     num_queries, num_masked = attended.shape
     before = torch.ones((num_queries, num_tokens - num_masked), dtype=torch.bool, device=attended.device)
     return _additive_mask(torch.cat([before, attended], dim=1), like.dtype)
 
 
 def _shared_by(num_shared: int, tokens: Tensor) -> Tensor:
-    """[tokens, kv_heads, head_dim] to [kv_heads, num_shared, tokens, head_dim] without a copy."""
+    """Expands [tokens, kv_heads, head_dim] to [kv_heads, num_shared, tokens, head_dim] without a copy."""
     return tokens.transpose(0, 1).unsqueeze(1).expand(-1, num_shared, -1, -1)

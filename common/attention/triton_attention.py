@@ -1,14 +1,15 @@
-"""Attention on GPUs: kernels that read each row's slots where they lie in the paged pool.
+"""Attention on GPUs, with kernels that read each row's slots in place from the paged pool.
 
-Few new tokens a row (decode, verify, drafts): a row's tokens are cut into parts that are attended side by side and
-then combined, so that a long row keeps the whole device busy. Many new tokens (prefill): the queries alone are enough.
+With few new tokens per row (decode, verify, drafts), a row's tokens are split into parts that are attended in parallel
+and then combined, so that a long row keeps the whole device busy. With many new tokens (prefill), the queries alone are
+enough parallel work.
 
-How a row is cut depends on its own length; whether it is, and how many queries a program takes, on the most new tokens
-that a row of the forward has. So in a decode forward, one new token each, a row's numbers are the same in any company;
-with more they are where all rows have as many, and a prompt's are not: its sums may be taken in another order.
+The parts of a row depend on its own length only. Whether rows are split, and how many queries a program takes, depends
+on the largest number of new tokens of any row in the forward. So in a forward whose rows all have the same number of
+new tokens, a row's result does not depend on the other rows. A prompt's may: its sums may be taken in another order.
 
-A plan launches the same kernels on the same grids whatever the rows' lengths, up to `max_seq_len`, so a forward can be
-recorded and replayed; nothing in it waits for the device.
+A plan launches the same kernels on the same grids for any row lengths up to `max_seq_len`. So a forward can be recorded
+and replayed. No step waits for the device.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ from common.device.triton_launch import Launch, Launcher
 from common.device.upload import upload
 from common.errors import StartupError
 
-_SPLIT_TOKENS = 128  # of a part at least
+_SPLIT_TOKENS = 128  # the least tokens of a part
 _MAX_SPLITS = 32
-_MAX_SPLIT_QUERIES = 32  # of a row: with more, parts bring nothing
-_MIN_BLOCK = 16  # what a matrix product on the device takes
+_MAX_SPLIT_QUERIES = 32  # new tokens per row up to which splitting rows is faster
+_MIN_BLOCK = 16  # the least size in a matrix product on the device
 
 
-_KEPT_BYTES = 2048  # of a program's fast memory: what compilers and drivers keep for themselves
+_KEPT_BYTES = 2048  # shared memory of a program that compiler and driver reserve
 
 NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How much of a row one program takes at once, and with how many warps."""
+    """The part of a row that one program processes at a time: queries, tokens, pipeline stages, and its number of
+    warps.
+    """
 
     query_block: int
     token_block: int
@@ -48,8 +51,9 @@ class Tiles:
     num_warps: int
 
     def shared_bytes(self, dim_block: int, itemsize: int) -> int:
-        """What a program takes of a multiprocessor's shared memory, at most: queries, K and V; weights or sums; and
-        scores, which a tree mask is put on.
+        """Returns an upper bound of the shared memory that a program uses, in bytes.
+
+        It covers queries, K and V, the weights or the sums, and the scores, to which a tree mask is applied.
         """
         loaded = (self.query_block + self.num_stages * self.token_block) * dim_block * itemsize
         sums = self.query_block * max(self.token_block * itemsize, dim_block * 4)
@@ -57,11 +61,12 @@ class Tiles:
 
     @classmethod
     def of(cls, num_pairs: int, num_shared: int, dim_block: int, itemsize: int, shared_bytes: int) -> Tiles | None:
-        """For a row's `num_pairs` (query, head) pairs, of which `num_shared` read the same keys. None where nothing
-        fits into `shared_bytes`, or into registers.
+        """Chooses tiles for rows of `num_pairs` (query, head) pairs, of which groups of `num_shared` read the same
+        keys.
 
-        What a thread holds in registers bounds a tile too. Where it spilled, tiles are smaller or shared by more warps;
-        products of float32 are made one by one and hold the most.
+        Returns None if no tile fits into `shared_bytes` or into registers. Registers limit a tile too: where a tile
+        spilled, it was made smaller or given more warps. Products of float32 are computed one by one, and need the most
+        registers.
         """
         fewest = max(_MIN_BLOCK, _power_of_two(num_shared))
         row_bytes = dim_block * itemsize
@@ -71,7 +76,7 @@ class Tiles:
         if itemsize == 2:
             token_block = 64 if row_bytes <= 256 and query_block <= 64 else 32
             num_stages = 2 if row_bytes <= 512 else 1
-            most_of_four_warps = 64 if dim_block == 64 else 32  # queries; the scores of smaller heads spill with a mask
+            most_of_four_warps = 64 if dim_block == 64 else 32  # smaller heads' scores spill with a mask
             is_large = row_bytes > 512 or query_block > most_of_four_warps or num_sums > 64 * 64
             num_warps = 8 if is_large else 4
         else:
@@ -81,7 +86,7 @@ class Tiles:
             if query_block > 32 and num_sums > 64 * 128:
                 num_warps = 16
             if query_block > 64 and num_sums > 64 * 128:
-                return None  # spilled whatever it was shared by
+                return None  # it spilled with any number of warps
         while True:
             tiles = cls(query_block, token_block, num_stages, num_warps)
             if tiles.shared_bytes(dim_block, itemsize) <= shared_bytes:
@@ -98,7 +103,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """`num_heads` query heads over `num_kv_heads` of K and V, `head_dim` numbers each."""
+    """The heads of a layer: `num_heads` query heads over `num_kv_heads` heads of K and V, with `head_dim` numbers each."""
 
     num_heads: int
     num_kv_heads: int
@@ -107,7 +112,7 @@ class HeadShape:
 
     @property
     def num_shared(self) -> int:
-        """Query heads that read the same K and V."""
+        """The number of query heads that share one head of K and V."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -116,12 +121,11 @@ class HeadShape:
 
 
 class TritonAttention:
-    """An AttentionBackend for CUDA: heads of any size, also where it is no power of two; float32, bfloat16, float16.
+    """An AttentionBackend for CUDA in float32, bfloat16 and float16. Heads may have any size, not only powers of two.
 
-    Programs take no more than `shared_bytes` of a multiprocessor's shared memory. Raises StartupError where heads are
-    too large for that. Parts of rows that are attended side by side take no more than `split_bytes` of the device's
-    memory, but for one row's. `overlaps`: whether the device starts a kernel while the one before it ends. `launch` is
-    what becomes of its kernels' launches.
+    Raises StartupError if a head does not fit into `shared_bytes`, the shared memory of one program. The partial
+    results of split rows take at most `split_bytes` of device memory, unless a single row needs more. `overlaps` says
+    whether the device starts a kernel before the previous one ends. `launch` runs each launch; a test may replace it.
     """
 
     follows_lengths = True
@@ -144,7 +148,7 @@ class TritonAttention:
             self.tiles(shape.num_new)
 
     def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
-        """Each number of queries that a program takes, of rows that are cut into parts and of rows that are not."""
+        """Returns one forward for each block of queries, with rows that are split and rows that are not."""
         few = [1 << power for power in range(_MAX_SPLIT_QUERIES.bit_length())]
         shapes = [
             *(KernelShape(num_new, num_new) for num_new in (*few, 2 * _MAX_SPLIT_QUERIES)),
@@ -153,7 +157,7 @@ class TritonAttention:
         return [*shapes, *(replace(shape, has_mask=True) for shape in shapes)] if with_masks else shapes
 
     def tiles(self, max_new: int) -> Tiles:
-        """Of a forward in which a row has `max_new` new tokens at most."""
+        """Returns the tiles for a forward whose rows have at most `max_new` new tokens."""
         heads, itemsize = self._heads, self._heads.dtype.itemsize
         num_pairs = max_new * heads.num_shared
         tiles = Tiles.of(num_pairs, heads.num_shared, heads.dim_block, itemsize, self._shared_bytes)
@@ -194,9 +198,11 @@ class _PagedPlan:
         self._mask = None if mask is None else mask.contiguous().view(torch.uint8)
 
     def _cut_rows(self, extend_lens: Sequence[int], split_bytes: int) -> list[tuple[slice, range]]:
-        """Rows whose parts fit into so many bytes, or one row, and their new tokens. All rows where none has parts.
+        """Groups rows whose partial results fit into `split_bytes` together. Returns the rows and new tokens of each
+        group.
 
-        A row is cut into parts by its own length, whatever rows it is launched with.
+        A group may be a single larger row. If rows are not split, all of them form one group. How a row is split
+        depends only on its own length, not on its group.
         """
         stops = [0, *itertools.accumulate(extend_lens)]
         num_together = max(1, self._num_rows)
@@ -223,7 +229,9 @@ class _PagedPlan:
     def _attend_rows(
         self, kv: Tensor, query: Tensor, output: Tensor, scaling: float, rows: slice, tokens: range
     ) -> None:
-        """Of some rows, whose new tokens these are: into their place of `output` [T, heads, head_dim]."""
+        """Attends the new `tokens` of some `rows`, and writes the result to these tokens in `output` [T, heads,
+        head_dim].
+        """
         _, num_heads, head_dim = query.shape
         num_rows = rows.stop - rows.start
         tiles, num_shared = self._tiles, self._heads.num_shared
@@ -330,8 +338,9 @@ class _PagedPlan:
 
 
 def _starts(extend_lens: tuple[int, ...], device: torch.device) -> Tensor:
-    """[B + 1] int64: a row's new tokens are starts[b] .. starts[b + 1] - 1. Made on the device where all are alike, so
-    that a recorded forward copies nothing from the host.
+    """Returns each row's first new token, [B + 1] int64: row b has starts[b] .. starts[b + 1] - 1.
+
+    If all rows have equally many, it is made on the device, so that a recorded forward copies nothing from the host.
     """
     lengths = set(extend_lens)
     if len(lengths) == 1:
@@ -341,7 +350,9 @@ def _starts(extend_lens: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _with_adjacent_numbers(heads: Tensor) -> Tensor:
-    """[T, heads, head_dim] as the kernels read it: of each head one number beside the other."""
+    """Returns `heads` [T, heads, head_dim], or a copy if the numbers of a head are not adjacent, as the kernels
+    require.
+    """
     return heads if heads.stride(2) == 1 or heads.shape[2] == 1 else heads.contiguous()
 
 

@@ -1,12 +1,12 @@
-"""The GPU's attention kernels, in Triton. What the arguments mean is triton_attention.py's to say.
+"""The GPU's attention kernels, in Triton. triton_attention.py launches them and explains their arguments.
 
-    write      K and V of each new token to its slot
-    attend     for a block of one row's queries, one KV head, one part of the row's tokens: softmax over that part
-    combine    the parts of each query, by how much weight each has
+    write      writes K and V of each new token to its slot
+    attend     for a block of one row's queries, one KV head, and one part of the row's tokens: softmax over that part
+    combine    combines the parts of each query, weighted by their softmax sums
 
-A score of a token that is not attended is -inf and its K and V are not loaded: no slot is read but the row's own.
-Softmax has base 2, into which the scale goes. Addresses are reckoned in 64 bits: a pool may hold over 2^31 numbers.
-Where `OVERLAPS`, a kernel may start while the one before it ends, and waits before it reads or writes anything.
+The score of a token that is not attended is -inf, and its K and V are not loaded, so only the row's own slots are read.
+The softmax has base 2; `scale_log2` accounts for that. Addresses have 64 bits: a pool may hold over 2^31 numbers. If
+`OVERLAPS` is true, a kernel may start before the previous one ends, and waits for it before any read or write.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def write(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program a token: TOKEN_SIZE = kv_heads * HEAD_DIM <= BLOCK numbers, adjacent in the pool."""
+    """Writes K and V of one token per program: TOKEN_SIZE = kv_heads * HEAD_DIM <= BLOCK numbers, adjacent in the pool."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -93,8 +93,10 @@ def attend(  # type: ignore[no-untyped-def]
     MAX_SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [B * num_blocks, kv_heads, splits]. A block's rows are (query, head) pairs, the heads that share K and V
-    adjacent, so that these are loaded once for all of them.
+    """Attends one block of queries over one part of a row. The grid is [B * num_blocks, kv_heads, splits].
+
+    A block's rows are (query, head) pairs. Heads that share K and V are adjacent, so these are loaded once for all of
+    them.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -113,7 +115,7 @@ def attend(  # type: ignore[no-untyped-def]
         begin = split * size
         end = tl.minimum(begin + size, seq_len)
     if first_query < num_new and begin < end:
-        if not HAS_MASK:  # nothing behind the block's last query is attended
+        if not HAS_MASK:  # no token after the block's last query is attended
             end = tl.minimum(end, seq_len - num_new + tl.minimum(first_query + queries_per_block, num_new))
         pair = tl.arange(0, QUERY_BLOCK)
         place = first_query + pair // NUM_SHARED
@@ -189,8 +191,10 @@ def combine(  # type: ignore[no-untyped-def]
     MAX_SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [B * max_new, heads]. `parts` [T, heads, num_splits, HEAD_DIM], of which those a row's length has count: of
-    the tokens from `first_token` on.
+    """Combines the partial results of each query. The grid is [B * max_new, heads].
+
+    `parts` is [T, heads, num_splits, HEAD_DIM], for the tokens from `first_token` on. Only the parts that the row's
+    length fills are read.
     """
     if OVERLAPS:
         gdc_launch_dependents()

@@ -1,8 +1,9 @@
-"""The decoder layers, and their parts, that are known well enough to be computed in fewer kernels.
+"""The decoder layers, and their parts, that the fused GPU and CPU code can replace.
 
-Only blocks of the classes named here are replaced, and only where the installed transformers still computes with them
-what the replacement does: others have modules of the same names and rotate in part, clip or scale. One block of a class
-speaks for all of it, since they differ in weights only.
+Only blocks of exactly the classes named here are replaced: other architectures have modules of the same names that
+rotate only part of a head, or that clip or scale. The `*_agree` functions check that the installed transformers still
+computes the same as the replacement. One block of a class is checked for the whole class, since its blocks differ only
+in their weights.
 """
 
 from __future__ import annotations
@@ -29,24 +30,27 @@ ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
 MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 NORMS = (LlamaRMSNorm, MistralRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-"""Other norms go by similar names and add one to the weight, or round elsewhere."""
+"""The RMS norms that are known. Other classes have similar names, but add one to the weight or round elsewhere."""
 
 _TOLERANCE = 1e-4  # in float32, relative to the largest number: sums are taken in another order
 
 
 def mlp_agrees(block: nn.Module, replacement: nn.Module) -> bool:
-    """Whether both compute the same in float32."""
+    """Whether an MLP and its replacement compute the same in float32."""
     x = _random((2, linear_of(block, "gate_proj").in_features), block)
     return _agree(replacement(x), block(x))
 
 
 def attention_agrees(block: nn.Module, replacement: nn.Module) -> bool:
-    """Whether both attend with the same, and compute the same of that, in float32."""
+    """Whether an attention block and its replacement compute the same in float32.
+
+    They must hand the same queries, keys, values and scaling to attention, and return the same output.
+    """
     return all(_attend_alike(block, replacement, block, num_tokens) for num_tokens in (1, 3))
 
 
 def layer_agrees(layer: nn.Module, replacement: nn.Module) -> bool:
-    """The same of a whole layer, around its attention."""
+    """Whether a decoder layer and its replacement compute the same in float32, the attention's inputs included."""
     attention: nn.Module = layer.self_attn  # type: ignore[assignment]
     return all(_attend_alike(layer, replacement, attention, num_tokens) for num_tokens in (1, 3))
 
@@ -66,7 +70,7 @@ def _attend_alike(block: nn.Module, replacement: nn.Module, attention: nn.Module
 
 
 class _Echo(AttentionPlan):
-    """Keeps what it is asked to attend with, and answers with the query."""
+    """An attention plan for tests of a block: it keeps its arguments and returns the query."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         self.scaling = scaling
@@ -79,7 +83,7 @@ def _agree(seen: Tensor, expected: Tensor) -> bool:
 
 
 def _random(shape: Sequence[int], block: nn.Module) -> Tensor:
-    """The same numbers for the same shape, where the block is."""
+    """Normal random numbers on the block's device. Equal shapes get equal numbers."""
     device = next(block.parameters()).device
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0)).to(device)
 
@@ -91,7 +95,7 @@ def linear_of(block: nn.Module, name: str) -> nn.Linear:
 
 
 def joined(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer with the outputs of all, one after the other."""
+    """Returns one linear layer whose outputs are those of all `linears`, concatenated in order."""
     first = linears[0]
     num_outputs = sum(linear.out_features for linear in linears)
     whole = nn.Linear(first.in_features, num_outputs, bias=first.bias is not None, device="meta")
@@ -102,10 +106,10 @@ def joined(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def is_plain(block: nn.Module) -> bool:
-    """Whether its linear layers are PyTorch's own."""
+    """Whether all linear layers of `block` are exactly `nn.Linear`, and no subclass of it."""
     return all(type(module) is nn.Linear for module in block.modules() if isinstance(module, nn.Linear))
 
 
 def norm_parts(norm: Any) -> tuple[Tensor, float]:
-    """The weight, and what is added to the mean of squares."""
+    """Returns the norm's weight, and the epsilon that it adds to the mean of squares."""
     return norm.weight.detach(), float(norm.variance_epsilon)

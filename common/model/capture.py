@@ -1,4 +1,4 @@
-"""Which of a target's hidden states a draft head reads."""
+"""Selects the hidden states of a target that a draft head reads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HiddenCapture:
-    """The residual stream entering each of `layers`, in this order, then, if `final`, what leaves the final norm.
+    """The hidden states to capture: the input of each of `layers`, in this order, then the final norm's output if
+    `final`.
 
-    Layer ids count from 0 to the number of layers; the latter is the stream that leaves the last layer.
+    Layer ids count from 0 to the number of layers; the latter stands for the last layer's output.
     """
 
     layers: tuple[int, ...] = ()

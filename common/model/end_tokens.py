@@ -1,6 +1,6 @@
-"""Which tokens end a model's output: all that its generation config, config and tokenizer name.
+"""Finds the tokens that end a model's output: all that its generation config, config and tokenizer name.
 
-A default of the config's class does not count, because it belongs to another checkpoint.
+Defaults of the config's class are ignored, because they belong to another checkpoint.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _CONFIGS = (GENERATION_CONFIG, CONFIG)
 
 
 def read_end_tokens(directory: Path) -> dict[int, str]:
-    """The ids that the two configs name, with the file and field that names each first.
+    """Returns the ids that generation_config.json and config.json name, each with the file and field that names it
+    first.
 
-    Raises UnsupportedModel, naming them, for what is no token id.
+    Raises UnsupportedModel, which names file and field, if a value is no token id.
     """
     sources: dict[int, str] = {}
     for name in _CONFIGS:
@@ -35,9 +36,9 @@ def read_end_tokens(directory: Path) -> dict[int, str]:
 def end_token_ids(
     directory: Path, sources: Mapping[int, str], tokenizer: Any | None, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """The ids of `read_end_tokens`, and the id of `tokenizer`'s end token, if any.
+    """Returns the ids in `sources`, which `read_end_tokens` made, and the id of `tokenizer`'s end token, if it has one.
 
-    Raises UnsupportedModel, naming file and field, if one is past the vocabulary or there are more than a request can
+    Raises UnsupportedModel, naming file and field, if an id is past the vocabulary or there are more than a request can
     carry.
     """
     sources = dict(sources)

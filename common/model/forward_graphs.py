@@ -1,10 +1,12 @@
-"""Forwards that are replayed: few tokens a row, as many of each, for numbers of rows out of a few.
+"""Records forwards once and replays them as graphs (on CUDA: CUDA graphs).
 
     ForwardInput of B rows ──copy──▶ [ row 1 | … | row B | padding … ]   the recorded forward's own input, N >= B rows
                                           replay, all N rows
     outputs of B rows      ◀──view── [ row 1 | … | row B | padding … ]   the recorded forward's own outputs
 
-A padding row is pool row 0, whose tokens all lie in slot 0: it reads and writes nobody's KV.
+A graph is recorded for one number of rows N and one number of new tokens, the same for every row. A batch of fewer rows
+is padded to the next N. A padding row is pool row 0, all of whose tokens are in slot 0, so it reads and writes no
+request's KV.
 """
 
 from __future__ import annotations
@@ -23,20 +25,22 @@ from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
 
 Forward = Callable[[ForwardInput, Tensor | None], tuple[Tensor, ...]]
-"""A forward of a batch and of a column [T, ...] beside its tokens, or None. Each output's first dimension is T."""
+"""A forward of a batch. Its second argument is one more input [T, ...] for the batch's tokens, or None. The first
+dimension of each output is T.
+"""
 
 
 def batch_sizes(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and `max_rows`, so that less than half of a forward is padding."""
+    """Returns the numbers of rows to record: 1, 2, 4, ... and `max_rows`. Less than half of a forward is then padding."""
     powers = [1 << power for power in range(max_rows.bit_length())]
     return tuple(sorted({*powers, max_rows}))
 
 
 class ForwardGraphs:
-    """Records and replays forwards over one pool, inside pieces of one stream.
+    """Records and replays forwards over one KV pool. Use it inside pieces (units of work) of one stream.
 
-    Forwards that are not recorded run as they are: other shapes, and more rows than the largest of the ascending
-    `batch_sizes`.
+    A forward that was not recorded runs as it is: one of another shape, or with more rows than the largest of the
+    ascending `batch_sizes`.
     """
 
     def __init__(self, *, recorder: GraphRecorder, batch_sizes: Sequence[int]) -> None:
@@ -50,13 +54,13 @@ class ForwardGraphs:
         return len(self._recorded)
 
     def held_bytes(self) -> int:
-        """Device memory that the process holds."""
+        """Returns the device memory that the process holds, in bytes."""
         return self._recorder.held_bytes()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While this is open, each forward of a new shape is recorded before it is replayed. For start-up: it takes a
-        while.
+        """Inside this context, each forward of a new shape is recorded before it is replayed. Recording is slow: use it
+        at start.
         """
         self._is_recording = True
         try:
@@ -65,10 +69,11 @@ class ForwardGraphs:
             self._is_recording = False
 
     def run(self, name: str, forward: Forward, batch: ForwardInput, beside: Tensor | None = None) -> tuple[Tensor, ...]:
-        """`forward(batch, beside)`, whose outputs, when replayed, are good until the same shape is replayed again, or
-        one that was recorded before it: what that computes in between may lie where these outputs do (graph.py).
+        """Returns `forward(batch, beside)`, from a recording if there is one of this shape.
 
-        `name` stands for `forward`: under one name it is always the same function.
+        Replayed outputs are valid until the same shape, or one that was recorded earlier, is replayed: its intermediate
+        results may share memory with these outputs (see graph.py). `name` identifies `forward`: one name always stands
+        for the same function.
         """
         shape = self._shape_of(name, batch)
         if shape is None:
@@ -94,8 +99,10 @@ class ForwardGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """`num_tokens` is for each row, `num_masked` counts the tree mask's columns, `memory` says where KV and
-    table are.
+    """The key of a recorded forward.
+
+    `num_tokens` counts the new tokens of each row, `num_masked` the tree mask's columns (None without a mask). `memory`
+    holds the addresses of the KV pool and the row table.
     """
 
     name: str
@@ -107,7 +114,7 @@ class _Shape:
 
 
 class _RecordedForward:
-    """One shape's graph, with the memory it reads and writes."""
+    """The graph of one shape, with the memory that it reads and writes."""
 
     def __init__(
         self, graph: Graph, forward: Forward, shape: _Shape, like: ForwardInput, beside: Tensor | None
@@ -138,7 +145,7 @@ class _RecordedForward:
             if like.tree_mask is None
             else like.tree_mask.new_ones((num_rows * num_tokens, like.tree_mask.shape[1])),
         )
-        forward(self._input, self._beside)  # compiles kernels, and lets libraries take their memory
+        forward(self._input, self._beside)  # compiles kernels, and lets libraries allocate their memory
         self._graph = graph
         self._outputs = graph.record(lambda: forward(self._input, self._beside))
 
@@ -161,7 +168,9 @@ class _RecordedForward:
             self._beside[:num_tokens].copy_(beside)
 
     def _pad(self, start: int, stop: int) -> None:
-        """Reset rows of an earlier batch: a stale row would write to slots that belong to another request by now."""
+        """Turns rows [start, stop) back into padding. A stale row would write to slots that now belong to another
+        request.
+        """
         own, tokens = self._input, slice(start * self._shape.num_tokens, stop * self._shape.num_tokens)
         torch._foreach_zero_(
             [own.input_ids[tokens], own.positions[tokens], own.out_cache_loc[tokens], own.req_pool_indices[start:stop]]

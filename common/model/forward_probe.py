@@ -1,14 +1,13 @@
-"""At load, checks that the served model computes what transformers does, however a prompt is cut.
+"""Checks at load that the served model computes what transformers computes, however a prompt is split.
 
-`Unsplit` holds transformers' own forward of a short prompt before any module is replaced: every layer's keys and
-values, and the logits. `check_forwards` computes the same prompt through the pool, with the serving modules: twice side
-by side, in parts, and token by token. Wrong positions change keys by a large part of their size, however small the
-weights are; rounding does not. So models are refused that ignore `position_ids`, mix neighbours' tokens, or fail when
-called like a decoder.
+`Unsplit` holds transformers' own forward of a short prompt, computed before any module is replaced: every layer's keys
+and values, and the logits. `check_forwards` computes the same prompt through the KV pool with the serving modules: two
+prompts side by side, in parts, and token by token. Wrong positions change keys far more than rounding does. So a model
+is refused if it ignores `position_ids`, mixes neighbouring tokens, or fails when called like a decoder.
 
-Some models compute differently only far into a context. So the same is done with a few tokens at its end, and around
-each limit that the config names (`far_positions`): transformers computes them after a long past of which only the
-length exists, and the pool beside tokens at the beginning.
+Some models compute differently only far into a context. So a few tokens are also compared at the end of the context,
+and around each limit that the config names (`far_positions`). There transformers computes the tokens after a past that
+has a length but no keys and values.
 """
 
 from __future__ import annotations
@@ -32,20 +31,24 @@ _FORWARDS: tuple[tuple[str, dict[int, tuple[int, int]]], ...] = (
     ("a later part of a prompt", {1: (5, 15), 2: (9, 13)}),
     ("single tokens", {2: (13, 14), 1: (15, 16)}),
 )
-"""Each computes tokens [start, stop) of the prompt, for either of two rows."""
+"""The forwards to compare, by description. Each computes tokens [start, stop) of the prompt in one or both pool rows.
+"""
 _LIMIT = re.compile(r"^(?!.*layers).*(?:position|window|chunk|length|context|floor|seq|distance|local)")
-"""Names of a config's numbers from which some models compute otherwise; those that count layers are none."""
+"""Matches the names of config fields that hold a position limit, at which some models change what they compute. Counts
+of layers are excluded.
+"""
 _ROUTES = re.compile(r"expert|router|moe")
-"""Names of modules that choose others for a token."""
+"""Matches the names of modules that route a token to other modules, as in a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """How much a token may differ, relative to its size.
+    """How much a token's values may differ from transformers', relative to their size.
 
-    Layers add to the rounding of those before them: twelve random layers reach a third of the bound. In float32, and in
-    the first layer, the bound holds for each token, else for the median of a row's tokens. Where modules choose other
-    modules for a token, rounding may change the choice, and `most` holds from the second layer on.
+    The bound grows by `each_layer` from layer to layer, up to `most`, because layers add to the rounding of those
+    before them: twelve random layers reach a third of it. In float32, and in the first layer, the bound holds for each
+    token; else for the median of a row's tokens. In a model that routes tokens, rounding may change the choice of
+    modules, so `most` holds from the second layer on.
     """
 
     first_layer: float
@@ -66,8 +69,9 @@ _TF32_TOLERANCE = _TOLERANCES[torch.float16]
 
 @dataclass(frozen=True, slots=True)
 class Unsplit:
-    """A prompt's tokens [N], the first of which is at position `start`, its keys and values [layers, 2, N, heads,
-    head_dim] and logits [N, vocab] float32.
+    """The forward of a whole prompt by transformers itself, as the reference to compare with.
+
+    Shapes: token_ids [N], the first at position `start`; kv [layers, 2, N, heads, head_dim]; logits [N, vocab] float32.
     """
 
     start: int
@@ -77,7 +81,7 @@ class Unsplit:
 
 
 def probe_tokens(model: Any, torch_device: torch.device) -> Tensor:
-    """[NUM_TOKENS] ids that are spread over the vocabulary, the padding token left out."""
+    """Returns [NUM_TOKENS] token ids spread over the vocabulary, without the padding token."""
     vocab_size, pad_id = model.config.vocab_size, getattr(model.config, "pad_token_id", None)
     ids = [token_id for token_id in range(min(vocab_size, 64 * NUM_TOKENS)) if token_id != pad_id] or [0]
     drawn = torch.randint(len(ids), (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -85,8 +89,9 @@ def probe_tokens(model: Any, torch_device: torch.device) -> Tensor:
 
 
 def far_positions(config: Any) -> list[int]:
-    """Where NUM_FAR_TOKENS tokens are computed beside a prompt's first, in order: where the prompt ends, at the end of
-    the context, and so that each limit which `config` names is among their positions.
+    """Returns the positions at which runs of NUM_FAR_TOKENS tokens are compared, in ascending order.
+
+    They are the end of the short prompt, the end of the context, and one run around each limit that `config` names.
     """
     last = config.max_position_embeddings - NUM_FAR_TOKENS
     starts = {NUM_TOKENS, *(limit - NUM_FAR_TOKENS // 2 for limit in _limits(config.to_dict()))}
@@ -103,7 +108,7 @@ def _limits(fields: Mapping[str, Any]) -> Iterator[int]:
 
 @torch.inference_mode()
 def check_forwards(target: TargetModel, unsplit: Unsplit, far: Sequence[Unsplit], *, name: str) -> None:
-    """Raises UnsupportedModel where `target` fails, or computes something else than `unsplit` and each of `far`."""
+    """Raises UnsupportedModel if `target` fails, or computes something else than `unsplit` and each of `far`."""
     pool = _Pool(target, name, num_rows=2)
     for what, parts in _FORWARDS:
         pool.check(what, {row: (unsplit, start, stop) for row, (start, stop) in parts.items()})
@@ -116,14 +121,16 @@ def check_forwards(target: TargetModel, unsplit: Unsplit, far: Sequence[Unsplit]
 
 
 def difference(seen: Tensor, expected: Tensor, *, share: float) -> float:
-    """How far tokens [N, ...] are apart, relative to their sizes: the bound that a `share` of them does not exceed."""
+    """Returns how far two tensors [N, ...] of N tokens are apart: the relative distance that a `share` of the tokens
+    keeps within.
+    """
     distances = (seen.float() - expected.float()).flatten(1).norm(dim=1)
     sizes = expected.float().flatten(1).norm(dim=1)
     return float((distances / sizes.clamp_min(torch.finfo(torch.float32).tiny)).quantile(share))
 
 
 class _Pool:
-    """KV of some rows with alternating slots."""
+    """A small KV pool to compare forwards in. The slots of its rows alternate."""
 
     def __init__(self, target: TargetModel, name: str, *, num_rows: int) -> None:
         self._target = target
@@ -144,7 +151,7 @@ class _Pool:
         self._is_exact = self._tolerance is _TOLERANCES[torch.float32] and not self._routes
 
     def check(self, what: str, parts: dict[int, tuple[Unsplit, int, int]]) -> None:
-        """Compute tokens [start, stop) of what each row has, and compare."""
+        """Computes tokens [start, stop) of the prompt in each row, and compares KV and logits with the reference."""
         logits = self._forward(what, parts)
         for row, (unsplit, start, stop) in parts.items():
             kv = self._kv.index_select(2, self._table[row, start:stop])
@@ -165,7 +172,9 @@ class _Pool:
             )
 
     def _forward(self, what: str, parts: dict[int, tuple[Unsplit, int, int]]) -> Tensor:
-        """Logits of all tokens. Prompts' are asked for by number, as a service asks, and in the other order."""
+        """Returns the logits of all tokens. In a prompt's forward they are requested by index, as a service does, in
+        reverse.
+        """
         device = self._target.torch_device
         lens = tuple(stop - start for _, start, stop in parts.values())
         seq_lens = [stop for _, _, stop in parts.values()]
@@ -192,7 +201,7 @@ class _Pool:
             return logits if is_decode else logits.flip(0)
         except UnsupportedModel:
             raise
-        except Exception as error:  # whatever the model's code does with its arguments
+        except Exception as error:  # the model's code may raise anything
             raise UnsupportedModel(
                 f"{self._name}: {self._target.architecture} fails in a forward of {what}: {one_line(error)}"
             ) from error

@@ -1,4 +1,4 @@
-"""The interface of another way to compute a TargetModel's forwards, such as one kernel for the whole model."""
+"""The interface of a program: another way to compute a TargetModel's forwards, such as one kernel for the whole model."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from common.attention.backend import ForwardInput
 from common.sampling.operators import Largest
 
 OnLayerKv = Mapping[int, Callable[[], None]]
-"""By layer: what to call once its KV, and so that of all before it, is in the pool (on CUDA: enqueued)."""
+"""Callbacks by layer. Each is called once the KV of its layer and of all earlier ones is in the pool (on CUDA:
+enqueued).
+"""
 
 
 NewProgram = Callable[[Callable[[], None]], object]
-"""Writes a model or a head down as programs, for the engine that made this callable and alone reads what it returns.
+"""Compiles a model or a draft head into programs. Only the engine that made this callable reads the returned object.
 
-It packs the weights once more, which takes memory and time. Its argument is called between parts of them, and may
-raise. Raises OSError where there is no room for them.
+It packs a second copy of the weights, which takes memory and time. It calls its argument between parts of this work, to
+let it raise. Raises OSError if there is no room for the weights.
 """
 
 
 class ProgramOutput(NamedTuple):
-    """`logits` [R, vocab] float32; `states` [T, states * hidden], None unless captured; `largest` of the logits, None
-    where the program does not look for them.
+    """The output of one forward.
+
+    `logits` are [R, vocab] float32. `states` are the captured hidden states [T, states * hidden], None if none are
+    captured. `largest` holds each row's largest logit, None if the program does not look for it.
     """
 
     logits: Tensor
@@ -37,23 +41,27 @@ class ForwardProgram(Protocol):
 
     @property
     def num_layers_begun(self) -> int:
-        """Counts layers over all forwards, and grows while one runs. Any thread may ask."""
+        """The number of layers begun in all forwards so far. It grows while a forward runs. Any thread may read it."""
 
     def close(self, timeout_s: float) -> bool:
-        """End its threads. Returns False if one did not end within `timeout_s`."""
+        """Ends the program's threads. Returns False if one did not end within `timeout_s`."""
 
     def takes(self, batch: ForwardInput) -> bool: ...
 
     def forward(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
     ) -> ProgramOutput:
-        """`beside` [T, width] is what a draft head's program reads besides the tokens; its states are its outputs."""
+        """Computes a forward of `batch`.
+
+        In a draft head's program, `beside` [T, width] is its input besides the tokens, and the output's `states` are
+        the head's outputs.
+        """
 
     def prepare(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
     ) -> Callable[[], ProgramOutput]:
-        """Returns a call that computes the forward without the interpreter's lock. Call each once, in the order of
+        """Returns a call that computes the forward without holding the GIL. Call each once, in the order of
         preparation.
 
-        Without a tree mask no tensor is read before that call.
+        Without a tree mask, tensors are read only by the returned call, and not by `prepare` itself.
         """

@@ -1,10 +1,10 @@
-"""Decoder layers on a GPU, computed in fewer kernels than their parts would take.
+"""Decoder layers on a GPU, computed with few kernels.
 
     many tokens   norm ─▶ q, k, v ─▶ rotation ─▶ attention_plan ─▶ out ─▶ sum, norm ─▶ gate, up ─▶ gated ─▶ down, sum
     one token     norm, q, k, v ─▶ rotation ─▶ attention_plan ─▶ out, sum ─▶ norm, gate, up, gated ─▶ down, sum
 
-Between two arrows is one kernel, but for the plan's. q, k, v are one matrix and so are gate, up: the model's own are
-freed.
+Each step between two arrows is one kernel, except the attention plan, which may launch several. The weights of q, k and
+v are joined into one matrix, and so are those of gate and up. The model's own copies are freed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.model.replace import replace_modules
 
 
 class GpuDecoderLayer(nn.Module):
-    """What `layer`, one of LAYERS, does with our attention registered."""
+    """A fused decoder layer. It computes what `layer`, whose class is one of LAYERS, computes with Baton's attention."""
 
     def __init__(self, layer: Any, kernels: LayerKernels) -> None:
         super().__init__()
@@ -52,8 +52,10 @@ class GpuDecoderLayer(nn.Module):
         attention_plan: AttentionPlan,
         **_: Any,
     ) -> Tensor:
-        """Shapes: hidden_states, and what is returned, [1, T, hidden]; position_embeddings: cosines and sines,
-        [1, T, head_dim]. `hidden_states` are not written to.
+        """Computes the layer without changing `hidden_states`.
+
+        Shapes: hidden_states and the result [1, T, hidden]; position_embeddings, cosines and sines, [1, T, head_dim]
+        each.
         """
         states = hidden_states[0]
         compute = self._one if states.shape[0] == 1 else self._many
@@ -84,7 +86,7 @@ class GpuDecoderLayer(nn.Module):
 
 
 class GpuRMSNorm(nn.Module):
-    """Computes what `norm`, one of NORMS, does, with its roundings."""
+    """An RMS norm in one kernel. It rounds exactly as `norm`, whose class is one of NORMS."""
 
     def __init__(self, norm: nn.Module, kernels: LayerKernels) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ class GpuRMSNorm(nn.Module):
 
 
 class GpuLinear(nn.Linear):
-    """`layer`, whose weight it shares, with a kernel of ours for one token."""
+    """A linear layer that multiplies a single token with our own kernel. It shares the weight of `layer`."""
 
     def __init__(self, layer: nn.Linear, kernels: LayerKernels) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
@@ -112,8 +114,9 @@ class GpuLinear(nn.Linear):
 
 @torch.inference_mode()
 def fuse_layers(model: nn.Module, kernels: LayerKernels) -> int:
-    """Replace the known decoder layers of a model, its other known norms, and its output head. Returns how many
-    layers. Their own weights are freed one by one.
+    """Replaces the decoder layers of `model` that are known, its other known norms, and its output head.
+
+    Returns the number of replaced layers. The original weights are freed layer by layer.
     """
     trusted: dict[type[nn.Module], bool] = {}
 
@@ -124,7 +127,7 @@ def fuse_layers(model: nn.Module, kernels: LayerKernels) -> int:
             return None
         if type(module) not in trusted:
             trusted[type(module)] = _agrees(module, kernels)
-        _give_back_memory(module)  # of the layer before
+        _give_back_memory(module)  # frees the previous layer's
         return GpuDecoderLayer(module, kernels) if trusted[type(module)] else None
 
     replace_modules(model, fused)

@@ -1,4 +1,4 @@
-"""A target whose forwards of recorded shapes are replayed."""
+"""A target that replays its forwards from recorded graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from common.model.target import Target, TargetOutput
 
 
 class GraphedTarget(Target):
-    """A Target. `ForwardGraphs.run` says how long `forward`'s results are valid."""
+    """Wraps a Target so that forwards of recorded shapes are replayed. `ForwardGraphs.run` says how long results are
+    valid.
+    """
 
     def __init__(self, target: Target, graphs: ForwardGraphs) -> None:
         self._target = target

@@ -1,15 +1,15 @@
-"""What lies between attention and the large matrix products of a decoder layer on a GPU, in Triton.
+"""Triton kernels for the parts of a decoder layer around attention.
 
-    norm       (a sum, and) its RMS norm: a program for each token
-    rotate     queries and keys in place, normed before where the model does: a program for each head
-    gate       silu(gate) * up, of the two joined
-    multiply   one token by a matrix, with all that lies beside the product: a norm before; a gate or a sum after
+    norm       RMS norm, optionally of a sum: one program per token
+    rotate     rotary positions of queries and keys in place, normalised before if the model does: one program per head
+    gate       silu(gate) * up, whose two inputs are joined in one tensor
+    multiply   one token times a matrix, fused with a norm before, and a gate or a sum after
 
-For many tokens the products are cuBLAS's. For one token, `multiply` does nothing but read weights as fast as the memory
-gives them: a program takes a few outputs, and asks for the next part of their weights while it sums this one's.
+With many tokens cuBLAS computes the matrix products. With one token, `multiply` is bound by reading the weights: each
+program computes a few outputs, and loads the next block of weights while it sums the present one.
 
-On devices from 9.0 on a kernel may start while the one before it ends (`OVERLAPS`): it asks for its first weights,
-which nobody writes, and waits before it reads or writes anything else.
+On devices of compute capability 9.0 or higher a kernel may start before the previous one ends (`OVERLAPS`): it loads
+its first weights, which no kernel writes, and waits before it reads or writes anything else.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _ALIGNMENT = 16
 
 
 def _function(function: Callable[..., Any]) -> Any:
-    """What kernels may call."""
+    """Makes a function that kernels may call."""
     return triton.jit(function)
 
 
 @_function
 def _rounded(x, like):  # type: ignore[no-untyped-def]
-    """To the numbers that `like` points to, and back."""
+    """Rounds float32 `x` to the type that `like` points to, and converts it back."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
@@ -60,8 +60,9 @@ def norm(  # type: ignore[no-untyped-def]
     HAS_ADDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program a token of WIDTH <= BLOCK numbers, rounded as transformers rounds: the sum, what is normed, and its
-    product with `weight`.
+    """RMS-normalises one token of WIDTH <= BLOCK numbers per program.
+
+    It rounds where transformers rounds: after the sum, after the normalisation, and after the product with `weight`.
     """
     place = tl.arange(0, BLOCK)
     is_there = place < WIDTH
@@ -95,7 +96,10 @@ def rotate(  # type: ignore[no-untyped-def]
     HAS_NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid [T, heads of queries and keys], which are adjacent in a token's TOKEN_SIZE numbers."""
+    """Applies rotary positions to one head of one token per program. The grid is [T, query heads + key heads].
+
+    Query and key heads are adjacent within a token's TOKEN_SIZE numbers.
+    """
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -133,7 +137,10 @@ def rotate(  # type: ignore[no-untyped-def]
 
 @kernel(fixed=("joined", "output"))
 def gate(joined, output, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Grid [T, blocks]. A token's WIDTH gates, then as many numbers that they scale."""
+    """Computes silu(gate) * up of one block of one token per program. The grid is [T, blocks].
+
+    Each token has WIDTH gates, followed by the WIDTH numbers that they scale.
+    """
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -165,9 +172,10 @@ def multiply(  # type: ignore[no-untyped-def]
     IS_GATED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program OUTPUT_BLOCK of NUM_OUTPUTS; where gated, `weight` has as many gates and then what they scale.
+    """Multiplies one token by a matrix; each program computes OUTPUT_BLOCK of the NUM_OUTPUTS outputs.
 
-    The norm's factor is the same for all inputs, so it is found beside the sum and multiplied with that.
+    If IS_GATED, `weight` has NUM_OUTPUTS rows of gates, then as many rows of the values that they scale. The norm's
+    factor is the same for all inputs, so it is computed along with the sum and multiplied into it at the end.
     """
     outputs = tl.program_id(0) * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)
     inputs = tl.arange(0, INPUT_BLOCK)
@@ -220,7 +228,7 @@ def multiply(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How much of a matrix a program of `multiply` takes at once, and with how many warps."""
+    """The block of a matrix that one program of `multiply` processes at a time, and its number of warps."""
 
     output_block: int
     input_block: int
@@ -228,7 +236,9 @@ class Tile:
 
     @classmethod
     def of(cls, num_inputs: int, itemsize: int, *, is_gated: bool, has_norm: bool) -> Tile:
-        """The best of some on an H100, for numbers of two bytes; of four bytes half as many inputs."""
+        """Returns the tile that was fastest on an H100 for 2-byte numbers. With 4-byte numbers it has half as many
+        inputs.
+        """
         if is_gated:
             output_block, input_block, num_warps = 2, 4096, 8
         elif has_norm:
@@ -242,16 +252,17 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm with a weight [width]."""
+    """The parameters of an RMS norm. `weight` is [width]."""
 
     weight: Tensor
     epsilon: float
 
 
 class LayerKernels:
-    """Launches the kernels. Tensors are contiguous, tokens [T, width] of one dtype; what is returned is new memory.
+    """Launches the kernels of this module. Tensors are contiguous [T, width] of one dtype; results are in new memory.
 
-    `overlaps`: whether the device starts a kernel while the one before it ends. `launch` is what becomes of launches.
+    `overlaps` says whether the device starts a kernel before the previous one ends. `launch` runs each launch; a test
+    may replace it.
     """
 
     def __init__(self, *, overlaps: bool = False, launch: Launcher = Launch.run) -> None:
@@ -264,7 +275,7 @@ class LayerKernels:
         return output
 
     def added_and_normed(self, x: Tensor, added: Tensor, by: Norm) -> tuple[Tensor, Tensor]:
-        """The sum, and its norm."""
+        """Returns the sum `x + added`, and the RMS norm of this sum."""
         total, output = torch.empty_like(x), torch.empty_like(x)
         self._norm(x, added, by, total, output)
         return total, output
@@ -296,8 +307,11 @@ class LayerKernels:
         num_key_heads: int,
         norms: tuple[Norm, Norm] | None,
     ) -> None:
-        """`heads` [T, heads, head_dim]: in place those of queries, which come first, and of keys, by cosines and sines
-        [T, head_dim]. `norms` are the queries' and the keys', each over a head.
+        """Applies rotary positions in place to the query heads, which come first in `heads`, and to the key heads after
+        them.
+
+        Shapes: heads [T, heads, head_dim]; rotation, cosines and sines, [T, head_dim] each. `norms` are applied to each
+        query head and each key head before; None applies none.
         """
         cosines, sines = rotation
         num_tokens, num_heads, head_dim = heads.shape
@@ -326,7 +340,7 @@ class LayerKernels:
         )
 
     def gated(self, joined: Tensor) -> Tensor:
-        """silu(gate) * up of [T, 2 * width], gates first."""
+        """Returns silu(gate) * up [T, width] for `joined` [T, 2 * width], whose first half holds the gates."""
         num_tokens, width = joined.shape[0], joined.shape[1] // 2
         output = torch.empty((num_tokens, width), dtype=joined.dtype, device=joined.device)
         block = min(_GATE_BLOCK, _power_of_two(width))
@@ -348,8 +362,10 @@ class LayerKernels:
         added: Tensor | None = None,
         is_gated: bool = False,
     ) -> Tensor:
-        """One token `x` [1, inputs], normed before, by `weight` [outputs, inputs], and `added` to. Where gated, the
-        first half of the outputs are gates: silu(gate) * up is returned, half as wide.
+        """Multiplies one token `x` [1, inputs] by `weight` [outputs, inputs].
+
+        `norm` is applied to `x` before, `bias` and `added` are added to the product. If `is_gated`, the first half of
+        the outputs are gates, and silu(gate) * up is returned, half as wide.
         """
         num_outputs, num_inputs = weight.shape
         num_outputs //= 2 if is_gated else 1
@@ -404,7 +420,7 @@ class LayerKernels:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """As the kernels read it: where memory that PyTorch gives begins."""
+    """Returns `x`, or a copy where it is not contiguous or not aligned to 16 bytes, as the kernels require."""
     return x if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 

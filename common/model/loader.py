@@ -43,10 +43,11 @@ def load_target(
     fuses: bool = False,
     optimizes_modules: bool = True,
 ) -> TargetModel:
-    """The model in `directory`, with weights in `dtype` (a key of DTYPES) on `device`. Where its class is known:
-    `fuses`, also ready to be written down as a program, on a CPU; `optimizes_modules`, with fewer and larger modules.
+    """Loads the model in `directory`, with weights in `dtype` (a key of DTYPES), on `device`.
 
-    Raises UnsupportedModel, naming the trait, for a model that is not decoder-only with full causal attention.
+    If the model's class is known: `fuses` prepares it, on a CPU, to be compiled into one program; `optimizes_modules`
+    replaces its modules by fewer and faster ones. Raises UnsupportedModel, naming the trait, for a model that is not
+    decoder-only with full causal attention.
     """
     refuse_broken_links(directory)
     versions = read_versions(directory)
@@ -84,10 +85,10 @@ def target_of(
     fuses: bool = False,
     optimizes_modules: bool = True,
 ) -> TargetModel:
-    """A loaded causal language model as a target; it is changed, and attends nowhere else any more.
+    """Turns a loaded causal language model into a target. `model` is changed, and can only be used through the target.
 
-    `files` are those it was loaded from. A short prompt is computed in several ways before this returns. Raises
-    UnsupportedModel, like `load_target`, for what only a forward shows.
+    `files` are the files that it was loaded from. Before this returns, a short prompt is computed in several ways.
+    Raises UnsupportedModel, as `load_target` does, for traits that only a forward shows.
     """
     torch_device, config = torch.device(device), model.config
     sizes = {key: _size(config, key, name) for key in ("hidden_size", "vocab_size", "max_position_embeddings")}
@@ -144,18 +145,17 @@ def _size(config: Any, key: str, name: str) -> int:
 
 
 def _use_gpu_kernels(model: nn.Module, torch_device: torch.device) -> None:
-    from common.model.gpu_layers import fuse_layers  # Triton is there only where attention has kernels too
+    from common.model.gpu_layers import fuse_layers  # Triton is installed only where attention has kernels
     from common.model.layers_triton import LayerKernels
 
     fuse_layers(model, LayerKernels(overlaps=overlaps_kernels(torch_device)))
 
 
 def load_model(directory: Path, *, dtype: torch.dtype, attention: str) -> tuple[ModelFiles, Any]:
-    """The files in `directory`, and a causal language model that holds what they hold, on the CPU. `attention` is one
-    that transformers knows by this name.
+    """Reads the files in `directory`, and loads a causal language model from them on the CPU. Returns both.
 
-    Raises UnsupportedModel for a config with a trait that is not served, and where files are missing, damaged or do not
-    fit each other.
+    `attention` names an implementation that transformers knows. Raises UnsupportedModel if the config has an
+    unsupported trait, or if files are missing, damaged or contradict each other.
     """
     refuse_broken_links(directory)
     versions = read_versions(directory)

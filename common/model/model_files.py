@@ -1,8 +1,8 @@
-"""The files of a model directory: read, checked against each other, and loaded as they are.
+"""Reads the files of a model directory, checks them against each other, and loads the model.
 
-`read_config` checks config.json, `read_model_files` the headers of the weight files. `load_causal_lm` first loads
-shapes only, so that a tensor that is missing, left over or of another size is named before any memory is taken; then it
-loads the weights. Whatever the libraries that do the work raise is the model's fault, and becomes one line.
+`read_config` checks config.json. `read_model_files` checks the headers of the weight files. `load_causal_lm` first
+loads shapes only, so that a missing, superfluous or wrongly sized tensor is named before any memory is allocated; then
+it loads the weights. Any exception of the libraries that do the work becomes an UnsupportedModel with one line of text.
 """
 
 from __future__ import annotations
@@ -73,13 +73,15 @@ _COMPUTES = (
     *("use_parallel_residual", "parallel_residual", "normalize_embedding", "qk_norm", "no_rope_layer_interval"),
     *("rope_interleave", "use_dynamic_ntk", "use_logn_attn", "attention_window", "window_size"),
 )
-"""Fields with which some architectures compute something else; the others would drop them unseen."""
+"""Config fields that change what some architectures compute. The code of other architectures would silently ignore
+them.
+"""
 _COUNT = re.compile(r"(num|n)_\w*(layer|expert)")
 _MAX_COUNT = 1 << 16
 _MAX_SIZE = 1 << 32
 _MAX_NUMBER = 1e300
 _MANY_LAYERS, _LARGE = 64, 1 << 16
-"""What takes no time to build, whatever the files have."""
+"""Sizes up to which a model is quick to build, even if the weight files have fewer or smaller tensors."""
 _WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_DTYPES = {
     "BOOL": torch.bool,
@@ -108,8 +110,9 @@ _NUM_NAMED = 3
 
 @contextmanager
 def model_faults(place: str) -> Iterator[None]:
-    """Wraps reading the files at `place`. Whatever a library raises becomes UnsupportedModel with `place` and one line;
-    its cause is the original error.
+    """A context for reading the files at `place`: any exception of a library becomes UnsupportedModel.
+
+    Its message is `place` and one line; its cause is the original error. A lack of memory becomes StartupError.
     """
     try:
         yield
@@ -123,7 +126,7 @@ def model_faults(place: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text, or its type if the text says no more than a name."""
+    """Returns the error's text on one line, with the error's type if the text is a single word."""
     said = " ".join(str(error).split())
     return peer_text(said if " " in said else f"{type(error).__name__}: {said}".removesuffix(": "))
 
@@ -132,7 +135,7 @@ def one_line(error: BaseException) -> str:
 
 
 def read_config(directory: Path) -> Any:
-    """The configuration in `directory` as transformers knows it. Raises UnsupportedModel, naming file and field."""
+    """Reads the config in `directory` as an object of transformers. Raises UnsupportedModel, naming file and field."""
     place = f"{directory.name}/{CONFIG}"
     raw = read_object(directory / CONFIG)
     _refuse_changed_weights(directory, raw)
@@ -158,7 +161,7 @@ def refuse_broken_links(directory: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file at `path`. Raises UnsupportedModel, naming directory and file."""
+    """Reads the JSON object in the file at `path`. Raises UnsupportedModel, naming directory and file."""
     place = f"{path.parent.name}/{path.name}"
     with model_faults(place):
         if not path.is_file():
@@ -187,7 +190,9 @@ def _quantized(place: str, method: object) -> UnsupportedModel:
 
 
 def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool = False) -> None:
-    """Raises for NaN and infinity, which JSON lacks and Python accepts. Lists may have infinite bounds."""
+    """Raises UnsupportedModel for NaN and infinity, which JSON lacks and Python accepts. Inside a list, infinity is
+    allowed.
+    """
     if isinstance(value, dict):
         if isinstance(written := value.get("__float__"), str):  # how transformers writes them
             value = float(written) if written in ("NaN", "Infinity", "-Infinity") else written
@@ -202,7 +207,9 @@ def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool
 
 
 def _refuse_counts(value: object, place: str) -> None:
-    """Raises before a list or a tensor as long as such a number is made."""
+    """Raises UnsupportedModel for an excessive count, before a list or tensor of that length is made, and for an
+    invalid share.
+    """
     if isinstance(value, dict):
         for key, each in value.items():
             if _COUNT.match(key) and isinstance(each, int) and each > _MAX_COUNT:
@@ -213,8 +220,9 @@ def _refuse_counts(value: object, place: str) -> None:
 
 
 def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
-    """Raises if a rope number is invalid, or if one spelling of it contradicts another, of which transformers would
-    drop one.
+    """Raises UnsupportedModel if a rope number is invalid, or if two spellings of one contradict each other.
+
+    transformers would ignore one of the two spellings.
     """
     for key in ("rope_theta", *_ROPES):
         _refuse_rope_values(raw.get(key), place, key)
@@ -238,7 +246,7 @@ def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
 
 
 def _refuse_rope_values(value: object, place: str, path: str) -> None:
-    """Raises for an invalid number, also in nested dictionaries."""
+    """Raises UnsupportedModel for an invalid rope number, also in nested dictionaries."""
     key = path.rpartition(".")[2]
     if isinstance(value, dict):
         for name, each in value.items():
@@ -269,7 +277,11 @@ def _asks_for_nothing(value: object) -> bool:
 
 
 def _refuse_unread(raw: Mapping[str, Any], config: Any, place: str) -> None:
-    """Raises for a field that changes what is computed if transformers' code of the architecture does not name it."""
+    """Raises UnsupportedModel for a field that changes the result in some architectures, but that this one's code
+    ignores.
+
+    A field counts as ignored if transformers' code for the architecture does not contain its name.
+    """
     asked = [key for key in _COMPUTES if not _asks_for_nothing(raw.get(key))]
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) if asked else None
     if model_class is None:
@@ -322,7 +334,7 @@ def _check_sizes(get: Callable[[str, None], Any], place: str) -> None:
 
 
 def read_tokenizer(directory: Path) -> Any | None:
-    """The tokenizer in `directory`, or None if there is none; transformers would invent an empty one."""
+    """Reads the tokenizer in `directory`. Returns None if there is none; transformers would make up an empty one."""
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
     there = [name for name in _TOKENIZER_FILES if (directory / name).exists() and not name.endswith("_config.json")]
@@ -334,9 +346,9 @@ def read_tokenizer(directory: Path) -> Any | None:
 
 
 def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
-    """Raises UnsupportedModel, naming the token, if one has no row in tables of `vocab_size` rows.
+    """Raises UnsupportedModel, naming the token, if a token's id is not below `vocab_size`.
 
-    Tokens that no file names do not count: some classes of transformers add them, and a prompt with one is refused.
+    Tokens that no file names do not count: some classes of transformers add them, and a prompt that has one is refused.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     past = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= vocab_size)
@@ -350,7 +362,7 @@ def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
 
 
 def _stored_tokens(directory: Path) -> set[str] | None:
-    """The tokens that tokenizer.json and the files beside it name; None without tokenizer.json."""
+    """Returns the tokens that tokenizer.json and the files beside it name, or None without tokenizer.json."""
     path = directory / _TOKENIZER_FILES[0]
     if not path.exists():
         return None
@@ -371,7 +383,7 @@ def _stored_tokens(directory: Path) -> set[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is, and what its file says of it. `dtype` is safetensors' name: BF16."""
+    """A tensor's file, and the shape and type that the file's header states. `dtype` is safetensors' name for it: BF16."""
 
     file: Path
     shape: tuple[int, ...]
@@ -380,7 +392,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileVersion:
-    """A file's present state: writing or replacing the file changes one of these."""
+    """A file's state at one time. Writing or replacing the file changes at least one of these fields."""
 
     size: int
     modified_ns: int
@@ -394,9 +406,10 @@ class FileVersion:
 
 
 def read_versions(directory: Path) -> dict[Path, FileVersion]:
-    """Versions of the files that say what a model computes, but for those with weights. Call it before any is read.
+    """Returns the versions of config and tokenizer files, which decide what a model computes. Call it before reading
+    them.
 
-    Raises UnsupportedModel where there is no config.json.
+    Weight files are not included. Raises UnsupportedModel if there is no config.json.
     """
     place = f"{directory.name}/{CONFIG}"
     if not (directory / CONFIG).exists():
@@ -408,7 +421,7 @@ def read_versions(directory: Path) -> dict[Path, FileVersion]:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's tensors by name, and the versions of the files that say what it computes."""
+    """A model's stored tensors by name, and the versions of all files that decide what it computes."""
 
     directory: Path
     tensors: Mapping[str, StoredTensor]
@@ -428,9 +441,9 @@ class ModelFiles:
 
 
 def read_model_files(directory: Path, versions: Mapping[Path, FileVersion]) -> ModelFiles:
-    """The headers of the weight files in `directory`. Raises UnsupportedModel, naming file and tensor.
+    """Reads the headers of the weight files in `directory`. Raises UnsupportedModel, naming file and tensor.
 
-    `versions` are those of `read_versions`.
+    `versions` is the result of `read_versions`; the weight files are added to it.
     """
     tensors: dict[str, StoredTensor] = {}
     versions = dict(versions)
@@ -456,7 +469,9 @@ def read_model_files(directory: Path, versions: Mapping[Path, FileVersion]) -> M
 
 
 def _weight_files(directory: Path) -> dict[Path, list[str]]:
-    """The files with weights, each with the tensors that an index says are in it."""
+    """Returns the weight files, each with the tensors that the index lists for it; without an index the lists are
+    empty.
+    """
     whole, index = directory / _WEIGHTS, directory / _INDEX
     if not index.exists():
         if whole.exists():
@@ -479,7 +494,7 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
 
 
 def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Experts are stacked by number: each must exist and have the same tensors as the others."""
+    """Raises UnsupportedModel unless the numbered experts of each layer are complete and have tensors of equal shapes."""
     experts: dict[str, dict[int, set[str]]] = {}
     for tensor in tensors:
         parts = tensor.split(".")
@@ -507,9 +522,9 @@ def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def load_causal_lm(files: ModelFiles, config: Any, dtype: torch.dtype, *, attention: str) -> Any:
-    """The causal language model of `config` with the tensors of `files`, all of them and nothing else, on the CPU.
+    """Loads the causal language model of `config` on the CPU, with exactly the tensors of `files`.
 
-    Raises UnsupportedModel, naming tensor and file.
+    Raises UnsupportedModel, naming tensor and file, if a tensor is missing, superfluous or of another shape.
     """
     name = files.directory.name
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -572,8 +587,10 @@ def _dtype_of(name: str, tensor: str, stored: StoredTensor) -> torch.dtype:
 
 
 def _check_counts(files: ModelFiles, config: Any) -> None:
-    """A model of ten thousand layers takes minutes to build, and a rotation of a billion numbers takes all memory: the
-    files have to have as many tensors, and as large ones.
+    """Raises UnsupportedModel for a size in the config that the weight files cannot support.
+
+    A model of ten thousand layers would take minutes to build, and a rope table of a billion numbers all memory. So the
+    files must have that many tensors, or tensors that large.
     """
     num_tensors = len(files.tensors)
     largest = max(max(stored.shape, default=0) for stored in files.tensors.values())
@@ -589,7 +606,10 @@ def _check_counts(files: ModelFiles, config: Any) -> None:
 
 
 class _Sources:
-    """Which of the files' tensors become what in a model: transformers renames some, and stacks or joins others."""
+    """Maps each of a model's tensors to the stored tensors that it is made of.
+
+    transformers renames some stored tensors, and stacks or joins others.
+    """
 
     def __init__(self, model: Any, files: ModelFiles) -> None:
         conversions = get_model_conversion_mapping(model)
@@ -599,7 +619,9 @@ class _Sources:
         self._siblings = {pattern: each.source_patterns for each in converters for pattern in each.source_patterns}
         self._files = files
         self.parts: dict[str, dict[str | None, list[str]]] = {}
-        """By name in the model, then by transformers' pattern, None for one that is taken as it is."""
+        """Stored tensors, first by the name of the tensor that they become, then by transformers' pattern (None: taken
+        as it is).
+        """
         for tensor in files.tensors:
             key, pattern = rename_source_key(tensor, renamings, converters, model.base_model_prefix, state)
             if key not in state and tensor in state:
@@ -607,7 +629,7 @@ class _Sources:
             self.parts.setdefault(key, {}).setdefault(pattern, []).append(tensor)
 
     def of(self, key: str) -> list[str]:
-        """The tensors that become `key`, or `key` itself."""
+        """Returns the stored tensors that become `key`, or `key` itself if there are none."""
         return [tensor for tensors in self.parts.get(key, {}).values() for tensor in tensors] or [key]
 
     def place(self, key: str) -> str:
@@ -616,19 +638,21 @@ class _Sources:
         return name if stored is None else f"{name}/{stored.file.name}"
 
     def twice(self, key: str) -> tuple[str, str] | None:
-        """Two tensors that both hold `key`, or one a part of it and the other the whole."""
+        """Returns two stored tensors that both hold `key`, or of which one holds a part and the other the whole; else
+        None.
+        """
         whole = sorted(self.parts[key].get(None, ()), key=len, reverse=True)
         parts = [tensor for pattern, tensors in self.parts[key].items() if pattern is not None for tensor in tensors]
         return ((parts + whole)[0], whole[-1]) if whole and len(parts + whole) > 1 else None
 
     def absent_patterns(self, key: str) -> list[str]:
-        """The missing ones among the tensors that make up `key`, if some exist."""
+        """Returns the patterns of missing tensors, if only some of those that make up `key` exist."""
         there = self.parts[key]
         return [each for pattern in there if pattern for each in self._siblings[pattern] if each not in there]
 
 
 def _check_parts(files: ModelFiles, sources: _Sources) -> None:
-    """Raises UnsupportedModel, naming them, for tensors that do not make one together."""
+    """Raises UnsupportedModel, naming the tensors, if stored tensors cannot be combined into one."""
     for key, parts in sources.parts.items():
         if absent := sources.absent_patterns(key):
             raise UnsupportedModel(f"{sources.place(key)}: {key} needs tensors {_some(absent)}, and there are none")
@@ -667,7 +691,7 @@ def _check_report(files: ModelFiles, model: Any, report: Mapping[str, Any]) -> N
 
 
 def _is_old_buffer(tensor: str, stored: StoredTensor | None) -> bool:
-    """Whether it is what earlier versions of transformers saved beside the weights, which follows from the config."""
+    """Whether the tensor is a buffer that earlier versions of transformers stored and that follows from the config."""
     if stored is None:
         return False
     is_mask = len(stored.shape) == 4 and stored.shape[:2] == (1, 1) and stored.shape[2] == stored.shape[3]
@@ -690,7 +714,7 @@ def _some(names: list[str]) -> str:
 
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Its tables of what it found are for people who watch; here they become one line."""
+    """Silences transformers inside this context. Its loading report is a table for people; here it becomes one line."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
@@ -701,7 +725,7 @@ def _silent_transformers() -> Iterator[None]:
 
 @torch.inference_mode()
 def check_finite(model: Any, *, name: str) -> None:
-    """Raises UnsupportedModel, naming the tensor, where `model` holds a number that is none, or an infinite one."""
+    """Raises UnsupportedModel, naming the tensor, if a weight is NaN or infinite, or a buffer holds NaN."""
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for tensor_name, tensor in tensors:
             if not tensor.is_floating_point() or not tensor.numel():

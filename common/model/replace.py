@@ -1,4 +1,4 @@
-"""Replaces modules of a model."""
+"""Replaces modules inside a model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 
 def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> int:
-    """Replace each module by what `replacement` returns for it, from the outside in. Returns the number of replaced
-    modules.
+    """Replaces each module for which `replacement` returns a new one (None keeps it), outermost modules first.
 
-    Modules inside a replaced one are not visited, and no reference to it is kept, so that weights are freed one by one.
+    Returns the number of replaced modules. Modules inside a replaced one are not visited. No reference to a replaced
+    module is kept, so weights are freed one by one.
     """
     num_replaced = 0
     for name in [name for name, _ in model.named_children()]:

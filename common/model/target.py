@@ -1,4 +1,4 @@
-"""A loaded target model, as the engines call it."""
+"""A loaded target model, with the interface that the engines call."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from common.model.model_files import ModelFiles
 from common.sampling.operators import Largest
 from common.telemetry.forward_counts import ForwardCounts
 
-_FINAL = -1  # index among captured states of what leaves the final norm
+_FINAL = -1  # key of the final norm's output among the captured states
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """`logits` [R, vocab] float32; `hidden` [T, states * hidden_size] in the model's dtype, None unless captured.
+    """The output of one forward.
 
-    `largest` of the logits, where the forward found them too.
+    `logits` are [R, vocab] float32. `hidden` are the captured states [T, states * hidden_size] in the model's dtype,
+    None if none are captured. `largest` holds each row's largest logit, None if the forward did not look for it.
     """
 
     logits: Tensor
@@ -35,7 +36,7 @@ class TargetOutput:
 
 
 class Target(Protocol):
-    """What a decode step needs of a target model."""
+    """The part of a target model that a decode step uses."""
 
     @property
     def layer_group(self) -> LayerGroupSpec: ...
@@ -50,23 +51,24 @@ class Target(Protocol):
     def torch_device(self) -> torch.device: ...
 
     def forward(self, batch: ForwardInput) -> TargetOutput:
-        """Compute the batch's tokens, write their KV to `batch.kv`, return logits and the states captured."""
+        """Computes the batch's tokens, writes their KV to `batch.kv`, and returns logits and captured states."""
 
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
-        """Like `forward` in two parts; the returned call computes.
+        """Does the first part of `forward`, and returns a call that does the rest.
 
-        The first part reads no tensor of a decode forward, so it may run before they are filled, and on another thread.
-        Make the calls in the order of preparation.
+        The first part reads no tensor of a decode forward. So it may run before they are filled, and on another thread.
+        Make the returned calls in the order of preparation.
         """
 
 
 class TargetModel:
-    """A decoder-only model whose KV lives in a pool shaped by `layer_group`.
+    """A decoder-only model whose KV is stored in a pool shaped by `layer_group`.
 
-    `attention` is the backend of its layers; `new_decoder` writes the same model down as a program,
-    where that is known, and keeps its first weights for as long as it is here. `files` are those it was loaded from.
-    `forward` is called from one thread at a time. `eos_token_ids` are the ids after which the model is done.
-    `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` states after the final norm to logits.
+    `attention` is the attention backend of its layers. `new_decoder` compiles the same model into a program and holds
+    the original weights as long as it is set; None if the model's class is not known. `files` are the files that the
+    model was loaded from. `eos_token_ids` are the ids that end the model's output. `forward` is called from one thread
+    at a time. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps states after the final norm to
+    logits.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class TargetModel:
 
     @property
     def num_layers_begun(self) -> int:
-        """Counts layers over all forwards, and grows while one runs (on CUDA: is enqueued). Any thread may ask."""
+        """The number of layers begun (on CUDA: enqueued) in all forwards so far. It grows while one runs. Any thread
+        may read it.
+        """
         return self._num_layers_begun + (0 if self._program is None else self._program.num_layers_begun)
 
     @property
@@ -111,16 +115,18 @@ class TargetModel:
 
     @property
     def runs_program(self) -> bool:
-        """Whether the program computes the forwards that it takes."""
+        """Whether a program is set; it then computes the forwards that it accepts."""
         return self._program is not None
 
     def run_program(self, program: ForwardProgram) -> None:
-        """Let `program` compute forwards from the next one on, if it takes them. Any thread, beside forwards."""
+        """Lets `program` compute the forwards that it accepts, from the next one on. Any thread may call this during
+        forwards.
+        """
         self._program = program
 
     @property
     def architecture(self) -> str:
-        """The name of its class in transformers."""
+        """The name of the model's class in transformers."""
         return type(self._model).__name__
 
     @property
@@ -128,7 +134,7 @@ class TargetModel:
         return self.layer_group.num_layers
 
     def modules_of(self, kind: type[nn.Module]) -> list[tuple[str, nn.Module]]:
-        """With their names."""
+        """Returns the model's modules of this class, each with its name."""
         return [(name, module) for name, module in self._model.named_modules() if isinstance(module, kind)]
 
     @property
@@ -142,7 +148,7 @@ class TargetModel:
         return head
 
     def capture_hidden(self, capture: HiddenCapture) -> None:
-        """From now on every forward returns these states. Call this once, before the first forward.
+        """Makes every later forward return these hidden states. Call it once, before the first forward.
 
         Raises UnsupportedModel if the model has no single list of layers to capture from.
         """
@@ -158,9 +164,9 @@ class TargetModel:
             _base(self._model).register_forward_hook(partial(_keep_output, _FINAL), with_kwargs=True)
 
     def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
-        """Compute the batch's tokens, write their KV to `batch.kv`, return logits and the states captured.
+        """Computes the batch's tokens, writes their KV to `batch.kv`, and returns logits and captured states.
 
-        On CUDA everything is enqueued on the current stream and nothing waits for it.
+        On CUDA everything is enqueued on the current stream, and nothing waits for it.
         """
         return self.prepare(batch, on_layer_kv=on_layer_kv)()
 
@@ -172,8 +178,10 @@ class TargetModel:
         return lambda: TargetOutput(*compute())
 
     def forward_to_compare(self, batch: ForwardInput) -> TargetOutput:
-        """Compute with the model's own layers, whatever program runs, on any thread and beside forwards. Does not count
-        in `num_layers_begun`.
+        """Computes a forward with the model's own layers, even if a program is set. It does not count in
+        `num_layers_begun`.
+
+        Any thread may call it, also during other forwards.
         """
         return self._forward_by_operators(batch, None, on_layer=lambda: None)
 
@@ -214,8 +222,9 @@ class TargetModel:
 
 
 class _ToldPlan(AttentionPlan):
-    """Reports each layer as it comes, so that a watcher can tell a long forward from a hanging one, and reports when a
-    layer's KV is written.
+    """An attention plan that also calls `on_layer` before each layer, and the layer's callback once its KV is written.
+
+    A watchdog can thus tell a long forward from one that hangs.
     """
 
     def __init__(self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: OnLayerKv) -> None:

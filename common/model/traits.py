@@ -1,7 +1,7 @@
-"""Which models are served: decoder-only, every layer with full causal attention. Others are refused by name.
+"""Decides which models are served: decoder-only ones with full causal attention in every layer. Others are refused.
 
-`check_config` reads what a config says of itself; `probe_attention` runs the model on a few tokens and looks at what
-each layer asks of its attention, so that an unknown architecture is judged by what it does.
+`check_config` reads what the config states. `probe_attention` runs the model on a few tokens and observes how each
+layer calls its attention, so an unknown architecture is judged by its behaviour.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _unsupported_trait(config: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What each layer attends with; `num_heads` are query heads."""
+    """The shape of the attention in each layer. `num_heads` counts query heads."""
 
     num_layers: int
     num_heads: int
@@ -92,7 +92,7 @@ class AttentionShape:
 
 
 class _Probe:
-    """What the layers asked of attention, in order."""
+    """Records the attention calls of a forward in order, and the first trait that is not served."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[int, int, int, int]] = []
@@ -155,7 +155,11 @@ def _probe_mask(
     device: Any = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """Returns None if tokens attend all up to their own; else the reason to refuse their layers."""
+    """Builds the attention mask. Returns None if each token attends exactly all tokens up to its own, and the mask
+    otherwise.
+
+    A layer that then receives a mask is refused.
+    """
     queries = q_offset + torch.arange(q_length, device=device).unsqueeze(1)
     spread = torch.arange(0, kv_length, 1 + kv_length // _MAX_KEYS, device=device)
     keys = kv_offset + torch.cat([spread, torch.arange(max(0, kv_length - _MAX_KEYS), kv_length, device=device)])
@@ -170,7 +174,7 @@ AttentionMaskInterface.register(_MASKED_PROBE_NAME, _probe_mask)
 
 
 class _ToldPast(DynamicCache):
-    """A past of `length` tokens without keys and values."""
+    """A KV cache that claims `length` past tokens without holding any keys or values."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -195,11 +199,11 @@ class _ToldPast(DynamicCache):
 def probe_attention(
     model: Any, *, name: str, torch_device: torch.device
 ) -> tuple[AttentionShape, Unsplit, list[Unsplit]]:
-    """The shape of the model's KV, from what its layers hand to attention, and what transformers computes of a prompt,
-    and of some of its tokens at `far_positions`. `model` must use PROBE_NAME; it uses another attention afterwards.
+    """Runs the model on a short prompt. Returns its attention's shape, the reference forward, and those at
+    `far_positions`.
 
-    Raises UnsupportedModel, naming the trait, unless each layer attends exactly once, fully, causally and with
-    one shape.
+    `model` must use the attention PROBE_NAME, and uses another one afterwards. Raises UnsupportedModel, naming the
+    trait, unless each layer attends exactly once, fully, causally, and with one shape.
     """
 
     def refused(trait: str) -> UnsupportedModel:
@@ -211,7 +215,7 @@ def probe_attention(
             logits: Tensor = model(input_ids=tokens.unsqueeze(0), **keywords).logits[0].float()
         except UnsupportedModel:
             raise
-        except Exception as error:  # whatever the model's code raises
+        except Exception as error:  # the model's code may raise anything
             raise refused(
                 f"{type(model).__name__}, whose forward fails when called like a decoder's ({one_line(error)}),"
             ) from error
@@ -252,8 +256,9 @@ def probe_attention(
 
 
 def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, start: int, name: str) -> Unsplit:
-    """Computes `tokens` as they follow a past of `start` tokens. Raises UnsupportedModel if explicit positions, with
-    which Baton calls forwards, give another result than a past.
+    """Computes `tokens` after a past of `start` tokens.
+
+    Raises UnsupportedModel if the same tokens with explicit positions, as Baton passes them, give another result.
     """
     positions = torch.arange(start, start + tokens.numel(), device=tokens.device).unsqueeze(0)
     past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -284,8 +289,9 @@ def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, sta
 
 @contextmanager
 def _checked_tables(model: nn.Module, says: str) -> Iterator[None]:
-    """Raises UnsupportedModel if a position has no row in a table of positions: a look-up past its end would fault a
-    CUDA device.
+    """Inside this context, looking up a row past the end of an embedding table raises UnsupportedModel.
+
+    On a CUDA device such a look-up, of a position for example, would be an unrecoverable fault.
     """
 
     def check(table: str, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -306,7 +312,7 @@ def _checked_tables(model: nn.Module, says: str) -> Iterator[None]:
 
 
 def _check_rotated_share(model: Any, head_dim: int, name: str) -> None:
-    """Raises UnsupportedModel if another share of a head rotates than the config says."""
+    """Raises UnsupportedModel if the model rotates another share of each head than its config states."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     shares = {key: rope.get(key, getattr(model.config, key, None)) for key in ROTATED_SHARES}
     rotated = {2 * buffer.numel() for buffer_name, buffer in model.named_buffers() if buffer_name.endswith("inv_freq")}
