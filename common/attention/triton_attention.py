@@ -103,7 +103,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """The heads of a layer: `num_heads` query heads over `num_kv_heads` heads of K and V, with `head_dim` numbers each."""
+    """The heads of a layer: `num_heads` query heads over `num_kv_heads` heads of K and V, of `head_dim` numbers."""
 
     num_heads: int
     num_kv_heads: int

@@ -34,7 +34,7 @@ def write(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Writes K and V of one token per program: TOKEN_SIZE = kv_heads * HEAD_DIM <= BLOCK numbers, adjacent in the pool."""
+    """Writes K and V of one token per program: TOKEN_SIZE = kv_heads * HEAD_DIM <= BLOCK adjacent numbers."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,4 +1,4 @@
-"""The interface of a program: another way to compute a TargetModel's forwards, such as one kernel for the whole model."""
+"""The interface of a program: another way to compute a TargetModel's forwards, such as one kernel for all layers."""
 
 from __future__ import annotations
 

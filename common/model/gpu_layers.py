@@ -23,7 +23,7 @@ from common.model.replace import replace_modules
 
 
 class GpuDecoderLayer(nn.Module):
-    """A fused decoder layer. It computes what `layer`, whose class is one of LAYERS, computes with Baton's attention."""
+    """A fused decoder layer. It computes what `layer`, of a class in LAYERS, computes with Baton's attention."""
 
     def __init__(self, layer: Any, kernels: LayerKernels) -> None:
         super().__init__()

@@ -383,7 +383,7 @@ def _stored_tokens(directory: Path) -> set[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's file, and the shape and type that the file's header states. `dtype` is safetensors' name for it: BF16."""
+    """A tensor's file, and the shape and type that the file's header states. `dtype` is safetensors' name, as BF16."""
 
     file: Path
     shape: tuple[int, ...]
@@ -494,7 +494,7 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
 
 
 def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raises UnsupportedModel unless the numbered experts of each layer are complete and have tensors of equal shapes."""
+    """Raises UnsupportedModel unless the numbered experts of each layer are complete, with tensors of equal shapes."""
     experts: dict[str, dict[int, set[str]]] = {}
     for tensor in tensors:
         parts = tensor.split(".")

@@ -1,4 +1,4 @@
-"""Turns a step's sampled tensors on the host into each entry's log-probabilities."""
+"""Turns a step's sampled tensors, once on the host, into the log-probabilities of each batch entry."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from common.sampling.state import SamplingBatch
 
 
 def unpack_logprobs(sampled: Sampled, batch: SamplingBatch, *, width: int = 1) -> NDArray[np.object_]:
-    """[B, width] of TokenLogprobs with as many top entries as each entry of `batch` asked for; None for entries that
-    asked for none.
+    """Returns [B, width] objects: TokenLogprobs with as many top entries as the request asked for, None if it asked for
+    none.
 
-    `sampled` has `width` adjacent tokens of each entry.
+    `sampled` has `width` adjacent tokens for each entry of `batch`.
     """
     unpacked = np.full((len(sampled.token_ids) // width, width), None, dtype=np.object_)
     if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:

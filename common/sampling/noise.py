@@ -1,8 +1,8 @@
-"""Counter-based Gumbel noise: a function of (seed, choice index, position, token id) and of nothing else.
+"""Counter-based Gumbel noise: a function of seed, choice index, position and token id only.
 
-A row's 64-bit key mixes seed, choice and position (splitmix64's finaliser after each); a token's 32 bits come from two
-rounds of a 32-bit mixing function keyed by the key's halves. Integer arithmetic only, so every device draws the same
-bits, and any subset of the vocabulary can be drawn alone.
+A row's 64-bit key mixes seed, choice and position, with splitmix64's finaliser after each. Two rounds of a 32-bit
+mixing function, keyed by the two halves of the key, then give a token's 32 bits. All of it is integer arithmetic, so
+every device draws the same bits, and noise can be drawn for any subset of the vocabulary alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MIX32_B = _signed(0x846CA68B, 32)
 
 
 def _shift_right(x: Tensor, bits: int, width: int) -> Tensor:
-    """Logical shift; torch's own keeps the sign."""
+    """Shifts right logically, while torch's own operator keeps the sign."""
     return (x >> bits) & ((1 << (width - bits)) - 1)
 
 
@@ -42,16 +42,18 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
-    """[B] int64 keys from [B] int64 seeds (the unsigned 64 bits), choice indices and absolute token positions."""
+    """Returns keys [B] int64 from seeds (their unsigned 64 bits), choice indices and absolute token positions, each [B]
+    int64.
+    """
     keys = _mix64(seeds + _GOLDEN)
     keys = _mix64((keys ^ choice_indices) + _GOLDEN)
     return _mix64((keys ^ positions) + _GOLDEN)
 
 
 def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32 [B, N], for keys [B] and token ids [N] or [B, N].
+    """Returns standard Gumbel noise [B, N] float32 for keys [B] and token ids [N] or [B, N].
 
-    The upper tail, which decides who wins, is resolved to 2^-33; no value is infinite.
+    The upper tail, which decides the winning token, has a resolution of 2^-33. No value is infinite.
     """
     low = keys.to(torch.int32).unsqueeze(-1)
     high = (keys >> 32).to(torch.int32).unsqueeze(-1)

@@ -1,8 +1,9 @@
-"""Drawing tokens: penalties, bias and minimum length, temperature, top_k, top_p, min_p, then argmax with noise.
+"""Draws tokens with PyTorch's operators, on any device.
 
-The order is the one above. top_p keeps the smallest set of most likely tokens whose probability, after temperature and
-top_k, reaches p; min_p then drops tokens below min_p times the most likely one's. Log-probabilities are of the model's
-unmodified distribution.
+The steps are, in this order: penalties, logit bias and minimum length, temperature, top_k, top_p, min_p, and argmax
+with Gumbel noise added. top_p keeps the smallest set of most likely tokens whose probability, after temperature and
+top_k, reaches p. min_p then drops tokens that are less likely than min_p times the most likely one. Log-probabilities
+are those of the model's unmodified distribution.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _DROPPED = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """For each row of logits: `token_ids` [R] int64, the first largest or the first NaN, and `are_not_finite` [R] bool,
-    of those logits.
+    """The largest logit of each row. `token_ids` [R] int64 is its first index, or that of the first NaN.
+
+    `are_not_finite` [R] bool says whether this logit is NaN or infinite.
     """
 
     token_ids: Tensor
@@ -34,10 +36,11 @@ class Largest:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`token_ids` [B] int64. `is_invalid` [B] bool: the logits held no finite value to choose.
+    """The tokens drawn for a batch. `is_invalid` [B] bool is true if a row had no finite logit to choose; token_ids is
+    [B] int64.
 
-    With logprobs, for the entries of SamplingBatch.with_logprobs in order: `logprobs` [W] float32, `top_ids` [W, k]
-    int64 and `top_logprobs` [W, k] float32; else None.
+    If logprobs were asked for, the other fields have a row for each of the W entries in SamplingBatch.with_logprobs:
+    `logprobs` [W] float32, `top_ids` [W, k] int64 and `top_logprobs` [W, k] float32. Otherwise they are None.
     """
 
     token_ids: Tensor
@@ -56,7 +59,9 @@ def sample(
     *,
     found: Largest | None = None,
 ) -> Sampled:
-    """Draw the token at `positions` for each row, and count it. Rows are distinct. Otherwise like `draw`."""
+    """Draws each row's token at its position, as `draw` does, and adds it to the row's output counts. Rows must be
+    distinct.
+    """
     if state.kernels is not None:
         return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, is_counted=True)
     sampled = draw(logits, rows, positions, state, batch, found=found)
@@ -76,11 +81,11 @@ def draw(
     *,
     found: Largest | None = None,
 ) -> Sampled:
-    """Return the token at `positions` for each row, without counting it.
+    """Draws each row's token at its position, without counting it as output.
 
-    Shapes: logits [B, vocab] float32 (overwritten unless logprobs are wanted), rows and positions [B] int64; a position
-    is the drawn token's own index in the sequence. Penalties count `ancestors` as output. `found` is the logits'
-    largest, if known; a greedy batch that wants nothing else takes its tokens from there.
+    Shapes: logits [B, vocab] float32 (overwritten unless logprobs are wanted), rows and positions [B] int64. A position
+    is the drawn token's own index in the sequence. Penalties count `ancestors` as output. `found` is the largest logit
+    of each row, if known; a greedy batch that needs nothing else takes its tokens from it.
     """
     if state.kernels is not None:
         return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, ancestors)
@@ -126,7 +131,7 @@ def _draw_by_kernels(
 
 
 def _with_logprobs(raw: Tensor, sampled: Sampled, batch: SamplingBatch) -> Sampled:
-    """Adds the log-probabilities that `batch` wants, of the model's own logits."""
+    """Returns `sampled` with the log-probabilities that `batch` wants, from the model's own logits `raw`."""
     if not batch.with_logprobs.size:
         return sampled
     entries = _index(batch.with_logprobs, raw)
@@ -137,14 +142,14 @@ def _with_logprobs(raw: Tensor, sampled: Sampled, batch: SamplingBatch) -> Sampl
 
 
 def largest(logits: Tensor) -> Tensor:
-    """[B] int64: the first largest of each row of [B, vocab], or its first NaN."""
+    """Returns the index of the first largest logit of each row of [B, vocab], or of its first NaN: [B] int64."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))  # torch's own argmax takes five times as long
     return logits.argmax(dim=-1)
 
 
 def _are_not_finite(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """[B] bool: whether `token_ids` [B] point to numbers of [B, vocab] that are not finite."""
+    """Returns whether the logits [B, vocab] at `token_ids` [B] are NaN or infinite: [B] bool."""
     if logits.device.type == "cpu":
         chosen = logits.numpy()[np.arange(token_ids.shape[0]), token_ids.numpy()]
         return torch.from_numpy(~np.isfinite(chosen))  # between two forwards every torch operation counts
@@ -159,7 +164,7 @@ def shape_logits(
     batch: SamplingBatch,
     ancestors: Ancestors | None = None,
 ) -> Tensor:
-    """Apply penalties, bias and minimum length in place. Greedy and sampled tokens are chosen from the result."""
+    """Applies penalties, bias and minimum length to the logits in place. Tokens are then chosen from the result."""
     if batch.penalised.size:
         entries = _index(batch.penalised, logits)
         counts = state.output_counts[rows[entries]]
@@ -192,9 +197,10 @@ def _penalise(logits: Tensor, rows: Tensor, counts: Tensor, state: SamplingState
 def propose(
     logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
 ) -> Tensor:
-    """A draft's guess of what `draw` will choose, with the same temperature and noise on the draft's logits.
+    """Returns a draft head's guess of the token that `draw` will choose: it applies the same temperature and noise.
 
-    Shapes: logits [B, Vd] float32 (overwritten), token_ids [Vd] the target ids of its columns; returns ids [B] int64.
+    Shapes: logits [B, Vd] float32 (overwritten), token_ids [Vd], the target's ids of the logits' columns; returns ids
+    [B] int64.
     """
     if state.kernels is not None:
         return state.kernels.propose(logits, token_ids, rows, positions, state)
@@ -211,10 +217,12 @@ def propose_branches(
     *,
     topk: int,
 ) -> tuple[Tensor, Tensor]:
-    """The draft's `topk` best guesses, best first: ids [B, topk] int64 and their probabilities [B, topk] float32.
+    """Returns the draft head's `topk` best guesses, best first: ids [B, topk] int64 and probabilities [B, topk]
+    float32.
 
-    A probability is the draft's, given the noise, and only ranks guesses. It is 0 if the draft's logits are not numbers
-    or a child could seem likelier than its parent. The arguments are those of `propose`.
+    The arguments are those of `propose`. A probability is the draft head's own, given the noise, and serves only to
+    rank guesses. It is 0 if the head's logits are not numbers, or where a child could otherwise seem likelier than its
+    parent.
     """
     coupled = coupled_logits(logits, token_ids, rows, positions, state, batch)
     best = coupled.topk(topk, dim=-1)
@@ -225,7 +233,9 @@ def propose_branches(
 def coupled_logits(
     logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
 ) -> Tensor:
-    """The draft's logits with the temperature and the noise that will draw the token, in place."""
+    """Applies, in place, the temperature and noise to the draft head's logits with which the target's token will be
+    drawn.
+    """
     if state.kernels is not None:
         return state.kernels.couple(logits, token_ids, rows, positions, state)
     if batch.sampled.size:
@@ -250,7 +260,10 @@ def _draw(
 
 
 def _truncate(scaled: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
-    """top_k, then top_p, then min_p, on [W, vocab] logits; dropped tokens become -inf. Ties fall to the lower id."""
+    """Applies top_k, top_p and min_p, in this order, to logits [W, vocab]: dropped tokens become -inf.
+
+    Of equal logits the one with the lower id is kept.
+    """
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
     kept = rank < state.top_k[rows].unsqueeze(1)
@@ -266,7 +279,10 @@ def _index(entries: NDArray[np.int64], like: Tensor) -> Tensor:
 
 
 def sampled_to_host(device: Device, sampled: Sampled) -> Sampled:
-    """The same values on the host. Read them after an event recorded later on the running stream."""
+    """Starts to copy the tensors to the host, and returns the copies.
+
+    Read them only after an event that is recorded later on the current stream.
+    """
 
     def copy(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else device.to_host(tensor)

@@ -1,4 +1,4 @@
-"""How one request's tokens are drawn, with every default applied."""
+"""The sampling parameters of one request, with all defaults applied."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MAX_UINT32 = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class NumberOption:
-    """A sampling option that is one number. Requests may leave it out; `default` says what that means.
+    """The definition of a sampling option that is a number: its default, range and help text.
 
-    Its values lie in [low, high], or in (low, high] where `is_low_open`; 0 is another one where `takes_zero`.
+    Values lie in [low, high], or in (low, high] if `is_low_open`. If `takes_zero`, 0 is allowed too.
     """
 
     name: str
@@ -30,7 +30,9 @@ class NumberOption:
     help: str
 
     def fault(self, value: float) -> str | None:
-        """What is wrong with the value, for an error that names the option; None when it is served."""
+        """Returns what is wrong with the value, in words for an error that names the option, or None if the value is
+        valid.
+        """
         above = self.low < value if self.is_low_open else self.low <= value
         if (math.isfinite(value) and above and value <= self.high) or (self.takes_zero and value == 0):
             return None
@@ -54,10 +56,10 @@ def _number(
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
-    """What both engines compute with; stop strings stay at the edge.
+    """The sampling parameters that both engines use. Stop strings are handled before, by the decode service's edge.
 
-    `seed` is an unsigned 64-bit number, drawn at the edge if the request had none. `eos_token_ids` is empty when EOS is
-    ignored. `num_logprobs` is None without logprobs, else the number of top entries besides the chosen token's.
+    `seed` is an unsigned 64-bit number; the edge draws one if the request has none. `eos_token_ids` is empty if EOS is
+    ignored. `num_logprobs` is None without logprobs, else the number of top entries besides the chosen token.
     `logit_bias` holds (token id, value) pairs in ascending order of id.
     """
 
@@ -65,7 +67,7 @@ class ResolvedSampling:
     max_tokens: int
     temperature: float = _number(
         1.0,
-        low=1e-3,  # below it logits divided by it leave float16, and say the same as greedy
+        low=1e-3,  # with less, logits / temperature overflow float16, and tokens equal greedy's
         high=100.0,
         takes_zero=True,
         help="Higher is more varied; 0 is greedy.",
@@ -94,7 +96,7 @@ class ResolvedSampling:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens are not drawn from, however likely."""
+        """Whether top_k, top_p or min_p excludes some tokens from being drawn."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
@@ -103,7 +105,7 @@ class ResolvedSampling:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends the output, each once, in a fixed order."""
+        """All ids that end the output, each once, in a fixed order."""
         return tuple(dict.fromkeys((*self.eos_token_ids, *self.stop_token_ids)))
 
 

@@ -1,7 +1,7 @@
-"""What sampling remembers of each request, in tables addressed by pool row.
+"""The sampling state of each request, in tables indexed by pool row.
 
-Only the forward stream writes them: a row is seeded at bootstrap and counted when a token is drawn. Nothing depends on
-a row's place in a batch, so merges and filters have nothing to keep aligned.
+Only the forward stream writes them: a row is reset when its request starts, and counted when a token is drawn. Nothing
+depends on a row's index in a batch, so merging and filtering batches needs no realignment.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from common.sampling.params import (
 
 @dataclass(frozen=True, slots=True)
 class Ancestors:
-    """Tokens between a row's output so far and the token to draw: drafted, and not in its counts.
+    """Drafted tokens between a row's output so far and the token to draw. They are not in the row's output counts yet.
 
-    Shapes: token_ids [B, A] int64; counted [B, A] int32, 1 where the entry is an ancestor and 0 where it fills up.
+    Shapes: token_ids [B, A] int64; counted [B, A] int32, 1 for an ancestor and 0 for padding.
     """
 
     token_ids: Tensor
@@ -36,8 +36,9 @@ class Ancestors:
 
 
 class DrawKernels(Protocol):
-    """Kernels that do in one launch what sampling.py does, by what SamplingState holds of each row. The arguments are
-    those of `draw`, `propose` and `propose_branches` there.
+    """Kernels that draw tokens in one launch, by the rules of operators.py and the rows' SamplingState.
+
+    The arguments are those of `draw`, `propose` and `coupled_logits` in operators.py.
     """
 
     def draw(
@@ -50,25 +51,28 @@ class DrawKernels(Protocol):
         *,
         is_counted: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Token ids [B] int64, and which rows of `logits` [B, vocab], overwritten, hold no finite largest, bool [B].
+        """Returns the drawn token ids [B] int64, and which rows have no finite largest logit, [B] bool. Overwrites
+        `logits`.
 
-        `is_counted`: whether tokens are added to the counts of the rows that penalise them; rows are then distinct.
+        If `is_counted`, tokens are added to the output counts of rows that have penalties; rows are then distinct.
         """
 
     def propose(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     ) -> Tensor:
-        """Target ids [B] int64 that a draft would choose."""
+        """Returns the target's ids [B] int64 of the tokens that a draft head would choose."""
 
     def couple(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     ) -> Tensor:
-        """A draft's logits [B, Vd] with temperature and noise; `logits` are overwritten."""
+        """Returns the draft head's logits [B, Vd] with temperature and noise applied. Overwrites `logits`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSeed:
-    """The initial sampling state of a row. `token_ids` past `prompt_len` are output."""
+    """The initial sampling state of a row. `token_ids` are the prompt's, then those of output so far, from `prompt_len`
+    on.
+    """
 
     row: int
     sampling: ResolvedSampling
@@ -78,13 +82,13 @@ class RowSeed:
 
 
 class SamplingState:
-    """Tables of max_rows + 1 rows on the device; row 0 is padding.
+    """The sampling tables on the device, with max_rows + 1 rows each. Row 0 is padding.
 
-    `in_prompt` bool and `output_counts` int32 [rows, vocab]; the numeric columns [rows], strided, of which `floats` has
-    those of FLOAT_OPTIONS by name; bias and end ids
-    padded to fixed widths (a padded bias entry adds 0 to token 0, a padded end id repeats the first). `num_bias` and
-    `num_ends` count those that are not padding; what else is in a row may be an earlier request's. `kernels` draw where
-    there are any.
+    `in_prompt` (bool) and `output_counts` (int32) are [rows, vocab]. Each numeric parameter is a strided column [rows];
+    `floats` holds the columns of FLOAT_OPTIONS by name. Bias and end ids are padded to fixed widths: a padded bias adds
+    0 to token 0, a padded end id repeats the first. `num_bias` and `num_ends` count the entries that are not padding.
+    Parts of a row that its request does not use may hold an earlier request's values. `kernels` draw tokens; None:
+    operators do.
     """
 
     def __init__(
@@ -108,8 +112,8 @@ class SamplingState:
         self.num_bias, self.num_ends = self._int_params[:, 4:].unbind(1)
         self.floats = dict(zip(FLOAT_OPTIONS, self._float_params.unbind(1), strict=True))
         for name, values in self.floats.items():
-            values.fill_(NUMBER_OPTIONS[name].default)  # padding draws as if nothing were asked for,
-        self.floats["temperature"].zero_()  # and greedily
+            values.fill_(NUMBER_OPTIONS[name].default)  # padding rows have default parameters,
+        self.floats["temperature"].zero_()  # and are greedy
         self.bias_ids = column(torch.int64, MAX_LOGIT_BIAS_ENTRIES)
         self.bias_values = column(torch.float32, MAX_LOGIT_BIAS_ENTRIES)
         self.end_ids = column(torch.int64, MAX_END_TOKEN_IDS)
@@ -118,7 +122,7 @@ class SamplingState:
         self.token_ids = torch.arange(vocab_size, dtype=torch.int64, device=torch_device)
 
     def reset(self, seeds: Sequence[RowSeed]) -> None:
-        """Forget the rows' earlier requests and start these. Runs on the forward stream."""
+        """Replaces the state of these rows by that of new requests. Runs on the forward stream."""
         device = self.seed.device
         rows = upload([seed.row for seed in seeds], torch.int64, device)
         self._int_params[rows] = upload([self._int_params_of(seed) for seed in seeds], torch.int64, device)
@@ -127,7 +131,7 @@ class SamplingState:
             self._reset_ragged(seed, device)
 
     def _int_params_of(self, seed: RowSeed) -> tuple[int, ...]:
-        """In the order of the columns."""
+        """Returns the row's integer parameters in the order of the table's columns."""
         sampling = seed.sampling
         signed = sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed
         top_k = min(sampling.top_k, self.vocab_size) if sampling.top_k else self.vocab_size
@@ -155,17 +159,19 @@ class SamplingState:
             self.output_counts[row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def count(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Add one drawn token to each row's output counts. Shapes: both [B] int64, rows distinct."""
+        """Adds one drawn token to each row's output counts. Shapes: rows, token_ids [B] int64; rows are distinct."""
         self.output_counts[rows, token_ids] += 1
 
     def count_runs(self, rows: Tensor, token_ids: Tensor, is_counted: Tensor) -> None:
-        """Add a run of tokens to each row's output counts. Shapes: rows [B], token_ids and is_counted (bool) [B, M]."""
+        """Adds a run of tokens to each row's output counts. Shapes: rows [B]; token_ids and is_counted (bool)
+        [B, M].
+        """
         each_row = rows.unsqueeze(1).expand_as(token_ids)
         self.output_counts.index_put_((each_row, token_ids), is_counted.to(torch.int32), accumulate=True)
 
 
 FLOAT_OPTIONS = tuple(name for name, option in NUMBER_OPTIONS.items() if option.kind is float)
-"""The columns of `SamplingState.floats`, in their order."""
+"""The names of the columns in `SamplingState.floats`, in order."""
 
 
 def _float_params_of(sampling: ResolvedSampling) -> tuple[float, ...]:
@@ -174,10 +180,11 @@ def _float_params_of(sampling: ResolvedSampling) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Which batch entries need which part of sampling: indices into the batch, ascending int64, known on the CPU, so
-    that no part syncs. `truncated` are some of `sampled`; `num_top_logprobs` are those of `with_logprobs`, one of each.
+    """The batch entries that need each part of sampling. A part that no entry needs costs nothing.
 
-    An entry's parameters are in SamplingState at its row; a part that no entry needs costs nothing.
+    Each field but the last holds ascending int64 indices into the batch. They are on the CPU, so reading them does not
+    wait for the device. `truncated` is a subset of `sampled`. `num_top_logprobs` has one number for each entry of
+    `with_logprobs`. The parameters themselves are in SamplingState, at the entry's row.
     """
 
     sampled: NDArray[np.int64]
@@ -194,7 +201,7 @@ class SamplingBatch:
 
     @classmethod
     def of_needs(cls, needs: NDArray[np.int64]) -> SamplingBatch:
-        """For a batch whose entries' `sampling_needs` are the rows of `needs` [B, NUM_NEEDS]."""
+        """Makes the batch from `needs` [B, NUM_NEEDS], which holds a row of `sampling_needs` for each entry."""
         sampled, truncated, penalised, biased, min_length, with_logprobs = (
             np.flatnonzero(needs[:, part]) for part in range(NUM_NEEDS - 1)
         )
@@ -202,7 +209,7 @@ class SamplingBatch:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every entry wants only the largest of the model's own logits."""
+        """Whether every entry only takes the largest of the model's unmodified logits."""
         return not (
             self.sampled.size
             or self.penalised.size
@@ -212,7 +219,7 @@ class SamplingBatch:
         )
 
     def repeated(self, num_times: int) -> SamplingBatch:
-        """For a batch in which each entry appears `num_times`, adjacent."""
+        """Returns the batch in which each entry is repeated `num_times`, adjacent."""
         if self.is_greedy:
             return self  # there are no indices
         places = np.arange(num_times)
@@ -235,7 +242,10 @@ NUM_NEEDS = len(fields(SamplingBatch))
 
 
 def sampling_needs(params: Sequence[ResolvedSampling]) -> NDArray[np.int64]:
-    """[B, NUM_NEEDS]: whether each request needs each part, in SamplingBatch's order; top logprobs last."""
+    """Returns which parts of sampling each request needs, [B, NUM_NEEDS] int64.
+
+    Columns are 0 or 1 in the order of SamplingBatch's fields; the last one is the number of top logprobs.
+    """
     needs = [
         (
             not p.is_greedy,
@@ -252,4 +262,4 @@ def sampling_needs(params: Sequence[ResolvedSampling]) -> NDArray[np.int64]:
 
 
 NO_SAMPLING = SamplingBatch.of([])
-"""The sampling needs of an empty batch."""
+"""The SamplingBatch of an empty batch."""

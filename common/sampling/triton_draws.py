@@ -1,13 +1,14 @@
-"""Tokens drawn on a GPU in one launch: the rules of sampling.py, a program for each row.
+"""Draws tokens on a GPU in one launch, by the rules of operators.py, with one program for each row.
 
-    penalties, bias, minimum length    in place, and only where the row's own parameters ask for them
-    the largest                        one pass: a greedy row is done, and a row that holds no finite number is found
-    top_k, top_p                       where the order of tokens is cut, by bisection over the bits of a number
+    penalties, bias, minimum length    in place, and only if the row's own parameters need them
+    the largest                        one pass: this completes a greedy row, and finds rows without a finite number
+    top_k, top_p                       find the logit at which to cut, by bisection over the bits of a number
     noise, and the largest again       one pass
 
-Nothing is sorted. Ordered by size and then by id, top_k and top_p each keep the tokens up to some place, which is told
-by the last one's number and by how many that are equal to it are kept. That number is the largest one such that it and
-all above it are enough: as many as top_k, or as likely as top_p. Sixteen passes find it, two bits each.
+Nothing is sorted. In descending order of logit, then ascending order of id, top_k and top_p each keep a first part of
+the tokens. The logit of the last kept token, and how many tokens with this same logit are kept, determine that part.
+The logit is found as the largest number such that all tokens at or above it are enough: in count for top_k, in
+probability for top_p. That takes sixteen passes of two bits each.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ALIGNMENT = 16
 
 
 def _function(function: Callable[..., Any]) -> Any:
-    """What kernels may call."""
+    """Makes a function that kernels may call."""
     return triton.jit(function)
 
 
@@ -50,7 +51,7 @@ def _mixed_32(x):  # type: ignore[no-untyped-def]
 
 @_function
 def _row_key(seed, choice_index, position):  # type: ignore[no-untyped-def]
-    """noise.py's `row_keys` of one row, uint64."""
+    """Returns one row's key as uint64, as `row_keys` in noise.py computes it."""
     golden = 0x9E3779B97F4A7C15
     key = _mixed_64(seed.to(tl.uint64) + golden)
     key = _mixed_64((key ^ choice_index.to(tl.uint64)) + golden)
@@ -59,33 +60,36 @@ def _row_key(seed, choice_index, position):  # type: ignore[no-untyped-def]
 
 @_function
 def _noise(key, token_ids):  # type: ignore[no-untyped-def]
-    """noise.py's `gumbel_noise`: the same bits, and the same numbers but for how logarithms round."""
+    """Returns Gumbel noise as `gumbel_noise` in noise.py: from the same bits, but logarithms may round differently."""
     bits = _mixed_32(_mixed_32(token_ids.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
     value = bits.to(tl.int32, bitcast=True).to(tl.float32)
     value = tl.where(value < 0, value + 4294967296.0, value)
     tail = tl.minimum((value + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)  # 2^-32, 1 - 2^-24
     rest = 1.0 - tail
-    lost = tl.where(rest == 1.0, -1.0, rest - 1.0)  # what 1 - tail became of -tail
+    lost = tl.where(rest == 1.0, -1.0, rest - 1.0)  # -tail as rounded in 1 - tail
     log1p = tl.where(rest == 1.0, -tail, tl.log(rest) * tl.div_rn(-tail, lost))
     return -tl.log(-log1p)
 
 
 @_function
 def _ordered(x):  # type: ignore[no-untyped-def]
-    """Bits that as uint32 have the order of the float32 `x`."""
+    """Maps float32 `x` to uint32 bits that sort in the same order."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @_function
 def _number(bits):  # type: ignore[no-untyped-def]
-    """What has these ordered bits."""
+    """Returns the float32 number whose ordered bits these are. It inverts `_ordered`."""
     return tl.where((bits >> 31) == 1, bits & 0x7FFFFFFF, bits ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
 @_function
 def _weights(scores, tokens, num_columns, largest, BY_CHANCE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block's ordered bits, and how much each token counts: 1, or its probability over the likeliest one's."""
+    """Returns the ordered bits of a block of tokens, and their weights.
+
+    A weight is 1 or, if BY_CHANCE, the token's probability divided by that of the likeliest token.
+    """
     is_there = tokens < num_columns
     x = tl.load(scores + tokens, mask=is_there, other=float("-inf"))
     weights = tl.where(is_there, tl.exp(x - largest) if BY_CHANCE else 1.0, 0.0)
@@ -94,7 +98,7 @@ def _weights(scores, tokens, num_columns, largest, BY_CHANCE: tl.constexpr):  # 
 
 @_function
 def _last_kept(scores, num_columns, largest, enough, BY_CHANCE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ordered bits of the largest number such that it and all above it weigh `enough`."""
+    """Returns the ordered bits of the largest number such that all tokens at or above it weigh at least `enough`."""
     found = tl.full([], 0, tl.uint32)
     for digit in range(16):
         unit = tl.full([], 1, tl.uint32) << (30 - 2 * digit)
@@ -171,8 +175,11 @@ def draw(  # type: ignore[no-untyped-def]
     IS_CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid [B]. A target's token with all its rules; or a draft's, whose columns are `column_ids` and which only knows
-    temperature and noise. Unless IS_CHOSEN its logits become what would be chosen from, and nothing is.
+    """Draws one row's token per program. The grid is [B].
+
+    If IS_TARGET, it draws the target's token by all rules. Otherwise it draws a draft head's, whose logits' columns are
+    the tokens `column_ids`, with temperature and noise only. Unless IS_CHOSEN, no token is chosen: the logits are
+    overwritten with the values from which one would be.
     """
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
@@ -236,7 +243,7 @@ def draw(  # type: ignore[no-untyped-def]
             tl.load(seed + row * INT_STRIDE), tl.load(choice_index + row * INT_STRIDE), position.to(tl.int64)
         )
         cut = tl.full([], 0, tl.uint32)
-        num_equal = tl.full([], num_columns, tl.int32)  # of those at the cut, by id, so many are kept
+        num_equal = tl.full([], num_columns, tl.int32)  # how many tokens at the cut are kept, by id
         least = 0.0
         is_cut = False
         if IS_TARGET:
@@ -306,7 +313,7 @@ def draw(  # type: ignore[no-untyped-def]
 
 
 class TritonDraws(DrawKernels):
-    """`launch` is what becomes of the launches."""
+    """Draws tokens with the Triton kernel of this module. `launch` runs each launch; a test may replace it."""
 
     def __init__(self, launch: Launcher = Launch.run) -> None:
         self._launch = launch
@@ -436,13 +443,13 @@ _TABLES = ("bias_ids", "bias_values", "end_ids", "output_counts")
 
 
 def _outputs(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for [B] tokens, int64, and for whether each row's are invalid, bool."""
+    """Allocates token ids [B] int64, and flags for invalid rows [B] bool."""
     num_rows = logits.shape[0]
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     return token_ids, torch.empty(num_rows, dtype=torch.bool, device=logits.device)
 
 
 def _aligned(logits: Tensor) -> Tensor:
-    """As the kernel was compiled for: rows one after the other, from an address that vectors may be loaded from."""
+    """Returns `logits`, or a copy where they are not contiguous or not aligned to 16 bytes, as the kernel requires."""
     logits = logits.contiguous()
     return logits.clone() if logits.data_ptr() % _ALIGNMENT else logits
