@@ -1,1 +1,1 @@
-"""Streams and events: one contract (`stream.py`), run by CUDA, by CPU threads and by a script. See docs/streams.md."""
+"""Streams and events: one interface (`stream.py`), implemented for CUDA, CPU threads and tests. See docs/streams.md."""

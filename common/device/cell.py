@@ -1,4 +1,4 @@
-"""How pieces of stream work pass values to each other."""
+"""A container in which one piece of work on a stream passes a value to later ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ _EMPTY = object()
 
 
 class Cell(Generic[T]):
-    """Set once by one piece. Later pieces of its stream read it, and so may anyone after an event recorded later.
+    """A value that one piece (a unit of work on a stream) sets once and others read.
 
-    If the setting piece fails, later pieces of its scope do not run, so none of them reads an empty cell.
+    Later pieces of the same stream may read it. Other threads may read it after an event that was recorded later. If
+    the piece that sets it fails, later pieces of the same scope do not run, so none of them reads an empty cell.
     """
 
     __slots__ = ("_value",)

@@ -1,4 +1,4 @@
-"""The CPU as a device: every stream is an ordered worker thread, so a missing fence is a real race."""
+"""The CPU as a device. Every stream is a worker thread, so a forgotten wait between streams is a real race."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ _ABANDON_POLL_S = 0.1
 
 
 class CpuEvent(Event):
+    """An event of a CpuStream, completed by the stream's thread."""
+
     def __init__(self, stream_scope: Scope, scope: Scope | None, name: str = "") -> None:
         self._name = name
         self._stream_scope = stream_scope
@@ -44,8 +46,8 @@ class CpuEvent(Event):
         self._error: BaseException | None = None
         self._reached_s = 0.0
         self._is_done = False
-        self._is_ending = threading.Lock()  # taken for good by whoever completes the event: two may try
-        self._undone = threading.Lock()  # held until then; some five times cheaper than a threading.Event
+        self._is_ending = threading.Lock()  # two threads may try to complete the event: the first takes this for good
+        self._undone = threading.Lock()  # held until the event is done; about five times cheaper than threading.Event
         self._undone.acquire()
 
     def is_done(self) -> bool:
@@ -69,8 +71,9 @@ class CpuEvent(Event):
         return self._reached_s - earlier._reached_s
 
     def reach(self) -> bool:
-        """The stream is here. Returns False if it was here before: a milestone is reached twice, inside its piece and
-        after it.
+        """Completes the event, because the stream has reached it. Returns False if it was completed before.
+
+        A milestone's event is reached twice: inside its piece and after it.
         """
         is_first = self._is_ending.acquire(blocking=False)
         if is_first:
@@ -78,7 +81,7 @@ class CpuEvent(Event):
         return is_first
 
     def abandon(self, error: BaseException) -> None:
-        """The stream will never reach this, unless it already has."""
+        """Completes the event with `error`, because the stream will not reach it. No effect on a completed event."""
         if self._is_ending.acquire(blocking=False):
             self._end(error)
 
@@ -101,9 +104,9 @@ class _Wait:
 
 
 class CpuStream(Stream):
-    """One daemon thread with `num_threads` intra-op threads of its own (OpenMP keeps the number per thread).
+    """A stream that is one daemon thread. Its pieces may use `num_threads` intra-op threads.
 
-    Pieces start with torch's defaults: grad mode and inference mode are thread-local, and nobody sets them here.
+    Pieces start with torch's default grad mode and inference mode, because these are thread-local and not set here.
     """
 
     def __init__(
@@ -115,12 +118,12 @@ class CpuStream(Stream):
         track: Track | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """Its pieces and waits are spans on `track`."""
+        """Starts the thread. Pieces and waits are recorded as spans on `track`."""
         self._on_event = on_event
         self._track = track or Track(name)
         self._scope = Scope(name)
         self._kind = kind
-        self._num_enqueued = 0  # only the enqueuer writes this one, only the stream's thread the next two
+        self._num_enqueued = 0  # written only by the enqueuing thread; the next two only by the stream's
         self._num_done = 0
         self._is_waiting = False
         self._queue: queue.SimpleQueue[_Piece | _Wait | CpuEvent | None] = queue.SimpleQueue()
@@ -208,7 +211,10 @@ class CpuStream(Stream):
             self._on_event()
 
     def _block_until_done(self, event: Event) -> None:
-        """Also returns when this stream is abandoned. The other stream completes its events even when it dies."""
+        """Blocks the stream's thread until `event` is done or this stream is abandoned.
+
+        The event always completes in the end, because a stream completes its events even when it dies.
+        """
         self._is_waiting = True
         while not (event.is_done() or self._is_abandoned):
             with contextlib.suppress(DeviceTimeout, PieceFailed):
@@ -216,7 +222,7 @@ class CpuStream(Stream):
         self._is_waiting = False
 
     def _abandon(self) -> None:
-        """Complete what is queued without running it. Any thread may call this, several times."""
+        """Drops the queued work and completes the queued events with StreamClosed. Any thread may call it again."""
         self._is_abandoned = True
         error = StreamClosed(f"stream {self.name} ended before it reached this work")
         self._scope.fail(error)
@@ -232,9 +238,10 @@ class CpuStream(Stream):
 
 
 class CpuDevice(Device):
-    """`num_threads` bounds one compute stream; threads that compute side by side contend for the cores.
+    """The CPU as a device, whose streams are threads.
 
-    `wait_timeout_s` bounds the schedule stream's waits for other streams.
+    `num_threads` is the number of threads of each compute stream; streams that compute at the same time compete for the
+    cores. `wait_timeout_s` limits how long the schedule stream waits for another stream.
     """
 
     def __init__(self, *, num_threads: int, wait_timeout_s: float = 60.0, timeline: Timeline | None = None) -> None:

@@ -1,10 +1,11 @@
-"""CUDA streams and events behind the contract. Importing this needs no CUDA; building a device does.
+"""Implements the interface of `stream.py` with CUDA. This module imports without CUDA; a CudaDevice needs it.
 
-Pieces run at once on the calling thread, which puts their kernels on the stream. A piece's Python errors are known
-then; a fault of a kernel shows when an event is asked, or when a later piece calls the library, as DeviceLost.
+A piece (a unit of work) runs at once on the calling thread, and puts its kernels on the CUDA stream. An error in its
+Python is known then. A fault in a kernel is noticed later, when an event is checked or another piece calls CUDA, and is
+raised as DeviceLost.
 
-CUDA keeps a current device for each thread, and a new thread's is device 0. Streams' pieces run on their stream's own
-device; a thread that uses a device outside of pieces says so first (`enter_thread`).
+CUDA keeps a current device for each thread, which is device 0 on a new thread. Pieces run with the device of their
+stream as the current one. A thread that uses a device outside of pieces calls `enter_thread` first.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ _CLOSING_POLL_S = 500e-6
 
 
 class CudaEvent(Event):
-    """CUDA's own wait has no bound, so `synchronize` asks again and again: at first without a pause, but for other
-    threads' turns at the interpreter, then every 50 µs. Nobody launches later for it than by one such pause.
+    """A CUDA event. `synchronize` polls it, because CUDA's own wait has no time limit.
+
+    It polls without pause for the first 100 µs, only releasing the interpreter's lock each time, and then every 50 µs.
+    So the caller goes on at most one pause later than it could.
     """
 
     def __init__(
@@ -83,7 +86,11 @@ class CudaEvent(Event):
 
 
 class CudaStream(Stream):
-    """Tensors that cross streams stay referenced until the step's end event: a block's allocator knows one stream."""
+    """A CUDA stream.
+
+    The caller keeps tensors that several streams use referenced until the step's last event, because torch's allocator
+    assigns each block of memory to one stream only.
+    """
 
     def __init__(
         self,
@@ -93,13 +100,13 @@ class CudaStream(Stream):
         kind: StreamKind = StreamKind.COMPUTE,
         track: Track | None = None,
     ) -> None:
-        """Its pieces and waits are spans on `track`."""
+        """Pieces and waits of the stream are recorded as spans on `track`."""
         self._timer = CudaTimer(cuda_stream, track or Track(name))
         self._scope = Scope(name)
         self._kind = kind
         self._cuda_stream = cuda_stream
         self._latest: CudaEvent | None = None
-        self._watched: CudaEvent | None = None  # set by whoever asks for progress, like the next
+        self._watched: CudaEvent | None = None  # this and the next are written by the thread that calls `progress`
         self._num_passed = 0
         self._is_closed = False
 
@@ -108,7 +115,7 @@ class CudaStream(Stream):
         return self._scope.name
 
     def progress(self) -> StreamProgress:
-        """Watches one recorded point until it has passed, then the latest one."""
+        """Returns how far the stream is. It watches one event until that is done, then the latest recorded one."""
         if self._watched is None or self._watched.is_done():
             self._num_passed += 1
             self._watched = self._latest
@@ -172,8 +179,10 @@ class CudaStream(Stream):
         return self.failure_for(error, f"putting work on stream {self.name}")
 
     def failure_for(self, error: BaseException, doing: str) -> BaseException:
-        """A fault of an earlier kernel may be told by any call, in the words of whichever library made it: PyTorch,
-        cuBLAS, Triton. Then the stream tells it again.
+        """Returns DeviceLost if the device has faulted, else `error` itself.
+
+        Any later call may report the fault of an earlier kernel, as an exception of PyTorch, cuBLAS or Triton. So this
+        queries the stream: it fails again if the device has faulted. `doing` says in the message what was done.
         """
         if is_of_device(error):
             return error
@@ -200,7 +209,7 @@ class CudaStream(Stream):
 
 
 class CudaDevice(Device):
-    """`schedule_stream` is the device's default stream, which is current on every thread that sets no other."""
+    """One GPU. Its schedule stream is CUDA's default stream, the current one of every thread that sets no other."""
 
     def __init__(self, index: int, *, timeline: Timeline | None = None) -> None:
         self._timeline = timeline or Timeline()
@@ -251,7 +260,7 @@ class CudaDevice(Device):
         return self.host_buffer(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        # pin_memory() keeps strides: for a few slots of a mapped pool it would pin everything between them
+        # pin_memory() keeps strides: for a few slots of a memory-mapped pool it would pin all memory between them too
         staged = self.host_buffer(tensor.shape, tensor.dtype).copy_(tensor.detach())
         return staged.to(self.torch_device, non_blocking=True)
 
@@ -260,7 +269,7 @@ class CudaDevice(Device):
 
 
 def _lost(error: RuntimeError, doing: str) -> DeviceLost:
-    """Only the first line of CUDA's message is kept; the rest is debugging advice."""
+    """Returns a DeviceLost with the first line of `error`, CUDA's message. The rest of it is debugging advice."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     lost = DeviceLost(f"the device faulted, seen {doing}: {reason}")
     lost.__cause__ = error

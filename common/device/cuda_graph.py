@@ -1,4 +1,4 @@
-"""CUDA graphs behind the contract of graph.py."""
+"""Implements the interface of `graph.py` with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from common.device.graph import Graph, GraphRecorder, GraphWork
 
 
 class CudaGraph(Graph):
+    """One CUDA graph, whose memory comes from `pool`, a handle of torch's graph memory pools."""
+
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
 
     def record(self, work: GraphWork) -> tuple[Tensor, ...]:
-        """Waits for the device, as start-up may. Other threads may use it meanwhile, on other streams."""
-        stream = torch.cuda.current_stream()  # the piece's stream, and so its device's
+        """Records `work` and returns its outputs. Waits for the device, so call it only at start-up.
+
+        Other threads may use the device meanwhile, on other streams.
+        """
+        stream = torch.cuda.current_stream()  # the stream of the piece that runs this
         graph = torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
         with torch.inference_mode(), graph:
             return work()
@@ -27,7 +32,10 @@ class CudaGraph(Graph):
 
 
 class CudaGraphRecorder(GraphRecorder):
-    """Outputs are kept as long as their graph; the next recorded graph reuses the memory between."""
+    """Makes CUDA graphs that share one memory pool.
+
+    Outputs are kept as long as their graph. The next recorded graph reuses the memory of intermediate results.
+    """
 
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device
@@ -40,5 +48,5 @@ class CudaGraphRecorder(GraphRecorder):
 
     def held_bytes(self) -> int:
         with torch.cuda.device(self._torch_device):
-            torch.cuda.empty_cache()  # unused memory would hide what graphs take
+            torch.cuda.empty_cache()  # cached unused memory would be counted as held by graphs
         return torch.cuda.memory_reserved(self._torch_device)

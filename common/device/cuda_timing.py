@@ -1,4 +1,7 @@
-"""Times a CUDA stream's pieces by events around them, which are read with the recording, without waiting."""
+"""Times the pieces (units of work) of a CUDA stream with CUDA events around them.
+
+The events are read when the timeline's recording is read, without waiting for the device.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,28 @@ _NO_FIGURES: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class _Anchor:
-    """One moment on both clocks, exact to the microseconds in which an idle stream takes up an event."""
+    """The same moment on the device's clock (an event) and on the host's, exact to a few microseconds.
+
+    It converts times of CUDA events to times of the host.
+    """
 
     cuda_event: torch.cuda.Event
     at_ns: int
 
     @classmethod
     def of_now(cls, idle_stream: torch.cuda.Stream) -> _Anchor:
-        """A stream that is at work would reach it late."""
+        """Returns an anchor for the present moment. The stream must be idle: a busy one would reach the event late."""
         return cls(_recorded_on(idle_stream), time.monotonic_ns())
 
     def ns_of(self, event: torch.cuda.Event) -> int:
+        """Returns the time of `event` on the host's monotonic clock, in nanoseconds."""
         return self.at_ns + round(float(self.cuda_event.elapsed_time(event)) * 1e6)
 
 
 @dataclass(frozen=True, slots=True)
 class _TimedPiece:
+    """A piece with the CUDA events recorded before and after it. It becomes a span of the timeline."""
+
     name: str
     detail: str
     figures: Mapping[str, int]
@@ -41,6 +50,7 @@ class _TimedPiece:
     end: torch.cuda.Event
 
     def resolve(self) -> TimelineEvent | None:
+        """Returns the piece's span, or None if it has not ended or the device faulted."""
         try:
             if not (self.anchor.cuda_event.query() and self.end.query()):
                 return None
@@ -51,8 +61,10 @@ class _TimedPiece:
 
 
 class CudaTimer:
-    """Only the stream's enqueuer calls it. Nothing here waits for the device, or raises what the device faulted with:
-    the engine hears of that by its own events.
+    """Records the work of one CUDA stream as spans on `track`, while the timeline is recorded.
+
+    Only the thread that enqueues on the stream calls it. It never waits for the device, and never raises the device's
+    faults, because the engine's own events report them.
     """
 
     def __init__(self, cuda_stream: torch.cuda.Stream, track: Track) -> None:
@@ -68,7 +80,7 @@ class CudaTimer:
     def timed(
         self, name: str, detail: str = "", figures: Mapping[str, int] = _NO_FIGURES
     ) -> AbstractContextManager[None]:
-        """Wraps code that puts work on the stream."""
+        """Returns a context manager around code that puts work on the stream. It records that work as a span."""
         ring = self._track.ring
         return NOT_RECORDED if ring is None else self._between_events(ring, name, detail, figures)
 

@@ -1,8 +1,8 @@
-"""What goes wrong on a device. A request that meets one ends as an EngineFault.
+"""Errors of devices and their streams. A request that is affected by one ends with an EngineFault.
 
 EngineFault
 ├── DeviceTimeout     an event or a stream did not finish within its bound
-├── PieceFailed       the work an event covers raised: the piece's own exception is the cause
+├── PieceFailed       a piece (a unit of work on a stream) raised; its exception is the cause
 ├── StreamClosed      the stream was closed, or died, before it reached this work
 └── DeviceLost        the device faulted and runs nothing any more
 """
@@ -13,25 +13,26 @@ from common.errors import EngineFault
 
 
 class DeviceTimeout(EngineFault):
-    """An event or stream did not finish in time. Its work may still be running, and both stay usable."""
+    """An event or a stream did not finish in time. The work may still be running; event and stream stay usable."""
 
 
 class PieceFailed(EngineFault):
-    """Raised `from` the exception of the piece that failed first."""
+    """A piece (a unit of work on a stream) has failed. The exception that it raised is the `__cause__`."""
 
     @property
     def is_of_device(self) -> bool:
-        """Whether the device or the stream failed, not only the piece: then nothing there can succeed."""
+        """True if the device or the stream itself failed, so that no later piece on it can succeed either."""
         return is_of_device(self.__cause__)
 
 
 class StreamClosed(EngineFault):
-    pass
+    """The stream was closed, or its thread ended, before it reached this work."""
 
 
 class DeviceLost(EngineFault):
-    pass
+    """The device faulted and runs nothing any more."""
 
 
 def is_of_device(error: BaseException | None) -> bool:
+    """Returns True if `error` means that the whole device or stream failed, not only one piece of work."""
     return isinstance(error, DeviceLost | StreamClosed)

@@ -14,10 +14,11 @@ from common.telemetry.timeline import Timeline
 def open_device(
     name: str, *, num_threads: int, wait_timeout_s: float = 300.0, timeline: Timeline | None = None
 ) -> Device:
-    """`name` is "cpu", "cuda" or "cuda:<index>"; `num_threads` and `wait_timeout_s` are for the CPU.
+    """Opens the device `name`: "cpu", "cuda" or "cuda:<index>". It becomes the calling thread's current device.
 
-    Its streams record on `timeline`, each on the track of its name. The calling thread has entered the device. Raises
-    ConfigError for a wrong name, StartupError if the device does not work.
+    Only the CPU uses `num_threads` (of each compute stream) and `wait_timeout_s`. Each stream of the device records its
+    work on the track of `timeline` that has the stream's name. Raises ConfigError for a wrong name or number of
+    threads, and StartupError if the device does not work.
     """
     try:
         torch_device = torch.device(name)

@@ -1,4 +1,4 @@
-"""Recorded device work that is replayed whole: one launch instead of hundreds."""
+"""Device work that is recorded once and replayed as a whole, with one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -8,29 +8,37 @@ from typing import Protocol
 from torch import Tensor
 
 GraphWork = Callable[[], tuple[Tensor, ...]]
-"""Does the same on the same memory whenever it is called, and copies nothing from the host."""
+"""A function whose device work can be recorded. Returns the output tensors.
+
+It must do the same work on the same memory in each call, and copy nothing from the host.
+"""
 
 
 class Graph(Protocol):
-    """Used on one stream, inside its pieces, once the work was run there as it is, and all it needs is compiled."""
+    """Device work recorded once and replayed as a whole.
+
+    Record and replay it inside pieces (units of work) of one stream, and only after the same work has run there once
+    without recording, so that everything it needs is compiled.
+    """
 
     def record(self, work: GraphWork) -> tuple[Tensor, ...]:
-        """Record `work` and return its outputs, in memory that every replay writes anew.
+        """Records `work` and returns its outputs, which every replay overwrites.
 
-        No later graph gets that memory. An earlier graph may compute in it when it is replayed. So outputs are valid
-        until their own graph, or an earlier one, is replayed.
+        Later graphs do not use the outputs' memory, but earlier graphs may. So outputs are valid until this graph, or
+        one recorded before it, is replayed.
         """
 
     def replay(self) -> None:
-        """Do the recorded work again, on the present contents of the memory it reads."""
+        """Does the recorded work again, with the present contents of its input memory."""
 
 
 class GraphRecorder(Protocol):
-    """Makes graphs that are replayed one after the other on one stream, and that share the memory between their
-    outputs.
+    """Makes graphs that are replayed one after the other on one stream.
+
+    The graphs share the memory of their intermediate results.
     """
 
     def new_graph(self) -> Graph: ...
 
     def held_bytes(self) -> int:
-        """Device memory that this process holds, after it has released what is unused. Waits for the device."""
+        """Releases unused device memory, and returns how many bytes this process still holds. Waits for the device."""

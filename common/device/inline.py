@@ -1,4 +1,4 @@
-"""A stream that is the caller's own thread: work runs at once, and waits block. The schedule side of a CPU."""
+"""A stream that runs its work at once on the caller's own thread. It is the schedule stream of a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.device.stream import Event, MilestoneWork, OnMilestone, Scope, Strea
 
 
 class InlineEvent(Event):
-    """An event that is done from the start."""
+    """An event that is done from the start, because all work before it has already run."""
 
     def __init__(self, name: str, error: BaseException | None) -> None:
         self._name = name
@@ -36,7 +36,10 @@ class InlineEvent(Event):
 
 
 class InlineStream(Stream):
-    """`wait` blocks for at most `wait_timeout_s`, then raises DeviceTimeout."""
+    """A stream without a thread: `enqueue` runs the work before it returns.
+
+    `wait` blocks the caller for at most `wait_timeout_s`, then raises DeviceTimeout.
+    """
 
     def __init__(self, name: str, *, wait_timeout_s: float) -> None:
         self._scope = Scope(name)
@@ -48,7 +51,7 @@ class InlineStream(Stream):
         return self._scope.name
 
     def progress(self) -> StreamProgress:
-        """Never busy: its work is the caller's own."""
+        """Returns the stream's progress, which is never busy: nothing is left to run after `enqueue` returns."""
         return StreamProgress(self.name, StreamKind.COMPUTE, is_busy=False, num_done=0, error=self._scope.error)
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
@@ -62,7 +65,10 @@ class InlineStream(Stream):
         scope: Scope | None = None,
         on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
-        """Nobody can ask before the piece has ended, so its remaining milestones are completed then."""
+        """Runs the piece and returns one event for each milestone.
+
+        Milestones that the piece did not call are completed when it has ended.
+        """
         reached: dict[int, Event] = {}
 
         def reach(number: int) -> None:

@@ -1,4 +1,4 @@
-"""What all streams share: they run a piece, keep its failure, record its span, and close."""
+"""Functions that all kinds of streams share: run a piece of work, keep its failure, record its span, and close."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from common.telemetry.timeline import NOT_RECORDED, Track
 
 
 def piece_name(work: Callable[..., object]) -> str:
+    """Returns the name of the piece's function, looking through `partial` and `Measured`."""
     while isinstance(work, functools.partial | Measured):
         work = work.func if isinstance(work, functools.partial) else work.work
     return getattr(work, "__name__", type(work).__name__)
 
 
 def figures_of(work: Callable[..., object]) -> Mapping[str, int]:
+    """Returns the figures that the timeline shows with the piece; empty unless it is `Measured`."""
     while isinstance(work, functools.partial):
         work = work.func
     return work.figures if isinstance(work, Measured) else {}
 
 
 def piece_span(track: Track, work: Work, scope: Scope | None) -> AbstractContextManager[None]:
-    """The span of a piece that runs on the calling thread, which `track` belongs to."""
+    """Returns a context manager that records a piece as a span on `track` while it runs on the calling thread."""
     if track.ring is None:
         return NOT_RECORDED
     return track.span(piece_name(work), "" if scope is None else scope.name, **figures_of(work))
@@ -37,10 +39,10 @@ def run_piece(
     stream_scope: Scope,
     failure_for: Callable[[BaseException], BaseException] = lambda error: error,
 ) -> None:
-    """Run `work` unless its scope or its stream has failed; keep what it raises in the scope, or else in the stream,
-    as what `failure_for` makes of it.
+    """Runs `work`, unless its scope or its stream has failed already.
 
-    KeyboardInterrupt is kept and also goes on to the caller.
+    An exception fails the scope, or the stream if there is no scope, with the error that `failure_for` makes of it.
+    Only KeyboardInterrupt is also raised to the caller.
     """
     if failure_of(scope, stream_scope) is not None:
         return
@@ -56,8 +58,9 @@ def run_piece(
 
 
 def failure_of(scope: Scope | None, stream_scope: Scope) -> BaseException | None:
-    """What an event reached now, recorded in `scope`, carries. A stream whose device is lost says so, whatever the
-    piece raised that met it first.
+    """Returns the error of an event of `scope` that the stream reaches now: the scope's error, else the stream's.
+
+    If the device is lost, that error comes first. Returns None if neither has failed.
     """
     if scope is not None and scope.error is not None and not isinstance(stream_scope.error, DeviceLost):
         return scope.error
@@ -65,17 +68,18 @@ def failure_of(scope: Scope | None, stream_scope: Scope) -> BaseException | None
 
 
 def event_name(name: str, scope: Scope) -> str:
+    """Returns the event's name for error messages."""
     return f"{name} of {scope.name}" if name else scope.name
 
 
 def raise_failure(error: BaseException | None, name: str) -> None:
-    """Raise PieceFailed from `error`, if there is one."""
+    """Raises PieceFailed from `error`; does nothing if `error` is None."""
     if error is not None:
         raise PieceFailed(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def close_all(streams: Iterable[Stream], timeout_s: float) -> None:
-    """Close all streams within one bound, then raise the first DeviceTimeout, if any."""
+    """Closes all streams within `timeout_s` in total, then raises the first DeviceTimeout, if any."""
     deadline_s = time.monotonic() + timeout_s
     late: DeviceTimeout | None = None
     for stream in streams:

@@ -1,16 +1,16 @@
-"""A device for tests: nothing on its streams runs until the test, or the device's policy, picks it.
+"""A device for tests. Work on its streams runs only when the test, or the device's policy, picks it.
 
     device = ScriptedDevice(on_synchronize=refuse)
     forward = device.new_stream("forward")
     ...                                  # the code under test enqueues
     forward.pending()                    # ["resolve", "verify", "publish"]
-    forward.run_next()                   # "resolve" has run; the code under test may look again
+    forward.run_next()                   # "resolve" has run; the code under test may check its events again
 
-Records and waits are no steps of their own: an event is done, and a wait passed, as soon as what they need has run.
-Everything happens on the calling thread.
+The test picks pieces (units of work) only. An event is done, and a wait is passed, as soon as the work before it has
+run. Everything happens on the calling thread.
 
-With `runs_pieces_beside=False` it is as on CUDA: a piece's Python runs when it is enqueued, and what the test or the
-policy then picks is the device's part of it, which does nothing but let later events be reached.
+With `runs_pieces_beside=False` the device behaves like CUDA: a piece's Python runs when it is enqueued. The test or the
+policy then picks the device's part of the piece, which does nothing, but later events are reached only after it.
 """
 
 from __future__ import annotations
@@ -42,20 +42,23 @@ from common.device.stream import (
 )
 
 Policy = Callable[["ScriptedDevice", Event], None]
-"""What happens when somebody blocks on an event: run what should run. If the event is then not done, they time out."""
+"""Called when code blocks on an event. It runs the work that should run now.
+
+If the event is not done afterwards, the blocked code gets a DeviceTimeout.
+"""
 
 
 def run_needed(device: ScriptedDevice, event: Event) -> None:
-    """Run what the event needs and nothing else: the other work runs as late as it can."""
+    """A policy that runs only the work that the event needs, so that all other work runs as late as possible."""
     device.run_until(event)
 
 
 def refuse(device: ScriptedDevice, event: Event) -> None:
-    """Run nothing: blocking on an event that is not done raises DeviceTimeout at once."""
+    """A policy that runs nothing, so that blocking on an event that is not done raises DeviceTimeout at once."""
 
 
 def pick_with(choose: Callable[[Sequence[ScriptedStream]], ScriptedStream]) -> Policy:
-    """Until the event is done, run the next piece of the stream that `choose` picks among the ready ones."""
+    """Returns a policy that runs pieces until the event is done. `choose` picks the stream of each next piece."""
 
     def pick(device: ScriptedDevice, event: Event) -> None:
         while not event.is_done() and (ready := device.ready_streams()):
@@ -65,10 +68,12 @@ def pick_with(choose: Callable[[Sequence[ScriptedStream]], ScriptedStream]) -> P
 
 
 class NotReady(Exception):
-    """The script asked a stream to run, and it has nothing to run or waits for another stream."""
+    """The test told a stream to run a piece, but it has none or waits for another stream."""
 
 
 class ScriptedEvent(Event):
+    """An event of a ScriptedStream."""
+
     def __init__(self, stream: ScriptedStream, scope: Scope | None, stream_scope: Scope, name: str = "") -> None:
         self.stream = stream
         self.name = event_name(name, scope or stream_scope)
@@ -98,7 +103,10 @@ class ScriptedEvent(Event):
         return self._reached_s - earlier._reached_s
 
     def reach(self, abandoned: BaseException | None = None) -> None:
-        """The stream is here; or never will be, with the reason. A milestone may have been come to before."""
+        """Completes the event. `abandoned` is the error if the stream will never reach it, else None.
+
+        Does nothing if the event is done already, as a milestone's may be.
+        """
         if self._is_done:
             return
         beside = self.stream.runs_beside
@@ -119,7 +127,7 @@ class _Wait:
 
 
 class ScriptedStream(Stream):
-    """Made by `ScriptedDevice.new_stream`."""
+    """A stream whose pieces the test runs one by one. `ScriptedDevice.new_stream` makes it."""
 
     def __init__(self, device: ScriptedDevice, name: str, *, kind: StreamKind = StreamKind.COMPUTE) -> None:
         self.device = device
@@ -194,22 +202,25 @@ class ScriptedStream(Stream):
             self._abandon()
 
     def pending(self) -> list[str]:
-        """Names of the pieces not run yet, in order. A piece is named after its function."""
+        """Returns the names of the pieces that have not run yet, in order. A piece has the name of its function."""
         return [piece_name(operation.work) for operation in self._queue if isinstance(operation, _Piece)]
 
     @property
     def is_ready(self) -> bool:
-        """Whether `run_next` would run a piece."""
+        """True if `run_next` would run a piece."""
         return not self._is_running and bool(self._queue) and isinstance(self._queue[0], _Piece)
 
     @property
     def blocked_on(self) -> Event | None:
-        """The event that this stream waits for before it can go on."""
+        """The event that this stream waits for now, or None."""
         head = self._queue[0] if self._queue else None
         return head.event if isinstance(head, _Wait) else None
 
     def run_next(self) -> str:
-        """Run the next piece, or skip it when its scope has failed. Returns its name. Raises NotReady."""
+        """Runs the next piece, or skips it if its scope has failed. Returns the piece's name.
+
+        Raises NotReady if there is no piece or the stream waits for another one.
+        """
         if not self.is_ready:
             reason = "waits for another stream" if self._queue else "has nothing to run"
             raise NotReady(f"stream {self.name} {reason}")
@@ -225,17 +236,17 @@ class ScriptedStream(Stream):
         return piece_name(piece.work)
 
     def run_until(self, event: Event) -> None:
-        """Run this stream until `event` is done. Raises NotReady when that takes more than this stream."""
+        """Runs pieces of this stream until `event` is done. Raises NotReady if that needs work of another stream."""
         while not event.is_done():
             self.run_next()
 
     def run_all(self) -> None:
-        """Run every piece of this stream. Raises NotReady when one waits for another stream."""
+        """Runs every piece of this stream. Raises NotReady if one waits for another stream."""
         while self._queue:
             self.run_next()
 
     def settle(self) -> bool:
-        """Reach the records and pass the waits at the head. True when something moved."""
+        """Completes the events and passes the waits at the head of the queue. Returns True if there was any."""
         moved = False
         while self._queue and not self._is_running:
             match self._queue[0]:
@@ -251,7 +262,7 @@ class ScriptedStream(Stream):
         return moved
 
     def pass_wait(self, event: Event) -> None:
-        """Called when the stream passes a wait for `event`. A subclass may record the order."""
+        """Called when the stream passes a wait for `event`. A subclass may override it to record the order."""
 
     def _new_event(self, scope: Scope | None, name: str = "") -> ScriptedEvent:
         return ScriptedEvent(self, scope, self._scope, name)
@@ -285,33 +296,34 @@ class ScriptedStream(Stream):
 
 
 def run_nothing(device: ScriptedDevice) -> None:
-    pass
+    """Does nothing. It is the default of `on_host_call`."""
 
 
 class Observer:
-    """Hears what is asked of a device's streams. This one does nothing."""
+    """Is notified of what code does with a device's streams. This base class does nothing."""
 
     @contextlib.contextmanager
     def launching(self, stream: ScriptedStream, name: str) -> Iterator[None]:
-        """Wraps a piece's Python where that runs when it is enqueued."""
+        """Returns a context manager around a piece's Python, on devices that run it when it is enqueued."""
         yield
 
     def recorded(self, stream: ScriptedStream, event: ScriptedEvent) -> None:
-        pass
+        """Called after `event` was recorded on `stream`."""
 
     def waited(self, stream: ScriptedStream, event: Event) -> None:
-        pass
+        """Called after `stream` was told to wait for `event`."""
 
     def seen_done(self, event: ScriptedEvent) -> None:
-        """Called when someone sees an event done."""
+        """Called when code finds an event done."""
 
 
 class ScriptedDevice(Device):
-    """`on_synchronize` acts when somebody blocks on an event; `on_host_call` whenever something was enqueued, and
-    inside a piece that has come to a milestone.
+    """A device for tests, whose streams run only when the test or a policy says so.
 
-    With `on_host_call` a test lets streams progress between any two calls of the code under test, as threads would.
-    While a piece runs its own stream does not go on. Both may be replaced at any time.
+    `on_synchronize` is called when code blocks on an event. `on_host_call` is called whenever something was enqueued,
+    and inside a piece at each milestone: with it a test lets streams progress between any two calls of the code under
+    test, as threads would. A stream does not go on while one of its pieces runs. The test may replace both functions at
+    any time.
     """
 
     def __init__(
@@ -367,15 +379,15 @@ class ScriptedDevice(Device):
         close_all([*self.streams, self._schedule_stream], timeout_s)
 
     def stream(self, name: str) -> ScriptedStream:
-        """The stream that the code under test made under this name."""
+        """Returns the stream that the code under test made with this name."""
         return next(stream for stream in self.streams if stream.name == name)
 
     def ready_streams(self) -> list[ScriptedStream]:
-        """Streams whose next piece may run now, in the order of their creation."""
+        """Returns the streams whose next piece can run now, in the order of their creation."""
         return [stream for stream in self.streams if stream.is_ready]
 
     def run_until(self, event: Event) -> None:
-        """Run only what `event` needs, on every stream that it needs."""
+        """Runs only the work that `event` needs, on whichever streams that is."""
         while not event.is_done():
             assert isinstance(event, ScriptedEvent), "an event of another device"
             stream = event.stream
@@ -385,12 +397,13 @@ class ScriptedDevice(Device):
             stream.run_next()
 
     def run_all(self) -> None:
-        """Run everything; the streams take turns."""
+        """Runs all work. Each stream that can runs one piece, and so on until none can."""
         while ready := self.ready_streams():
             for stream in ready:
                 stream.run_next()
 
     def settle(self) -> None:
+        """Completes every event and passes every wait that no pending piece holds up, on all streams."""
         streams = [*self.streams]
         if isinstance(self._schedule_stream, ScriptedStream):
             streams.append(self._schedule_stream)
@@ -398,7 +411,7 @@ class ScriptedDevice(Device):
             pass
 
     def block_on(self, event: Event) -> None:
-        """Let the policy run what it wants. Raises DeviceTimeout if `event` is not done then."""
+        """Calls the policy, which runs work. Raises DeviceTimeout if `event` is not done afterwards."""
         if not event.is_done():
             self.on_synchronize(self, event)
         if not event.is_done():

@@ -1,10 +1,11 @@
-"""The contract of streams and events: the only way an engine orders work on a device.
+"""The interface of streams and events, with which an engine orders all work on a device.
 
     enqueue ─▶ [piece][piece][record e][piece]      stream A, in order
                                  │
     enqueue ─▶ [piece]──────[wait e][piece]         stream B: its last piece runs after e
 
-A stream has one enqueuer, the engine thread. Events may be asked from any thread.
+A piece is a unit of work: a function that runs on the stream. Only the engine thread enqueues on a stream. Any thread
+may check or await an event.
 """
 
 from __future__ import annotations
@@ -25,23 +26,27 @@ from common.device.graph import GraphRecorder
 from common.errors import EngineFault
 
 Work = Callable[[], object]
-"""A piece's function; its result is dropped."""
+"""The function of a piece (a unit of work on a stream). Its result is dropped."""
 
 _LOOK_WAIT_S = 0.001
-_TOLD_WAIT_S = 0.05  # what nobody told of is seen all the same
+_TOLD_WAIT_S = 0.05  # not endless: events without a notification are seen by polling
 
 OnEvent = Callable[[], None]
+"""Called by a stream's thread after each event that it reaches or abandons."""
 
 OnMilestone = Callable[[int, "Event"], None]
-"""Called with the number of each milestone."""
+"""Called with the number and the event of each milestone that a piece has reached."""
 
 MilestoneWork = Callable[[Sequence[Callable[[], None]]], object]
-"""A piece that says how far it is, by calling each of these once, in order. What it returns is dropped."""
+"""A piece that reports its progress. It gets one function for each milestone and calls each once, in order.
+
+Its result is dropped.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A piece with figures for its span on the timeline."""
+    """A piece's function together with figures (name to number) that the timeline shows with its span."""
 
     work: Callable[..., object]
     figures: Mapping[str, int]
@@ -51,11 +56,11 @@ class Measured:
 
 
 class Scope:
-    """The failure scope of one step: what fails together.
+    """A group of pieces that fail together, usually those of one step.
 
-    A piece that raises fails its scope. Later pieces of a failed scope are skipped, on every stream; events recorded in
-    it complete in their turn and carry the error. Pieces of other scopes run on, also when they wait for such an event:
-    a wait orders, it does not propagate failure.
+    A piece that raises fails its scope. Later pieces of a failed scope are skipped, on every stream. Events recorded in
+    the scope still complete in order, and carry the error. Pieces of other scopes run on, even if they wait for such an
+    event: a wait sets the order and does not propagate the failure.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,12 +70,13 @@ class Scope:
 
     @property
     def error(self) -> BaseException | None:
-        """The first failure, or None."""
+        """The first failure of the scope, or None if it has not failed."""
         return self._error
 
     def fail(self, error: BaseException) -> None:
-        """Record a failure; the first one stays. The traceback's frames release their locals, which may hold device
-        memory.
+        """Records a failure, unless the scope has failed before.
+
+        Clears the local variables in the traceback's frames, because they may hold device memory.
         """
         traceback.clear_frames(error.__traceback__)
         with self._lock:
@@ -79,29 +85,30 @@ class Scope:
 
 
 class Event(Protocol):
-    """A point in a stream's order. Done once all work enqueued there before it has run or been skipped."""
+    """A point in a stream's order of work. It is done once all earlier work of the stream has run or been skipped."""
 
     def is_done(self) -> bool:
-        """Never blocks. Once true, always true."""
+        """Returns whether the stream has reached the event. Never blocks. Once True, it stays True."""
 
     def synchronize(self, timeout_s: float) -> None:
-        """Block the calling thread until done.
+        """Blocks the calling thread until the event is done.
 
-        Raises DeviceTimeout when that takes longer than `timeout_s`; PieceFailed, from `error`, when done with one.
+        Raises DeviceTimeout if that takes longer than `timeout_s`, and PieceFailed from `error` if the event carries
+        an error.
         """
 
     @property
     def error(self) -> BaseException | None:
-        """The error that had failed the event's scope or stream when the event was reached. Valid once done."""
+        """The error of the event's scope or stream at the time the event was reached, or None. Valid once done."""
 
     def seconds_since(self, earlier: Event) -> float:
-        """Seconds that the stream took from `earlier`, another event of it, to this one. Valid once both are done."""
+        """Returns the seconds between `earlier`, another event of the same stream, and this one. Both must be done."""
 
 
 def wait_in_order(event: Event, timeout_s: float) -> None:
-    """Like `event.synchronize`, for a caller that needs only the order: a failed piece concerns only its own step.
+    """Blocks until `event` is done, and ignores the failure of a single piece, which concerns only its own step.
 
-    Raises PieceFailed if the device or the stream failed, and DeviceTimeout.
+    Raises PieceFailed if the device or the stream failed, and DeviceTimeout after `timeout_s`.
     """
     try:
         event.synchronize(timeout_s)
@@ -111,28 +118,29 @@ def wait_in_order(event: Event, timeout_s: float) -> None:
 
 
 def raise_if_device_failed(event: Event) -> None:
-    """Raises what the device or the stream failed with before `event`, which is done, was reached. Ignores a piece's
-    own failure, which concerns its scope.
+    """Raises the error of `event` if the device or the stream failed. The event must be done.
+
+    The failure of a single piece is ignored, because it concerns only its scope.
     """
     if event.error is not None and is_of_device(event.error):
         raise event.error
 
 
 class StreamKind(Enum):
-    """A hint what a stream is for."""
+    """The kind of work a stream is meant for. A device may use it as a hint."""
 
     COMPUTE = auto()
     COPY = auto()
-    """Only moves data: on a CPU it uses one thread."""
+    """The stream only moves data. On a CPU it uses one thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamProgress:
-    """How far a stream is. Busy for long with the same `num_done`: it hangs, or has much to do.
+    """How far a stream has come. A stream that stays busy with the same `num_done` for long may hang.
 
-    `is_busy`: it has something that could run or runs, and does not wait for another stream (a CUDA stream cannot
-    tell that). `num_done` grows whenever it gets on: with each operation, on CUDA with the recorded points seen passed.
-    `error`: the stream itself has failed, and runs nothing any more.
+    `is_busy` is True if work runs or could run now, so not while the stream waits for another one. (CUDA cannot tell
+    the difference.) `num_done` counts finished operations; on CUDA it counts recorded points that were seen passed.
+    `error` is set if the stream itself has failed and runs nothing any more.
     """
 
     name: str
@@ -143,19 +151,19 @@ class StreamProgress:
 
 
 class Stream(Protocol):
-    """Runs pieces in the order in which they were enqueued."""
+    """Runs pieces (units of work) in the order in which they were enqueued."""
 
     @property
     def name(self) -> str: ...
 
     def progress(self) -> StreamProgress:
-        """Never blocks. For one watcher, on any thread."""
+        """Returns how far the stream is. Never blocks. Any thread may call it, but only one."""
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
-        """Run `work` after everything enqueued here before. The stream drops its reference once it has run.
+        """Runs `work` after everything that was enqueued on this stream before, and then drops its reference to it.
 
-        An exception fails `scope`. Without a scope it fails the stream: all its later pieces are skipped and all its
-        later events carry the error. Raises StreamClosed on a closed stream.
+        If `work` raises, its scope fails. Without a scope the stream fails: its later pieces are skipped, and its later
+        events carry the error. Raises StreamClosed if the stream is closed.
         """
 
     def enqueue_with_milestones(
@@ -165,37 +173,42 @@ class Stream(Protocol):
         scope: Scope | None = None,
         on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
-        """Enqueue a piece of which others need not await the end. Returns the milestones' events, in order.
+        """Enqueues a piece with milestones inside it. Returns one event for each milestone, in order.
 
-        One is done once what the piece did (on CUDA: enqueued) before it called the milestone has run; those that it
-        never called are done when the piece has ended, failed or been skipped. A failure behind a milestone does not
-        show in its event: it shows in the scope.
+        Another stream can wait for a milestone's event instead of the end of the piece. The event is done once the
+        work that the piece did (on CUDA: enqueued) before it called the milestone has run. If the piece never calls the
+        milestone, the event is done when the piece has ended, failed or been skipped. A failure after a milestone shows
+        in the scope, not in the milestone's event.
 
-        `on_milestone`: where pieces' Python runs when they are enqueued, called inside the piece with each milestone
-        that it comes to: the caller, who gets the events only when the piece has ended, may give other streams work.
+        `on_milestone` is called at each milestone, inside the piece, on devices that run a piece's Python while it is
+        enqueued. There the events are returned only after the piece has ended, so this is how the caller can give other
+        streams work earlier.
         """
 
     def record(self, scope: Scope | None = None, name: str = "") -> Event:
-        """Mark this point. Work enqueued later is not covered. Errors name the event by `name` and its scope."""
+        """Returns an event that is done when all work enqueued so far has run. Errors mention `name` and the scope."""
 
     def wait(self, event: Event) -> None:
-        """Later work here runs after `event`, whether it is done with an error or without.
+        """Makes later work of this stream run after `event`, whether the event carries an error or not.
 
-        Does not block the caller, except on a schedule stream of a device whose host memory is its device memory
-        (there later work is the caller's own code): then it raises DeviceTimeout at the device's bound.
+        Does not block the caller, with one exception: a CPU's schedule stream, whose work is the caller's own code,
+        blocks, and raises DeviceTimeout after the device's time limit.
         """
 
     def close(self, timeout_s: float) -> None:
-        """Let the work enqueued so far finish, then stop. Idempotent.
+        """Lets the work enqueued so far finish, then stops the stream. Idempotent.
 
-        Raises DeviceTimeout when it does not finish in time: pieces not begun are dropped and their events complete
-        with StreamClosed. A piece that hangs keeps what it references.
+        Raises DeviceTimeout if the work does not finish in time. Then pieces that have not begun are dropped, and their
+        events complete with StreamClosed. A piece that hangs keeps its references.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`free_bytes` is what anyone may still take; `held_bytes` what this process holds, if the device counts it."""
+    """The memory of a device. `free_bytes` can still be allocated, by any process.
+
+    `held_bytes` is allocated by this process; 0 if the device does not count it.
+    """
 
     total_bytes: int
     free_bytes: int
@@ -203,72 +216,86 @@ class DeviceMemory:
 
 
 class Device(Protocol):
+    """A CPU or GPU: makes streams, copies tensors, and reports its memory."""
+
     @property
     def torch_device(self) -> torch.device: ...
 
     def memory(self) -> DeviceMemory | None:
-        """The memory now; waits for the device. None if nobody counts it."""
+        """Returns the present memory of the device, or None if it is not known. Waits for the device."""
         return None
 
     @property
     def schedule_stream(self) -> Stream:
-        """The engine thread's own stream. It orders what the engine's code does directly with pieces of other streams,
-        so a forward can wait for it.
+        """The stream of the work that the engine thread does directly, outside of pieces.
+
+        Other streams can wait for its events, for example a forward that needs a tensor made by the engine thread.
         """
 
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
-        """Make a stream. On devices that `tells_of_events`, the stream's thread calls `on_event` after each event it
-        reaches or abandons. It must not block or raise.
+        """Makes a stream.
+
+        If the device has `tells_of_events`, the stream's thread calls `on_event` after each event that it reaches or
+        abandons. `on_event` must not block or raise.
         """
 
     def enter_thread(self) -> None:
-        """Each thread that uses the device outside of pieces calls this first: its calls of the device's library then
-        mean this device.
+        """Makes this the current device of the calling thread.
+
+        A thread that uses the device outside of pieces calls this first.
         """
         return
 
     def failure_for(self, error: BaseException) -> BaseException:
-        """The error to raise for `error`, raised outside of pieces: DeviceLost if the device runs nothing any more,
-        else `error` itself.
+        """Returns the error to raise in place of `error`, which code outside of pieces raised.
+
+        It is DeviceLost if the device runs nothing any more, else `error` itself.
         """
         return error
 
     @property
     def tells_of_events(self) -> bool:
+        """True if streams call `on_event`. If False, the engine has to poll events."""
         return False
 
     @property
     def runs_pieces_beside(self) -> bool:
-        """Whether a piece's Python runs on a thread of its stream, with which the caller shares the interpreter."""
+        """True if a piece's Python runs on its stream's own thread; False if it runs on the thread that enqueues it."""
         return False
 
     @property
     def graphs(self) -> GraphRecorder | None:
-        """Records work for replay; None if the device cannot."""
+        """The recorder of graphs (device work that is recorded and replayed), or None if the device has none."""
         return None
 
     def progress(self) -> Sequence[StreamProgress]:
-        """The progress of every stream made by `new_stream`. Never blocks. For one watcher, on any thread."""
+        """Returns the progress of every stream that `new_stream` made. Never blocks. Only one thread may call it."""
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory, pinned where that makes copies asynchronous."""
+        """Returns uninitialised host memory, pinned if the device needs that for asynchronous copies."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the host, made by the running stream; `tensor` itself if the host's memory is the
-        device's. Nobody may write to `tensor` any more. Read the copy after an event recorded later.
+        """Returns a copy of `tensor` on the host, or `tensor` itself if the device is a CPU.
+
+        The running stream makes the copy: read it after an event that is recorded later. `tensor` must not be written
+        to any more.
         """
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """A device copy of a host tensor that never shares storage, made on the running stream, without blocking."""
+        """Returns a copy of a host tensor on the device. It never shares storage with the tensor.
+
+        The running stream makes the copy, without blocking the caller.
+        """
 
     def close(self, timeout_s: float) -> None:
-        """Close every stream within one bound. Raises DeviceTimeout, after all are closed, when one did not finish."""
+        """Closes every stream within `timeout_s` in total. If one did not finish, raises DeviceTimeout at the end."""
 
 
 @contextmanager
 def naming_a_lost_device(device: Device) -> Iterator[None]:
-    """Wraps code that uses the device outside of pieces. A fault that some library reports in its own words is raised
-    as DeviceLost.
+    """Wraps code that uses the device outside of pieces, and raises a fault of the device as DeviceLost.
+
+    Without it the fault would be raised as whatever exception the library uses that noticed it.
     """
     try:
         yield
@@ -281,9 +308,9 @@ def naming_a_lost_device(device: Device) -> Iterator[None]:
 
 
 class WakeUp:
-    """How an engine waits for what its streams do: told by those that tell, else by looking often.
+    """How an engine's thread waits for events of its streams: woken by the streams, or else by frequent polling.
 
-    The engine's thread sets `wake`, streams' threads call `told`, which do nothing before.
+    The engine's thread sets `wake`, a function that wakes it. Threads of streams call `told`, which calls `wake`.
     """
 
     def __init__(self, device: Device) -> None:
@@ -291,11 +318,11 @@ class WakeUp:
         self.wake: Callable[[], None] | None = None
 
     def told(self) -> None:
-        """An OnEvent for streams whose events the engine may wait for."""
+        """Wakes the engine. Pass this as `on_event` to streams whose events the engine may wait for."""
         if self.wake is not None:
             self.wake()
 
     @property
     def wait_s(self) -> float:
-        """How long the engine may wait before it checks again."""
+        """How long the engine may sleep before it polls its events again, in seconds."""
         return _TOLD_WAIT_S if self._tells and self.wake is not None else _LOOK_WAIT_S

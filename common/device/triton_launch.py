@@ -1,9 +1,9 @@
-"""A Triton kernel's launch as a value: it can be run on a device, or asked what would be compiled for it.
+"""The launch of a Triton kernel as a value: it can be run, or inspected to learn which variant would be compiled.
 
-Triton compiles a kernel once for each combination of argument types, constants and options, and by default also for
-what it finds in the arguments: whether an address or an integer is a multiple of 16, and whether an integer is 1. Such
-a thing differs between two batches, and a kernel that is compiled while requests wait costs seconds. So only arguments
-that a kernel names as `fixed` are looked at: those that are the same in every launch of a loaded model.
+Triton compiles a kernel once for each combination of argument types, constants and options. By default it also
+specialises on argument values: whether an address or an integer is a multiple of 16, and whether an integer is 1. These
+differ between batches, and compiling a kernel while requests wait takes seconds. So Triton may specialise only on the
+arguments that a kernel names as `fixed`: those that are the same in every launch of a loaded model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor
 
 
 class Kernel:
-    """A function in Triton's language, with constants annotated `tl.constexpr`. `varying` are all arguments but the
-    fixed ones.
+    """A function in Triton's language, whose constants are annotated `tl.constexpr`.
+
+    Triton specialises the compiled code only on the values of the `fixed` arguments. `varying` names all the others.
     """
 
     def __init__(self, function: Callable[..., None], *, fixed: Sequence[str]) -> None:
@@ -29,18 +30,23 @@ class Kernel:
         arguments = [each.name for each in parameters if "constexpr" not in str(each.annotation)]
         assert {*fixed} <= {*arguments}, f"not all of {fixed} are arguments of {self.name}"
         self.varying = [name for name in arguments if name not in fixed]
-        self.launcher: Any = triton.jit(function, do_not_specialize=self.varying)  # the interpreter's, where that is on
+        self.launcher: Any = triton.jit(function, do_not_specialize=self.varying)  # Triton's interpreter, if it is on
 
 
 def kernel(*, fixed: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
-    """Makes a function a Kernel. `fixed` names the arguments that are the same in every launch of a loaded model."""
+    """Returns a decorator that makes a function a Kernel.
+
+    `fixed` names the arguments that are the same in every launch of a loaded model.
+    """
     return lambda function: Kernel(function, fixed=fixed)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of `kernel` over `grid`, by the names of its parameters. `fuses_operations`: whether a product may be
-    added to without being rounded before. `overlaps`: whether it may start while the one before it ends.
+    """One launch of `kernel` over `grid`, with arguments and constants by parameter name.
+
+    `fuses_operations` lets the compiler fuse a multiplication and an addition into one operation that rounds once.
+    `overlaps` lets the launch start while the one before it ends.
     """
 
     kernel: Kernel
@@ -53,13 +59,13 @@ class Launch:
     overlaps: bool = False
 
     def run(self) -> None:
-        """On the current stream. A grid without programs launches nothing."""
+        """Launches the kernel on the current stream. Does nothing if the grid is empty."""
         if 0 not in self.grid:
             self.kernel.launcher[self.grid](**self.arguments, **self.constants, **self.options)
 
     @property
     def options(self) -> dict[str, int]:
-        """The compiler's options."""
+        """The options for Triton's compiler."""
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
@@ -69,4 +75,4 @@ class Launch:
 
 
 Launcher = Callable[[Launch], None]
-"""What becomes of launches: `Launch.run`, or what only takes note of them."""
+"""A function that receives launches: `Launch.run`, or one that only collects them."""

@@ -1,4 +1,4 @@
-"""Small host values to the device without waiting for it."""
+"""Copies small values from the host to the device without waiting for the device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from torch import Tensor
 def upload(
     values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, torch_device: torch.device
 ) -> Tensor:
-    """`values` as a tensor of their shape on the device, ordered with the running stream.
+    """Returns `values` as a tensor of the same shape on the device. The running stream makes the copy.
 
-    On CUDA the copy leaves from pinned memory, which torch keeps until the copy is done: a copy from pageable memory
+    On CUDA the copy is made from pinned memory, which torch keeps until the copy is done. A copy from pageable memory
     would make the caller wait for everything enqueued before it.
     """
     return _upload(torch.tensor(values, dtype=dtype), torch_device)
 
 
 def upload_array(values: NDArray[np.int64], torch_device: torch.device) -> Tensor:
-    """The same of an array that nobody writes to any more, which a CPU's tensor shares."""
+    """Returns `values` as a tensor on the device, copied like `upload`.
+
+    On a CPU the tensor shares the array's memory, so the array must not be written to any more.
+    """
     return _upload(torch.from_numpy(values), torch_device)
 
 
@@ -31,7 +34,7 @@ def _upload(host: Tensor, torch_device: torch.device) -> Tensor:
 
 
 def device_copy(host: Tensor, torch_device: torch.device) -> Tensor:
-    """`host` on the device, never sharing storage with it; else as `upload`."""
+    """Returns a copy of `host` on the device, made like `upload`. It never shares storage with `host`."""
     if torch_device.type == "cpu":
         return host.clone()
     with torch.cuda.device(torch_device):  # memory is pinned by the device that is current
