@@ -1,16 +1,16 @@
-"""How deep each step drafts: as deep as its drafts pay for themselves.
+"""Chooses how many levels each step drafts: the depth that commits the most tokens per second.
 
 A step that drafts d levels for B rows commits 1 + a1 + … + ad tokens a row, where ai is how often draft i is accepted.
-What it takes is measured while serving (step_times.py): drafting, verifying, the head's reading behind it, and how
-long the stream then waits for the next step, which cannot be prepared before verify has ended. The depth with the most
-tokens a second is taken, 0 (decoding without drafts) included, and now and then another to see what it would take: one
-that was not measured yet, or a neighbour.
+The time of a step is measured while serving (step_times.py). It includes drafting, verifying, the head's reading of the
+committed tokens, and the stream's wait for the next step, which cannot be prepared before verify has ended. The depth
+with the most tokens per second is chosen; depth 0 is decoding without drafts. Now and then a step probes another depth
+to measure it: one that was not measured yet, or a neighbour of the best.
 
-At depth 0 the head is left behind (draft_backlog.py) and catches up now and then: a step is charged its part of that.
-A probe comes behind a step without drafts, by which it is measured, and so is the depth that was taken until then.
-To begin drafting again takes a step of depth 0 that leaves a seed, with the head catching up: drafts must pay for that
-too. Where only a probe wants it, it is put off until the probe takes less than 0.75% of the time since the last one,
-which is soon where the head has to catch up anyway for want of room.
+At depth 0 the draft head does not read each token; it catches up now and then (draft_backlog.py), and every step is
+charged its share of that. A probe follows a step without drafts and is compared with it. So is the best depth, whose
+last step came before that one. Drafting needs a seed from the step before: a step of depth 0 leaves one after the head
+has caught up, and drafts must pay for that too. A probe that needs such a step waits until it costs less than 0.75% of
+the time since the last probe. If the head must catch up anyway for want of room, the probe costs little and comes soon.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.step_times import StepTimes
 
 _FIRST_ACCEPTANCE = 0.7
-_ACCEPTANCE_WEIGHT = 0.02  # of one row's step, and of each that went by without such a draft, up to
+_ACCEPTANCE_WEIGHT = 0.02  # weight of one draft in the average rate; times the steps since a draft of its level
 _MAX_STALE_STEPS = 16
-_NEW_PROBE_INTERVAL = 2  # in steps at least, where much is to be measured; more with each in a row
+_NEW_PROBE_INTERVAL = 2  # least steps between probes of unmeasured depths; grows with each in a row
 _LONGEST_NEW_PROBE_INTERVAL = 16
-_PROBE_INTERVAL = 64  # at least, of any other
-_PROBE_SHARE = 0.0075  # of the time, in the long run
-_LONGEST_PROBE_INTERVAL = 1024  # in steps
-_BEGIN_STEPS = 64  # with drafts, in which they are to pay for having begun
-_HOPELESS = 0.8  # of the best depth's tokens/s, from what is known of other numbers of rows
-_MARGIN = 1.02  # what drafts are to bring at least: times measured are off by as much
+_PROBE_INTERVAL = 64  # the least number of steps between other probes
+_PROBE_SHARE = 0.0075  # the share of time that probes may cost in the long run
+_LONGEST_PROBE_INTERVAL = 1024  # in steps; after so many a probe is due at any cost
+_BEGIN_STEPS = 64  # steps with drafts that share the cost of beginning to draft
+_HOPELESS = 0.8  # share of the best depth's tokens/s; an unmeasured depth estimated below it is not probed
+_MARGIN = 1.02  # drafts must bring this factor at least, because measured times have errors of that size
 
 
 class Depth(Protocol):
-    """How deep the next step is to draft."""
+    """The policy that decides how deep the next step drafts."""
 
     @property
     def levels(self) -> Sequence[SpecInfo]:
-        """Every depth that may be chosen, seed or none."""
+        """All depths that may be chosen, without regard to `leaves_seed`."""
 
     def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
-        """For B rows, of which `num_wanted` may have drafts. `draft_lag` [B] counts tokens that the head has not read.
+        """Returns the speculation for a step of B rows, of which `num_wanted` want drafts.
 
-        May be asked more than once a step.
+        `draft_lag` [B] counts the tokens that the head has not read. It may be called more than once per step.
         """
 
     def launched(self, spec_info: SpecInfo) -> None:
-        """The step was launched as chosen, or with less."""
+        """Records that the next step was launched with `spec_info`: the chosen depth, or less."""
 
     def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
-        """The step's outcome; `draft_lag` [B] as it was before."""
+        """Records a step's outcome. `draft_lag` [B] is the head's lag before the step."""
 
 
 class FixedDepth:
-    """A Depth: always the same, unless nobody wants drafts."""
+    """A Depth that is always the same, except that a batch that wants no drafts gets none."""
 
     def __init__(self, spec_info: SpecInfo) -> None:
         self._spec_info = spec_info
@@ -82,7 +82,7 @@ class FixedDepth:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What a step is expected to commit and take."""
+    """The number of tokens a step is expected to commit and the seconds it is expected to take."""
 
     num_tokens: float
     seconds: float
@@ -93,12 +93,14 @@ class _Expected:
         return cls(num_tokens, seconds, num_tokens / seconds)
 
     def loss_s(self, best: _Expected) -> float:
-        """How much sooner `best` would have committed as many tokens."""
+        """Returns how many seconds longer this step takes than `best` would take for the same number of tokens."""
         return self.seconds - self.num_tokens / best.tokens_per_s
 
 
 class AdaptiveDepth:
-    """A Depth between 0 and `deepest`'s. It depends only on what it is told."""
+    """A Depth between 0 and that of `deepest`, chosen from measured steps. It reads no clock: its
+    inputs decide alone.
+    """
 
     def __init__(self, deepest: SpecInfo) -> None:
         self._levels = [deepest.at_depth(depth) for depth in range(deepest.num_steps + 1)]
@@ -106,10 +108,10 @@ class AdaptiveDepth:
         self._stale_steps = [1] * deepest.num_steps
         self._times = StepTimes(num_levels=deepest.num_steps, max_draft_lag=deepest.max_draft_lag)
         self._has_seeds = True
-        self._is_plain = False  # the step launched last
-        self._probe_is_new: bool | None = None  # None: what was chosen last is no probe
+        self._is_plain = False  # whether the step launched last had no drafts
+        self._probe_is_new: bool | None = None  # None: the last choice was no probe
         self._num_since_probe = 0
-        self._num_new = 0  # probes of what was not measured well, in a row
+        self._num_new = 0  # consecutive probes of depths without enough measurements
         self._num_probes = 0
 
     @property
@@ -161,13 +163,15 @@ class AdaptiveDepth:
         self._times.add(spec_info, draft_lag=draft_lag, stats=stats)
 
     def _begin_s(self, draft_lag: NDArray[np.int64]) -> float:
-        """Seconds for leaving a seed for the next step; 0 if there is one, or if the head reads anyway."""
+        """Returns the seconds it costs to leave a seed for the next step. That is 0 if there is a seed or the head
+        reads anyway.
+        """
         if self._has_seeds or self._levels[0].must_catch_up(draft_lag):
             return 0.0
         return self._times.read_s(int(draft_lag.sum()) + len(draft_lag))
 
     def _is_due(self, *, is_new: bool, probe_s: float, step_s: float) -> bool:
-        """Whether to probe, once there is a seed; `probe_s` is the time lost by that."""
+        """Returns whether to probe as soon as there is a seed. `probe_s` is the time that the probe loses."""
         num_steps = self._num_since_probe
         if is_new:
             return num_steps >= min(_NEW_PROBE_INTERVAL + self._num_new, _LONGEST_NEW_PROBE_INTERVAL)
@@ -175,7 +179,7 @@ class AdaptiveDepth:
         return (num_steps >= _PROBE_INTERVAL and can_afford) or num_steps >= _LONGEST_PROBE_INTERVAL
 
     def _expected(self, num_rows: int, num_wanted: int, begin_s: float) -> list[_Expected]:
-        """Expectations for the whole batch, by depth."""
+        """Returns the expectation for a step of the whole batch at each depth, from 0 on."""
         plain_s, *drafting_s = self._times.steps_s(num_rows)
         steps = [_Expected.of(num_rows, plain_s)]
         num_accepted, is_reached = 0.0, 1.0
@@ -191,11 +195,11 @@ class AdaptiveDepth:
         return 1 + rates.index(best) if best > _MARGIN * without else 0
 
     def _probed_depth(self, best: int, num_rows: int, steps: Sequence[_Expected]) -> tuple[int, bool]:
-        """The depth to try for so many rows, and whether it, or the best, still needs measuring. One that might be the
-        best comes first.
+        """Returns the depth to probe for `num_rows` rows, and whether it, or the best depth, still needs measuring.
 
-        Otherwise neighbours of the best take turns. At depth 0 one probe in four goes deeper, because a depth 1 that
-        does not pay says nothing about deeper ones.
+        An unmeasured depth that might be the best comes first. Otherwise the neighbours of the best take turns. If the
+        best is depth 0, one probe in four goes deeper than 1, because a depth 1 that does not pay says nothing about
+        deeper ones.
         """
         for depth, step in enumerate(steps[1:], start=1):
             is_hopeless = 0 < step.tokens_per_s < _HOPELESS * steps[best].tokens_per_s
@@ -209,7 +213,7 @@ class AdaptiveDepth:
 
 
 def depth_of(spec_info: SpecInfo | None, *, adapts: bool) -> Depth | None:
-    """None if nothing is drafted."""
+    """Returns the policy for `spec_info`, adaptive or fixed. Returns None if nothing is drafted."""
     if spec_info is None:
         return None
     return AdaptiveDepth(spec_info) if adapts else FixedDepth(spec_info)

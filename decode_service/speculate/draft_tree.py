@@ -1,4 +1,6 @@
-"""Drafts on their way through verification: a chain, or a tree whose node 0 is the token they all follow."""
+"""The drafts of a batch in verification: a chain or a tree for each row. Node 0, the root, is the
+last committed token.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from common.sampling.state import Ancestors
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """`path` [B, W] int64: the nodes after which tokens are committed, root first, then any. `accept_lens` [B]: how
-    many of them count.
+    """The accepted nodes of each row, in order, root first; a token is committed after each of them.
+
+    `path` [B, W] int64 holds node numbers. Only the first `accept_lens` [B] entries of a row count.
     """
 
     path: Tensor
@@ -22,10 +25,11 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """`token_ids` [B, D] int64 are nodes 1 .. D, a parent before its children; siblings are different tokens.
+    """The drafted tokens of each row as a tree. Node 0 is the root, and `token_ids` [B, D] int64 are nodes 1 .. D.
 
-    `parents` [B, D] int64: each one's parent node. `mask` [B, D + 1, D + 1] bool: for each node its ancestors and
-    itself. `is_chain`: node i follows node i - 1. `num_levels` bounds the depth.
+    A parent comes before its children, and siblings are different tokens. `parents` [B, D] int64 is each draft's parent
+    node. `mask` [B, D + 1, D + 1] bool marks each node's ancestors and itself. `is_chain` means that node i follows
+    node i - 1. `num_levels` bounds the depth.
     """
 
     token_ids: Tensor
@@ -64,18 +68,22 @@ class DraftTree:
         return self.token_ids.shape[1] + 1
 
     def depths(self) -> Tensor:
-        """[B, D + 1] int64, the root's 0."""
+        """Returns the depth of each node, [B, D + 1] int64. The root has depth 0."""
         return self.mask.sum(dim=2) - 1
 
     def ancestors(self) -> Ancestors:
-        """The drafts on the way to the token after each node, for [B * (D + 1)] nodes."""
+        """Returns, for each of the B * (D + 1) nodes, the drafts from the root to that node, itself included."""
         return Ancestors(
             token_ids=self.token_ids.repeat_interleave(self.num_nodes, dim=0),
             counted=self.mask[:, :, 1:].flatten(0, 1).to(torch.int32),
         )
 
     def accept(self, target_ids: Tensor) -> Accepted:
-        """The nodes on the way that the target takes: `target_ids` [B, D + 1] are its own tokens after each node."""
+        """Returns the nodes that the target model accepts.
+
+        `target_ids` [B, D + 1] are the tokens that the target draws after each node. A draft is accepted if it and all
+        its ancestors equal the token drawn after their parents.
+        """
         if self.is_chain:
             is_right = self.token_ids == target_ids[:, :-1]
             path = torch.arange(self.num_nodes, device=self.token_ids.device).expand(target_ids.shape[0], -1)

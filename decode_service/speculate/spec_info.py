@@ -1,4 +1,4 @@
-"""The shape of a batch's speculation."""
+"""The parameters of a batch's speculation: how many levels are drafted and how many tokens verified."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ MAX_DRAFT_LAG = 128
 
 @dataclass(frozen=True, slots=True)
 class SpecInfo:
-    """`num_steps` levels of drafts, of which `num_draft_tokens` are verified: a chain, or with `topk` > 1 a tree.
+    """The shape of one step's drafts: a chain, or with `topk` > 1 a tree.
 
-    A tree's nodes have `topk` children each, of every level the `topk` best are continued, and of all that were drafted
-    the best are verified. No steps: nothing is drafted. `leaves_seed`: whether the next step is to draft; without it
-    the head may fall behind, by less than `max_draft_lag` tokens a row. Many rows end before that, and what is put down
-    for the head takes a small part of what a row's KV may take.
+    `num_steps` is the number of levels; with 0 nothing is drafted. `num_draft_tokens` drafts of a row are verified. In
+    a tree each continued node has `topk` children, the `topk` best nodes of each level are continued, and the best of
+    all drafts are verified. `leaves_seed` says whether the next step can draft. Without a seed the head may fall behind
+    by less than `max_draft_lag` tokens a row. That bound keeps small what is stored for the head, and many rows end
+    before it.
     """
 
     num_steps: int
@@ -37,7 +38,7 @@ class SpecInfo:
         return cls(num_draft_tokens, num_draft_tokens)
 
     def at_depth(self, num_steps: int) -> SpecInfo:
-        """The same with fewer levels."""
+        """Returns the same speculation with `num_steps` levels, which are fewer or as many."""
         num_draft_tokens = min(self.num_draft_tokens, num_drafted(num_steps, self.topk))
         return replace(self, num_steps=num_steps, num_draft_tokens=num_draft_tokens)
 
@@ -45,40 +46,46 @@ class SpecInfo:
         return replace(self, leaves_seed=False)
 
     def must_catch_up(self, draft_lag: NDArray[np.int64]) -> bool:
-        """Whether a row has no room for one token more that the head has not read; `draft_lag` [B]: those it has."""
+        """Whether a row has no room for one more token that the head has not read. `draft_lag` [B] counts its unread
+        tokens.
+        """
         return int(draft_lag.max(initial=0)) + 1 >= self.max_draft_lag
 
     def head_reads(self, draft_lag: NDArray[np.int64]) -> bool:
-        """Whether the head reads what it has not read after the step, instead of being left behind."""
+        """Whether the head reads all unread tokens after the step. Otherwise it falls behind further."""
         return self.leaves_seed or self.has_drafts or self.must_catch_up(draft_lag)
 
     def num_head_tokens(self, draft_lag: NDArray[np.int64]) -> int:
-        """Tokens that the head then reads: as many as the step may commit, and those of earlier steps."""
+        """Returns how many tokens the head reads after the step: all the step may commit, and the unread ones of
+        earlier steps.
+        """
         return int(draft_lag.sum()) + len(draft_lag) * self.max_accept_len if self.head_reads(draft_lag) else 0
 
     @property
     def has_drafts(self) -> bool:
-        """Whether only the forward finds out how many tokens the step commits."""
+        """Whether the step drafts. If so, only the forward finds out how many tokens it commits."""
         return self.num_steps > 0
 
     @property
     def num_verify_tokens(self) -> int:
-        """The bonus token of the step before, and the drafts."""
+        """The number of tokens that verification computes: the last committed token and the drafts."""
         return self.num_draft_tokens + 1
 
     @property
     def max_accept_len(self) -> int:
-        """Tokens that a step commits at most."""
+        """The largest number of tokens that a step commits per row."""
         return self.num_steps + 1
 
     @property
     def num_slots(self) -> int:
-        """Slots past a row's committed KV that a step writes to: it drafts in them, then verifies in them."""
+        """The number of slots past a row's committed KV that a step writes, first in drafting and
+        then in verification.
+        """
         return max(self.num_verify_tokens, self.topk * (self.num_steps - 1))
 
 
 def num_drafted(num_steps: int, topk: int) -> int:
-    """Tokens that a tree of so many levels drafts before the best are chosen."""
+    """Returns how many tokens a tree of `num_steps` levels drafts before the best are chosen."""
     if topk == 1 or num_steps == 0:
         return num_steps
     return topk + (num_steps - 1) * topk * topk

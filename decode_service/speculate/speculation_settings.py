@@ -11,16 +11,21 @@ from decode_service.speculate.spec_info import MAX_DRAFT_LAG, SpecInfo, num_draf
 
 _DEFAULT_CHAIN = 4
 MAX_CATCH_UP_TOKENS = 4096
-"""That the head reads in one forward when it was left behind: what the target prefills in two or so, by default."""
+"""The largest number of unread tokens that the head reads in one forward when it catches up.
+
+By default that is about as many as the target prefills in two forwards.
+"""
 
 
 def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
-    """Raises StartupError, which names the setting, if settings and head do not fit."""
+    """Returns the speculation that the settings ask for. Raises StartupError, naming the setting, if the head does not
+    fit.
+    """
     return _shape_of(settings, head)
 
 
 def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
-    """Returns `spec_info` with how far the head may be left behind for so many rows."""
+    """Returns `spec_info` with `max_draft_lag` reduced so that `max_rows` lagging rows fit in MAX_CATCH_UP_TOKENS."""
     return replace(spec_info, max_draft_lag=max(1, min(MAX_DRAFT_LAG, MAX_CATCH_UP_TOKENS // max_rows)))
 
 

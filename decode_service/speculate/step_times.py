@@ -1,8 +1,8 @@
-"""How long a step takes, from measured steps: with drafts, as a multiple of the time without.
+"""Estimates how long a step takes from measured steps. A step with drafts is estimated as a multiple of one without.
 
-The machine's speed drifts: others use it, prompts are computed beside, contexts grow. So a step with drafts is compared
-with an adjacent step without drafts and with about as many rows, and the ratio counts. Absolute times serve where a
-rough figure suffices.
+The machine's speed drifts: others use it, prompts are computed on it and contexts grow. So a step with drafts is
+compared with an adjacent step without drafts that has about as many rows, and the ratio is kept. Absolute times are
+used where a rough figure suffices.
 """
 
 from __future__ import annotations
@@ -35,44 +35,47 @@ class _Step:
 
 class StepTimes:
     def __init__(self, *, num_levels: int, max_draft_lag: int) -> None:
-        self._plain_s = _Curve(min)  # without drafts, by rows
-        self._read_s_per_token = _Curve(min)  # without drafts, by tokens that the head reads
-        self._quotients = [_Curve(median_high) for _ in range(num_levels)]  # with one level more, by rows
-        self._parts_s: deque[tuple[float, float]] = deque(  # without drafts: the head's, all else
+        """Measured times of decode steps, by depth and number of rows."""
+        self._plain_s = _Curve(min)  # seconds without drafts, by number of rows
+        self._read_s_per_token = _Curve(min)  # of steps without drafts, by number of tokens that the head reads
+        self._quotients = [_Curve(median_high) for _ in range(num_levels)]  # per depth from 1, by number of rows
+        self._parts_s: deque[tuple[float, float]] = deque(  # without drafts: seconds of the head, of all else
             maxlen=max_draft_lag * math.ceil(MAX_DRAFT_LAG / max_draft_lag)
         )
-        self._head_share = 0.0  # of what all else takes, by those
-        self._met: set[tuple[int, int]] = set()  # depths and classes of rows
+        self._head_share = 0.0  # the head's seconds over those of all else, from those pairs
+        self._met: set[tuple[int, int]] = set()  # pairs (depth, class of row counts) of measured steps
         self._reads_met: set[int] = set()
         self._before: _Step | None = None
         self._latest: _Step | None = None
 
     @property
     def is_known(self) -> bool:
-        """Whether it is for steps without drafts, of some number of rows."""
+        """Whether the time of a step without drafts is known for some number of rows."""
         return self._plain_s.is_known
 
     def has(self, depth: int, num_rows: int) -> bool:
-        """Whether enough is known of about as many rows to compare by."""
+        """Whether `depth` was measured often enough with about as many rows."""
         return (self._quotients[depth - 1] if depth else self._plain_s).num_values(num_rows) >= _NUM_ENOUGH
 
     def has_all(self, depth: int, num_rows: int) -> bool:
-        """Whether a depth with drafts has all the ratios that are kept."""
+        """Whether a depth with drafts has as many measured ratios for about as many rows as are kept."""
         return self._quotients[depth - 1].num_values(num_rows) == _NUM_TIMES
 
     def steps_s(self, num_rows: int) -> list[float]:
-        """Seconds until the next step can begin, for each depth; infinite for one that was never compared."""
+        """Returns the seconds until the next step can begin, for each depth. A depth that was never compared has
+        infinity.
+        """
         plain_s = self._plain_s.at(num_rows)
         drafting_s = [plain_s * curve.at(num_rows) if curve.is_known else math.inf for curve in self._quotients]
         return [plain_s * (1 + self._head_share), *drafting_s]
 
     def read_s(self, num_tokens: int) -> float:
-        """The head's forward over tokens that it has not read."""
+        """Returns the seconds of a forward of the head over `num_tokens` tokens that it has not read."""
         return num_tokens * self._read_s_per_token.at(num_tokens)
 
     def add(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
-        """A step; `draft_lag` [B]: tokens that the head had not read before."""
-        if stats.verify_s <= 0:  # the clock is too coarse: this step is no measure, nor a neighbour
+        """Adds the times of one step. `draft_lag` [B] counts the tokens that the head had not read before it."""
+        if stats.verify_s <= 0:  # the clock is too coarse: this step cannot be measured or compared
             self._before = self._latest = None
             return
         num_rows, depth = len(draft_lag), spec_info.num_steps
@@ -97,7 +100,9 @@ class StepTimes:
         self._latest = _Step(depth, num_rows, seconds, is_first)
 
     def _finish(self, *, idle_s: float) -> None:
-        """The latest step, behind which the stream waited for `idle_s`."""
+        """Completes the latest step with the `idle_s` seconds that the stream waited after it, and compares it with the
+        one before.
+        """
         before, step = self._before, self._latest
         if step is None:
             return
@@ -112,16 +117,17 @@ class StepTimes:
 
 
 class _Curve:
-    """A figure as a function of a size: for sizes within a half of each other, `figure` of the last few values.
+    """A measured figure as a function of a size, such as the number of rows.
 
-    Only the last few, because contexts grow and text changes.
+    Similar sizes form a class, two classes per doubling. `figure` reduces the last few values of a class to one. Older
+    values are dropped, because contexts grow and text changes.
     """
 
     def __init__(self, figure: Callable[[Sequence[float]], float]) -> None:
         self._figure = figure
         self._values: dict[int, deque[float]] = {}
-        self._figures: dict[int, float] = {}  # of each of those
-        self._found: dict[int, float] = {}  # by size, since a value was added
+        self._figures: dict[int, float] = {}  # the reduced value of each class
+        self._found: dict[int, float] = {}  # interpolated values by size, until a value is added
 
     @property
     def is_known(self) -> bool:
@@ -138,7 +144,9 @@ class _Curve:
         self._found.clear()
 
     def at(self, size: int) -> float:
-        """Between sizes that were seen on a line; beyond them that of the nearest. 0 when nothing was seen."""
+        """Returns the figure at `size`, interpolated between the sizes seen. Beyond them it is that of the nearest; 0
+        if none.
+        """
         if (found := self._found.get(size)) is None:
             found = self._found[size] = self._between(size)
         return found
