@@ -1,8 +1,8 @@
-"""What the head has not read yet: the target's states and tokens of steps that drafted nothing and left no seed.
+"""Stores the inputs that the draft head has not read yet, from steps that drafted nothing and left no seed.
 
-A forward of the head over one token a row mostly reads its weights. So a step without drafts puts down what the head
-would have read, and the head catches up in one forward when a seed is wanted or a row has no room left here. How far
-each row is behind, the schedule side knows: such a step commits one token a row.
+A forward of the head over one token per row mostly reads the head's weights. So a step without drafts only stores the
+target's hidden states and tokens. The head catches up in one forward when a seed is wanted or a row has no room left
+here. The schedule side knows each row's lag, because such a step commits one token per row.
 
 steps   no seed   no seed   no seed   seed
 lag        0         1         2       3   ─▶ the head reads 4 tokens
@@ -24,8 +24,10 @@ from decode_service.forward.forward_batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """T tokens for the head to read, each row's adjacent: `captured` [T, states * H], `next_ids` [T] the token after
-    each, `last` [B] the place of each entry's last token that counts.
+    """T tokens for the head to read; the tokens of one row are adjacent.
+
+    `captured` [T, states * H] are the target's hidden states, `next_ids` [T] the token after each. `last` [B] is the
+    index of each entry's last valid token.
     """
 
     window: ForwardInput
@@ -35,7 +37,10 @@ class Unread:
 
 
 class DraftBacklog:
-    """A row of buffers for each pool row; row 0 absorbs padding. Touched on the forward stream alone."""
+    """Buffers of unread head inputs, with space for `max_lag` tokens per pool row. Only the forward stream uses them.
+
+    Row 0 absorbs padding.
+    """
 
     def __init__(
         self, *, max_rows: int, max_lag: int, num_values: int, dtype: torch.dtype, torch_device: torch.device
@@ -45,13 +50,15 @@ class DraftBacklog:
         self._next_ids = torch.zeros(shape, dtype=torch.int64, device=torch_device)
 
     def put(self, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
-        """The single token of each row of a step without drafts: `captured` [B, states * H], `next_ids` [B]."""
+        """Stores the single token of each row of a step without drafts: `captured` [B, states * H]
+        and `next_ids` [B].
+        """
         places = upload_array(batch.draft_lag, next_ids.device)
         self._captured[batch.req_pool_indices, places] = captured
         self._next_ids[batch.req_pool_indices, places] = next_ids
 
     def unread(self, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
-        """After `put`: everything that the head has not read of the batch's rows."""
+        """Returns everything that the head has not read of the batch's rows. Call it after `put`."""
         num_tokens = batch.draft_lag + 1
         prefix_lens = batch.seq_lens_cpu - num_tokens
         stops = num_tokens.cumsum()

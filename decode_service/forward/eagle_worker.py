@@ -1,4 +1,4 @@
-"""EAGLE speculation with a head of one layer, run once more for each further level of drafts: a chain or a tree."""
+"""EAGLE speculation. A one-layer head drafts a chain or a tree, one forward per level; several layers draft a chain."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class _ChainStep:
-    """`window` lacks the token. `drafted_positions` [B] is where the token that it drafts will be."""
+    """The input of the head's forward for one level of a chain, without its tokens.
+
+    `drafted_positions` [B] are the positions of the tokens that it drafts.
+    """
 
     window: ForwardInput
     drafted_positions: Tensor
 
 
 class EagleWorker(SpeculativeWorker):
-    """Level j + 1 is drafted by feeding level j's tokens at their own positions' predecessors, where the head's KV of
-    them goes until draft-extend replaces it.
+    """Speculates with a one-layer head, which is run once more for each level after the first.
+
+    The tokens of one level are the input that drafts the next. The head's KV of drafts is replaced in draft-extend.
     """
 
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
@@ -38,7 +42,7 @@ class EagleWorker(SpeculativeWorker):
         return self._draft_branches(batch, spec_info, inputs)
 
     def _draft_chain(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> Tensor:
-        """[B, steps] target ids."""
+        """Returns the drafts of each row, [B, steps] target ids."""
         token, hidden = inputs.seeds[TOPK_INDEX][:, 0], inputs.seeds[HIDDEN_STATES]
         if spec_info.num_steps == 1:
             return token.unsqueeze(1)
@@ -58,14 +62,14 @@ class EagleWorker(SpeculativeWorker):
         return torch.stack(tokens, dim=1)
 
     def _chain_steps(self, batch: ForwardBatch, num_steps: int) -> Iterator[_ChainStep]:
-        """Computes the inputs of all steps at once, because every call of an operator costs time."""
+        """Yields the input of each further level. All are computed at once, because each operator call costs time."""
         positions = batch.positions.view(batch.batch_size, -1).t()[:num_steps].contiguous()
         slots = batch.out_cache_loc.view(batch.batch_size, -1).t()[:num_steps].contiguous()
         columns = zip(*(column.unbind() for column in (positions, slots, positions + 1, positions + 2)), strict=True)
         before = int(batch.seq_lens_cpu.max(initial=0)) - batch.num_tokens
         for number, (own, own_slots, seq_lens, drafted) in enumerate(columns, start=1):
             window = ForwardInput(
-                input_ids=own,  # a placeholder until the token is known
+                input_ids=own,  # replaced once the token is known
                 positions=own,
                 out_cache_loc=own_slots,
                 req_to_token=self._pool.rows.req_to_token,
@@ -80,15 +84,16 @@ class EagleWorker(SpeculativeWorker):
             yield _ChainStep(window, drafted)
 
     def _draft_branches(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        """On each level the `topk` likeliest paths go on. The `num_draft_tokens` likeliest drafts of all levels are
-        taken.
+        """Drafts a tree. On each level the `topk` likeliest paths continue.
+
+        Of all drafts the `num_draft_tokens` likeliest form the tree.
         """
         num_rows, topk = batch.batch_size, spec_info.topk
         device = inputs.tokens.device
-        # Every draft so far, [B, C]: token, its probability with its ancestors', and its parent (-1: the root).
+        # All drafts so far, [B, C]: token, its probability multiplied by its ancestors', and its parent (-1: the root).
         ids, probs = inputs.seeds[TOPK_INDEX], inputs.seeds[TOPK_P]
         parents = torch.full_like(ids, -1)
-        # The level's beams, [B, topk]: their places in the candidates; and which earlier beams each one attends.
+        # The level's beams, [B, topk], as indices of drafts; and the mask of earlier beams that each one attends.
         beams = torch.arange(topk, device=device).expand(num_rows, -1)
         hidden = inputs.seeds[HIDDEN_STATES].unsqueeze(1).expand(-1, topk, -1)
         mask = torch.eye(topk, dtype=torch.bool, device=device).expand(num_rows, -1, -1)
@@ -129,7 +134,7 @@ class EagleWorker(SpeculativeWorker):
             inherited = mask.gather(1, parent_beams.unsqueeze(2).expand(-1, -1, mask.shape[2]))
             itself = torch.eye(topk, dtype=torch.bool, device=device).expand(num_rows, -1, -1)
             mask = torch.cat([inherited, itself], dim=2)
-        # Ties fall to the earlier draft: a parent is never less likely than its child, so it is taken before it.
+        # Ties go to the earlier draft. A parent is never less likely than its child, so it is taken before it.
         ranked = probs.sort(dim=1, descending=True, stable=True).indices
         taken = ranked[:, : spec_info.num_draft_tokens].sort(dim=1).values
         parent_candidates = parents.gather(1, taken)
@@ -142,7 +147,10 @@ class EagleWorker(SpeculativeWorker):
 
 
 class MultiLayerEagleWorker(SpeculativeWorker):
-    """Layer i drafts token i + 1 of the chain. What a layer read of drafts that were refused stays in its KV."""
+    """Speculates with a head of several layers: layer i drafts token i + 1 of the chain.
+
+    The KV that a layer wrote for rejected drafts stays.
+    """
 
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
         return DraftTree.chain(inputs.seeds[TOPK_INDEX][:, : spec_info.num_steps])

@@ -1,4 +1,4 @@
-"""What one forward of the decode service reads: a snapshot that the schedule side hands over and leaves alone."""
+"""The input of one forward of the decode service: a snapshot that the schedule side makes and never changes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from decode_service.speculate.spec_info import SpecInfo
 
 
 class ForwardMode(Enum):
-    PREBUILT = auto()  # bootstrapped from a handoff: no forward of its own
+    """How a batch gets its next tokens."""
+
+    PREBUILT = auto()  # its first tokens came with the handoff: it needs no forward
     DECODE = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """What one forward reads. It owns its tensors and refers to no request and no ScheduleBatch.
+    """The input of one forward. It owns its tensors and refers to no request and no ScheduleBatch.
 
-    `seq_lens` [B] counts the tokens the target computes, M of each entry, and `positions` [B * M] are those tokens' own
-    in a chain. `prefix_lens` [B] is the KV that was there before, `out_cache_loc` [B * S] the slots behind it that the
-    step may write. `undrafted` are entries whose drafts do not count; `draft_lag` [B] is what the head has not read
-    before this step. `seq_lens_sum` is derived here and nowhere else.
+    The target computes M tokens per entry at `positions` [B * M], which are those of a chain. `seq_lens` [B] includes
+    these tokens; `prefix_lens` [B] is the length of the KV before them. `out_cache_loc` [B * S] are the slots after the
+    prefix that the step may write. `undrafted` are the indices of entries whose drafts do not count. `draft_lag` [B]
+    counts the tokens that the head has not read before this step. `seq_lens_sum` is computed only here.
     """
 
     req_pool_indices: Tensor
@@ -55,10 +57,10 @@ class ForwardBatch:
         undrafted: tuple[int, ...],
         draft_lag: NDArray[np.int64],
     ) -> ForwardBatch:
-        """A step's batch from the schedule side's columns, which it copies.
+        """Builds a step's batch from copies of the schedule side's columns.
 
-        `seq_lens` and `seq_lens_cpu` [B] are the lengths the step was prepared with: without drafts its one token is
-        counted in them, with drafts none of its tokens is.
+        `seq_lens` and `seq_lens_cpu` [B] are the lengths that the step was prepared with. Without drafts they include
+        its one token; with drafts they include none of its tokens.
         """
         num_tokens = 1 if spec_info is None else spec_info.num_verify_tokens
         num_ahead = num_tokens if spec_info is not None and spec_info.has_drafts else 0
@@ -86,30 +88,30 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
-        """M: the tokens the target computes of each entry."""
+        """M: the number of tokens per entry that the target computes."""
         return 1 if self.spec_info is None else self.spec_info.num_verify_tokens
 
     @property
     def has_drafts(self) -> bool:
-        """Whether only the forward finds out how many tokens it commits."""
+        """Whether the step drafts. If so, only the forward finds out how many tokens it commits."""
         return self.spec_info is not None and self.spec_info.has_drafts
 
     @property
     def leaves_head_behind(self) -> bool:
-        """Whether what the step computes is left for the head to read later."""
+        """Whether the step's tokens are stored for the head to read later."""
         return self.spec_info is not None and not self.spec_info.head_reads(self.draft_lag)
 
     @property
     def draft_lag_after(self) -> NDArray[np.int64]:
-        """What the head has not read once the step is done."""
+        """The number of tokens, [B], that the head has not read after the step."""
         return self.draft_lag + 1 if self.leaves_head_behind else np.zeros_like(self.draft_lag)
 
     @property
     def max_accept_len(self) -> int:
-        """Tokens that the step commits of an entry at most."""
+        """The largest number of tokens that the step commits per entry."""
         return 1 if self.spec_info is None else self.spec_info.max_accept_len
 
 
 def windows(starts: Tensor, num_tokens: int) -> Tensor:
-    """Returns the `num_tokens` positions from each of `starts` [B] on: [B, num_tokens]."""
+    """Returns `num_tokens` consecutive positions for each start in `starts` [B], as [B, num_tokens]."""
     return starts.unsqueeze(1) + torch.arange(num_tokens, device=starts.device)

@@ -1,4 +1,4 @@
-"""The decode engine's objects on the forward stream: the worker, the relay, and state that only forwards write."""
+"""Creates the decode engine's objects on the forward stream: the worker, the relay and the sampling state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class ForwardSide:
-    """`recorded` says what recording the steps' forwards took; None if they are not recorded."""
+    """The decode engine's objects that forwards use.
+
+    `recorded` says what recording the forwards as graphs took; None if they are not recorded.
+    """
 
     stream: Stream
     worker: Worker
@@ -45,14 +48,15 @@ class ForwardSide:
         poisons_consumed_rows: bool,
         wait_timeout_s: float,
     ) -> ForwardSide:
-        """`levels` are all ways to speculate, the deepest last; none without `draft`.
+        """Creates the objects, warms the kernels and records the forwards if they are to be replayed.
 
-        Raises PieceFailed if the model's forwards should be recorded and cannot be.
+        `levels` are all depths that steps may draft, the deepest last; it is empty without `draft`. Raises PieceFailed
+        if the forwards should be recorded and cannot be.
         """
         max_rows = pool.rows.max_rows
         recorder = device.graphs if replays_forwards else None
         if recorder is not None and not model.attention.follows_lengths:
-            recorder = None  # a recorded forward's bound is the table's width, and every step would pay for that
+            recorder = None  # a recorded forward is bounded by the table's width, and each step would pay for that
         graphs = None if recorder is None else ForwardGraphs(recorder=recorder, batch_sizes=batch_sizes(max_rows))
         stream = device.new_stream("forward")
         sampling_state = SamplingState(
@@ -80,7 +84,8 @@ class ForwardSide:
             poisons_consumed_rows=poisons_consumed_rows,
             wait_timeout_s=wait_timeout_s,
         )
-        # What is recorded compiles what it needs, but not all steps are: a head catches up on rows of unequal lag.
+        # Recording compiles most kernels but not all: a head catches up on rows of unequal lag without a recorded
+        # forward.
         warm_kernels(
             model=model,
             draft=draft,
@@ -115,7 +120,10 @@ def new_worker(
     stream: Stream,
     graphs: ForwardGraphs | None = None,
 ) -> Worker:
-    """`draft` and `spec_info` come together. With `graphs` forwards of recorded shapes are replayed."""
+    """Creates the worker that fits the head, or a plain one without it. `draft` and `spec_info` are given together.
+
+    With `graphs`, forwards of recorded shapes are replayed.
+    """
     if graphs is not None:
         model = GraphedTarget(model, graphs)
         draft = GraphedHead(draft, graphs) if draft is not None else None

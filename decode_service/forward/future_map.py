@@ -1,4 +1,4 @@
-"""The relay between iterations, addressed by `req_pool_indices`.
+"""The relay of lengths, tokens and draft seeds between iterations, in buffers indexed by `req_pool_indices`.
 
           forward stream                                   schedule side (engine thread)
 step N    resolve_forward_inputs ◀── bootstrap ──────────── merge of a prebuilt batch
@@ -28,9 +28,10 @@ _POISON = -1
 
 @dataclass(frozen=True, slots=True)
 class RelayPayload:
-    """What only the next forward reads: `tokens` [B] int64 (output, or bonus tokens) and the seed columns [B, ...].
+    """The values that only the next forward reads.
 
-    No seed columns where the next forward drafts nothing.
+    `tokens` [B] int64 are the output tokens, or the bonus tokens of speculation. `seeds` are the seed columns [B, ...]
+    of drafting; there are none if the next forward drafts nothing.
     """
 
     tokens: Tensor
@@ -39,7 +40,10 @@ class RelayPayload:
 
 @dataclass(frozen=True, slots=True)
 class RelayedInputs:
-    """`tokens` [B] int64, all in the vocabulary; `is_invalid` [B] bool marks rows whose relayed token was not."""
+    """The relayed values that a forward starts from: `tokens` [B] int64, all in the vocabulary, and the seed columns.
+
+    `is_invalid` [B] bool marks rows whose relayed token was not in the vocabulary.
+    """
 
     tokens: Tensor
     seeds: Mapping[str, Tensor]
@@ -47,11 +51,12 @@ class RelayedInputs:
 
 
 class FutureMap:
-    """Every buffer has max_rows + 1 rows, allocated here; row 0 absorbs padding. There is no ring and no counter.
+    """Relays each row's lengths, tokens and seeds from one step to the next. It needs no ring buffer and no counter.
 
-    `relays_lengths`: the worker publishes lengths that the schedule side cannot know (speculation). Without it lengths
-    are schedule-deterministic and `resolve_seq_lens` does nothing. `poisons_consumed_rows` overwrites each token as it
-    is read, so that a row read twice, or before it was written, is caught as invalid.
+    Every buffer has max_rows + 1 rows and is allocated once; row 0 absorbs padding. `relays_lengths` means that the
+    worker publishes lengths that the schedule side cannot know (speculation). Without it the schedule side knows all
+    lengths, and `resolve_seq_lens` does nothing. `poisons_consumed_rows` overwrites each token when it is read, so that
+    a row read twice, or before it was written, is detected as invalid.
     """
 
     def __init__(
@@ -81,10 +86,11 @@ class FutureMap:
         self._wait_timeout_s = wait_timeout_s
 
     def publish(self, req_pool_indices: Tensor, new_seq_lens: Cell[Tensor], scope: Scope) -> None:
-        """Write the lengths the next schedule step needs, and arm the fence it waits on.
+        """Writes the lengths that the next schedule step needs and records `publish_ready`, the event that step waits
+        for.
 
-        Shapes: both [B] int64. Enqueues on the forward stream, between verify and draft-extend. B == 0 writes nothing
-        and arms nothing.
+        Shapes: both [B] int64. Enqueues on the forward stream, between verify and draft-extend. For B == 0 it writes
+        and records nothing.
         """
         if req_pool_indices.shape[0] == 0:
             return
@@ -96,18 +102,22 @@ class FutureMap:
         self.publish_ready = self._forward_stream.record(scope, "publish_ready")
 
     def publish_nothing(self) -> None:
-        """The step launched now grows each row by one token, as the batch already says."""
+        """Declares that the step being launched publishes no lengths: each row grows by one token, as the batch already
+        says.
+        """
         self.publish_ready = None
 
     def lengths_to_come(self) -> Event | None:
-        """The event that `resolve_seq_lens` would wait for; None if it need not wait. Schedule side."""
+        """Returns the event that `resolve_seq_lens` would wait for, or None if it need not wait.
+        For the schedule side.
+        """
         return None if self.publish_ready is None or self.publish_ready.is_done() else self.publish_ready
 
     def stash(self, req_pool_indices: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
-        """Write what only the next forward reads. Shapes: [B, ...]. Enqueues on the forward stream; B == 0 writes
-        nothing.
+        """Writes the values that only the next forward reads. Shapes: [B, ...].
 
-        No fence: the one reader is a later piece of the same stream.
+        Enqueues on the forward stream; for B == 0 it writes nothing. It needs no event, because the only reader is
+        later work on the same stream.
         """
         if req_pool_indices.shape[0] == 0:
             return
@@ -121,21 +131,22 @@ class FutureMap:
         self._forward_stream.enqueue(stash_payload, scope)
 
     def resolve_seq_lens(self, req_pool_indices: Tensor) -> Tensor | None:
-        """Return the lengths the last verify published for these rows; None where the batch has them already.
+        """Returns the lengths that the last verify published for these rows, or None if the batch already has its
+        lengths.
 
-        Shapes: both [B] int64. Schedule side, before the next launch. Waits for `publish_ready`, bounded. Rows
-        bootstrapped since that verify keep the lengths they came with, which bootstrap wrote to the same rows. The
-        batch has its lengths without relayed ones, or where the last step's were known when it was launched.
+        Shapes: both [B] int64. The schedule side calls it before the next launch; it waits for `publish_ready` within a
+        bound. Rows bootstrapped since that verify have the lengths that bootstrap wrote. The batch already has its
+        lengths if `relays_lengths` is False, or if the last step published none.
         """
         if not self.relays_lengths or req_pool_indices.shape[0] == 0 or self.publish_ready is None:
             return None
         self._schedule_stream.wait(self.publish_ready)
-        wait_in_order(self.publish_ready, self._wait_timeout_s)  # that step's own end event fails its requests
+        wait_in_order(self.publish_ready, self._wait_timeout_s)  # that step's own end event reports a failure
         return self.new_seq_lens_buf[req_pool_indices]
 
     def resolve_forward_inputs(self, req_pool_indices: Tensor, *, with_seeds: bool) -> RelayedInputs:
-        """Gather the step's input tokens and, if it drafts, seeds. Runs inside a piece on the forward stream, at the
-        step's entry.
+        """Gathers the step's input tokens and, if it drafts, its seeds. Runs on the forward stream when the step
+        begins.
         """
         tokens = self.output_tokens.index_select(0, req_pool_indices)
         seeds = (
@@ -149,11 +160,11 @@ class FutureMap:
         return RelayedInputs(usable, seeds, usable != tokens)
 
     def bootstrap(self, req_pool_indices: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
-        """Seed rows that no forward has produced: `seq_lens` is their KV's. Schedule side, when a prebuilt batch is
-        merged. Shapes: [B, ...]; B == 0 writes nothing.
+        """Writes the first tokens, seeds and KV lengths of rows that no forward has produced. Shapes: [B, ...].
 
-        Safe beside a forward in flight: a row leaves quarantine only when no forward references it. The launch orders
-        it before the next forward. It never touches `publish_ready`, so it never waits for a draft-extend.
+        The schedule side calls it when a prebuilt batch is merged; for B == 0 it writes nothing. It is safe while a
+        forward is in flight, because a row leaves quarantine only when no forward uses it. The launch orders it before
+        the next forward. It never touches `publish_ready`, so it never waits for a draft-extend.
         """
         if req_pool_indices.shape[0] == 0:
             return

@@ -1,4 +1,4 @@
-"""Records the forwards of every step that a worker will take, by letting it take steps of padding."""
+"""Records the forwards of all shapes that a worker's steps can have as graphs, by running steps of padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`num_bytes` is the device memory that recording took."""
+    """The result of recording: the number of graphs, the device memory they took and the seconds it lasted."""
 
     num_graphs: int
     num_bytes: int
@@ -31,14 +31,14 @@ class Recorded:
 
 
 def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo | None], *, vocab_size: int, state_bytes: int) -> int:
-    """Bytes that recorded forwards keep: every shape's logits, and `state_bytes` more for each token."""
+    """Returns the bytes that recorded forwards keep: each shape's logits, and `state_bytes` more per token."""
     tokens_a_row = {num_step_tokens(spec_info) for spec_info in spec_infos}
     num_tokens = sum(batch_sizes(max_rows)) * sum(tokens_a_row)
     return num_tokens * (vocab_size * LOGIT_BYTES + state_bytes)
 
 
 def num_step_tokens(spec_info: SpecInfo | None) -> int:
-    """Tokens of each row in the target's forward."""
+    """Returns how many tokens of each row the target computes in one step."""
     return 1 if spec_info is None or not spec_info.has_drafts else spec_info.num_verify_tokens
 
 
@@ -53,10 +53,10 @@ def record_forwards(
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Recorded:
-    """Record every number of rows, speculating in each way of `spec_infos`, before the first request.
+    """Records a forward for every number of rows and each speculation in `spec_infos`, before the first request.
 
     The largest comes first: its intermediate memory is enough for the others. Raises PieceFailed if a forward cannot be
-    recorded, DeviceTimeout.
+    recorded, and DeviceTimeout if it does not end within `timeout_s`.
     """
     begin_s, begin_bytes = clock(), graphs.held_bytes()
     with graphs.recording():
@@ -64,15 +64,17 @@ def record_forwards(
             for spec_info in spec_infos:
                 scope = Scope(f"recording {num_rows} rows")
                 batch = padding_batch(num_rows, spec_info, device.torch_device)
-                stream.wait(device.schedule_stream.record())  # which makes the batch
+                stream.wait(device.schedule_stream.record())  # that stream makes the batch
                 output = worker.forward(batch, future_map=future_map, scope=scope, on_publish=lambda new_seq_lens: None)
                 stream.record(scope).synchronize(timeout_s)
-                del output  # held until then, because the stream reads what the worker made for it
+                del output  # kept until here, because the stream reads what the worker made for it
     return Recorded(graphs.num_graphs, graphs.held_bytes() - begin_bytes, clock() - begin_s)
 
 
 def padding_batch(num_rows: int, spec_info: SpecInfo | None, torch_device: torch.device) -> ForwardBatch:
-    """A step whose entries are all row 0, without earlier tokens and without a request."""
+    """Builds a step of `num_rows` entries that all use the padding row, without earlier tokens and
+    without a request.
+    """
     has_drafts = spec_info is not None and spec_info.has_drafts
     seq_len = 0 if has_drafts else 1  # a step without drafts is prepared with its token counted
     num_slots = 1 if spec_info is None else spec_info.num_slots

@@ -1,10 +1,11 @@
-"""One speculative iteration: the target computes its own token at every drafted place.
+"""One iteration of speculative decoding: draft, verify with the target, extend the draft head's KV.
 
 stream:   resolve ─▶ draft ─▶ verify ─▶ publish ─▶ extend ─▶ (stash, by the scheduler)
                                           └─▶ the schedule side prepares the next step while extend runs
 
-The noise that draws a token is a function of its position, so verification needs no rule of its own: a draft is
-accepted exactly when it equals the target's token, and what is committed are the target's tokens.
+The target draws its own token after every draft. The noise of a draw depends only on the position, so verification
+needs no rejection rule: a draft is accepted exactly when it equals the target's token, and the target's tokens are
+committed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A verify that `compute` runs: its drafts, and their positions [B * (D + 1)]."""
+    """A verify whose inputs are ready: the drafts, their positions [B * (D + 1)], and the function that runs it."""
 
     tree: DraftTree
     positions: Tensor
@@ -45,8 +46,9 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """Along each entry's accepted path, W nodes of which `accept_lens` [B] count: `tokens` [B, W], the target's own
-    after each node, and `captured` [B, W, states * H].
+    """The target's results along each entry's accepted path, which has W nodes; the first `accept_lens` [B] count.
+
+    `tokens` [B, W] are the target's own tokens after each node. `captured` [B, W, states * H] are its hidden states.
     """
 
     tokens: Tensor
@@ -56,8 +58,9 @@ class _Verified:
 
 
 class SpeculativeWorker(ABC):
-    """Drafts as its subclass says, verifies and extends. Publishes the lengths of steps with drafts, which only their
-    forwards know (I3).
+    """The base of speculating workers: drafts (as the subclass does), verifies and extends.
+
+    It publishes the lengths of steps with drafts, which only their forwards know (invariant I3).
     """
 
     relays_lengths = True
@@ -89,7 +92,7 @@ class SpeculativeWorker(ABC):
 
     @abstractmethod
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        """Drafts from the relayed seeds. Runs inside a piece on the forward stream."""
+        """Drafts tokens from the relayed seeds. Runs on the forward stream."""
 
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
@@ -128,7 +131,8 @@ class SpeculativeWorker(ABC):
             with torch.inference_mode():
                 output.payload.set(self._extend(batch, spec_info, verified.get()))
 
-        # Each piece takes the interpreter's lock from the engine's thread once more: a step without drafts has few.
+        # Each piece of stream work takes the interpreter's lock from the engine's thread, so steps without drafts have
+        # few.
         drafted_at = begin = self._stream.record(scope)
         self._stream.enqueue(resolve, scope)
         if batch.has_drafts:
@@ -190,16 +194,18 @@ class SpeculativeWorker(ABC):
         return _Verified(tokens, captured, accept_lens, batch.prefix_lens + accept_lens)
 
     def _move_kv(self, batch: ForwardBatch, path: Tensor) -> None:
-        """Moves the accepted nodes' KV in the target's layers to where their positions' KV belongs."""
+        """Moves the target's KV of accepted nodes to the slots of their positions."""
         kv = self._pool.buffers[self._model.layer_group.name]
         slots = batch.out_cache_loc.view(batch.batch_size, -1)
         source, destination = slots.gather(1, path), slots[:, : path.shape[1]]
         kv.index_copy_(2, destination.flatten(), kv.index_select(2, source.flatten()))
 
     def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:
-        """Runs the head over the accepted tokens and whatever it left unread: writes its KV, and the next step's seed.
+        """Runs the head over the accepted tokens and all it left unread. Writes the head's KV and returns the next
+        step's seed.
 
-        Without a seed a one-layer head drafts nothing; several layers still read each other's drafts.
+        If no seed is wanted, a one-layer head drafts nothing; a head of several layers still does, because its layers
+        read each other's drafts.
         """
         if batch.has_drafts:
             unread = self._accepted(batch, verified)
@@ -224,12 +230,13 @@ class SpeculativeWorker(ABC):
         return RelayPayload(last_tokens, seed.columns() if num_seeded else {})
 
     def _leave_behind(self, batch: ForwardBatch, verified: _Verified) -> RelayPayload:
-        """Keeps what a step without drafts computed, for the head to read later."""
+        """Stores the results of a step without drafts for the head to read later."""
         self._backlog.put(batch, verified.captured[:, 0], verified.tokens[:, 0])
         return RelayPayload(verified.tokens[:, 0])
 
     def _accepted(self, batch: ForwardBatch, verified: _Verified) -> Unread:
-        """A step's own tokens; those past the accepted ones mean nothing.
+        """Returns the head's input after a step with drafts: the step's own tokens. Those past the accepted ones are
+        ignored.
 
         An impossible number of accepted tokens fails its row later, where the host checks it. Until then it indexes
         only that row's own tokens.
@@ -246,7 +253,9 @@ class SpeculativeWorker(ABC):
 
 
 def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) -> Sampled:
-    """The tokens drawn after the nodes of `path` [B, W], taken from those drawn after all `num_nodes` of each entry."""
+    """Selects the tokens drawn after the nodes of `path` [B, W] from those drawn after all
+    `num_nodes` of each entry.
+    """
 
     def nodes_of(entries: Tensor, first_nodes: Tensor) -> Tensor:
         return (first_nodes.unsqueeze(1) * num_nodes + path[entries]).flatten()

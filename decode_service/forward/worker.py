@@ -1,4 +1,4 @@
-"""What the scheduler asks of a worker, and the plain worker: one token per row and step, no speculation."""
+"""The interface of a worker, which runs steps for the scheduler, and the plain worker, which does not speculate."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayPayload
 
 OnPublish = Callable[[Cell[Tensor]], None]
-"""Called at enqueue time, at most once a step, with the cell that will hold new_seq_lens [B]. Bound to the rows."""
+"""Called when the step is enqueued, at most once, with the cell that will hold its new_seq_lens
+[B]. It knows the rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutput:
-    """Cells that the step's pieces fill.
+    """The results of a step, in cells that its pieces (units of work on the stream) fill.
 
-    `payload`: what to stash. `sampled`: the step's tokens, as many of each entry as it may commit. `accept_lens` [B]
-    int64: how many of them count; not set where `has_one_each`. `is_invalid` [B] bool: rows whose relayed input was not
-    usable.
-    `prepared`: where nothing is left but to compute. `marks`: with speculation where draft, verify and extend begin,
-    and where extend ends. `input_ids`: what a piece fills of tensors that were made at the launch. `kept`: what pieces
-    are done with, to be let go of behind the step's end, by who takes its results.
+    `payload` is stashed for the next step. `sampled` holds the step's tokens, as many per entry as it may commit.
+    `accept_lens` [B] int64 says how many of them count; it is not set if `has_one_each`. `is_invalid` [B] bool marks
+    rows whose relayed input was unusable. `prepared` is the event after which only computing remains. `marks` are the
+    events where draft, verify and extend begin and where extend ends; they are empty without speculation. `input_ids`
+    is a tensor made at the launch and filled by a piece. `kept` are objects that the taker of the results frees after
+    the step's end.
     """
 
     payload: Cell[RelayPayload]
@@ -53,14 +55,14 @@ class WorkerOutput:
 
 
 class Worker(Protocol):
-    """Its Python runs on the engine thread and enqueues pieces on the forward stream.
+    """Enqueues the steps that the scheduler launches. It runs on the engine thread and computes nothing there.
 
-    It computes nothing there. Its pieces are ordered only after schedule-side work from before the launch.
+    The work that it enqueues on the forward stream is ordered only after schedule-side work from before the launch.
     """
 
     @property
     def relays_lengths(self) -> bool:
-        """Whether it publishes lengths that only the device knows."""
+        """Whether the worker publishes lengths that only the device knows."""
 
     @property
     def seed_columns(self) -> tuple[SeedColumnSpec, ...]: ...
@@ -71,7 +73,9 @@ class Worker(Protocol):
 
 
 class PlainWorker:
-    """Resolve inputs, forward, sample. Lengths grow by one each step, so it publishes nothing (I5)."""
+    """Decodes one token per row and step, without drafts. Lengths grow by one each step, so it publishes none
+    (invariant I5).
+    """
 
     relays_lengths = False
     seed_columns: tuple[SeedColumnSpec, ...] = ()
@@ -116,7 +120,7 @@ class PlainWorker:
         return replace(output, prepared=prepared, input_ids=tokens, has_one_each=True, kept=(window, compute, computed))
 
     def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
-        """A preparation that fails, fails its step, as a piece would."""
+        """Prepares the forward. An error is raised later, when the forward runs, so that only its step fails."""
         try:
             return self._model.prepare(window)
         except Exception as error:
@@ -128,7 +132,7 @@ def _fail(error: Exception) -> TargetOutput:
 
 
 def step_figures(batch: ForwardBatch) -> dict[str, int]:
-    """A forward's figures for the timeline: rows, tokens of all of them, and tokens that they attend."""
+    """Returns a forward's figures for the timeline: rows, their tokens in total, and the tokens that these attend."""
     num_tokens = batch.batch_size * batch.num_tokens
     return {"rows": batch.batch_size, "tokens": num_tokens, "context_tokens": batch.seq_lens_sum}
 
@@ -143,10 +147,10 @@ def window_input(
     positions: Tensor | None = None,
     tree_mask: Tensor | None = None,
 ) -> ForwardInput:
-    """A forward over `tokens` [B, M] behind each entry's prefix, or behind `num_before` more of its step's tokens. [B]
-    is as good where that is one of each.
+    """Builds the input of a forward over `tokens` [B, M], which follow each entry's prefix; [B] if M is 1.
 
-    `positions` [B, M]: where they are not those of a chain; `tree_mask` [B, M, W] then says what they attend.
+    `num_before` tokens of the same step come between the prefix and `tokens`. `positions` [B, M] is None for a chain;
+    for a tree `tree_mask` [B, M, W] says which tokens each one attends.
     """
     num_rows, num_tokens = tokens.shape[0], 1 if tokens.dim() == 1 else tokens.shape[1]
     seq_lens, slots = batch.seq_lens, batch.out_cache_loc
