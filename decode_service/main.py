@@ -1,4 +1,4 @@
-"""Puts the decode service together.
+"""Assembles the decode service from its parts.
 
 gRPC server ─▶ InferenceServicer ─▶ LiveRequests ─post─▶ EngineInbox ─▶ DecodeEngine ─deliver─▶ EventRouter
                                         ▲                    ▲                                    │  │
@@ -55,22 +55,24 @@ from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
 
-_CONNECTION_AGE_S = 30.0  # in which clients that balance over a name find a new replica behind it
-_NUM_CONNECTIONS = 2  # to each prefill replica; calls take turns on them
+_CONNECTION_AGE_S = 30.0  # clients that balance over a DNS name find a new replica within this time
+_NUM_CONNECTIONS = 2  # connections to each prefill replica; calls take turns on them
 
 _log = structlog.get_logger(__name__)
 
 
 async def serve(settings: DecodeSettings, process: Process) -> None:
-    """Serve until SIGTERM or SIGINT. Raises what `ServiceLife.run` does."""
+    """Serves until SIGTERM or SIGINT. Raises the errors of `ServiceLife.run`."""
     async with assembled(settings, process) as life:
         await life.run_until_signalled()
 
 
 @asynccontextmanager
 async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator[ServiceLife]:
-    """The parts, each built with those above it: the inbox first, so that the edge can be before the engine that tells
-    it of events. Raises StartupError.
+    """Assembles the service and yields its life. Raises StartupError.
+
+    Each part is built after those it needs. The inbox comes first, so that the edge exists before the engine that sends
+    it events.
     """
     runtime = process.runtime
     tokenizer = TextTokenizer.from_directory(runtime.directory)
@@ -191,13 +193,16 @@ def new_engine(
                 on_step=on_step,
                 deliver=deliver,
             )
-    except PieceFailed as error:  # recording is all that has run so far
+    except PieceFailed as error:  # only recording has run so far
         message = "the model's forwards cannot be recorded, and run as they are with it among disabled_fast_paths"
         raise StartupError(f"{FastPath.CUDA_GRAPHS}: {message}: {error}") from error
 
 
 def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: SpecInfo | None) -> MemoryBeside:
-    """A step's forward, the shapes that are recorded, and what a draft head has not read."""
+    """Returns the memory that must stay free beside the KV pool.
+
+    It holds a step's forward, the recorded forwards and the inputs that a draft head has not read.
+    """
     model, draft = runtime.model, runtime.draft
     depth = depth_of(spec_info, adapts=settings.adaptive_depth)
     levels = [None] if depth is None else depth.levels

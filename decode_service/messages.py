@@ -1,4 +1,4 @@
-"""What the decode service's edge and its engine exchange: frozen, picklable values."""
+"""The messages between the decode service's edge (its gRPC side) and its engine: frozen, picklable values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from common.wire.handoff import Frame, HandoffRow
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A validated request. `token_ids` past `prompt_len` are output that an earlier stream delivered.
+    """Submits a validated request. `token_ids` past `prompt_len` are output that an earlier stream delivered.
 
-    PhaseBegan is posted only with `is_traced`. `client` identifies whom the request belongs to, as far as clients are
-    told apart.
+    PhaseBegan is posted only if `is_traced`. `client` identifies the request's client, as far as clients are told
+    apart.
     """
 
     request_id: str
@@ -36,14 +36,16 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The client left or its deadline passed. No event of this request follows; an unknown id is ignored."""
+    """Aborts a request whose client left or whose deadline passed. No event of it follows; an unknown id is ignored."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class FinishAtStop:
-    """The edge matched a stop string that output token number `num_output_tokens` (counted from 1) completed."""
+    """Finishes a request whose output contains a stop string. Output token `num_output_tokens`,
+    from 1, completed it.
+    """
 
     request_id: str
     num_output_tokens: int
@@ -52,15 +54,15 @@ class FinishAtStop:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Refuse new requests; finish those admitted."""
+    """Makes the engine refuse new requests and finish those admitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A prefill replica as the transport sees it. `num_outstanding` counts its queued and computing rows (GetLoad).
+    """The state of a prefill replica. `num_outstanding` counts its queued and computing rows, as GetLoad reports them.
 
-    It takes no row longer than `max_context_tokens`; None if it does not say. `error` says why a replica that is not
-    ready cannot serve. A FingerprintMismatch lasts as long as the replica.
+    It takes no row longer than `max_context_tokens`; None means that it reports no limit. `error` says why a replica
+    that is not ready cannot serve. A FingerprintMismatch lasts as long as the replica.
     """
 
     address: str
@@ -75,7 +77,9 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasChanged:
-    """All present replicas. `others_may_come`: they were found behind a name, which may gain others."""
+    """Reports all present replicas. `others_may_come` is True if they were found by a DNS name,
+    which may gain others.
+    """
 
     replicas: tuple[Replica, ...]
     others_may_come: bool = False
@@ -83,7 +87,10 @@ class ReplicasChanged:
 
 @dataclass(frozen=True, slots=True)
 class FrameArrived:
-    """A frame of a live call, in the order the replica sent it. Codec errors never come here: they break the call."""
+    """Reports a frame of a live call. Frames come in the order the replica sent them.
+
+    A frame that cannot be decoded is never reported: it breaks the call.
+    """
 
     call_id: str
     frame: Frame
@@ -91,7 +98,7 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """No frame of this call follows. `error` is None when the replica ended it after its last row."""
+    """Reports that no frame of this call follows. `error` is None if the replica ended the call after its last row."""
 
     call_id: str
     error: BatonError | None
@@ -111,29 +118,29 @@ class FinishReason(Enum):
 
 
 class Phase(Enum):
-    """Where a request is between its admission and its end; schedule/life.py says what it holds there.
+    """The state of a request between its admission and its end. schedule/life.py says what the request holds in each.
 
     The values name the spans of traced requests.
     """
 
     QUEUE = "queue"  # it waits for a row, slots and a replica
     PREFILL = "prefill"  # a replica has it and computes
-    RECEIVING = "receiving"  # the same, and some of its KV has come
-    TRANSFER = "transfer"  # the replica has computed all, and KV is still coming
-    BOOTSTRAP = "bootstrap"  # all of its KV is in the pool; it is not in the batch yet
-    FIRST_DECODE = "first_decode"  # in the batch; no decode step of it has ended
+    RECEIVING = "receiving"  # the same, and some of the request's KV has come
+    TRANSFER = "transfer"  # the replica has computed the whole prompt, and KV is still coming
+    BOOTSTRAP = "bootstrap"  # all of the request's KV is in the pool; it is not in the batch yet
+    FIRST_DECODE = "first_decode"  # in the batch; none of its decode steps has ended
     DECODE = "decode"
     RETRACTING = "retracting"  # out of the batch; a step in flight still carries its row
-    DELIVERY = "delivery"  # finished: the edge delivers what is left
+    DELIVERY = "delivery"  # finished: the edge delivers the rest of the output
     ENDED = "ended"  # failed, or aborted
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseBegan:
-    """A traced request is in `phase` since `at_s`, by the engine's clock.
+    """Reports that a traced request is in `phase` since `at_s`, by the engine's clock.
 
-    `replica` and `attempt` are PREFILL's. `lost`: why the handoff before a QUEUE was lost; `was_retracted`: its slots
-    went to an older request.
+    `replica` and `attempt` are set for PREFILL. `lost` says why the handoff before a QUEUE failed. `was_retracted`
+    means that the request's slots went to an older one.
     """
 
     request_id: str
@@ -147,9 +154,9 @@ class PhaseBegan:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New output tokens of some requests, as columns: the next `num_tokens[i]` of `token_ids` are of `request_ids[i]`.
+    """New output tokens of several requests, as columns: `request_ids[i]` gets the next `num_tokens[i]` of `token_ids`.
 
-    `logprobs` has one entry per token, None of requests that want none; it is empty where nobody wants any.
+    `logprobs` has one entry per token, None for requests that want none. It is empty if no request wants any.
     """
 
     request_ids: tuple[str, ...]
@@ -158,7 +165,7 @@ class Tokens:
     logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def each(self) -> Iterator[tuple[str, tuple[int, ...], tuple[TokenLogprobs, ...]]]:
-        """Request by request: its id, its tokens, and a log-probability for each token or none at all."""
+        """Yields each request's id, its tokens, and its log-probabilities: one per token, or none at all."""
         stop = 0
         for request_id, num_tokens in zip(self.request_ids, self.num_tokens, strict=True):
             start, stop = stop, stop + num_tokens
@@ -168,9 +175,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended well. Counts exclude tokens past a stop string's match.
+    """Reports that the request ended well. The counts exclude tokens past a stop string's match.
 
-    `num_completion_tokens` counts the tokens a resumed request brought as output too.
+    `num_completion_tokens` includes the output tokens that a resumed request brought along.
     """
 
     request_id: str
@@ -185,13 +192,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """Reports that the request failed with `error`."""
+
     request_id: str
     error: BatonError
 
 
 @dataclass(frozen=True, slots=True)
 class StartHandoff:
-    """Open a Handoff call to `replica` with these rows. Answered by frames and exactly one CallEnded."""
+    """Tells the transport to open a Handoff call to `replica` with these rows. Frames and exactly one CallEnded answer
+    it.
+    """
 
     call_id: str
     replica: str
@@ -200,7 +211,7 @@ class StartHandoff:
 
 @dataclass(frozen=True, slots=True)
 class CancelHandoffRows:
-    """These rows are no longer wanted; frames of theirs that still arrive are dropped by the engine."""
+    """Tells the transport that these rows are no longer wanted. The engine drops their frames that still arrive."""
 
     call_id: str
     rows: tuple[int, ...]
@@ -208,7 +219,7 @@ class CancelHandoffRows:
 
 @dataclass(frozen=True, slots=True)
 class BreakCall:
-    """The replica broke the protocol: cancel the call. CallEnded still follows."""
+    """Tells the transport to cancel a call whose replica broke the protocol. CallEnded still follows."""
 
     call_id: str
     reason: str
@@ -216,9 +227,11 @@ class BreakCall:
 
 @dataclass(frozen=True, slots=True)
 class SegmentsLanded:
-    """`num_bytes` of this call's segments have left host memory, so that much of the receive budget is free again.
+    """Reports that `num_bytes` of this call's segments have left host memory: the receive budget has that much room
+    again.
 
-    `shared` numbers the segments that lay in the replica's pool; the replica frees a row's slots with the last of them.
+    `shared` are the numbers of the segments that lay in the replica's pool. The replica frees a row's slots when the
+    last one is reported.
     """
 
     call_id: str
