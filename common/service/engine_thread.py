@@ -1,10 +1,11 @@
-"""The engine's home: one thread that is the only writer of engine state.
+"""Runs an engine on a thread of its own, the only writer of engine state.
 
     edge (asyncio, main thread) ──post(command)──▶ EngineInbox ──▶ engine.step(commands) ──▶ deliver(events) ──▶ edge
 
-An engine may be given the same `deliver`, and tell the edge within a step what need not wait for its end.
+An engine may also call the same `deliver` within a step, for events that need not wait for the step's end.
 
-The edge sees an engine only as an `EnginePort`; a test can call `Engine.step` directly, without this thread.
+The edge (the service's network side) sees the engine only as an `EnginePort`. A test can call `Engine.step` directly,
+without this thread.
 """
 
 from __future__ import annotations
@@ -33,53 +34,59 @@ _log = structlog.get_logger(__name__)
 
 
 class Engine(Protocol[_CommandT_contra, _EventT_co]):
-    """A step is synchronous, free of network and wall clock."""
+    """An engine that is driven by steps. A step is synchronous, and uses no network and no wall clock."""
 
     def step(self, commands: Sequence[_CommandT_contra]) -> Sequence[_EventT_co]:
-        """Apply `commands`, then do one iteration's work. Returns what the edge must hear and has not been told, in
-        order; an engine that delivers events itself may keep them until its next step, `close` or failure.
+        """Applies `commands`, then does one iteration's work. Returns the events that the edge has not received yet, in
+        order.
+
+        An engine that delivers events itself may hold them back until its next step, `close` or failure.
         """
 
     def idle_timeout_s(self) -> float:
-        """How long the loop may wait for a command before it steps again; 0 while there is work to launch."""
+        """Returns how long the loop may wait for a command before the next step; 0 while there is work to launch."""
 
     def be_woken_by(self, wake: Callable[[], None]) -> None:
-        """`wake`, from any thread, ends the loop's wait for a command. An engine that waits for a stream has it called
-        where that is possible, and need not look so often. To be called once, before the first step.
+        """Gives the engine a callback that ends the loop's wait for a command. Any thread may call `wake`.
+
+        An engine that waits for a stream can have the stream call it, and then needs to poll less often. Call this
+        once, before the first step.
         """
 
     def load(self) -> EngineLoad: ...
 
     def close(self) -> None:
-        """Deliver what was kept, finish what is in flight (bounded) and stop the streams."""
+        """Delivers the events that were held back, finishes the work in flight (within a bounded time) and stops the
+        streams.
+        """
 
 
 class EnginePort(Protocol[_CommandT_contra]):
-    """What an edge may do with an engine; every member may be used from any thread."""
+    """The part of an engine that an edge may use. All members may be used from any thread."""
 
     def post(self, command: _CommandT_contra) -> None: ...
 
     @property
     def load(self) -> EngineLoad:
-        """As of the end of the last step."""
+        """The engine's load at the end of the last step."""
 
     @property
     def is_alive(self) -> bool:
-        """False before the engine runs and after it died: then nothing posted will be answered."""
+        """Whether the engine runs. While False, before the start and after a failure, posted commands get no answer."""
 
 
 class EngineInbox(EnginePort[CommandT]):
-    """The way to an engine, complete before there is an engine: an edge is built with it, and the engine then with the
-    edge that it delivers events to.
+    """The command queue of an engine. It can exist before the engine: the edge is built with it, then the engine with
+    the edge.
 
-        EngineInbox ◀─ edge ◀─ engine ◀─ EngineThread        each is built with those to its left
+            EngineInbox ◀─ edge ◀─ engine ◀─ EngineThread        each is built with those to its left
 
-    Commands that are posted before the thread starts are in its first step.
+    Commands that are posted before the thread starts are part of its first step.
     """
 
     def __init__(self) -> None:
         self._posted: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
-        self._left: list[CommandT | None] = []  # what `take` passed over
+        self._left: list[CommandT | None] = []  # commands that `take` left for the next step
         self._load = _NOTHING
         self._is_alive = False
 
@@ -95,8 +102,10 @@ class EngineInbox(EnginePort[CommandT]):
         return self._is_alive
 
     def take(self, kind: type[TakenT]) -> list[TakenT]:
-        """The commands of this kind that were posted since the step began. All others are left for the next step. Only
-        the engine calls it, within a step, for a kind that may overtake the others.
+        """Removes and returns the commands of this type that were posted since the step began. Others wait for the next
+        step.
+
+        Only the engine calls this, within a step, for commands that may overtake others.
         """
         self._left += self._waiting()
         taken = [command for command in self._left if isinstance(command, kind)]
@@ -106,11 +115,11 @@ class EngineInbox(EnginePort[CommandT]):
     # ---- for the engine's thread ------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """End the wait for a command. Any thread."""
+        """Ends the wait for a command. Any thread may call it."""
         self._posted.put(None)
 
     def drain(self, timeout_s: float) -> list[CommandT]:
-        """What was posted. Where nothing was, wait for it, or for `wake`."""
+        """Returns the posted commands. If there are none, waits up to `timeout_s` for one, or for `wake`."""
         commands, self._left = self._left, []
         if timeout_s > 0 and not commands:
             with suppress(queue.Empty):
@@ -125,16 +134,16 @@ class EngineInbox(EnginePort[CommandT]):
         self._is_alive = is_alive
 
     def _waiting(self) -> Iterator[CommandT | None]:
-        while not self._posted.empty():  # nobody else takes from it
+        while not self._posted.empty():  # only this thread takes from it
             yield self._posted.get_nowait()
 
 
 class EngineThread(Generic[CommandT]):
-    """Runs an engine's loop on a thread of its own.
+    """Runs an engine's loop on a thread of its own, and records its steps and loads on `timeline`.
 
-    `deliver` is called on that thread with the events that a step returns, behind those that the engine delivered
-    within it; it must only hand them over. `on_death` is called once when the loop ends by an exception: the engine
-    answers nothing any more. `enter` is called on the thread before the first step. Steps and loads are on `timeline`.
+    `deliver` is called on that thread with the events that a step returns, after those that the engine delivered within
+    the step; it must only pass them on. `on_death` is called once if the loop ends by an exception; the engine then
+    answers nothing any more. `enter` is called on the thread before the first step.
     """
 
     def __init__(
@@ -166,26 +175,26 @@ class EngineThread(Generic[CommandT]):
 
     @property
     def is_alive(self) -> bool:
-        """As its inbox says."""
+        """Whether the engine runs, as the inbox states it."""
         return self.inbox.is_alive
 
     @property
     def death(self) -> BaseException | None:
-        """What the loop ended by."""
+        """The exception that ended the loop, or None."""
         return self._death
 
     @property
     def is_stepping(self) -> bool:
-        """A step, or the delivery of its events, has begun and not ended."""
+        """Whether a step, or the delivery of its events, is in progress."""
         return self._is_stepping
 
     @property
     def num_steps_begun(self) -> int:
-        """Those that had nothing to do included."""
+        """The number of steps begun so far, including those without any work."""
         return self._num_steps_begun
 
     def stop(self, timeout_s: float) -> bool:
-        """End the loop after the step in progress. False when it did not end within `timeout_s`."""
+        """Ends the loop after the step in progress. Returns False if it did not end within `timeout_s`."""
         self._end()
         self.inbox.wake()
         self._thread.join(timeout_s)
@@ -196,7 +205,7 @@ class EngineThread(Generic[CommandT]):
         self._stopping.set()
 
     def _run(self, engine: Engine[CommandT, EventT], deliver: Callable[[Sequence[EventT]], None]) -> None:
-        # Its own tensors are small: a thread pool beside the forward's would only take cores from that.
+        # This thread's own tensors are small: a second thread pool would only take cores from the forward's.
         set_own_num_threads(1)
         try:
             self._enter()

@@ -1,10 +1,10 @@
-"""One life of a service: it starts, serves, drains and ends.
+"""The life of a service: it starts, serves, drains and ends.
 
     serve ─builds─▶ EngineInbox ◀─ edge ◀─ engine ◀─ EngineThread ─┐
                                     └──────── ServiceServer ───────┼─▶ ServiceLife.run
                                                        Watchdog ───┘
 
-`ServiceLife.run` is the one place that says in which order the parts start and stop, and why.
+`ServiceLife.run` is the one place that defines in which order the parts start and stop, and why.
 """
 
 from __future__ import annotations
@@ -28,43 +28,48 @@ from common.telemetry.engine_metrics import EngineMetrics
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 CLOSE_GRACE_S = 1.0
-"""How long calls may take to end once nothing is waited for any more."""
+"""How long calls may take to end in the last phase of stopping, when they have all been answered."""
 
 _log = structlog.get_logger(__name__)
 
 
 class ServiceEdge(Protocol):
-    """What a service has open: requests of its clients, or calls of its peers. Event loop only."""
+    """The network side of a service: its clients' requests, or its peers' calls. Use it from the event loop only."""
 
     async def open(self) -> None:
-        """Begin to look for peers, or to serve their reads. Waits for none of them."""
+        """Begins to look for peers, or to serve their reads. It does not wait for any peer."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether what is sent now would be served by an engine that is well."""
+        """Whether a request sent now would be served, provided that the engine works."""
 
     @property
     def num_open(self) -> Mapping[str, int]:
-        """How much is open, by the name that it has in the log."""
+        """The number of open requests or calls, by the name that the log gives them."""
 
     def drain(self) -> None:
-        """Take nothing new from now on. Further calls do nothing."""
+        """Refuses new requests from now on. Further calls have no effect."""
 
     async def wait_idle(self) -> None:
-        """Return when nothing is open, or when what is open cannot end any more."""
+        """Returns when nothing is open any more, or when the open requests can no longer end."""
 
     def fail_all(self, error: BatonError) -> None:
-        """End all that is open with `error`: the engine will end nothing."""
+        """Ends everything that is open with `error`, because the engine will not end it."""
 
     def end_rest(self) -> None:
-        """The grace period is over: end what is open with a reason, or leave it to the server's end."""
+        """Called after the grace period: ends open requests with a reason, or leaves them to the server, which cuts
+        them off.
+        """
 
     async def close(self) -> None:
-        """End what `open` began. Bounded in time."""
+        """Ends the background work that `open` began, within a bounded time."""
 
 
 class ServiceLife:
-    """The parts of a service, each complete, and their one life. `populate` is the engine's pool's, beside serving."""
+    """Starts and stops the parts of a service, which are complete when it gets them.
+
+    `populate` allocates the memory of the engine's KV pool in the background while the service serves.
+    """
 
     def __init__(
         self,
@@ -92,54 +97,54 @@ class ServiceLife:
         )
 
     async def run_until_signalled(self) -> None:
-        """`run`, ended by the first SIGTERM or SIGINT."""
+        """Runs the service until the first SIGTERM or SIGINT."""
         with termination_signals() as terminated:
             await self.run(terminated)
 
     async def run(self, terminated: asyncio.Event) -> None:
-        """Serve until `terminated` is set, then let what is open end, within the grace period. `run` sets it when the
-        engine is lost: all that was open has then been failed.
+        """Serves until `terminated` is set, then lets open requests end within the grace period.
 
-        Raises EngineLost when the engine died or hangs, ConfigError when the address cannot be had.
+        If the engine is lost, `run` fails everything that is open and sets `terminated` itself. Raises EngineLost if
+        the engine died or hangs, ConfigError if the server cannot listen on its address.
         """
         # First, so that metrics say "not ready" while the rest starts.
         self._watch_metrics()
-        # Before anybody posts to it: requests are refused while the engine is not alive.
+        # Before any command is posted: requests are refused while the engine is not alive.
         self.thread.start()
-        # Before clients come, so that readiness waits for the peers no longer than it has to.
+        # Before clients connect, so that readiness waits for the peers as briefly as possible.
         await self._edge.open()
         # From here on clients are answered; health says "not ready".
         port = await self._server.start(self._settings.listen)
         _log.info("serving", port=port)
-        # After the server, whose health it sets. The work beside serving begins when it is ready the first time.
+        # After the server, whose health it sets. The background work begins once the service is ready.
         readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
-        # It goes on until just before the engine stops: an engine that hangs while it drains is noticed too.
+        # Runs until just before the engine stops, so that an engine that hangs while draining is noticed too.
         watching = asyncio.create_task(self._watchdog.follow(self._on_lost(terminated)), name="watchdog")
 
         await terminated.wait()
 
         _log.info("draining", **self._edge.num_open)
-        # First of all, so that what is open only becomes less.
+        # First of all, so that the number of open requests only falls.
         self._edge.drain()
-        # At once: balancers and decode services must not wait for the next look.
+        # At once: balancers and decode services must not wait for the next readiness poll.
         await self._server.set_ready(False)
-        # What is open ends by itself, for as long as the grace period or the engine lasts.
+        # Open requests end by themselves, as long as the grace period and the engine last.
         with suppress(TimeoutError):
             await asyncio.wait_for(self._edge.wait_idle(), self._grace_s)
         # Before the server stops, so that clients are told why.
         self._edge.end_rest()
         # Before the server stops: it has no health to set any more.
         readiness.cancel()
-        # Those calls have a moment to be written; then they are cut off.
+        # The calls that were ended have a moment to send their answer; then they are cut off.
         await self._server.stop(CLOSE_GRACE_S)
-        # After the server: while its calls are open the peers may still be asked something.
+        # After the server: while its calls are open, they may still need the peers.
         await self._edge.close()
         # Before the engine stops, which would look like its death.
         watching.cancel()
-        # Without stopping the thread: that of a lost engine may hang for ever, and the process ends all the same.
+        # Without stopping the thread: a lost engine's may hang for ever, and the process ends anyway.
         if self._watchdog.lost is not None:
             raise self._watchdog.lost
-        # Last, since all parts above post to it. One that stands still is not waited for.
+        # Last, since all parts above post to the engine. An engine that makes no progress is not waited for.
         stop_timeout_s = ENGINE_STOP_TIMEOUT_S if self._watchdog.is_well else 0.0
         if not await asyncio.to_thread(self.thread.stop, stop_timeout_s):
             raise EngineStalled("the engine did not stop")

@@ -1,6 +1,4 @@
-"""A service's process: what it does before it loads its model, loading, serving, and the end of one whose engine is
-lost.
-"""
+"""A service's process: it checks the settings, loads the model, serves, and ends at once if its engine is lost."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """What belongs to this start of the process. `instance_id` is never used again."""
+    """The objects that belong to this run of the process. `instance_id` is unique to it."""
 
     instance_id: str
     runtime: Runtime
@@ -52,11 +50,12 @@ Serve = Callable[[SettingsT, Process], Awaitable[None]]
 def run_service(
     program: str, kind: type[SettingsT], import_serve: Callable[[], Serve[SettingsT]], argv: Sequence[str]
 ) -> int:
-    """Load, then serve until that returns, which SIGTERM and SIGINT make it do. Returns the exit status of
-    `run_program`. When its engine was lost the process ends here, with 1.
+    """Loads the model and serves until `serve` returns, which SIGTERM and SIGINT cause. Returns `run_program`'s exit
+    status.
 
-    gRPC, and the libraries that models need, are imported only after the settings were found right and the model and
-    the head they name may be there: `--help` and mistakes are answered at once, and gRPC writes no lines of its own.
+    If the engine is lost, this ends the process with status 1. gRPC and the libraries of models are imported only after
+    the settings are validated and the named model and head seem to exist. So `--help` and mistakes are answered at
+    once, and gRPC writes no log lines of its own.
     """
 
     def work(settings: SettingsT, instance_id: str) -> None:
@@ -110,7 +109,9 @@ async def _serve(serve: Serve[SettingsT], settings: SettingsT, process: Process)
 
 
 def _end_process(status: int) -> NoReturn:
-    """Without the interpreter's own end, which may wait for what hangs on a stream or a device."""
+    """Ends the process without the interpreter's own shutdown, which may wait for a thread that hangs on a stream or
+    device.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -118,7 +119,7 @@ def _end_process(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _all_kept() -> Iterator[None]:
-    """For imports: what they make lives as long as the process, so it is searched for garbage neither now nor later."""
+    """A context for imports: their objects live as long as the process, so the garbage collector never scans them."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What every program of ours does around its work: settings, logs, signals, and the status that it exits with."""
+"""The frame of every program of Baton: settings, logs, signals and the exit status."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _log = structlog.get_logger(__name__)
 def run_program(
     program: str, kind: type[SettingsT], argv: Sequence[str], work: Callable[[SettingsT, str], None]
 ) -> int:
-    """Read the settings, then do `work` with them and an instance id that is never used again. Returns the exit status:
-    0 after an orderly end, 1 when it could not start or go on, 2 when its configuration is wrong. The log says which.
+    """Reads the settings, then calls `work` with them and a unique instance id. Returns the exit status.
+
+    It is 0 after an orderly end, 1 if the program could not start or continue, 2 if its configuration is wrong. The log
+    states the reason.
     """
     with _exit_on_termination():
         configure_logs("info", log_format_asked(argv), service=program)
@@ -47,7 +49,7 @@ def run_program(
 
 
 def _exit_status_of(error: Exception) -> int:
-    """Logs why a process cannot start or go on, in one line, and with a traceback what nobody foresaw."""
+    """Logs in one line why the process cannot start or continue; an unexpected error also gets a traceback."""
     if isinstance(error, StartupError):
         _log.debug("cannot_start_because", exc_info=error)
         _log.critical("cannot_start", error=str(error))
@@ -58,7 +60,9 @@ def _exit_status_of(error: Exception) -> int:
 
 @contextlib.contextmanager
 def _exit_on_termination() -> Iterator[None]:
-    """A signal while nothing is served yet ends the process at once, and in order."""
+    """Inside this context, SIGTERM and SIGINT end the process at once and with status 0, because nothing is
+    served yet.
+    """
 
     def exit_now(_number: int, _frame: object) -> None:
         raise SystemExit(EXIT_OK)
@@ -73,7 +77,7 @@ def _exit_on_termination() -> Iterator[None]:
 
 @contextlib.contextmanager
 def termination_signals() -> Iterator[asyncio.Event]:
-    """The event is set by the first SIGTERM or SIGINT; a further one ends the process as the system has it."""
+    """Yields an event that the first SIGTERM or SIGINT sets. A second signal has the system's default effect."""
     loop = asyncio.get_running_loop()
     received = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What a service needs before it can serve: its model, device, fingerprint and the like, from its settings."""
+"""Loads everything that a service needs before it can serve, such as model and device, as its settings say."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
 
 _FUSED_SHARE_OF_CORES = 1.0
-"""In either service: threads that take items as they come lose little to others on their cores."""
+"""The share of the cores that a fused forward uses, in both services.
+
+Its threads fetch work items one at a time, so they lose little when others use their cores too.
+"""
 
 _STOP_TIMEOUT_S = 10.0
 
@@ -48,8 +51,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """`directory` is the model's. `context_tokens` is what the model and the settings allow one request.
-    `draw_kernels`: None where PyTorch's operators draw tokens.
+    """Everything that was loaded for a service: model, draft head, device and the like.
+
+    `directory` is the model's. `context_tokens` is the longest context that model and settings allow one request.
+    `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is None if forwards are not fused.
     """
 
     directory: Path
@@ -67,12 +72,14 @@ class Runtime:
 
     @property
     def forward_counts(self) -> Mapping[str, ForwardCounts]:
-        """Of the target and of the draft head, where there is one."""
+        """The forward counts of the target, and of the draft head if there is one, by name."""
         counts = {"target": self.model.forward_counts}
         return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}
 
     def size_pool(self, settings: ServiceSettings, beside: MemoryBeside, *, tokens_ahead: int = 0) -> PoolSize:
-        """How many rows and tokens the KV pool has. A line of the log says so. Raises StartupError."""
+        """Returns the number of rows and tokens of the KV pool, and logs them. Raises StartupError if memory is
+        short.
+        """
         memory, token_bytes = self.device.memory(), sum(group.token_bytes for group in self.fingerprint.layer_groups)
         limits = PoolLimits(
             max_rows=settings.max_rows,
@@ -96,20 +103,24 @@ class Runtime:
         return size
 
     def start_beside(self, populate: Work) -> None:
-        """Populate the KV pool beside serving, then fuse forwards, each where settings and model allow it. To be called
-        once it serves.
+        """Starts the background work: it populates the KV pool, then fuses forwards, each if settings and model allow
+        it.
+
+        Call it once, when the service serves.
         """
         works = (populating(populate) if self.populates else None, self.fusing)
         self.beside.start(*(work for work in works if work is not None))
 
     def close(self) -> None:
-        """End what goes on beside serving. To be called before the process ends; at once where it has ended."""
+        """Ends the background work. Call it before the process ends. It returns at once if there is nothing left to
+        end.
+        """
         if not self.beside.stop(_STOP_TIMEOUT_S):
             _log.warning("work_beside_did_not_stop", timeout_s=_STOP_TIMEOUT_S)
 
 
 class EngineArguments(TypedDict):
-    """What both engines are built with alike."""
+    """The constructor arguments that both engines have in common."""
 
     model: TargetModel
     draft: PagedHead | None
@@ -140,10 +151,10 @@ def engine_arguments(settings: ServiceSettings, runtime: Runtime, size: PoolSize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """What a step of so many rows computes at most, and what is kept beside its forward.
+    """The size of the largest step, and the memory kept besides its forward.
 
-    `num_tokens` are the forward's, of which `num_logits` have logits; a draft head reads `num_head_tokens` at once.
-    `kept_bytes`: hidden states, recorded forwards.
+    The forward computes `num_tokens` tokens, of which `num_logits` have logits. A draft head reads `num_head_tokens` at
+    a time. `kept_bytes` are hidden states and recorded forwards.
     """
 
     num_tokens: int
@@ -155,9 +166,10 @@ class StepMemory:
 def memory_beside(
     runtime: Runtime, step: Callable[[int], StepMemory], *, staged_bytes: int, tokens_ahead: int = 0
 ) -> MemoryBeside:
-    """What a service takes beside its pool, by what a `step` of that many rows has. A GPU has besides what attention
-    in parts writes, and `staged_bytes` of KV that comes or leaves. A row has slots for `tokens_ahead` more tokens than
-    a request.
+    """Returns how much memory a service uses besides its pool. `step` gives the largest step for a number of rows.
+
+    On a GPU, the partial results of attention and `staged_bytes` of KV in transfer are added. A row has slots for
+    `tokens_ahead` more tokens than a request.
     """
     model = runtime.model
     each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens + tokens_ahead)
@@ -178,9 +190,9 @@ def memory_beside(
 
 
 def open_runtime(settings: ServiceSettings) -> Runtime:
-    """Load everything; minutes for a large model. Raises StartupError."""
+    """Loads everything, which takes minutes for a large model. Raises StartupError."""
     _only_log_lines()
-    torch.set_num_threads(1)  # helpers of this thread would count as OpenMP threads for as long as it lives
+    torch.set_num_threads(1)  # more would keep OpenMP threads for as long as this thread lives
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
     timeline = Timeline()
     num_threads = num_compute_threads(settings.num_threads, settings.share_of_cores)
@@ -233,7 +245,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
 
 
 def _only_log_lines() -> None:
-    """What the libraries of models have to say goes to this process's log, and no bars are drawn."""
+    """Routes the log lines of the model libraries to this process's log, and disables progress bars."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_default_handler()
     transformers.utils.logging.enable_propagation()
@@ -261,7 +273,7 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHea
 
 
 class _LoggedProgress:
-    """One line when a stage begins, none for each step of it."""
+    """A Progress that logs one line when a stage begins, and none for its steps."""
 
     def __init__(self) -> None:
         self._stage = ""

@@ -1,4 +1,4 @@
-"""What both services' servers share: bounds, reflection, truthful health."""
+"""The gRPC server of both services: bounds on clients, reflection, and health that tells the truth."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What a client may take. `max_streams` is of each method; a unary call's request comes within `request_timeout_s`.
+    """The bounds on what clients may use.
 
-    A handshake takes at most `handshake_timeout_s`; a connection without a call is closed after `idle_timeout_s`, one
-    with calls is replaced after `connection_age_s`.
+    `max_streams` is the number of open streams of each method. A unary call's request must arrive within
+    `request_timeout_s`, a handshake must end within `handshake_timeout_s`. A connection without a call is closed after
+    `idle_timeout_s`, one with calls is replaced after `connection_age_s` (None: never).
     """
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
@@ -56,11 +57,11 @@ class ServerLimits:
 
 
 class ServiceServer:
-    """A gRPC server with health and reflection, and with `timeline` where one is kept; add other servicers to
-    `grpc_server` before `start`.
+    """A gRPC server with health checks and reflection, and with the Timeline service if `timeline` is given.
 
-    Health tells "" (the process is alive) from `service_name` (requests are served: `set_ready`). With `tokens`, every
-    call but health must show one of them.
+    Add other servicers to `grpc_server` before `start`. Health has two names: "" says that the process is alive,
+    `service_name` that requests are served (`set_ready`). If there are `tokens`, every call except health checks must
+    carry one of them.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ServiceServer:
         limits: ServerLimits | None = None,
         timeline: TimelineServicer | None = None,
     ) -> None:
-        """`checks_certificates`: whether `credentials` let only clients in that show a certificate."""
+        """Builds the server. `checks_certificates` says whether `credentials` admit only clients with a certificate."""
         limits = limits or ServerLimits()
         self._service_name = service_name
         self._credentials = credentials
@@ -104,9 +105,10 @@ class ServiceServer:
         reflection.enable_server_reflection(names, self.grpc_server)
 
     async def start(self, address: str) -> int:
-        """Listen on `address` ("host:port", port 0 for any); returns the port. Not ready until `set_ready`.
+        """Listens on `address` ("host:port"; port 0 takes a free one) and returns the port. Not ready until
+        `set_ready`.
 
-        Raises ConfigError when the address cannot be had.
+        Raises ConfigError if it cannot listen on the address.
         """
         if not is_loopback(address):
             if self._has_tokens and self._credentials is None:
@@ -121,7 +123,7 @@ class ServiceServer:
         except RuntimeError as error:
             reason = why_not_listen(address) or str(error)
             raise ConfigError(f"listen: cannot listen on {address}: {reason}") from error
-        self.grpc_server.add_generic_rpc_handlers((_OtherCalls(self._names),))  # is asked last
+        self.grpc_server.add_generic_rpc_handlers((_OtherCalls(self._names),))  # the last handler that gRPC tries
         self._health.set(_ALIVE, is_serving=True)
         await self.set_ready(False)
         await self.grpc_server.start()
@@ -129,7 +131,7 @@ class ServiceServer:
 
     @property
     def is_ready(self) -> bool:
-        """What health says of the service."""
+        """Whether health checks report the service as ready."""
         return self._is_ready is True
 
     async def set_ready(self, is_ready: bool) -> None:
@@ -146,7 +148,9 @@ class ServiceServer:
         on_ready: Callable[[], None] = lambda: None,
         interval_s: float = READINESS_INTERVAL_S,
     ) -> None:
-        """Keep readiness what `is_ready` says, until cancelled. `on_ready` is called when it is told the first time."""
+        """Polls `is_ready` and sets the server's readiness accordingly, until cancelled. Calls `on_ready` once, the
+        first time.
+        """
         while not is_ready():
             await self.set_ready(False)
             await asyncio.sleep(interval_s)
@@ -157,12 +161,12 @@ class ServiceServer:
             await self.set_ready(is_ready())
 
     async def stop(self, grace_s: float) -> None:
-        """Take no further call; those open have `grace_s` to end."""
+        """Refuses further calls; open ones have `grace_s` to end."""
         await asyncio.shield(self.grpc_server.stop(grace_s))
 
 
 class _OtherCalls(grpc.GenericRpcHandler):
-    """Tells callers of what is not served who answers here, and who would answer them."""
+    """Refuses calls to unknown methods. The error states which service this is, and which one serves the method."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -173,7 +177,7 @@ class _OtherCalls(grpc.GenericRpcHandler):
         async def refuse(_requests: object, context: Context) -> None:
             await abort_with(context, error)
 
-        return grpc.stream_unary_rpc_method_handler(refuse)  # whatever kind of call it is
+        return grpc.stream_unary_rpc_method_handler(refuse)  # works for any kind of call
 
     def _words(self, method: str) -> str:
         service = method.removeprefix("/").rpartition("/")[0]
@@ -185,14 +189,14 @@ class _OtherCalls(grpc.GenericRpcHandler):
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """grpc.health.v1 of a server that names its services beforehand.
+    """The grpc.health.v1 service of a server whose service names are known beforehand. Use it from the event loop only.
 
-    Event loop only. A watcher that reads nothing keeps neither `set` nor another watcher waiting, and is left.
+    A watcher that does not read delays neither `set` nor other watchers, and is dropped after a timeout. The number of
+    watches per host is limited: enough for all clients behind one address, but not so many that other hosts are locked
+    out. Further ones fail with RESOURCE_EXHAUSTED.
 
-    One host may watch so often that all clients behind it can, and not so often that nobody else can: what is more is
-    RESOURCE_EXHAUSTED.
-
-    (That of grpcio-health-checking holds a lock while it writes, on which every later change of the status waits.)
+    (The servicer in grpcio-health-checking holds a lock while it writes, and every later change of the status waits for
+    it.)
     """
 
     def __init__(self) -> None:
@@ -228,7 +232,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
                 del self._num_watches[host]
 
     async def _write_changes(self, service: str, context: Context) -> NoReturn:
-        """Raises TimeoutError when a change is not taken."""
+        """Writes the status whenever it changes. Raises TimeoutError if the watcher does not read a change in time."""
         sent = None
         while True:
             changed = self._changed
@@ -243,7 +247,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 def open_server(
     settings: ServiceSettings, process: Process, *, service_name: str, limits: ServerLimits
 ) -> ServiceServer:
-    """With what the settings say of TLS and tokens. Raises ConfigError for files that are none of these."""
+    """Builds a server with the TLS files and tokens that the settings name. Raises ConfigError if one of them is
+    invalid.
+    """
     return ServiceServer(
         service_name=service_name,
         credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
@@ -257,5 +263,5 @@ def open_server(
 
 
 def server_tokens(settings: ServiceSettings) -> tuple[str, ...]:
-    """The tokens that callers must show one of; none when no file is named."""
+    """Returns the tokens of which callers must show one. There are none if the settings name no file."""
     return () if settings.auth_token_file is None else read_tokens("auth_token_file", settings.auth_token_file)

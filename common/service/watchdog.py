@@ -1,11 +1,11 @@
-"""Whether an engine gets on. Looked at from the event loop, as the engine's own thread may be what hangs.
+"""Watches whether an engine makes progress. It runs on the event loop, since the engine's own thread may be what hangs.
 
-engine thread: steps begun ─┐
-streams: operations done ───┼─look─▶ Watchdog ──▶ is_well: readiness
-model: layers begun ────────┘                └──▶ lost: every request fails, the process ends
+    engine thread: steps begun ─┐
+    streams: operations done ───┼─poll─▶ Watchdog ──▶ is_well: readiness
+    model: layers begun ────────┘                └──▶ lost: every request fails, the process ends
 
-A part that has something to do and shows no sign of life stands still; how much there is to do does not matter, so a
-slow machine is not taken for a dead one.
+A part is stalled if it has work and shows no sign of progress. The amount of work does not matter, so a slow machine is
+not mistaken for a dead one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from common.device.stream import Device, StreamKind, StreamProgress
 from common.errors import EngineLost, EngineStalled
 
 UNREADY_AFTER_S = 3.5
-"""Of standing still. With a look and a look at readiness, each 0.1 s, that is told within 5 s."""
+"""A part that makes no progress for this long makes the service unready.
+
+With one poll of the watchdog and one of readiness, 0.1 s each, health reports it within 5 s.
+"""
 LOOK_INTERVAL_S = 0.1
 _LONGEST_LOOK_S = 1.0
 
@@ -30,7 +33,7 @@ _log = structlog.get_logger(__name__)
 
 
 class WatchedEngine(Protocol):
-    """What an EngineThread tells of its loop."""
+    """The state of an EngineThread that the watchdog reads."""
 
     @property
     def is_alive(self) -> bool: ...
@@ -47,7 +50,7 @@ class WatchedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """One part: whether it has something to do, and what changes while it gets on."""
+    """The state of one part: whether it has work, and a value that changes when it makes progress."""
 
     part: str
     is_busy: bool
@@ -55,10 +58,10 @@ class _Sign:
 
 
 class Watchdog:
-    """Event loop only.
+    """Watches an engine's step and streams for progress. Use it from the event loop only.
 
-    Time counts only between looks, a second of it at most: a process that was itself stopped, or whose machine was,
-    finds its engine well. An engine once lost stays lost, whatever it does later.
+    Only time between two polls counts, at most one second each. So after the process or its machine was suspended, the
+    engine still counts as well. An engine that is lost stays lost, whatever it does later.
     """
 
     def __init__(
@@ -83,16 +86,18 @@ class Watchdog:
 
     @property
     def is_well(self) -> bool:
-        """As of the last look. False while a part stands still for `UNREADY_AFTER_S`, and once the engine is lost."""
+        """Whether no part was stalled at the last poll. False once the engine is lost."""
         return self._lost is None and self._engine.is_alive and not self._stalled
 
     @property
     def lost(self) -> EngineLost | None:
-        """Why the engine will serve nothing any more: it died, its device failed, or it stalled for too long."""
+        """Why the engine can no longer serve: it died, its device failed, or it stalled for too long. None while it
+        can.
+        """
         return self._lost
 
     def look(self) -> None:
-        """To be called often: a part that moved between two looks did not stand still."""
+        """Polls all parts once. Call it often: a part that changed between two polls has made progress."""
         if self._lost is not None:
             return
         now_s = self._clock()
@@ -108,20 +113,21 @@ class Watchdog:
         self._note_stalled()
 
     async def follow(self, on_lost: Callable[[EngineLost], None]) -> None:
-        """Look until the engine is lost, say so, and return."""
+        """Polls until the engine is lost, then calls `on_lost` and returns."""
         while self._lost is None:
             await asyncio.sleep(LOOK_INTERVAL_S)
             try:
                 self.look()
-            except Exception as error:  # an engine that nobody watches is not to be trusted with requests
+            except Exception as error:  # an engine that cannot be watched must not get requests
                 self._lost = EngineLost(f"the engine cannot be watched: {error!r}")
         _log.critical("engine_lost", reason=str(self._lost))
         on_lost(self._lost)
 
     def _signs(self, streams: Sequence[StreamProgress]) -> Iterator[_Sign]:
-        """Streams by themselves; the step, which may wait for any of them, by their signs too.
+        """Returns the state of each stream, and of the engine's step.
 
-        Layers are a sign of the streams that compute, and no others: a copy may hang while the model runs.
+        Layers begun count as progress of the compute streams only, since a copy may hang while the model runs. The step
+        may wait for any stream, so the progress of all of them counts for it too.
         """
         layers = self._num_layers_begun()
         for stream in streams:

@@ -1,6 +1,7 @@
-"""A service's work beside serving: what makes it faster, but need not have happened before it serves.
+"""Background work of a service: it makes the service faster, but need not be done before the service serves.
 
-First the KV pool is populated, then forwards are fused: compiled in a process of their own, and taken into use.
+First the KV pool is populated. Then forwards are fused: they are compiled in a process of their own, and taken into
+use.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from common.model.target import TargetModel
 
 Check = Callable[[], None]
 Work = Callable[[Check], None]
-"""To call what it is given between its parts, which raises Stopped when the service ends. Whatever else it raises is
-logged, and the next one begins.
+"""Background work. It gets a Check and calls it between its parts; the Check raises Stopped when the service ends.
+
+Any other exception that the work raises is logged, and the next work begins.
 """
 
-_NICENESS = 15  # of compiling beside serving
+_NICENESS = 15  # of the process that compiles while the service serves
 
 _log = structlog.get_logger(__name__)
 
 
 class Stopped(Exception):
-    """The service ends."""
+    """The service ends, so background work must stop."""
 
 
 class WorkBeside:
-    """The thread beside serving; before, it would take cores and the interpreter's lock from what serving waits for.
+    """Runs background work on one thread. Start it only once the service serves: earlier it would slow down the start.
 
-    It is to be stopped before the process ends: the interpreter's end breaks the operator that a thread is in, and with
-    it the process.
+    Stop it before the process ends. Otherwise the interpreter's shutdown crashes the process while the thread is inside
+    an operator.
     """
 
     def __init__(self) -> None:
@@ -45,15 +47,13 @@ class WorkBeside:
         self._thread: threading.Thread | None = None
 
     def start(self, *works: Work) -> None:
-        """One after the other. To be called once."""
+        """Starts the works, to run one after the other. Call it once."""
         assert self._thread is None, "is started once"
         self._thread = threading.Thread(target=self._run, args=works, name="work-beside", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """End it, where it has not come to its end, between two parts of a work. False when it did not end within
-        `timeout_s`.
-        """
+        """Stops the thread between two parts of a work. Returns False if it did not end within `timeout_s`."""
         self._stopping.set()
         if self._thread is None:
             return True
@@ -77,7 +77,7 @@ class WorkBeside:
 
 
 def populating(populate: Work) -> Work:
-    """`populate`, which goes without where the system cannot: then each page comes when it is used."""
+    """Returns `populate` as a work that logs an OSError instead of failing: pages then get memory when first used."""
     return partial(_populate_logged, populate)
 
 
@@ -91,8 +91,10 @@ def _populate_logged(populate: Work, check: Check) -> None:
 def new_fusing(
     engine: CpuEngine, model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int
 ) -> Work | None:
-    """The work that has `engine` fuse the forwards of `model`, and of `draft`, as `CpuEngine.fuse` says. What goes
-    wrong in it is logged, and both go on as they were. None where the model cannot be written down as a program.
+    """Returns the work that fuses the forwards of `model` and `draft` by `CpuEngine.fuse`, or None if the model is
+    unknown to it.
+
+    Its errors are logged, and model and draft head then continue as before.
     """
     if model.new_decoder is None:
         if draft is not None:

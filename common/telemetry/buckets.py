@@ -1,4 +1,4 @@
-"""Histogram buckets, in seconds unless named otherwise."""
+"""Bucket bounds of the histograms, in the unit that the name ends with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a service's readiness and of its engine's pools and steps, alike for both services."""
+"""Prometheus metrics of readiness, and of the engine's pools and steps, for either service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ POOL_STATES = ("free", "reserved", "transferring", "running", "quarantined")
 
 
 class EngineMetrics:
-    """Steps are observed as they happen, on the engine's thread; pools are read when Prometheus asks."""
+    """The engine's metrics. Steps are observed as they happen, on the engine's thread; pools are read at each
+    scrape.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -43,7 +45,9 @@ class EngineMetrics:
         is_fused: Callable[[], bool] = lambda: False,
         forward_counts: Mapping[str, ForwardCounts] | None = None,
     ) -> None:
-        """Expose these values at each scrape; `forward_counts` is by model."""
+        """Exposes these values at each scrape. `forward_counts` has an entry for each model: the target and the draft
+        head.
+        """
         self._registry.register(_LoadCollector(load, is_ready, is_fused, forward_counts or {}))
 
 

@@ -31,10 +31,11 @@ _log = structlog.get_logger(__name__)
 
 
 class MetricsServer:
-    """Serves `registry` at `http://{listen}/metrics` while it is entered; with an empty `listen` it does nothing.
+    """Serves `registry` over HTTP at `http://{listen}/metrics` inside its context. With an empty `listen` it does
+    nothing.
 
-    With `tokens` a client must send one of them. A client has 5 s to send its request's head and 10 s to take the
-    answer. When more than 32 connect, the oldest is dropped.
+    If there are `tokens`, a client must send one of them. A client has 5 s to send the head of its request, and 10 s to
+    read the answer. If more than 32 clients connect, the oldest connection is dropped.
     """
 
     def __init__(self, listen: str, registry: CollectorRegistry, *, tokens: Sequence[str] = ()) -> None:
@@ -81,7 +82,7 @@ class _Server(socketserver.ThreadingTCPServer):
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self.address_family = info[0]
         self._lock = threading.Lock()
-        self._open: dict[Any, None] = {}  # the oldest first
+        self._open: dict[Any, None] = {}  # open connections, the oldest first
         super().__init__(info[4][:2], handler)  # type: ignore[arg-type]
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -106,12 +107,12 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # the client left, or took nothing
+        if not isinstance(sys.exc_info()[1], OSError):  # the client left, or did not read the answer
             _log.exception("metrics_failed")
 
 
 class _Handler(MetricsHandler):
-    """Serves one request of one connection."""
+    """Handles one request of one connection."""
 
     tokens: ClassVar[tuple[str, ...]] = ()
 
@@ -129,7 +130,7 @@ class _Handler(MetricsHandler):
         super().do_GET()
 
     def _head(self) -> bytes:
-        """Returns nothing if the head does not come in time."""
+        """Reads the head of the request. Returns b"" if it does not arrive in time."""
         head, until_s = b"", time.monotonic() + _HEAD_TIMEOUT_S
         while b"\r\n\r\n" not in head:
             left_s = until_s - time.monotonic()

@@ -1,4 +1,4 @@
-"""Counts how a model's forwards are computed, if a faster program takes some of them. Standard library only."""
+"""Counts a model's forwards by how they were computed: by a program or by operators. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ForwardCounts:
-    """Forwards since the model has a program: those that the program computed, and those that it declined and operators
-    computed. One thread counts; any thread may read.
+    """A model's forwards since it got a program. `num_fused` ran in the program; `num_declined` it declined, and
+    operators ran.
+
+    One thread counts; any thread may read.
     """
 
     num_fused: int = 0
     num_declined: int = 0
 
     def count(self, *, is_taken: bool) -> bool:
-        """Count a forward. Returns its argument."""
+        """Counts one forward, and returns `is_taken`: whether the program computes it."""
         if is_taken:
             self.num_fused += 1
         else:

@@ -1,4 +1,4 @@
-"""A histogram for frequent events: an observation is two additions without a lock."""
+"""A Prometheus histogram for frequent events: an observation is two additions, without a lock."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from prometheus_client.registry import Collector
 
 
 class OneWriterHistogram(Collector):
-    """One thread observes. Sums are computed when Prometheus asks, on any thread. Its maker registers it."""
+    """A histogram that one thread writes. Sums are computed at each scrape, on any thread. Its creator must register
+    it.
+    """
 
     def __init__(self, name: str, documentation: str, *, buckets: Sequence[float]) -> None:
-        """`buckets` are ascending upper bounds; an unbounded one is added."""
+        """Makes an empty histogram. `buckets` are ascending upper bounds; an unbounded bucket is added."""
         self._name = name
         self._documentation = documentation
         self._bounds = tuple(buckets)
@@ -26,7 +28,7 @@ class OneWriterHistogram(Collector):
         self._sum += value * num_times
 
     def describe(self) -> Iterator[core.Metric]:
-        """Tells the registry the names, so that it refuses a duplicate and can find the histogram."""
+        """Gives the registry the metric's name, so that it refuses a duplicate and can find the histogram."""
         yield core.HistogramMetricFamily(self._name, self._documentation)
 
     def collect(self) -> Iterator[core.Metric]:

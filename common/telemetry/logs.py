@@ -1,4 +1,6 @@
-"""Logs on stderr from structlog and the standard library alike: one JSON object a line, or lines for people."""
+"""Configures logging to stderr, for structlog and the standard library: one JSON object per line, or text for
+people.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ _log = structlog.get_logger(__name__)
 def configure_logs(
     level: str, log_format: Literal["json", "console"] = "json", *, stream: IO[str] | None = None, **bound: str
 ) -> None:
-    """To be called in `main`, again once the settings are known. `bound` is on every line, of every thread: the
-    service's name, its instance id.
+    """Sets up logging. Call it in `main`, and again once the settings are known.
+
+    `bound` is added to every line of every thread, such as the service's name and instance id.
     """
     stream = stream or sys.stderr
 
@@ -70,20 +73,22 @@ def configure_logs(
     root = logging.getLogger()  # noqa: TID251 - libraries log to it
     root.handlers = [handler]
     root.setLevel(level.upper())
-    # It would log every request of the status page.
+    # httpx2 would log every request of the status page.
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # noqa: TID251 - it is not ours
 
 
 def _bound(_logger: WrappedLogger, _method: str, line: EventDict) -> EventDict:
-    """What a peer wrote may be in any field. Tracebacks are no fields yet."""
+    """Escapes and shortens the text fields of a line, since any of them may come from a peer. Tracebacks are added
+    later.
+    """
     return {key: peer_text(value, _MAX_FIELD_BYTES) if isinstance(value, str) else value for key, value in line.items()}
 
 
 @contextlib.contextmanager
 def only_log_lines() -> Iterator[None]:
-    """Turn what Python and gRPC write to stderr in their own form into log lines, or drop it.
+    """Inside this context, messages that Python and gRPC would write to stderr become log lines, or are dropped.
 
-    Enter this before gRPC is imported; what gRPC writes is also in the errors that it raises.
+    Enter it before gRPC is imported. gRPC's own lines are dropped; the errors that it raises have the same text.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 

@@ -1,4 +1,4 @@
-"""The decode service's requests as Prometheus metrics."""
+"""Prometheus metrics of the decode service's requests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ PHASES = ("queue", "prefill", "transfer", "first_decode")
 
 
 class RequestMetrics:
-    """`outcome` is a finish reason ("eos", "length", ...) or the ErrorInfo reason in lower case ("deadline", ...).
+    """The metrics of requests. `outcome` is a finish reason ("eos", "length", ...) or an ErrorInfo reason in lower
+    case.
 
-    Every outcome is exposed from the start with 0: Prometheus sees no increase in a series that begins at 500.
+    Every outcome is exposed with 0 from the start, because Prometheus sees no increase in a series whose first value is
+    500.
     """
 
     def __init__(self, registry: CollectorRegistry, *, finish_reasons: Iterable[Enum]) -> None:

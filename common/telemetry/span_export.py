@@ -1,4 +1,4 @@
-"""Exports spans to a collector: sampled, batched, and dropped when the collector does not take them.
+"""Exports spans to a collector: sampled and batched. They are dropped if the collector does not accept them.
 
 span ends ──▶ bounded queue ──▶ thread ──OTLP over gRPC──▶ collector
 """
@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Tracer
 
 EXPORT_TIMEOUT_S = 5
-"""Bound on one batch, with all its retries."""
+"""The time limit for exporting one batch, including all retries."""
 FLUSH_TIMEOUT_S = 2.0
 _MAX_QUEUED_SPANS = 4096
 _MAX_BATCH_SPANS = 512
@@ -28,8 +28,10 @@ _log = structlog.get_logger(__name__)
 
 
 class SpanExport:
-    """`endpoint` is http://HOST:PORT, or https:// for TLS. Spans of a trace that began elsewhere follow its sampling
-    decision; `sample_ratio` samples the others. Ending a span never waits for the collector.
+    """Creates a tracer and exports its spans to `endpoint`, http://HOST:PORT, or https:// for TLS.
+
+    A trace that began in another process follows that process's sampling decision; `sample_ratio` samples the others.
+    Ending a span never waits for the collector.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class SpanExport:
         instance_id: str,
         flush_timeout_s: float = FLUSH_TIMEOUT_S,
     ) -> None:
-        # It logs every retry of a batch; the line below says it once.
+        # OpenTelemetry logs every retry of a batch; LoggedExporter logs a failure once.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # noqa: TID251 - it is not ours
         self._flush_timeout_s = flush_timeout_s
         self._exporter = LoggedExporter(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S), endpoint)
@@ -63,17 +65,17 @@ class SpanExport:
         self.tracer: Tracer = self._provider.get_tracer("baton")
 
     def close(self) -> None:
-        """Export what is queued, for at most `flush_timeout_s`, and drop the rest."""
+        """Exports the queued spans for at most `flush_timeout_s`, and drops the rest."""
         closing = threading.Thread(target=self._provider.shutdown, name="span-flush", daemon=True)
         closing.start()
         closing.join(self._flush_timeout_s)
         if closing.is_alive():
-            self._exporter.shutdown()  # this ends the attempt under way
+            self._exporter.shutdown()  # this ends the export in progress
             closing.join(self._flush_timeout_s)
 
 
 class LoggedExporter(SpanExporter):
-    """Logs once when a collector stops taking spans, and once when it takes them again."""
+    """An exporter that logs when a collector stops accepting spans, and when it accepts them again."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter

@@ -1,4 +1,4 @@
-"""Speculation as Prometheus metrics."""
+"""Prometheus metrics of speculative decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACCEPT_LENGTH = range(1, 17)
 
 
 class SpeculationMetrics:
-    """The cost and gain of drafting, by step."""
+    """The cost and the gain of drafting, observed at each step."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._levels = OneWriterHistogram("baton_draft_levels", "Tokens ahead that a step drafted.", buckets=range(17))
@@ -40,8 +40,8 @@ class SpeculationMetrics:
 
 
 class _AcceptLengths(Collector):
-    """A histogram that observes all rows of a step at once, because one `observe` for each row would cost the engine
-    thread more than the rest of the step.
+    """A histogram that observes all rows of a step at once. One `observe` per row would cost more than the rest of the
+    step.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class _AcceptLengths(Collector):
         self._num_rows.update(accept_lens)
 
     def collect(self) -> Iterator[Metric]:
-        num_rows = dict(self._num_rows)  # read once: the engine's thread goes on counting
+        num_rows = dict(self._num_rows)  # a copy: the engine's thread continues to count
         buckets = [(str(float(bound)), float(_num_within(num_rows, bound))) for bound in ACCEPT_LENGTH]
         buckets.append(("+Inf", float(sum(num_rows.values()))))
         family = HistogramMetricFamily("baton_accept_length", "Tokens that a step committed of a row.")

@@ -1,4 +1,4 @@
-"""What an engine reports about one step. Standard library only: engines import it."""
+"""An engine's report of one step. Uses the standard library only, because engines import it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """A speculative step: levels drafted, tokens committed for each drafting row, and seconds of its parts.
+    """A speculative step: its drafted levels, the tokens committed for each drafting row, and the seconds of each part.
 
-    `idle_s` is how long the stream waited for this step after the one before; None if that one had ended at its launch.
+    `idle_s` is how long the stream was idle between the previous step and this one. It is None if the previous step had
+    already ended when this one was launched.
     """
 
     num_levels: int
@@ -23,7 +24,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One forward: rows in it, tokens it computed, and the time between its launch and its result."""
+    """One forward: its rows, the tokens that it computed, and the seconds from its launch to its result."""
 
     batch_size: int
     num_tokens: int

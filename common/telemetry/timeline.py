@@ -1,8 +1,8 @@
-"""Where a service's time goes: spans on tracks, kept while somebody records and only then.
+"""Records where a service's time goes, as spans on tracks. Spans are kept only while a recording is in progress.
 
     a track's thread ──span──▶ its ring, which keeps the newest ──stop──▶ Recording
 
-Times are CLOCK_MONOTONIC in ns. Standard library only: engines import it.
+Times are CLOCK_MONOTONIC in ns. Uses the standard library only, because engines import it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 from common.errors import RecordingInProgress
 
 EDGE, ENGINE, HANDOFF, REQUESTS, TOKENIZE = "edge", "engine", "handoff", "requests", "tokenize"
-"""The tracks of every service, besides one for each of its streams."""
+"""The names of the tracks that every service has. Each stream has one more track."""
 FLOW = "flow"
-"""The figure that spans about the same bytes share, on both services."""
+"""The name of the figure (number) by which spans about the same KV bytes are matched across both services."""
 
 
 class EventKind(Enum):
     SPAN = auto()
-    """What the track does. Spans of a track nest."""
+    """Work of a track's thread. Spans of one track nest."""
     TASK = auto()
-    """What goes on beside other tasks, between awaits. Spans of one `task` nest."""
+    """Work of an asyncio task, which is interleaved with other tasks. Spans of one `task` nest."""
     COUNTER = auto()
-    """The figures from `start_ns` on."""
+    """Figures (numbers by name) that are valid from `start_ns` on."""
 
 
 class TimelineEvent(NamedTuple):
@@ -45,16 +45,16 @@ class TimelineEvent(NamedTuple):
 
 
 class DeferredEvent(Protocol):
-    """Something that becomes an event after the recording. It is complete once it is in a ring; nothing writes to it
-    afterwards.
-    """
+    """An object that is turned into an event after the recording. It is not changed any more once it is in a ring."""
 
     def resolve(self) -> TimelineEvent | None:
-        """Returns None if the device has not reached its end, or failed. Any thread, after the recording."""
+        """Returns the event, or None if the device has not reached its end, or failed. Any thread may call it after the
+        recording.
+        """
 
 
 class Ring:
-    """The newest events of one track in one recording. It has one writer; appending to a deque is atomic."""
+    """The newest events of one track in one recording. One thread writes; appending to a deque is atomic."""
 
     def __init__(self, max_events: int) -> None:
         self.events: deque[TimelineEvent | DeferredEvent] = deque(maxlen=max_events)
@@ -66,7 +66,7 @@ class Ring:
 
 
 class RecordedTrack(NamedTuple):
-    """`num_dropped` counts older events that did not fit the ring."""
+    """The events of one track. `num_dropped` counts older events that did not fit into the ring."""
 
     name: str
     events: list[TimelineEvent]
@@ -74,7 +74,7 @@ class RecordedTrack(NamedTuple):
 
 
 class Recording:
-    """What was recorded from `start_ns` to `end_ns`."""
+    """The events recorded from `start_ns` to `end_ns`."""
 
     def __init__(self, rings: dict[str, Ring], start_ns: int, end_ns: int) -> None:
         self._rings = rings
@@ -82,8 +82,10 @@ class Recording:
         self.end_ns = end_ns
 
     def take_tracks(self) -> list[RecordedTrack]:
-        """Each track's events in the order in which they ended, once: the rings are let go of as they are read. Takes a
-        while where there are many.
+        """Returns each track's events in the order in which they ended. Call it once: the rings are released as they
+        are read.
+
+        It takes a while if there are many events.
         """
         return [_read(name, self._rings.pop(name), self.end_ns) for name in tuple(self._rings)]
 
@@ -102,24 +104,24 @@ NOT_RECORDED = _NotRecorded()
 
 
 class Track:
-    """One row of the timeline, written by one thread. While nobody records, a span costs one look at `ring`."""
+    """One row of the timeline, written by one thread. When nothing is recorded, a span costs one check of `ring`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.ring: Ring | None = None  # None while nobody records
+        self.ring: Ring | None = None  # None while there is no recording
 
     def span(self, name: str, detail: str = "", **figures: int) -> AbstractContextManager[None]:
-        """A span around code of the track's thread that does not await."""
+        """A context that records a span around code of the track's thread. The code must not await."""
         ring = self.ring
         return NOT_RECORDED if ring is None else _Span(ring, EventKind.SPAN, name, detail, "", figures)
 
     def task(self, name: str, task: str, **figures: int) -> AbstractContextManager[None]:
-        """A span around what `task` does, awaits included."""
+        """A context that records a span around code of an asyncio task. The code may await."""
         ring = self.ring
         return NOT_RECORDED if ring is None else _Span(ring, EventKind.TASK, name, "", task, figures)
 
     def ended(self, name: str, start_ns: int, detail: str = "", **figures: int) -> None:
-        """Record a span that began at `start_ns` and ends now, with figures that are known only now."""
+        """Records a span that began at `start_ns` and ends now, with figures that are known only at its end."""
         if (ring := self.ring) is not None:
             duration_ns = time.monotonic_ns() - start_ns
             ring.add(TimelineEvent(EventKind.SPAN, name, start_ns, duration_ns, detail, figures=figures))
@@ -130,7 +132,7 @@ class Track:
 
 
 class Timeline:
-    """A service's recorder. Tracks are made while the service is built; recordings happen one at a time."""
+    """The recorder of a service. Tracks are made while the service is built. There is one recording at a time."""
 
     def __init__(self) -> None:
         self._tracks: dict[str, Track] = {}
@@ -138,12 +140,16 @@ class Timeline:
         self._start_ns: int | None = None
 
     def track(self, name: str) -> Track:
-        """Returns the track of that name, made at the first call. Any thread, outside a recording."""
+        """Returns the track of this name, which the first call makes. Any thread may call it, but not during a
+        recording.
+        """
         with self._lock:
             return self._tracks.setdefault(name, Track(name))
 
     def start(self, *, max_events: int) -> None:
-        """Record from now on, keeping the newest `max_events` of each track. Raises RecordingInProgress."""
+        """Starts a recording that keeps the newest `max_events` of each track. Raises RecordingInProgress if there is
+        one already.
+        """
         with self._lock:
             if self._start_ns is not None:
                 raise RecordingInProgress("the timeline is being recorded for somebody else")
@@ -152,7 +158,7 @@ class Timeline:
                 track.ring = Ring(max_events)
 
     def stop(self) -> Recording:
-        """End the recording. It lacks what has not ended by now."""
+        """Ends the recording and returns it. Spans that have not ended by now are missing from it."""
         with self._lock:
             assert self._start_ns is not None, "nothing is recorded"
             rings = {track.name: track.ring for track in self._tracks.values() if track.ring is not None}
@@ -175,7 +181,7 @@ OwnerT = TypeVar("OwnerT", bound=HasTrack)
 def recorded(
     name: str,
 ) -> Callable[[Callable[Concatenate[OwnerT, P], R]], Callable[Concatenate[OwnerT, P], R]]:
-    """A decorator for methods: each call is a span on its object's `track`."""
+    """A decorator for methods. Each call is recorded as a span on the `track` of the method's object."""
 
     def decorate(method: Callable[Concatenate[OwnerT, P], R]) -> Callable[Concatenate[OwnerT, P], R]:
         @functools.wraps(method)
@@ -191,7 +197,9 @@ def recorded(
 
 
 class _Span:
-    """Put into the ring as it is, and made an event after the recording, so that serving pays less for it."""
+    """A span that is being recorded. It is put into the ring as it is, and made an event later, to cost little while
+    serving.
+    """
 
     __slots__ = ("_detail", "_duration_ns", "_figures", "_kind", "_name", "_ring", "_start_ns", "_task")
 
@@ -213,7 +221,7 @@ class _Span:
     ) -> None:
         self._duration_ns = time.monotonic_ns() - self._start_ns
         ring = self._ring
-        del self._ring  # the ring that will hold this span
+        del self._ring  # the ring will hold this span, so this would be a reference cycle
         ring.add(self)
 
     def resolve(self) -> TimelineEvent:
@@ -223,7 +231,10 @@ class _Span:
 
 
 def _read(name: str, ring: Ring, end_ns: int) -> RecordedTrack:
-    """A writer that was inside a span at `end_ns` may have added it since, or be about to count it."""
+    """Returns the events of a ring that ended by `end_ns`.
+
+    A writer that was inside a span at `end_ns` may have added it since, or be about to count it.
+    """
     kept = list(ring.events.copy())
     resolved = (event if isinstance(event, TimelineEvent) else event.resolve() for event in kept)
     events = [event for event in resolved if event is not None and event.start_ns + event.duration_ns <= end_ns]

@@ -1,4 +1,4 @@
-"""The Timeline servicer: somebody records what a service does, for a bounded time and one at a time."""
+"""The Timeline service: a caller records what a service does, for a bounded time. There is one recording at a time."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
-    """Event loop only; what was recorded becomes messages on a thread, after the recording.
+    """Records the timeline for a caller. Use it from the event loop only; events are encoded on a thread, after the
+    recording.
 
-    A caller that takes nothing for `write_timeout_s`, or takes longer than `answer_timeout_s` for all of it, is gone.
-    Until then nobody else records: what was recorded is kept once.
+    A caller counts as gone if it reads nothing for `write_timeout_s`, or takes longer than `answer_timeout_s` for the
+    whole answer. Until then no other caller can record, so at most one recording is in memory.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
 
 
 def _checked(request: timeline_pb2.RecordTimelineRequest) -> tuple[float, int]:
-    """(duration in s, events of each track). Raises InvalidRequest."""
+    """Returns the request's duration in seconds and number of events per track. Raises InvalidRequest."""
     duration_s = request.duration_s if request.HasField("duration_s") else DEFAULT_DURATION_S
     max_events = request.max_events if request.HasField("max_events") else DEFAULT_MAX_EVENTS
     if not 0 < duration_s <= MAX_DURATION_S:
@@ -121,7 +122,7 @@ def _checked(request: timeline_pb2.RecordTimelineRequest) -> tuple[float, int]:
 
 
 def _clock_id() -> str:
-    """The running kernel's id: its processes read one CLOCK_MONOTONIC."""
+    """Returns an id of the running kernel, or "". All processes with the same id share one CLOCK_MONOTONIC."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -129,7 +130,10 @@ def _clock_id() -> str:
 
 
 def _events_message(track: str, events: list[TimelineEvent]) -> timeline_pb2.TimelineEvents:
-    """Filled in place: messages built apart and copied into it would take three times as long, beside serving."""
+    """Encodes the events of a track as one message.
+
+    It is filled in place: copying separately built messages into it would take three times as long.
+    """
     indices = {"": 0}
 
     def index(text: str) -> int:

@@ -1,4 +1,4 @@
-"""W3C trace context, and the engine's clock as Unix time."""
+"""W3C trace context in headers, and a conversion of the engine's clock to Unix time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = ("traceparent", "tracestate")
 
 
 def context_of(headers: Iterable[tuple[str, str | bytes]]) -> Context:
-    """Returns the context that `traceparent` and `tracestate` name, or an empty one if they name none."""
+    """Returns the trace context in the headers `traceparent` and `tracestate`, or an empty one."""
     carrier = {name: value for name, value in headers if name in _NAMES and isinstance(value, str)}
     return _W3C.extract(carrier, context=Context()) if carrier else Context()
 
@@ -26,22 +26,23 @@ def span_context_of(context: Context) -> SpanContext:
 
 
 def headers_of(span: Span) -> Mapping[str, str]:
-    """Returns headers that make `span` the parent elsewhere; none for a span without a trace."""
+    """Returns headers that make `span` the parent of the receiver's spans; none if the span has no trace."""
     carrier: dict[str, str] = {}
     _W3C.inject(carrier, set_span_in_context(span, Context()))
     return carrier
 
 
 def trace_id_of(span: Span) -> str:
-    """Returns "" for a span without a trace."""
+    """Returns the span's trace id in hexadecimal, or "" if it has no trace."""
     context = span.get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
 @dataclass(frozen=True, slots=True)
 class UnixClock:
-    """Converts monotonic seconds, the engines' clock, to Unix nanoseconds by one offset. So spans of a trace keep their
-    distances whatever happens to the wall clock.
+    """Converts monotonic seconds, the engines' clock, to Unix nanoseconds by a constant offset.
+
+    So the spans of a trace keep their distances even if the wall clock is changed.
     """
 
     offset_ns: int

@@ -1,4 +1,4 @@
-"""A process's tracer, which exports by OTLP or does nothing. docs/tracing.md explains the spans."""
+"""Opens a process's tracer, which exports spans by OTLP or does nothing. docs/tracing.md explains the spans."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from opentelemetry.trace import NoOpTracer, Tracer
 from common.config.process_settings import ProcessSettings
 
 NO_TRACER: Tracer = NoOpTracer()
-"""Its spans record nothing and pass their parents' context on."""
+"""A tracer that does nothing. Its spans record nothing and pass on their parent's context."""
 
 
 @contextmanager
 def process_tracer(settings: ProcessSettings, *, service: str, instance_id: str) -> Iterator[Tracer]:
-    """At the end the remaining spans are exported, within seconds. Without `otlp_endpoint` nothing is exported and no
-    SDK is imported.
+    """Yields the tracer that the settings ask for. At the end it exports the remaining spans, within seconds.
+
+    Without `otlp_endpoint` nothing is exported, and no SDK is imported.
     """
     if not settings.otlp_endpoint:
         yield NO_TRACER
