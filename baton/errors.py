@@ -7,7 +7,7 @@ BatonError                  carries the gRPC code, the ErrorInfo reason and its 
 ├── DeadlineExceeded        the deadline passed; the server has dropped the request
 ├── Cancelled               the stream was closed
 ├── FailedPrecondition      the services disagree about the model: `field` names the difference
-├── Unavailable             no server, or no prefill replica behind it
+├── Unavailable             no server can be reached, or it has no ready prefill replica
 ├── Unauthenticated
 ├── PermissionDenied
 ├── NotFound

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Sequence
 
 _POLL_INTERVAL_S = 0.2
-# bypasses any proxy, because the services run on this machine
+# Bypasses any proxy, because the services run on this machine.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -50,7 +50,7 @@ def announced(decode_addresses: Sequence[str], ports: Sequence[int] = ()) -> Ite
         with suppress(OSError):
             directory = _made_directory()
             path = directory / f"{os.getpid()}{_SUFFIX}"
-            # written under another name and renamed, so that readers find the file only locked and complete
+            # Written under another name and renamed, so that readers find the file only locked and complete.
             draft = path.with_suffix(".new")
             file = stack.enter_context(draft.open("w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP edge over the gRPC client."""
+"""The gateway: an OpenAI-compatible HTTP server that calls the decode services over gRPC."""

@@ -1,4 +1,4 @@
-"""`python -m gateway`"""
+"""Runs the gateway as `python -m gateway`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.telemetry.logs import only_log_lines
 
 
 def main() -> int:
-    with only_log_lines():  # before gRPC is imported
+    with only_log_lines():  # must be set up before gRPC is imported
         from gateway.main import run_gateway
 
         return run_gateway(sys.argv[1:])

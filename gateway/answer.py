@@ -1,4 +1,4 @@
-"""What the two generating endpoints share, and the interface for where they differ."""
+"""The parts of an answer that both generating endpoints share, and the interface for the parts that differ."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gateway.plan import Plan
 
 
 class Choice(Protocol):
-    """One choice of an answer, as JSON: chunk by chunk, or whole."""
+    """Writes one choice of an answer as JSON, in chunks or whole."""
 
     def opening(self) -> dict[str, Any] | None:
-        """Returns the chunk before the first token, or None if there is none."""
+        """Returns the chunk that comes before the first token, or None if there is none."""
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
-        """Returns None when the event has nothing that was asked for."""
+        """Returns the chunk for a delta, or None if the delta has nothing that the request asked for."""
 
     def ending(self, finished: Finished) -> dict[str, Any]: ...
 
@@ -26,7 +26,9 @@ class Choice(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
-    """One of OpenAI's generating endpoints. `parse` raises ApiError."""
+    """Describes one of OpenAI's generating endpoints. `parse` turns a request's body into a plan,
+    or raises ApiError.
+    """
 
     path: str
     id_prefix: str
@@ -38,7 +40,7 @@ class Api:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """The JSON around the choices of one answer, in each of its chunks."""
+    """The JSON fields around the choices of an answer. Each chunk of a stream has the same ones."""
 
     id: str
     created: int
@@ -58,7 +60,7 @@ class Envelope:
 
 
 def finish_reason(reason: FinishReason) -> str:
-    """OpenAI's name of a finish reason."""
+    """Returns OpenAI's name for a finish reason."""
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
@@ -67,7 +69,7 @@ def with_token_ids(choice: dict[str, Any], token_ids: Sequence[int], plan: Plan)
 
 
 def usage(plan: Plan, started: Sequence[Started], num_completion_tokens: Iterable[int]) -> dict[str, int]:
-    """A prompt counts once, however many choices it has."""
+    """Returns OpenAI's `usage` object. A prompt's tokens count once, however many choices the prompt has."""
     num_prompt = sum(each.num_prompt_tokens for each in started[:: plan.n])
     num_completion = sum(num_completion_tokens)
     return {

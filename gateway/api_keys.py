@@ -13,15 +13,16 @@ _PASSWORD = 'Basic realm="Baton"'
 
 
 class ApiKeys:
-    """Without keys, every caller is accepted."""
+    """Checks the API keys of requests. Without any configured key, every caller is accepted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [key.encode() for key in keys]
 
     def check(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """Returns the caller's key if keys tell callers apart, else "". Raises ApiError 401.
+        """Checks the key in a request's headers. Raises ApiError 401 if it is not a configured one.
 
-        The time does not depend on which key it is, or how much of it is right.
+        Returns a name for the key, such as "key 1", if several are configured, else "". The time taken does not depend
+        on which key was sent or how much of it is right.
         """
         if not self._keys:
             return ""
@@ -35,7 +36,10 @@ class ApiKeys:
         return f"key {matches.index(True)}" if len(self._keys) > 1 else ""
 
     def check_viewer(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Check a viewer of status or metrics, who may also send the key as a password. Raises ApiError 401."""
+        """Checks the key of a request for the status page or metrics. Raises ApiError 401.
+
+        Here a browser may also send the key as the password of basic authentication.
+        """
         shown = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
         keys = [key.decode() for key in self._keys]
         if len(shown) != 1 or not is_known(token_in(shown[0]), keys):

@@ -52,7 +52,7 @@ def build_app(
     cors_origins: Sequence[str] = (),
     status_needs_key: bool = False,
 ) -> ASGIApp:
-    """The whole gateway as an ASGI application; needs a running event loop."""
+    """Builds the whole gateway as an ASGI application. Call it in a running event loop."""
     metrics = GatewayMetrics(registry)
     metrics.watch_requests(num_open=lambda: len(open_requests), num_reading=lambda: open_requests.num_reading)
     health = Health(client, open_requests=open_requests)
@@ -108,7 +108,10 @@ def build_app(
 
 
 def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Allow pages of these origins to call `app` in a browser. Preflights come before the key is checked."""
+    """Lets web pages of the given origins call `app` from a browser.
+
+    Browsers send CORS preflight requests without a key, so they are answered before the key is checked.
+    """
     return _Origins(
         app,
         allow_origins=origins,
@@ -120,7 +123,7 @@ def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class _Origins(CORSMiddleware):
-    """CORS whose refusals have the shape of every other error, and a log line with the reason."""
+    """CORS middleware whose refusals have the JSON shape of all other errors, and a log line with the reason."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -129,11 +132,11 @@ class _Origins(CORSMiddleware):
             await send_error(error, scope, receive, send)
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Raises ApiError for a page that may not call."""
+        """Answers a preflight request. Raises ApiError for an origin, method or header that is not allowed."""
         answer = super().preflight_response(request_headers)
         if answer.status_code == HTTPStatus.OK:
             return answer
-        why = bytes(answer.body).decode()  # "Disallowed CORS origin, method"
+        why = bytes(answer.body).decode()  # for example "Disallowed CORS origin, method"
         message = f"{why}: pages of origins that cors_origins names may call, with {' or '.join(_METHODS)}"
         kept = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
         raise ApiError(answer.status_code, message, code="origin_not_allowed", headers=kept)
@@ -150,7 +153,7 @@ async def _on_baton_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """The router's own errors: an unknown route, or a wrong method."""
+    """Answers with the router's own errors: an unknown route, or a wrong method."""
     assert isinstance(error, HTTPException)
     what, versioned = f"{request.method} {request.url.path}"[:128], f"/v1{request.url.path}"
     ending, code = ("is not served", "unknown_url") if error.status_code == 404 else ("is not allowed", "wrong_method")

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: parses messages and writes messages."""
+"""The /v1/chat/completions endpoint: parses chat requests and writes chat answers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ _FIELDS_OF_ROLES = {"assistant": {"refusal", "tool_calls"}, "tool": {"tool_call_
 _CALL_FIELDS, _FUNCTION_FIELDS = {"id", "type", "function", "index"}, {"name", "arguments"}
 _MAX_NAME_CHARS = 64
 MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
-"""Each is two fields at least of those that the decode service takes."""
+"""The most messages in a request. Each has at least two fields in the gRPC request, whose
+number of fields is limited.
+"""
 
 
 def _few(messages: Any) -> Any:
-    """Refuse a long list before any of its items is validated."""
+    """Refuses a list with too many messages, before pydantic validates any of them."""
     if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
         raise ValueError(f"more than {MAX_MESSAGES}")
     return messages
@@ -43,7 +45,7 @@ class ChatFields(GenerationFields):
 
 
 class ChatChoice:
-    """One choice, chunk by chunk or whole."""
+    """Writes one choice of a chat answer as JSON, in chunks or whole."""
 
     def __init__(self, index: int, plan: Plan) -> None:
         self._index = index
@@ -54,7 +56,7 @@ class ChatChoice:
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
         if not (delta.text or delta.logprobs or self._plan.returns_token_ids):
-            return None  # text may lag behind the ids
+            return None  # the text may come later than the token ids
         return self._chunk({"content": delta.text}, logprobs=chat_logprobs(delta.logprobs), token_ids=delta.token_ids)
 
     def ending(self, finished: Finished) -> dict[str, Any]:
@@ -82,7 +84,7 @@ class ChatChoice:
 
 
 def parse_chat(body: bytes) -> Plan:
-    """Raises ApiError, which names the wrong field."""
+    """Parses the body of a chat request. Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, ChatFields)
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
@@ -118,7 +120,7 @@ CHAT = Api(
 
 
 def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
-    """Returns the bound and the name of its field."""
+    """Returns the limit on output tokens, and the name of the field that it came from."""
     if fields.max_completion_tokens is None:
         return fields.max_tokens, "max_tokens"
     if fields.max_tokens not in (None, fields.max_completion_tokens):
@@ -127,7 +129,7 @@ def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
 
 
 def _message(place: str, message: dict[str, Any]) -> ChatMessage:
-    """`place` names the message in errors."""
+    """Parses one message. `place` names the message in errors, such as "messages[0]"."""
     role = message.get("role")
     if role == "function":
         raise not_served(f"{place}.role", "tool is")
@@ -142,7 +144,8 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
             tool_call_id=_not_empty(f"{place}.tool_call_id", message.get("tool_call_id")),
             name="" if name is None else _string(f"{place}.name", name),
         )
-    if name is not None and not (isinstance(name, str) and len(name) <= _MAX_NAME_CHARS):  # templates do not receive it
+    # Checked, but not passed on, because chat templates do not receive it.
+    if name is not None and not (isinstance(name, str) and len(name) <= _MAX_NAME_CHARS):
         raise invalid(f"{place}.name", f"must be a string of at most {_MAX_NAME_CHARS} characters")
     if role == "assistant":
         calls = _tool_calls(f"{place}.tool_calls", message.get("tool_calls"))
@@ -151,7 +154,7 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
 
 
 def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:
-    """A refusal counts as the content. A null content is empty."""
+    """Returns the text of an assistant's message. A refusal is appended to the content; a null content counts as ""."""
     refusal = message.get("refusal")
     if refusal is not None:
         _string(f"{place}.refusal", refusal)
@@ -162,7 +165,7 @@ def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) 
 
 
 def _tool_calls(place: str, calls: Any) -> tuple[ToolCall, ...]:
-    """A null or empty list holds no calls."""
+    """Parses the tool calls of an assistant's message. Null and an empty list both mean no calls."""
     if calls is None:
         return ()
     if not isinstance(calls, list):
@@ -188,7 +191,7 @@ def _tool_call(place: str, call: Any) -> ToolCall:
 
 
 def _refuse_other_fields(place: str, value: dict[str, Any], fields: Set[str]) -> None:
-    """Null or an empty list counts as absent."""
+    """Raises ApiError for a field that is not among `fields`, unless its value is null or an empty list."""
     for name, asked in value.items():
         if name not in fields and asked is not None and asked != []:
             raise not_served(f"{place}.{name}"[:128])
@@ -208,7 +211,7 @@ def _string(place: str, value: Any, of: str = "") -> str:
 
 
 def _content(place: str, content: Any, kinds: Sequence[str]) -> str:
-    """Joins the parts of these `kinds`."""
+    """Returns a message's content: a string, or the joined texts of its parts, which must be of the given `kinds`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -217,7 +220,7 @@ def _content(place: str, content: Any, kinds: Sequence[str]) -> str:
 
 
 def _part(place: str, part: Any, kinds: Sequence[str]) -> str:
-    """A part of kind `text` has its words in the field `text`, and so on."""
+    """Returns the text of one content part. The field that holds it has the name of the part's type."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise invalid(place, "must be a text part")

@@ -1,10 +1,10 @@
-"""The choices of one HTTP request: a generation each, read at the same time.
+"""Runs the choices of one HTTP request: each is one Generate call, and all are read at the same time.
 
 Generate call 0 ─▶ reader ─┐
-Generate call 1 ─▶ reader ─┼─▶ one place ─▶ (index, event), in the order they come
+Generate call 1 ─▶ reader ─┼─▶ queue of one ─▶ (index, event), in the order of arrival
 Generate call 2 ─▶ reader ─┘
 
-Readers wait for the place, so a caller that takes nothing stops the calls by their own flow control.
+A reader waits while the queue is full. If the client takes nothing, gRPC's flow control therefore stops the calls.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ IndexedEvent = tuple[int, Event]
 
 
 class Choices(AsyncIterator[IndexedEvent]):
-    """The choices of one request. Leaving the `async with` block cancels open calls. The first failure ends all
-    choices.
+    """The events of all choices of one request, as (index of the choice, event).
+
+    Use it with `async with`; leaving the block cancels open calls. The first choice that fails ends all of them.
     """
 
     def __init__(self, num_choices: int, open_stream: Callable[[int], AsyncEventStream]) -> None:
-        """`open_stream` begins the generation of a choice. Entering the block raises what it raises."""
+        """`open_stream(index)` starts the generation of one choice. Its exceptions are raised on entering the block."""
         self._open_stream = open_stream
         self._streams: list[AsyncEventStream] = []
         self._place: asyncio.Queue[IndexedEvent | BatonError | ApiError] = asyncio.Queue(maxsize=1)
@@ -42,7 +43,10 @@ class Choices(AsyncIterator[IndexedEvent]):
         self._readers: list[asyncio.Task[None]] = []
 
     async def started(self) -> tuple[Started, ...]:
-        """Returns once every choice was admitted; raises the BatonError of one that was not. Reads no further event."""
+        """Returns each choice's Started event once all are admitted. It reads no further event.
+
+        Raises the BatonError of a choice that was not admitted.
+        """
         started: dict[int, Started] = {}
         while len(started) < self._num_choices:
             index, event = await self._next()
@@ -52,7 +56,10 @@ class Choices(AsyncIterator[IndexedEvent]):
         return tuple(started[index] for index in range(self._num_choices))
 
     async def __anext__(self) -> IndexedEvent:
-        """Call after `started`. Raises the BatonError of the first choice that fails, or the error given to `fail`."""
+        """Returns the next event of any choice. Call it after `started`.
+
+        Raises the BatonError of the first choice that fails, or the error given to `fail`.
+        """
         if self._num_open == 0:
             raise StopAsyncIteration
         index, event = await self._next()
@@ -90,13 +97,13 @@ class Choices(AsyncIterator[IndexedEvent]):
         self._failure = error
         while not self._place.empty():
             self._place.get_nowait()
-        self._place.put_nowait(error)  # for a reader that waits already
+        self._place.put_nowait(error)  # wakes a caller that is waiting for an event
 
     async def __aenter__(self) -> Self:
         try:
             for index in range(self._num_choices):
                 self._streams.append(self._open_stream(index))
-                await asyncio.sleep(0)  # each call copies its prompt, so others get a turn in between
+                await asyncio.sleep(0)  # lets other requests run between the calls, because each call copies its prompt
         except BaseException:
             await self._close()
             raise

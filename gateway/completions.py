@@ -1,4 +1,4 @@
-"""/v1/completions: parses prompts and writes their continuations."""
+"""The /v1/completions endpoint: parses prompts and writes their continuations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gateway.plan import Plan, Prompt, TextPrompt, TokenIdsPrompt
 
 _PROMPT_KINDS = "must be a string, or a list of strings, of token ids, or of lists of token ids"
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""The value that OpenAI documents."""
 
 
 def _unless_false(value: Any) -> Any:
-    """`false` means that no log-probabilities are wanted, as in a chat."""
+    """Turns `false` into None: both mean that no log-probabilities are wanted. Chat requests have `false` here."""
     return None if value is False else value
 
 
@@ -32,7 +32,7 @@ class CompletionFields(GenerationFields):
 
 
 class TextChoice:
-    """One choice, chunk by chunk or whole."""
+    """Writes one choice of a completion as JSON, in chunks or whole."""
 
     def __init__(self, index: int, plan: Plan) -> None:
         self._index = index
@@ -44,7 +44,7 @@ class TextChoice:
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
         if not (delta.text or delta.logprobs or self._plan.returns_token_ids):
-            return None  # text may lag behind the ids
+            return None  # the text may come later than the token ids
         return self._choice(delta.text, logprobs=self._logprobs.of(delta.logprobs), token_ids=delta.token_ids)
 
     def ending(self, finished: Finished) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class TextChoice:
 
 
 def parse_completion(body: bytes) -> Plan:
-    """Raises ApiError, which names the wrong field."""
+    """Parses the body of a completion request. Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, CompletionFields)
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     return Plan(
@@ -93,7 +93,9 @@ COMPLETIONS = Api(
 
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:
-    """A string, strings, ids, or lists of ids."""
+    """Returns the prompts in the `prompt` field: a string, a list of strings, a list of token ids, or a list of such
+    lists.
+    """
     if isinstance(prompt, str):
         return (TextPrompt(prompt),)
     if not isinstance(prompt, list):

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 connection with a bound on every wait for the client."""
+"""uvicorn's HTTP/1.1 connection with a time limit on every wait for the client."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def bounded_connections(limits: HttpLimits, connections: OpenConnections) -> typ
 
 
 class _BoundedConnection(H11Protocol):
-    """Aborted when a request's head takes too long, when the client takes nothing of what was written for too long, and
-    when it sends more than `max_head_bytes` on after an open request.
+    """An HTTP/1.1 connection that is aborted when its client is too slow or sends too much.
 
-    (uvicorn bounds only the wait between two requests.) All that is written and not taken counts, on an open connection
-    and on one that is being closed. Over TLS the last 64 KiB are the TLS layer's own: asyncio bounds its closing.
+    That is when a request's head takes too long, when the client reads nothing of the written data for too long, or
+    when it sends more than `max_head_bytes` ahead while a request is open. (uvicorn itself limits only the wait between
+    two requests.) Unread data is watched even while the connection is closing. Over TLS, the TLS layer buffers the last
+    64 KiB itself, and asyncio limits its closing.
     """
 
     http_limits: HttpLimits
@@ -44,7 +45,7 @@ class _BoundedConnection(H11Protocol):
     conn: StrictConnection
     _descriptor = -1
     _paced_until_s = 0.0
-    """What came of the next request is enough until then, at the slowest rate that bodies may have."""
+    """The time until which the received bytes of the next request are enough for the slowest permitted rate."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -55,8 +56,9 @@ class _BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=1)  # so that writing pauses as long as anything is not taken
-        # The system reports room only once a third of its buffer was taken; a slow reader would seem to take nothing.
+        transport.set_write_buffer_limits(high=1)  # pauses writing as long as any written data is not sent
+        # By default the kernel reports free space only after a third of its buffer was read; a slow reader would seem
+        # to read nothing.
         connection: socket.socket = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SLICE_BYTES)
         self._descriptor = connection.fileno()
@@ -64,7 +66,7 @@ class _BoundedConnection(H11Protocol):
         self.open_connections.is_idle(self._descriptor, close=transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._descriptor = -1  # it soon belongs to another connection
+        self._descriptor = -1  # the kernel soon gives the number to another connection
         self._head_alarm.stop()
         self._pace_alarm.stop()
         self._stall_alarm.stop()
@@ -81,7 +83,7 @@ class _BoundedConnection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._paced_until_s = 0.0
-        self._see_head()  # bytes of a request sent after this one
+        self._see_head()  # the client may have sent part of its next request already
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -92,7 +94,10 @@ class _BoundedConnection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed HTTP or a head that is too large. An open request on the connection has lost its client."""
+        """Answers malformed HTTP or a head that is too large, and closes the connection.
+
+        If a request is still open on it, that request is treated as if its client had left.
+        """
         if self._has_request:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -120,7 +125,7 @@ class _BoundedConnection(H11Protocol):
         self._stall_alarm.set(self.http_limits.client_stall_timeout_s, look)
 
     def _read_on(self) -> None:
-        """Keep reading after a whole request, where uvicorn stops: only a read notices that the client left."""
+        """Continue reading after a whole request, where uvicorn stops: only a read notices that the client left."""
         ahead, _ = self.conn.trailing_data
         if len(ahead) > self.http_limits.max_head_bytes:
             self.transport.abort()
@@ -128,12 +133,17 @@ class _BoundedConnection(H11Protocol):
             self.flow.resume_reading()
 
     def _await_head(self) -> None:
-        """Also bounds the rest of a refused body, which is still read."""
+        """Starts the time limit for a request's head. It also limits the rest of a refused body, which
+        is still read.
+        """
         if not self._head_alarm.is_set and not self._has_request:
             self._head_alarm.set(self.http_limits.head_timeout_s, self.transport.abort)
 
     def _pace(self, num_bytes: int) -> None:
-        """Counted from the request's first byte: a request that is too slow stays so until it has caught up."""
+        """Counts received bytes against the slowest permitted rate, from the request's first byte on.
+
+        A request that fell behind counts as too slow until it has caught up.
+        """
         limits, now_s = self.http_limits, self.loop.time()
         paced_until_s = (self._paced_until_s or now_s) + num_bytes / limits.min_body_rate
         self._paced_until_s = min(paced_until_s, now_s + limits.body_window_s)
@@ -151,7 +161,7 @@ class _BoundedConnection(H11Protocol):
 
     @property
     def _has_request(self) -> bool:
-        cycle: RequestResponseCycle | None = self.cycle  # none before the first request
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         return cycle is not None and not cycle.response_complete
 
 

@@ -1,4 +1,4 @@
-"""Opens the gateway's client of the decode services."""
+"""Opens the client that the gateway uses to call the decode services."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _log = structlog.get_logger(__name__)
 
 
 def open_decode_client(settings: GatewaySettings) -> AsyncClient:
-    """Needs a running event loop. Raises ConfigError, which names the setting, or StartupError if no host is known."""
+    """Opens the client. Call it in a running event loop.
+
+    Raises ConfigError, which names the setting, or StartupError if no host name can be resolved.
+    """
     token = decode_token(settings)
     if token is not None and not settings.decode_tls and not all(map(is_loopback, settings.decode)):
         _log.warning("tokens_in_plain_text", decode=settings.decode)
@@ -40,7 +43,9 @@ def open_decode_client(settings: GatewaySettings) -> AsyncClient:
 
 
 def decode_token(settings: GatewaySettings) -> str | None:
-    """Raises ConfigError for a file without a token."""
+    """Reads the token for the decode services; None if no token file is configured. Raises ConfigError for an empty
+    file.
+    """
     if settings.decode_token_file is None:
         return None
     return read_tokens("decode_token_file", settings.decode_token_file)[0]

@@ -1,4 +1,4 @@
-"""The outer layers of every HTTP request: its id, the check of its key, and the log line and count at its end."""
+"""The outer layers of every HTTP request: they give it an id, check its key, and log and count it when it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _log = structlog.get_logger(__name__)
 
 
 class Edge:
-    """An ASGI layer that puts a RequestRecord into `scope["state"]["record"]`, and logs and counts requests' ends."""
+    """The outermost ASGI layer: it logs and counts each request when it ends.
+
+    It puts a RequestRecord into `scope["state"]["record"]`, which the inner layers fill.
+    """
 
     def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -41,7 +44,7 @@ class Edge:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            record.status = 500  # whatever status the answer began with
+            record.status = 500  # replaces the status that the answer may have begun with
             raise
         finally:
             seconds = record.elapsed_s
@@ -62,9 +65,9 @@ class Edge:
 
 
 class KeyCheck:
-    """An ASGI layer that asks for a key under /v1, and with `covers_status` also at the status page and metrics.
+    """An ASGI layer that requires a key under /v1, and with `covers_status` also for the status page and metrics.
 
-    It lies inside the Edge and inside CORS, because a browser sends preflights without a key.
+    It lies inside Edge and inside the CORS layer, because a browser sends preflights without a key.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, covers_status: bool) -> None:
@@ -91,7 +94,9 @@ def is_api(scope: Scope) -> bool:
 
 
 def _why(error: ApiError | None) -> dict[str, Any]:
-    """Why the answer is an error, for the log. Errors name fields and quote no prompt and no key."""
+    """Returns the log fields that say why the answer is an error. Errors name fields, and never contain a prompt or a
+    key.
+    """
     if error is None:
         return {}
     return {"error": str(error)[:_MAX_LOGGED_CHARS], "error_param": error.param, "error_code": error.code}

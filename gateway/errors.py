@@ -1,7 +1,7 @@
-"""What the gateway answers when it does not answer: OpenAI's error object, and the HTTP status of each BatonError.
+"""The gateway's errors: OpenAI's error object, and the HTTP status for each BatonError.
 
-ApiError     an answer that is an error
-ClientLeft   nobody is there to be answered
+ApiError     the request is answered with an error
+ClientLeft   the client has left, so nothing can be answered
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 CLIENT_LEFT_STATUS = 499
-"""The status of requests whose client left, in metrics and logs only."""
+"""The status of a request whose client left. It appears in metrics and logs only."""
 _CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _RETRY_AFTER_S = 1
 _MAX_MESSAGE_BYTES = 1024
@@ -26,7 +26,10 @@ _CONTEXT_EXCEEDED, _QUEUE_FULL = "CONTEXT_EXCEEDED", "QUEUE_FULL"
 
 
 class ApiError(Exception):
-    """`param` names the field of the HTTP request. `retry_after_s` becomes a Retry-After header beside `headers`."""
+    """An error that is sent to the client as the answer.
+
+    `param` names the field of the HTTP request. `retry_after_s` becomes a Retry-After header, in addition to `headers`.
+    """
 
     def __init__(
         self,
@@ -58,16 +61,16 @@ class ApiError(Exception):
 
 
 class ClientLeft(Exception):
-    """The HTTP client closed its connection, or took nothing for too long."""
+    """The HTTP client closed its connection, or read nothing for too long."""
 
 
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
-    """Returns the error for a wrong field: 400."""
+    """Returns the error for a wrong field, with status 400."""
     return ApiError(400, message if param is None else f"{param}: {message}", param=param, code=code)
 
 
 def not_served(param: str, but: str = "") -> ApiError:
-    """Returns the error for a field that is not served; `but` names what would be."""
+    """Returns the error for a field or value that is not supported. `but` says which value would be."""
     return invalid(param, f"is not served, {but}" if but else "is not served", code="unsupported_parameter")
 
 
@@ -80,12 +83,16 @@ def context_exceeded(
     max_tokens: int | None = None,
     message: str = "that is exceeded",
 ) -> ApiError:
-    """Returns the error in OpenAI's words, by which client libraries recognise it. Without numbers it says `message`.
+    """Returns the error for a request that exceeds the model's context, in OpenAI's words.
 
-    `prompt` is the request's name for its prompt.
+    Client libraries recognise the error by these words.
+
+    `param` is the field in question, `prompt` the name of the field with the prompt. Without token counts the text says
+    `message`.
     """
     if num_prompt_tokens is None and param == prompt:
-        what = f"your {prompt} resulted in more than {max_context_tokens} tokens"  # counting stops there
+        # Tokens beyond the limit were not counted.
+        what = f"your {prompt} resulted in more than {max_context_tokens} tokens"
     elif num_prompt_tokens is None:
         what = message
     elif max_tokens is None:
@@ -96,7 +103,7 @@ def context_exceeded(
     text = (
         f"This model's maximum context length is {max_context_tokens} tokens. However, {what}. "
         f"Please reduce the length of the {prompt}{'' if max_tokens is None else ' or completion'}. "
-        f"({_CONTEXT_LENGTH_EXCEEDED})"  # LangChain recognises it by the message alone
+        f"({_CONTEXT_LENGTH_EXCEEDED})"  # LangChain recognises the error by its message alone
     )
     return ApiError(400, text, param=param, code=_CONTEXT_LENGTH_EXCEEDED)
 
@@ -104,7 +111,8 @@ def context_exceeded(
 def _context_exceeded_of(error: BatonError, param: str, message: str, *, prompt: str) -> ApiError:
     names = ("max_context_tokens", "num_prompt_tokens", "max_tokens")
     tokens = {name: int(error.metadata[name]) for name in names if error.metadata.get(name, "").isdecimal()}
-    if "max_context_tokens" not in tokens:  # the prefill service's bound, or a decode service of another version
+    # The prefill service has set the limit, or the decode service has another version.
+    if "max_context_tokens" not in tokens:
         text = f"This model's maximum context length is exceeded: {message} ({_CONTEXT_LENGTH_EXCEEDED})"
         return ApiError(400, text, param=param, code=_CONTEXT_LENGTH_EXCEEDED)
     return context_exceeded(param, prompt=prompt, message=message, **tokens)
@@ -119,12 +127,14 @@ def unavailable(message: str, *, code: str = "unavailable") -> ApiError:
 
 
 def internal() -> ApiError:
-    """Returns the error for a defect of the gateway; the log has the details."""
+    """Returns the error for a bug in the gateway. Details are in the log only."""
     return ApiError(500, "the gateway failed", kind=SERVER_ERROR, code="internal_error")
 
 
 def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
-    """Returns the HTTP error of a BatonError. `params` maps fields of the gRPC request to the HTTP request's names."""
+    """Converts a BatonError into an HTTP error. `params` maps fields of the gRPC request to the
+    HTTP request's names.
+    """
     message = str(error)
     match error.code:
         case grpc.StatusCode.INVALID_ARGUMENT:
@@ -142,7 +152,8 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
             if error.reason == _QUEUE_FULL:
                 told = error.metadata.get("retry_after_s", "")
                 return overloaded(message, retry_after_s=int(told) if told.isdecimal() else _RETRY_AFTER_S)
-            return ApiError(413, message, code="request_too_large")  # gRPC's own, of a message
+            # gRPC refuses a message that is too large in this way.
+            return ApiError(413, message, code="request_too_large")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return ApiError(504, message, kind=SERVER_ERROR, code="deadline_exceeded")
         case grpc.StatusCode.UNAVAILABLE:
@@ -151,5 +162,5 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
             return ApiError(503, message, kind=SERVER_ERROR, code="services_disagree")
         case grpc.StatusCode.INTERNAL:
             return ApiError(500, message, kind=SERVER_ERROR, code="internal_error")
-        case _:  # such as the decode service's refusal of the gateway's token, which no caller can fix
+        case _:  # for example the decode service refused the gateway's own token, which no caller can fix
             return ApiError(502, f"decode service: {message}", kind=SERVER_ERROR, code="bad_gateway")

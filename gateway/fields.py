@@ -1,4 +1,4 @@
-"""The fields that both generating endpoints accept, and how other fields are refused.
+"""The fields that both generating endpoints accept, and the rules by which other fields are refused.
 
 A field that is null counts as absent. The decode service checks ranges, and its errors name the field.
 """
@@ -18,10 +18,10 @@ from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS
 from gateway.errors import ApiError, invalid, not_served
 
 MAX_FIELDS = 256
-"""Some servers' clients send each field that there is, at its default."""
+"""The most fields in a request. It is high because clients of some servers send every known field with its default."""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _REPEATED = re.compile('Detected duplicate key "(.*)" at line ')
-"""What the parser says of a name that comes twice."""
+"""Matches the JSON parser's error message for a name that comes twice in one object."""
 _HARMLESS = frozenset(
     {
         "cache_prompt",
@@ -38,9 +38,9 @@ _HARMLESS = frozenset(
         "user",
     }
 )
-"""They say who asks, how it is billed, kept or cached, not what is generated."""
+"""Fields that are accepted and ignored: they concern billing, caching and storage, and do not change the output."""
 _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    # OpenAI's
+    # OpenAI's fields
     "audio": (),
     "echo": (False,),
     "function_call": ("none", "auto"),
@@ -55,7 +55,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
-    # of other servers
+    # Fields of other servers
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
     "bad_words": ([],),
@@ -68,7 +68,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "early_stopping": (False,),
     "ebnf": ("",),
-    "enable_thinking": (),  # templates read it: no value asks for nothing of all models
+    "enable_thinking": (),  # no value is neutral, because each model's template treats it differently
     "extra_body": ({},),
     "grammar": ("",),
     "guided_choice": ([],),
@@ -109,13 +109,16 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "xtc_probability": (0,),
 }
-"""What is not served, with the values that ask for nothing, beside null. The kind of request may add to it."""
+"""Fields that are not supported, each with the neutral values that are accepted nevertheless. Null is always accepted.
+
+An endpoint may add fields through `asks_for_nothing`.
+"""
 _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
-"""Lists that ask for nothing while another field is "none"."""
+"""Unsupported list fields that are accepted if the other field, named here, is "none"."""
 
 
 def _as_list(value: Any) -> Any:
-    """An empty stop string counts as absent."""
+    """Turns the `stop` field into a list. An empty string counts as absent."""
     if isinstance(value, str):
         return [value] if value else []
     return value
@@ -140,7 +143,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # there is none to leave out
+    include_obfuscation: bool = False  # accepted, because no stream of the gateway is obfuscated
 
 
 class _StrictFields(BaseModel):
@@ -148,10 +151,10 @@ class _StrictFields(BaseModel):
 
 
 class GenerationFields(_StrictFields):
-    """The fields of both endpoints: OpenAI's, and Baton's own."""
+    """The request fields that both endpoints accept: OpenAI's, and Baton's own."""
 
     asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Neutral values of fields that are not served, for this endpoint."""
+    """More unsupported fields with their neutral values, for this endpoint only."""
 
     model: str
     stream: bool = False
@@ -162,13 +165,13 @@ class GenerationFields(_StrictFields):
     logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)] | None = None
     max_tokens: int | None = None
-    # beyond OpenAI's
+    # Fields beyond OpenAI's.
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     speculate: bool | None = None
     return_token_ids: bool = False
     numbers: SkipValidation[Mapping[str, float]] = {}
-    """The given options among NUMBER_OPTIONS. In the body each is a field of its own."""
+    """The given options among NUMBER_OPTIONS, by name. In the request body each is a field of its own."""
 
     @property
     def includes_usage(self) -> bool:
@@ -179,7 +182,7 @@ class GenerationFields(_StrictFields):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
-        """Raises ApiError, which names the field."""
+        """Returns the sampling options for the decode service. Raises ApiError, which names the wrong field."""
         if not self.stream and (self.includes_usage or self.has_usage_in_chunks):
             raise invalid("stream_options", "is for streams only")
         if self.best_of not in (None, self.n):
@@ -199,7 +202,7 @@ class GenerationFields(_StrictFields):
 
 
 _NUMBER_TYPES: Mapping[str, Any] = {
-    "top_k": Annotated[int, BeforeValidator(_all_tokens)]  # -1 is another way to say it
+    "top_k": Annotated[int, BeforeValidator(_all_tokens)]  # also accepts -1 for all tokens
 }
 _NUMBER_FIELDS: dict[str, Any] = {
     name: (_NUMBER_TYPES.get(name, option.kind), None) for name, option in NUMBER_OPTIONS.items()
@@ -210,7 +213,8 @@ FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
 
 def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
-    """Raises ApiError 400 for the first field that is wrong, unknown, not served or repeated.
+    """Parses a request body into `kind`. Raises ApiError 400 for a field that is wrong, unknown, unsupported or
+    repeated.
 
     A name that comes twice in one object is refused, because some servers take its first value and some its last.
     """
@@ -238,7 +242,7 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
 
 
 def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[GenerationFields]) -> None:
-    """Raises ApiError for a field that is not served, unless its value is neutral."""
+    """Raises ApiError for a field that is unknown, or unsupported with a value that is not neutral."""
     value, nothings = values[name], {**_ASKS_FOR_NOTHING, **kind.asks_for_nothing}.get(name)
     if nothings is None:
         raise invalid(name[:64], "is unknown", code="unknown_parameter")
@@ -252,7 +256,7 @@ def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[Generatio
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Compares values as JSON: 1 and 1.0 are equal, and neither equals true."""
+    """Compares two values as JSON does: 1 and 1.0 are equal, but neither equals true."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -266,7 +270,9 @@ def _api_error(error: ValidationError) -> ApiError:
 
 
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
-    """JSON objects have strings as keys."""
+    """Converts the token ids, which are strings as keys of a JSON object, to integers. Raises
+    ApiError for other keys.
+    """
     if bias is None:
         return None
     if not all(map(_TOKEN_ID.fullmatch, bias)):

@@ -1,4 +1,4 @@
-"""Answers one of OpenAI's generating endpoints.
+"""Answers requests to OpenAI's generating endpoints.
 
 body ─▶ Api.parse ─▶ Plan ─▶ Choices (Generate calls) ─▶ Choice chunks ─▶ events, or one JSON object
 """
@@ -34,7 +34,7 @@ _log = structlog.get_logger(__name__)
 
 
 class GenerationEndpoint:
-    """An ASGI application. When the client leaves, every call of its request is cancelled."""
+    """The ASGI application of one generating endpoint. When a client leaves, all calls of its request are cancelled."""
 
     def __init__(
         self,
@@ -104,7 +104,11 @@ class GenerationEndpoint:
             raise api_error_of(error, {}) from None
 
     def _opener(self, plan: Plan, record: RequestRecord) -> Callable[[int], AsyncEventStream]:
-        """Extends the request's id: callers may send one x-request-id twice, and live ids must differ."""
+        """Returns a function that starts the Generate call of a choice, given the choice's index.
+
+        Each call's id extends the request's id by random digits and the index: callers may send the same x-request-id
+        twice, but the ids of live calls must differ.
+        """
         prefix = f"{record.request_id}-{uuid.uuid4().hex[:8]}"
 
         def open_stream(index: int) -> AsyncEventStream:
@@ -121,7 +125,7 @@ class GenerationEndpoint:
 
 
 class _Answering:
-    """One parsed request, from its calls to its answer."""
+    """Writes the answer to one parsed request, from the events of its calls."""
 
     def __init__(
         self, api: Api, plan: Plan, card: ModelCard, unix_s: float, record: RequestRecord, metrics: GatewayMetrics
@@ -141,7 +145,10 @@ class _Answering:
         record.num_choices = plan.num_choices
 
     async def whole(self, choices: Choices, send: Send) -> None:
-        """Raises the BatonError or ApiError that failed the request; nothing was sent then."""
+        """Waits for all choices and sends one JSON object.
+
+        If the request fails, raises its BatonError or ApiError, and has sent nothing.
+        """
         started = await self._started(choices)
         builders = [CompletionBuilder() for _ in started]
         for builder, first in zip(builders, started, strict=True):
@@ -159,7 +166,10 @@ class _Answering:
         await JsonResponse(answer).send_to(send)
 
     async def stream(self, choices: Choices, send: Send) -> None:
-        """Raises like `whole` before the first event; a later error is the last event."""
+        """Sends the answer as server-sent events.
+
+        An error before the first event is raised as by `whole`. A later error is sent as the last event.
+        """
         started = await self._started(choices)
         writer = EventStreamWriter(send)
         await writer.begin()

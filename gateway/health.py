@@ -1,4 +1,4 @@
-"""Health endpoints: whether requests sent here would be served."""
+"""Health endpoints, which tell whether the gateway would serve a request now."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ class Health:
         self._timeout_s = timeout_s
 
     async def ready(self, _request: Request) -> Response:
-        """200 when a decode service is ready; 503 with the reason when none is, or when this process is stopping."""
+        """Answers 200 if a decode service is ready. Answers 503 with the reason if none is, or if this process is
+        stopping.
+        """
         reason = await self._reason()
         if reason is None:
             return JsonResponse({"status": "ok"})
         return JsonResponse({"status": "unavailable", "reason": reason}, status_code=503)
 
     async def live(self, _request: Request) -> Response:
-        """200 while this process answers."""
+        """Answers 200 as long as this process runs."""
         return JsonResponse({"status": "ok"})
 
     async def _reason(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Refuses HTTP that servers and proxies may read in different ways, before it becomes a request."""
+"""Refuses ambiguous HTTP, which servers and proxies may read in different ways, before it becomes a request."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<rest>[^#]*)", re.IG
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The whole answer to malformed HTTP. `reason` is for the log and quotes nothing that was sent."""
+    """The answer to malformed HTTP. `reason` goes to the log and quotes nothing that the client sent."""
 
     error: ApiError
     reason: str
 
 
 class StrictConnection(h11.Connection):
-    """h11's connection with stricter rules; it accepts targets in absolute form. `refusal` says why the last input was
-    refused.
+    """h11's connection with stricter rules. `refusal` says why the last input was refused; None if it was not.
+
+    It also accepts request targets in absolute form (http://HOST/PATH).
     """
 
     refusal: Refusal | None = None
@@ -32,7 +33,7 @@ class StrictConnection(h11.Connection):
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         try:
             event = super().next_event()
-        except h11.RemoteProtocolError as error:  # the message may quote the line
+        except h11.RemoteProtocolError as error:  # the exception's message may quote the client's line
             self.refusal = Refusal(ApiError(400, f"this is no HTTP/1.1: {error}"[:256]), str(error).partition(":")[0])
             raise
         if not isinstance(event, h11.Request):
@@ -45,7 +46,7 @@ class StrictConnection(h11.Connection):
 
 
 def _checked(request: h11.Request) -> h11.Request:
-    """Returns the request with its target in origin form. Raises ApiError."""
+    """Checks a request's head and returns it with the target as a path. Raises ApiError."""
     if request.http_version not in _VERSIONS:
         raise ApiError(505, "this version of HTTP is not spoken here, HTTP/1.1 is")
     given = {name for name, _ in request.headers}

@@ -1,4 +1,4 @@
-"""Bounds on what one HTTP client can take."""
+"""Limits on the time and memory that one HTTP client can take."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from common.config.gateway_settings import GatewaySettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """The bounds of a connection.
+    """The limits of a connection.
 
-    A request's head must come within `head_timeout_s` of its first byte; a connection's first head within as long of
-    its opening or TLS handshake. A body must come within `body_timeout_s` of the head, and after `body_grace_s` no
-    slower than `min_body_rate` bytes a second over any `body_window_s`. A connection without a request is closed after
-    `keep_alive_s`. A client that takes nothing of a pending answer for `client_stall_timeout_s` is dropped.
+    head          must come within `head_timeout_s` of its first byte; the first one of a connection also within that
+                  time of the connection's opening or TLS handshake
+    body          must come within `body_timeout_s` of the head; after `body_grace_s` at no less than `min_body_rate`
+                  bytes a second over any `body_window_s`
+    no request    the connection is closed after `keep_alive_s`
+    no reading    a client that reads nothing of a pending answer for `client_stall_timeout_s` is dropped
     """
 
     max_request_bytes: int

@@ -1,4 +1,4 @@
-"""The gateway's listening socket, with a bound on open connections."""
+"""The gateway's listening socket, with a limit on open connections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from gateway.responses import error_response
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _EXHAUSTED_S = 0.5
-"""asyncio logs one failed accept, and comes again a second later; meanwhile it is told that nobody waits."""
+"""How long `accept` reports no waiting connection after the process ran out of descriptors or memory.
+
+Meanwhile asyncio logs one error only, and it tries again a second later.
+"""
 _LOG_INTERVAL_S = 10.0
 
 _log = structlog.get_logger(__name__)
@@ -35,31 +38,37 @@ class Room(Enum):
 
 @dataclass(slots=True)
 class _Open:
-    """One connection. `close` ends it at once."""
+    """An open connection. `close` ends it at once."""
 
     client: str
     close: Callable[[], None]
 
 
 class OpenConnections:
-    """The connections of one listener by descriptor, and which of them have no whole request. Event loop only.
+    """Counts the open connections of one listener, and decides which one is closed when there is no room for a new one.
 
-    When all places are taken, a new connection replaces an idle one: a silent one, or if there is none, one that is
-    sending its request. The client (by network) with the most such connections loses its oldest. One client has at most
-    seven eighths of all places; beyond them its new connections replace its own idle ones.
+    When all places are taken, a new connection replaces an idle one, which has no whole request: a silent one, or, if
+    there is none, one that is still sending its request. The client (by network) with the most idle connections loses
+    its oldest. One client has at most seven eighths of all places. Beyond that its new connections replace its own idle
+    ones.
+
+    Connections are known by their descriptors. Use it on the event loop only.
     """
 
     def __init__(self, *, max_connections: int) -> None:
         self._max_connections = max_connections
         self._max_of_one = max(1, max_connections * 7 // 8)
         self._open: dict[int, _Open] = {}
-        self._num_open: Counter[str] = Counter()  # by client
+        self._num_open: Counter[str] = Counter()  # keyed by client
         self._silent, self._sending = _Idle(), _Idle()
         self._num_idle_closed = self._num_refused = 0
         self._told_s = float("-inf")
 
     def add(self, descriptor: int, client: str, *, close: Callable[[], None]) -> Room:
-        """Take in a new connection, or refuse it if there is no room."""
+        """Adds a new connection, after closing an idle one if that is necessary. Returns how there was room for it.
+
+        With `Room.NONE` the connection is not added, and the caller must refuse it.
+        """
         room = self._make_room(client)
         if room is not Room.NONE:
             self._open[descriptor] = _Open(client, close)
@@ -67,24 +76,27 @@ class OpenConnections:
         return room
 
     def remove(self, descriptor: int) -> None:
-        """The connection was closed."""
+        """Call when a connection was closed."""
         self.is_not_idle(descriptor)
-        if (connection := self._open.pop(descriptor, None)) is None:  # its place was taken already
+        if (connection := self._open.pop(descriptor, None)) is None:  # another connection has taken its place already
             return
         self._num_open[connection.client] -= 1
         if not self._num_open[connection.client]:
             del self._num_open[connection.client]
 
     def is_idle(self, descriptor: int, *, is_sending: bool = False, close: Callable[[], None] | None = None) -> None:
-        """The connection has no whole request, and is silent or sending one. `close` ends it from now on."""
-        if (connection := self._open.get(descriptor)) is not None:  # otherwise it is being closed
+        """Call when a connection has no whole request. `is_sending` says whether it is sending one.
+
+        A given `close` replaces the connection's function for closing it.
+        """
+        if (connection := self._open.get(descriptor)) is not None:  # None: it is being closed
             connection.close = close or connection.close
             other, own = (self._silent, self._sending) if is_sending else (self._sending, self._silent)
             other.discard(connection.client, descriptor)
             own.add(connection.client, descriptor)
 
     def is_not_idle(self, descriptor: int) -> None:
-        """The connection has a whole request."""
+        """Call when a whole request has come on a connection."""
         if (connection := self._open.get(descriptor)) is not None:
             self._silent.discard(connection.client, descriptor)
             self._sending.discard(connection.client, descriptor)
@@ -119,11 +131,16 @@ class OpenConnections:
 
 
 class _Idle:
-    """Idle connections by client, and the clients by how many they have. Every operation takes constant time."""
+    """The idle connections of each client, ordered by how long they are idle. Finds the client that has the most.
+
+    Every operation takes constant time.
+    """
 
     def __init__(self) -> None:
-        self._by_client: dict[str, dict[int, None]] = {}  # the longest idle first
-        self._clients: defaultdict[int, dict[str, None]] = defaultdict(dict)  # by their number of connections
+        # Each client's connections, the one that is idle for longest first.
+        self._by_client: dict[str, dict[int, None]] = {}
+        # The clients, keyed by their number of idle connections.
+        self._clients: defaultdict[int, dict[str, None]] = defaultdict(dict)
         self._most = 0
 
     def longest_of(self, client: str) -> int | None:
@@ -159,7 +176,7 @@ class _Idle:
 
 
 class BoundedListener(socket.socket):
-    """A listening socket for asyncio that accepts until no connection waits."""
+    """A listening socket for asyncio that limits open connections, and accepts in a loop until none waits."""
 
     def __init__(self, listener: socket.socket, *, connections: OpenConnections, is_tls: bool) -> None:
         """Takes over `listener`'s descriptor."""
@@ -188,9 +205,9 @@ class BoundedListener(socket.socket):
                 self._refuse(connection)
                 raise BlockingIOError
             case Room.MADE:
-                self._waits_for_room = True  # closed connections are gone in the event loop's next round
+                self._waits_for_room = True  # the event loop closes the replaced connection in its next iteration
         if self._is_tls:
-            self._connections.is_idle(descriptor)  # a plain one may have sent its request already
+            self._connections.is_idle(descriptor)  # without TLS, the request may have come already
         connection.on_close = partial(self._connections.remove, descriptor)
         return connection, address
 
@@ -199,16 +216,17 @@ class BoundedListener(socket.socket):
             connection.setblocking(False)
             connection.send(self._refusal)
             connection.shutdown(socket.SHUT_WR)
-            connection.recv(64 << 10)  # read what came: closing a socket with unread data would discard the answer
+            # Reads the request, because closing a socket with unread data would discard the answer.
+            connection.recv(64 << 10)
 
 
 class _Connection(socket.socket):
-    """A socket that reports its closing."""
+    """A socket that calls `on_close` after it was closed."""
 
     on_close: Callable[[], None] | None = None
 
     def end(self) -> None:
-        """Shut down reading, so that the reader sees the end, also during a handshake."""
+        """Shut the connection down, so that its reader sees the end of the stream, even during a TLS handshake."""
         with suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 
@@ -220,7 +238,7 @@ class _Connection(socket.socket):
 
 
 def _refusal() -> bytes:
-    """The answer to a connection that finds no room."""
+    """Returns the HTTP answer to a connection for which there is no room."""
     answer = error_response(unavailable("too many connections are open"))
     lines = [b"HTTP/1.1 503 Service Unavailable", b"connection: close"]
     lines += [name + b": " + value for name, value in answer.raw_headers]

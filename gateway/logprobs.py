@@ -1,8 +1,9 @@
-"""Log-probabilities in the shapes of the two endpoints.
+"""Writes log-probabilities in the formats of the two endpoints.
 
-A token whose bytes are no text by themselves is written with them: `\\xe2\\x80` in chats, `bytes:\\xe2\\x80` in
-completions. Completions have the most likely tokens as an object by text: of several with the same text the chosen one,
-else the most likely, has it as its name, and each of the others `token_id:` and its id.
+A token may be a part of a character, so that its bytes are no valid text. It is written as escaped bytes: `\xe2\x80` in
+chats, `bytes:\xe2\x80` in completions. Completions have the most likely tokens as an object whose keys are the tokens'
+texts. If several have the same text, the chosen token keeps it, or else the most likely one; each of the others gets
+the key `token_id:` with its id.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 from baton.events import PositionLogprobs, TokenLogprob
 
 _LEAST = -9999.0
-"""JSON has no minus infinity, and nothing that is no number."""
+"""The value for minus infinity and NaN, which JSON does not have."""
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
-    """Returns None if none were asked for."""
+    """Returns the `logprobs` object of a chat choice, or None if no log-probabilities were asked for."""
     if not positions:
         return None
     content = [
@@ -33,14 +34,16 @@ def _chat_token(entry: TokenLogprob) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """The log-probabilities of one choice's tokens, in order. Offsets count characters of the tokens before."""
+    """Writes the log-probabilities of one completion choice, and counts the text offset of each token in characters."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
     def of(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
-        """For the next tokens. Returns None if none were asked for."""
+        """Returns the `logprobs` object for the choice's next tokens, or None if no log-probabilities
+        were asked for.
+        """
         if not positions:
             return None
         return {
@@ -52,13 +55,18 @@ class CompletionLogprobs:
 
     def _advance(self, token: bytes) -> int:
         begin = self._offset
-        self._offset += len(self._decoder.decode(token))  # also of bytes before it that turned out to be no text
+        # Also counts replacement characters for earlier bytes that turned out to be no text.
+        self._offset += len(self._decoder.decode(token))
         own_text = _decoded(token)
         return begin if own_text is None else self._offset - len(own_text)
 
 
 def _top(position: PositionLogprobs) -> dict[str, float]:
-    """The most likely tokens, best first, and the chosen one, which has the name that it has in `tokens`."""
+    """Returns the log-probabilities at one position by token text: the most likely tokens, best first, and the chosen
+    one.
+
+    The chosen token's key is the same as in the list `tokens`.
+    """
     entries = {entry.token_id: entry for entry in (*position.top, position.chosen)}
     chosen = _text(position.chosen.token, "bytes:")
     named: dict[str, float] = {}

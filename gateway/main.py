@@ -1,4 +1,4 @@
-"""The gateway's process."""
+"""The entry point of the gateway process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = structlog.get_logger(__name__)
 
 
 def run_gateway(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status of `run_program`."""
+    """Run the gateway until SIGTERM or SIGINT. Returns the process's exit status."""
     return run_program(PROGRAM, GatewaySettings, argv, _serve_traced)
 
 

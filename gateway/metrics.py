@@ -1,4 +1,4 @@
-"""The gateway's metrics."""
+"""The gateway's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATUSES = (200, 400, 401, 404, 405, 408, 409, 413, 415, 429, CLIENT_LEFT_STATU
 
 
 class GatewayMetrics:
-    """The gateway's metrics.
+    """The gateway's Prometheus metrics.
 
     Every status of the API is exposed from the start with 0. Otherwise Prometheus would see no increase in a series
     that begins with its first event, and ratios would be wrong.

@@ -1,4 +1,4 @@
-"""The requests being answered: how many there may be, and how they end with the process."""
+"""The requests that are being answered: limits on their number, and their end when the process stops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ FREE_BODY_BYTES = 64 << 10
 
 
 class OpenRequest:
-    """One open request. `fails_by` ends it from outside, from now on. The first error stays."""
+    """An open request, which `fail` can end from outside.
+
+    `fails_by` sets the function that `fail` calls with the error. If `fail` was called before, it is called at once.
+    Only the first error counts.
+    """
 
     def __init__(self) -> None:
         self._error: ApiError | None = None
@@ -28,7 +32,7 @@ class OpenRequest:
 
     @asynccontextmanager
     async def ends_when_failed(self) -> AsyncIterator[None]:
-        """`fail` cancels what waits in the block, and the block raises its ApiError."""
+        """A block that `fail` interrupts: the wait inside it is cancelled, and the block raises the ApiError."""
         try:
             async with asyncio.timeout(None) as time:
                 self.fails_by(lambda _: time.reschedule(0))
@@ -50,10 +54,10 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """All open requests. Event loop only. After `drain` nothing is admitted.
+    """All open requests of the gateway. Use it on the event loop only. After `drain` no request is admitted.
 
-    A request counts from its head on. Once its body is there it has a place among `max_open`; until then it counts with
-    the bytes of its body. Clients share places and bytes.
+    A request counts as open once its head has come. While its body arrives, the size of the body is limited together
+    with all others. After that it takes one of `max_open` places. Places and bytes are shared fairly among clients.
     """
 
     def __init__(self, *, max_open: int, max_reading_bytes: int) -> None:
@@ -66,12 +70,12 @@ class OpenRequests:
         self._is_idle.set()
 
     def __len__(self) -> int:
-        """The number of requests with a place."""
+        """Returns the number of requests that hold a place."""
         return len(self._places)
 
     @property
     def num_reading(self) -> int:
-        """The number of requests whose body is arriving."""
+        """Returns the number of requests whose body is still arriving."""
         return len(self._requests) - len(self._places)
 
     @property
@@ -80,7 +84,7 @@ class OpenRequests:
 
     @contextmanager
     def enter(self) -> Iterator[OpenRequest]:
-        """Raises ApiError 503 while draining."""
+        """Registers a request while the block runs. Raises ApiError 503 while draining."""
         self._refuse_if_draining()
         request = OpenRequest()
         self._requests[request] = None
@@ -94,7 +98,10 @@ class OpenRequests:
 
     @contextmanager
     def place(self, client: str) -> Iterator[None]:
-        """Raises ApiError: 503 while draining, 429 when there is no place for this client."""
+        """Holds a place for a request while the block runs.
+
+        Raises ApiError: 503 while draining, 429 when there is no place for this client.
+        """
         self._refuse_if_draining()
         try:
             taken_s = self._places.take(client)
@@ -108,10 +115,11 @@ class OpenRequests:
 
     @contextmanager
     def reading(self, client: str) -> Iterator[Callable[[int], None]]:
-        """Yields a function that takes the bytes of the body so far. Raises ApiError 429 when too many are held.
+        """Limits the memory for bodies that are arriving. Yields a function to call with the number of bytes received
+        so far.
 
-        One client's bodies have half of all bytes at most. The first bytes of each do not count, because a connection
-        holds them anyway.
+        That function raises ApiError 429 when bodies take too much memory. The bodies of one client may take half of
+        it. The first FREE_BODY_BYTES of each do not count, because a connection holds them anyway.
         """
         held = 0
 

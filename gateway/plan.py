@@ -1,4 +1,4 @@
-"""One HTTP request as the generations that answer it."""
+"""The plan for one HTTP request: the generations that answer it."""
 
 from __future__ import annotations
 
@@ -50,14 +50,17 @@ class ChatPrompt:
 
 
 Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
-"""`arguments` are those of `AsyncClient.generate` that carry it, `num_bytes` about what they weigh."""
+"""The prompt of a generation.
+
+`arguments` are the arguments of `AsyncClient.generate` that carry it, and `num_bytes` is its approximate size.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`n` choices of each prompt, those of the first prompt first.
+    """A parsed request: `n` choices of each prompt, ordered by prompt.
 
-    `params` maps fields of the gRPC request to the HTTP request's names, where they differ.
+    `params` maps fields of the gRPC request to the HTTP request's names, if they differ.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Refuses prompts that are too large before requests are built from them: each choice sends its own prompt."""
+"""Refuses prompts that are too large before any call is made, because each choice sends a copy of its prompt."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from gateway.plan import Plan, TokenIdsPrompt
 from gateway.served_model import ModelCard
 
 MAX_SENT_BYTES = 32 << 20
-"""Bound on all choices' prompts together. With 32 choices a prompt may be a megabyte, some 250,000 tokens."""
+"""The most bytes in the prompts of all choices together. With 32 choices a prompt may have a megabyte, some 250,000
+tokens.
+"""
 
 
 def check_prompts(plan: Plan, card: ModelCard) -> None:
-    """Raises ApiError. Only the decode service knows how many tokens a text has."""
+    """Raises ApiError if the prompts are too large in bytes, or if token ids exceed the model's context.
+
+    The token count of a text is not checked, because only the decode service knows it.
+    """
     for prompt in plan.prompts:
         if isinstance(prompt, TokenIdsPrompt) and len(prompt.token_ids) >= card.max_context_tokens:
             raise context_exceeded(

@@ -1,4 +1,4 @@
-"""Reads what the client sends: its request's body, and the news that it left."""
+"""Receives data from the client: the request's body, and the notice that the client has left."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _JSON = re.compile(rb"\s*application/json\s*(;(?!\s*charset\s*=)[^;]*|;\s*charse
 async def read_json_body(
     receive: Receive, headers: Sequence[tuple[bytes, bytes]], *, limits: HttpLimits, hold: Callable[[int], None]
 ) -> bytes:
-    """Raises ApiError (408, 413, 415) or ClientLeft, and what `hold` raises, which receives the number of bytes so far.
+    """Reads the request's body and returns it. It never holds more than `limits.max_request_bytes`.
 
-    Never holds more than `limits.max_request_bytes`.
+    After each part it calls `hold` with the number of bytes so far, and passes its exceptions on. Raises ApiError (408
+    too slow, 413 too large, 415 not JSON) or ClientLeft.
     """
     given = dict(headers)
     _check_kind(headers)
@@ -63,7 +64,7 @@ def _check_kind(headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Returns the result of `work`. Raises ClientLeft if the client leaves first; `work` has been cancelled then."""
+    """Runs `work` and returns its result. If the client leaves first, cancels `work` and raises ClientLeft."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_left(receive, working))
     try:
@@ -78,8 +79,10 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> R
 
 
 async def _left(receive: Receive, working: asyncio.Task[Any]) -> bool:
-    """Whether the client left before `working` ended. (The answer's end is reported in the same way, and what is sent
-    to a client that left ends as if it were taken.)
+    """Waits for the disconnect message, and returns whether it came before `working` ended.
+
+    After the end the message means only that the answer is complete. (Nothing else tells: data sent to a client that
+    has left is dropped without an error.)
     """
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""What is known of one HTTP request while it is answered, for its log line and for metrics."""
+"""A record of one HTTP request while it is answered, for its log line and for metrics."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ _SHOWN_ID = re.compile(r"[!-~]{1,96}")
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """`status` is the answer's, or that of the error that broke it off. `error` says why it is an error.
+    """The data of one HTTP request for its log line and for metrics.
 
-    `client` is whom the request shares places with: its key if there are several, else its address.
+    `status` is the answer's status, or that of an error that broke the answer off. `error` says why the answer is an
+    error. Requests with the same `client` share places: it is the API key if several are configured, else the network
+    address.
     """
 
     route: str
@@ -59,7 +61,9 @@ class RequestRecord:
         return time.monotonic() - self.began_s
 
     def take_id(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Take the caller's x-request-id, if it sent one. Raises ApiError if that cannot be passed on."""
+        """Take over the caller's x-request-id, if it sent one. Raises ApiError if that has other characters than
+        allowed.
+        """
         for name, value in headers:
             if name == b"x-request-id":
                 if not _SHOWN_ID.fullmatch(shown := value.decode("latin-1")):
@@ -68,7 +72,7 @@ class RequestRecord:
 
 
 def route_of(path: str) -> str:
-    """Returns one of a few routes, because it labels metrics and names spans."""
+    """Returns the route of a path, out of a small fixed set, because routes label metrics and name spans."""
     if path.startswith("/v1/models/"):
         return "/v1/models/{model}"
     return path if path in _ROUTES else NO_ROUTE

@@ -15,10 +15,10 @@ SLICE_BYTES = 64 << 10
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # tells proxies to pass each event on at once
+    (b"x-accel-buffering", b"no"),  # makes proxies pass each event on at once
 ]
 _LINE_END = re.compile("[\x85\u2028\u2029]")
-"""Some readers of server-sent events end lines at these too; they can only be within JSON's strings."""
+"""Characters at which some readers of server-sent events end a line. In JSON they occur only within strings."""
 
 
 class JsonResponse(Response):
@@ -28,7 +28,9 @@ class JsonResponse(Response):
         return _json(content)
 
     async def send_to(self, send: Send) -> None:
-        """Returns once everything was taken. A client that takes nothing holds `send` up."""
+        """Sends the answer in slices. Returns once the client has taken all of them; `send` waits for a client that
+        reads slowly.
+        """
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for start in range(0, len(self.body), SLICE_BYTES):
             part = self.body[start : start + SLICE_BYTES]
@@ -41,13 +43,13 @@ def error_response(error: ApiError) -> JsonResponse:
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an error as the whole answer; the request's log line has it too."""
+    """Send the error as the whole answer, and record it for the request's log line."""
     scope["state"]["record"].error = error
     await error_response(error)(scope, receive, send)
 
 
 class EventStreamWriter:
-    """Writes server-sent events. A client that takes nothing holds `send` up."""
+    """Writes server-sent events. `send` waits for a client that reads slowly."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

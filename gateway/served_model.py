@@ -23,7 +23,7 @@ class ModelCard:
     created: int
 
     def check(self, name: str) -> None:
-        """Raises ApiError 404 for the name of another model."""
+        """Raises ApiError 404 unless `name` is this model's name."""
         if name != self.name:
             raise ApiError(
                 404, f"model: {name[:128]!r} is not served, {self.name!r} is", param="model", code="model_not_found"
@@ -40,9 +40,9 @@ class ModelCard:
 
 
 class ServedModel:
-    """Asks the decode service for its model, and again when the answer is old: another model may serve there by then.
+    """Knows which model the decode service serves, and asks again when the answer is old, because the model may change.
 
-    Callers share one question at a time. `name` overrides the service's own.
+    Concurrent callers share one call. A `name` replaces the model's own name.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class ServedModel:
         self._asking: asyncio.Task[ModelCard | BatonError] | None = None
 
     async def card(self) -> ModelCard:
-        """Returns the last known card at once; if it is old, later callers get a new one. Raises the BatonError if none
-        is known yet.
+        """Returns the served model. A known answer is returned at once, even if it is old; then a new one is fetched
+        meanwhile.
+
+        Raises the BatonError of the call if no answer is known yet.
         """
         if self._card is not None and self._clock() - self._asked_s < self._max_age_s:
             return self._card
@@ -75,19 +77,19 @@ class ServedModel:
             self._asking.add_done_callback(self._on_answer)
         if self._card is not None:
             return self._card
-        answer = await asyncio.shield(self._asking)  # a caller that leaves must not cancel it for the others
+        answer = await asyncio.shield(self._asking)  # a caller that leaves must not cancel the call for the others
         if isinstance(answer, BatonError):
             raise answer
         return answer
 
     async def close(self) -> None:
-        """Ask no more. Nobody may wait any longer."""
+        """Cancel the call in progress. No caller may be waiting for it."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait((self._asking,))
 
     async def _ask(self) -> ModelCard | BatonError:
-        """Returns the error as a result, because nobody may be there to raise it to."""
+        """Asks for the model. Returns an error instead of raising it, because all callers may have left."""
         try:
             info = await self._client.model_info()
         except BatonError as error:

@@ -1,4 +1,4 @@
-"""The gateway as a server: it listens, drains and ends."""
+"""The gateway as a server: it starts listening, drains and ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ _log = structlog.get_logger(__name__)
 
 
 class GatewayServer:
-    """Built on the event loop it runs on. Raises ConfigError or StartupError for settings that cannot be applied."""
+    """Runs the gateway on the current event loop.
+
+    Construction raises ConfigError or StartupError for settings that cannot be applied.
+    """
 
     def __init__(
         self, settings: GatewaySettings, *, tracer: Tracer = NO_TRACER, limits: HttpLimits | None = None
@@ -82,7 +85,7 @@ class GatewayServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # it warns about single requests, which the connection logs itself
+            log_level="error",  # uvicorn would warn about single requests, which the connection logs itself
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -95,7 +98,7 @@ class GatewayServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Listen, and return the port. Raises ConfigError when the address is not available."""
+        """Start listening. Returns the port. Raises ConfigError when the address is not available."""
         listener = BoundedListener(
             _listen(self._settings.listen),
             connections=self._connections,
@@ -109,7 +112,7 @@ class GatewayServer:
         return int(listener.getsockname()[1])
 
     async def drain(self) -> None:
-        """Admit nothing from now on. Open requests have their grace period, then end with an error."""
+        """Admit no more requests. Open ones may finish within the grace period; then they end with an error."""
         _log.info("draining", num_requests=len(self.open_requests))
         self.open_requests.drain()
         with suppress(TimeoutError):
@@ -118,12 +121,12 @@ class GatewayServer:
         self.open_requests.fail_all(unavailable("the gateway stopped before the request's end", code="stopping"))
 
     async def stop(self) -> None:
-        """Stop. Answers that are being written have one more second."""
+        """Stop the server. Answers that are being written get one more second."""
         self._http.should_exit = True
         if self._serving is not None:
             await self._serving
         for connection in tuple(self._http.server_state.connections):
-            connection.transport.abort()  # its client takes nothing
+            connection.transport.abort()  # its client does not read the answer
         if self._status is not None:
             await self._status.close()
         await self._served_model.close()
@@ -131,14 +134,15 @@ class GatewayServer:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn's, with a bound on TLS handshakes and without its own signal handlers."""
+    """uvicorn's server with a time limit on TLS handshakes and without its own signal handlers."""
 
     def __init__(self, config: uvicorn.Config, *, handshake_timeout_s: float) -> None:
         super().__init__(config)
         self._handshake_timeout_s = handshake_timeout_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])  # everything but listening, which takes no bound from a Config
+        # Sets up everything but the listening, because uvicorn's Config has no handshake timeout.
+        await super().startup(sockets=[])
         config, loop = self.config, asyncio.get_running_loop()
 
         def protocol() -> Any:

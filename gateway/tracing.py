@@ -1,4 +1,4 @@
-"""The gateway's span of each HTTP request under /v1/, the parent of the services' spans."""
+"""Opens an OpenTelemetry span for each HTTP request under /v1/, the parent of the services' spans."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MAX_PATH_CHARS = 256
 
 
 class TracedApp:
-    """An ASGI layer that makes the client's calls children of the request's span. It lies inside the Edge, so a request
-    without a key leaves no span.
+    """An ASGI layer that opens a span for each request, as the parent of the gRPC calls' spans.
 
-    The span continues the trace in the request's `traceparent`. It ends with the answer's last byte and has the log
-    line's status. It shows an error for a status from 500 on and for an answer that broke off. Its name has only the
-    method and the route.
+    The span continues the trace of the request's `traceparent` header. It ends with the answer's last byte and carries
+    the status that is logged. It is marked as an error for a status from 500 on, and for an answer that broke off. Its
+    name has only the method and the route. The layer lies inside the key check, so a request without a key gets no
+    span.
     """
 
     def __init__(self, app: ASGIApp, *, tracer: Tracer) -> None:
@@ -62,6 +62,6 @@ class TracedApp:
 
 
 def _decoded(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
-    """HTTP's headers are Latin-1."""
+    """Decodes the headers' names and values, which are Latin-1 in HTTP."""
     for name, value in headers:
         yield name.decode("latin-1"), value.decode("latin-1")

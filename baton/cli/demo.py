@@ -26,7 +26,7 @@ from baton.local_pair import LocalPair
 from common.text.chat_messages import ChatMessage
 
 _FULL_SPEED_TIMEOUT_S = 180.0
-# the entry in a service's list of disabled fast paths that makes it compute by PyTorch operators
+# The entry in a service's list of disabled fast paths that makes it compute by PyTorch operators.
 _FUSED = "fused_forwards"
 _PARITY_DTYPE = "float32"  # in float32 the greedy answer is the same on every machine
 _SPEED_DTYPE = "bfloat16"  # the services' default

@@ -159,7 +159,7 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
         try:
             yield client
         except (Unavailable, Unimplemented) as error:
-            # an error with a reason came from a server that answered
+            # An error with a reason came from a server that answered.
             if found or (error.reason and error.reason != _NOT_SERVED):
                 raise
             pairs = running_pairs()

@@ -25,7 +25,7 @@ _OWN_PACKAGES = frozenset({"baton", "baton_cpu", "common", "training"})
 def print_json(event: str, **fields: Any) -> None:
     """Prints one JSON object as a line on standard output, and flushes it."""
     line = json.dumps({"event": event, **fields}, default=_plain, ensure_ascii=False)
-    # json.dumps leaves some control characters unescaped
+    # json.dumps leaves some control characters unescaped.
     print(_CONTROLS.sub(lambda code: f"\\u{ord(code[0]):04x}", line), flush=True)
 
 

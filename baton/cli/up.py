@@ -95,7 +95,7 @@ def up(
                     on_phase=told.phase,
                     on_words=told.words,
                 )
-                # the pair is announced before it is ready, so that other commands wait for it
+                # The pair is announced before it is ready, so that other commands wait for it.
                 keeping.enter_context(announced(pair.decode_addresses, pair.ports))
             prepare_pair(pair, as_json=as_json)
             told.starting(pair)

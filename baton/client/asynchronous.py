@@ -32,7 +32,7 @@ class AsyncEventStream(AsyncIterator[Event]):
     def __init__(self, generation: Generation, generate: Callable[..., Any]) -> None:
         self._generation = generation
         self._generate = generate
-        # sent with every call, because the stream belongs to the span that was open when it began
+        # Sent with every call, because the stream belongs to the span that was open when it began.
         self._metadata = trace_metadata()
         self._is_closed = asyncio.Event()
         self._call: Any = None

@@ -2,8 +2,8 @@
 
 Both clients use it; it makes no call itself. In this example the first call breaks after two Deltas:
 
-call 1:  Started  Delta  Delta  ✗          the caller sees:  Started  Delta  Delta  Delta  Finished call 2:
-(Started)  Delta  Finished
+call 1:  Started  Delta  Delta  ✗          the caller sees:  Started  Delta  Delta  Delta  Finished
+call 2:                           (Started)  Delta  Finished
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ MAX_PAUSE_S = 2.0
 TOLD_SPREAD_S = 0.5
 """Upper bound in seconds of a random delay after the server's retry time.
 
-It spreads out clients that were told to come back in the same second. The server keeps their place in its queue for 1
-s.
+It spreads out clients that were told to retry in the same second. The server keeps a place for each until 1 s later.
 """
 MAX_BREAKS = 40
 """The most breaks in a row without output. The bound stops a request that crashes each server it reaches."""
@@ -122,7 +121,7 @@ class Generation:
         if isinstance(event, Started):
             if self._started is not None:
                 _check_same(self._started, event)
-                # a server accepted the request again; breaks are counted until there is output
+                # A server accepted the request again; breaks are counted until there is output.
                 self._broken_since_s = None
                 return None
             self._started = event

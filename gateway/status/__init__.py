@@ -1,1 +1,1 @@
-"""The status page: figures of the pair's services, sampled while somebody watches."""
+"""The status page: measurements of the pair's services, sampled while the page is open somewhere."""

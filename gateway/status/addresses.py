@@ -1,4 +1,4 @@
-"""Looks up the addresses behind a target's name, repeatedly."""
+"""Resolves the host name of a target to addresses, again and again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.rpc.name_lookup import LookedUpName, LookUp
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`target` as it was configured, `host` its name, `numeric` one HOST:PORT behind it."""
+    """One address of a target: the `target` as configured, its host name, and one numeric HOST:PORT of that host."""
 
     target: str
     host: str
@@ -18,7 +18,7 @@ class Address:
 
 
 class TargetAddresses:
-    """The addresses behind one target, "HOST:PORT" or "dns:///HOST:PORT", as of the last successful look-up."""
+    """The addresses of one target, "HOST:PORT" or "dns:///HOST:PORT", as of the last successful DNS look-up."""
 
     def __init__(self, target: str, *, look_up: LookUp, timeout_s: float) -> None:
         self.target = target
@@ -28,10 +28,10 @@ class TargetAddresses:
 
     @property
     def reason(self) -> str:
-        """Why the last look-up failed, "" if it did not. Addresses found before stay."""
+        """Returns why the last look-up failed, or "" if it did not. A failure leaves `found` as it was."""
         return self._name.error
 
     async def refresh(self) -> None:
-        """Look up again, for at most `timeout_s`. Never raises."""
+        """Look the name up again, for at most `timeout_s`. Never raises."""
         await self._name.refresh()
         self.found = tuple(Address(self.target, self._name.host, number) for number in self._name.found)

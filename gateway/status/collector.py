@@ -1,4 +1,4 @@
-"""Samples the pair as long as somebody watches."""
+"""Samples the pair's services as long as someone watches the status page."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TIMEOUT_S = 1.0
 
 
 class StatusCollector:
-    """All viewers share one sampling: a round every `interval_s`, never two at a time.
+    """Samples the services in rounds, one every `interval_s`, and hands all viewers the same snapshot.
 
-    It begins with a look and ends `idle_timeout_s` after the last one, with its connections and samples. `targets` are
-    HOST:PORT or dns:///HOST:PORT, and stand for every address behind their names. Metrics targets receive
-    `metrics_token`. `timeout_s` bounds each look-up and each answer. Needs a running event loop; close it before the
-    loop ends.
+    Sampling starts with the first call of `look`, and ends `idle_timeout_s` after the last one; then connections and
+    samples are dropped. `targets` are HOST:PORT or dns:///HOST:PORT, and each stands for every address of its name.
+    `metrics_token` is sent to metrics targets. `timeout_s` limits each look-up and each answer. Construct it in a
+    running event loop, and close it before the loop ends.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class StatusCollector:
         return self._sampling is not None and not self._sampling.done()
 
     def look(self) -> bytes:
-        """Returns a `Snapshot` of the last round as JSON, at once.
+        """Returns the `Snapshot` of the last round as JSON, at once. The first call starts the sampling.
 
-        If the sampling broke, raises its error, once.
+        If the sampling has failed, raises its error once; the next call starts it again.
         """
         self._last_look_s = self._clock()
         if self._sampling is not None and self._sampling.done():

@@ -1,4 +1,4 @@
-"""A snapshot as the document that viewers receive."""
+"""The JSON document of a snapshot that viewers receive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.status.snapshot import Snapshot
 
 
 class Document:
-    """`snapshot` as JSON, written once for all viewers; only its age is written for each."""
+    """A snapshot as JSON. It is serialised once for all viewers; only its age is added for each."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         fields = dataclasses.asdict(snapshot)

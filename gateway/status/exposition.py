@@ -1,4 +1,4 @@
-"""What one service exposes at one moment, parsed from Prometheus' text format."""
+"""Parses the metrics that a service exposes, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ PREFIX = "baton_"
 _MONOTONIC = ("counter", "histogram")
 
 Labels = tuple[tuple[str, str], ...]
-"""Sorted."""
+"""Pairs of a label's name and value, sorted."""
 Series = tuple[str, Labels]
-"""A sample's name and its labels."""
+"""Identifies a time series: the sample's name and its labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exposition:
-    """Values by series. `counters` only grow while a process lives; buckets, sums and counts are among them."""
+    """The metrics that a service exposed at one moment, by series.
+
+    `counters` only grow while the process lives; they include the buckets, sums and counts of histograms.
+    """
 
     counters: Mapping[Series, float]
     gauges: Mapping[Series, float]
@@ -36,7 +39,7 @@ def series(name: str, **labels: str) -> Series:
 
 
 def parse_exposition(text: str) -> Exposition:
-    """Returns Baton's metrics in `text`. Raises ValueError if it is not in the text format or has none of them."""
+    """Parses Baton's metrics in `text`. Raises ValueError if the format is wrong or if there is none of them."""
     counters: dict[Series, float] = {}
     gauges: dict[Series, float] = {}
     for family in text_string_to_metric_families(text):

@@ -1,4 +1,4 @@
-"""Figures from what services counted in a window."""
+"""Computes the figures of the status page from the counters of services."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ _STATES = ("free", "reserved", "transferring", "running", "quarantined")
 
 
 def role_of(exposition: Exposition) -> str:
-    """Returns the service's role; only a decode service delivers tokens."""
+    """Returns whether an exposition is of a "decode" or a "prefill" service: only a decode service counts delivered
+    tokens.
+    """
     return "decode" if exposition.has("baton_output_tokens_total") else "prefill"
 
 
 def figures_of(role: str, increase: Increase, span_s: float) -> Figures:
-    """Returns the figures of `increase`, counted in `span_s` seconds. Rates over 0 s are None."""
+    """Computes a service's figures from the increase of its counters in `span_s` seconds. Rates over 0 s are None."""
     steps, step_s = increase.histogram("baton_batch_size"), increase.histogram("baton_step_seconds")
     is_decode = role == "decode"
-    # A prefill service's steps compute prompts; a decode service counts those of requests that finished.
+    # A prefill service computes prompts in its steps. A decode service counts the prompts of finished requests.
     prompt_tokens = "baton_prompt_tokens_total" if is_decode else "baton_step_tokens_sum"
     return Figures(
         requests_per_s=_rate(increase.total("baton_requests_total"), span_s),
@@ -48,13 +50,13 @@ def outcomes_of(increase: Increase) -> dict[str, int]:
 
 
 def quantiles_of(phase: str, increases: Sequence[Increase]) -> Quantiles:
-    """Returns a phase's quantiles over all services."""
+    """Returns the quantiles of a phase's duration over all services."""
     merged: Histogram = merge([increase.histogram(f"baton_{phase}_seconds") for increase in increases])
     return Quantiles(merged.quantile(0.5), merged.quantile(0.99), round(merged.count))
 
 
 def acceptance_of(increase: Increase) -> Acceptance | None:
-    """Returns None if nothing was drafted."""
+    """Returns how many drafted tokens were accepted, or None if none were drafted."""
     drafted, accepted = increase.total("baton_drafted_tokens_total"), increase.total("baton_accepted_tokens_total")
     accept_length = increase.histogram("baton_accept_length").mean
     if not drafted and accept_length is None:
@@ -72,7 +74,7 @@ def acceptance_of(increase: Increase) -> Acceptance | None:
 
 
 def pool_of(name: str, exposition: Exposition) -> Pool:
-    """A state that is not exposed counts as empty."""
+    """Reads the number of members in each state of the pool `name`. A state that is not exposed counts as 0."""
     return Pool(*(round(exposition.gauge(name, state=state) or 0.0) for state in _STATES))
 
 

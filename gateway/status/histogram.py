@@ -9,7 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """`buckets` are (upper bound, observations at or below it), ascending, the last bound infinite."""
+    """A cumulative histogram.
+
+    `buckets` are pairs of an upper bound and the number of observations at or below it, ascending; the last bound is
+    infinite.
+    """
 
     buckets: tuple[tuple[float, float], ...]
     sum: float
@@ -23,9 +27,10 @@ class Histogram:
         return self.sum / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """Interpolates within the quantile's bucket; the first bucket begins at 0. None without observations.
+        """Estimates a quantile by interpolation within its bucket. `share` is between 0 and 1; None without
+        observations.
 
-        Values above the last finite bound count as that bound.
+        The first bucket begins at 0. Values above the last finite bound count as that bound.
         """
         if not self.count:
             return None
@@ -40,12 +45,12 @@ class Histogram:
         return lower
 
     def num_upto(self, bound: float) -> float:
-        """The number of observations surely at or below `bound`."""
+        """Returns the number of observations that are known to be at or below `bound`."""
         return max((count for upper, count in self.buckets if upper <= bound), default=0.0)
 
 
 def merge(histograms: Sequence[Histogram]) -> Histogram:
-    """All their observations together. Bounds may differ."""
+    """Returns one histogram with all observations. The bounds may differ."""
     bounds = sorted({upper for each in histograms for upper, _ in each.buckets})
     return Histogram(
         tuple((bound, sum(each.num_upto(bound) for each in histograms)) for bound in bounds),

@@ -1,4 +1,4 @@
-"""How much a service's counters grew."""
+"""Computes how much a service's counters grew."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from gateway.status.histogram import Histogram
 
 @dataclass(frozen=True, slots=True)
 class Increase:
-    """What was counted between two samples, by name and labels."""
+    """The growth of counters between two samples, by name and labels."""
 
     by_name: Mapping[str, Mapping[Labels, float]]
 
     @classmethod
     def between(cls, earlier: Exposition, later: Exposition) -> Self:
-        """A counter that shrank belongs to a new process, whose counters all began at 0."""
+        """Returns the growth from an earlier to a later exposition of one service.
+
+        If any counter shrank, the service has restarted, and its counters began at 0.
+        """
         has_restarted = any(later.counters.get(key, 0.0) < value for key, value in earlier.counters.items())
         before = {} if has_restarted else earlier.counters
         by_name: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
@@ -39,7 +42,7 @@ class Increase:
         return cls(dict(total))
 
     def since(self, earlier: Increase) -> Increase:
-        """Returns what came after `earlier`, which this sum includes."""
+        """Returns the growth after `earlier`, which must be a part of this one."""
         nothing: Mapping[Labels, float] = {}
         return Increase(
             {
@@ -51,11 +54,11 @@ class Increase:
         )
 
     def total(self, name: str) -> float:
-        """The sum of `name` over all labels."""
+        """Returns the growth of `name`, summed over all labels."""
         return sum(self.by_name.get(name, {}).values())
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The increase of `name` by its label's value, without values that did not grow."""
+        """Returns the growth of `name` for each value of `label`. Values without growth are left out."""
         return {
             dict(labels)[label]: value
             for labels, value in self.by_name.get(name, {}).items()

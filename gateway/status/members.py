@@ -1,4 +1,4 @@
-"""The services behind some targets, while names gain and lose addresses."""
+"""Keeps one member per address of some targets, while DNS names gain and lose addresses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from common.rpc.name_lookup import LookUp
 from gateway.status.addresses import Address, TargetAddresses
 
 MAX_MEMBERS = 64
-"""That are sampled; it bounds what a round opens and what the window holds."""
+"""The most addresses that are sampled. It limits the connections of a round and the samples that are kept."""
 
 
 class Member(Protocol):
     async def sample(self, now_s: float) -> None:
-        """Ask once. Bounded in time, and never raises for what the other side does."""
+        """Ask the service once. Limited in time; an error of the service is recorded, not raised."""
 
     async def close(self) -> None: ...
 
@@ -24,8 +24,9 @@ MemberT = TypeVar("MemberT", bound=Member)
 
 
 class Members(Generic[MemberT]):
-    """One member for each address behind `targets`: `join` makes it when the address is found; it is closed when it is
-    gone.
+    """Keeps one member for each address of `targets`, such as a service that is sampled.
+
+    `join` makes the member when its address is found. The member is closed when the address is gone.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Members(Generic[MemberT]):
 
     @property
     def all(self) -> tuple[MemberT, ...]:
-        """In the order of targets, then of addresses. A member behind two targets appears once."""
+        """Returns the members in the order of targets, then of addresses. A member of two targets appears once."""
         return tuple(
             self._by_address[address]
             for target in self._targets
@@ -54,12 +55,14 @@ class Members(Generic[MemberT]):
 
     @property
     def unknown(self) -> tuple[tuple[str, str], ...]:
-        """Targets without any address, each with the reason."""
+        """Returns the targets that have no address, each with the reason."""
         return tuple((target.target, target.reason) for target in self._targets if not target.found)
 
     @property
     def outdated(self) -> tuple[tuple[str, str], ...]:
-        """Targets whose last look-up failed, each with the reason. Their earlier members are still sampled."""
+        """Returns the targets whose last look-up failed, each with the reason. Their known members are
+        still sampled.
+        """
         return tuple((target.target, target.reason) for target in self._targets if target.found and target.reason)
 
     @property

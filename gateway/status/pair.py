@@ -1,4 +1,4 @@
-"""Figures of all services together."""
+"""Computes the figures of all services together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from gateway.status.watched_service import WatchedService
 
 
 def pair_of(watched: Sequence[WatchedService], services: Sequence[Service], now_s: float) -> Pair:
-    """`services` are the views of `watched`. A rate is the sum of the services' rates, each over its sampled time."""
+    """Combines the services' figures. `services` are the views of `watched`, in the same order.
+
+    A rate is the sum of the services' rates, each over the time for which that service was sampled.
+    """
     decode = [each.increase() for each in watched if each.role == "decode"]
     prefill = [each.increase() for each in watched if each.role == "prefill"]
     of_decode = Increase.sum(decode)

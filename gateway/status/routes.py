@@ -1,4 +1,4 @@
-"""The status page over HTTP: the page, and the figures that it asks for."""
+"""Serves the status page and its JSON data over HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INLINE = {kind: re.compile(f"<{kind}>(.*?)</{kind}>", re.DOTALL) for kind in ("
 
 
 def status_routes(collector: StatusCollector) -> list[Route]:
-    """`/` is the page, `/status.json` a `Snapshot`. Neither may be cached."""
+    """Returns the routes of the status page: `/` is the page, `/status.json` a `Snapshot`. Neither may be cached."""
     page = importlib.resources.files("gateway.status").joinpath("page.html").read_text(encoding="utf-8")
     headers = {
         "cache-control": "no-store",
@@ -36,7 +36,10 @@ def status_routes(collector: StatusCollector) -> list[Route]:
 
 
 def content_security_policy(page: str) -> str:
-    """Allows `page` its own script and style, by their hashes, and requests to its origin; nothing else."""
+    """Returns the page's Content-Security-Policy.
+
+    It allows the page's own script and style, by their hashes, and requests to its own origin; nothing else.
+    """
     allowed = "; ".join(f"{kind}-src {_hashes(kind, page)}" for kind in _INLINE)
     return (
         f"default-src 'none'; {allowed}; connect-src 'self'; img-src data:; "

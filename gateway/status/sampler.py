@@ -1,4 +1,4 @@
-"""One period of sampling, from the first viewer until a while after the last."""
+"""Samples services for one period: from the first viewer until a while after the last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from gateway.status.watched_service import WatchedService, unknown_service
 
 
 class Sampler:
-    """Samples the services behind `metrics_targets` and the decode services behind `decode_targets`. Must be closed."""
+    """Samples the metrics of `metrics_targets` and the load of the decode services
+    `decode_targets`. It must be closed.
+    """
 
     def __init__(
         self,
@@ -49,11 +51,11 @@ class Sampler:
         )
         self._sampled_s: float | None = None
         self.snapshot = self._snapshot(clock())
-        """The last whole round, as it was then."""
+        """The figures after the last complete round."""
         self._document = Document(self.snapshot)
 
     async def sample(self) -> None:
-        """Ask everyone once. Returns after twice `timeout_s` at most."""
+        """Sample every service once. Returns after twice `timeout_s` at most."""
         now_s = self._clock()
         await asyncio.gather(self._services.sample(now_s), self._decode.sample(now_s))
         self._sampled_s = now_s
@@ -61,7 +63,7 @@ class Sampler:
         self._document = Document(self.snapshot)
 
     def document(self) -> bytes:
-        """Returns `snapshot` as JSON with its present age, which costs next to nothing."""
+        """Returns `snapshot` as JSON with its present age. This is cheap, because only the age is serialised."""
         return self._document.at_age(None if self._sampled_s is None else self._clock() - self._sampled_s)
 
     def _snapshot(self, now_s: float) -> Snapshot:

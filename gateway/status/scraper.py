@@ -1,4 +1,4 @@
-"""Fetches a service's metrics, within bounds."""
+"""Fetches a service's metrics page, with limits on time and size."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from common.rpc.bearer_tokens import authorization
 from gateway.status.exposition import Exposition, parse_exposition
 
 MAX_BYTES = 256 << 10
-"""Bound on an answer; a service sends 20 KiB."""
+"""The largest accepted answer in bytes; services send about 20 KiB."""
 MAX_CONNECTIONS = 64
 
 
 class ScrapeFailed(Exception):
-    """The message says why, for people."""
+    """A service's metrics could not be fetched. The message gives the reason for people."""
 
 
 class Scraper:
-    """GETs /metrics. Ignores the environment's proxies and follows no redirect."""
+    """Fetches /metrics from services. It ignores proxy settings of the environment and follows no redirect."""
 
     def __init__(self, *, timeout_s: float, max_bytes: int = MAX_BYTES, token: str = "") -> None:
         self._timeout_s = timeout_s
@@ -37,11 +37,13 @@ class Scraper:
         )
 
     async def scrape(self, address: str) -> Exposition:
-        """Returns what HOST:PORT exposes now. Raises ScrapeFailed, after `timeout_s` at most."""
+        """Fetches and parses the metrics of the service at HOST:PORT. Raises ScrapeFailed, after
+        `timeout_s` at most.
+        """
         try:
             async with asyncio.timeout(self._timeout_s):
                 text = await self._text(f"http://{address}/metrics")
-                return parse_exposition(text)  # milliseconds
+                return parse_exposition(text)  # takes milliseconds
         except TimeoutError:
             raise ScrapeFailed(f"no whole answer within {self._timeout_s:g} s") from None
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:

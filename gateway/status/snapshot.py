@@ -1,4 +1,4 @@
-"""The document /status.json, whose keys are these fields. docs/status.md explains them.
+"""The document /status.json. Its keys are the fields of these classes; docs/status.md explains them.
 
 None means unknown: nothing was observed, or there are not yet two samples to compare.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """`num_observed` counts the window's observations."""
+    """Quantiles of a duration. `num_observed` is the number of observations in the window."""
 
     p50_s: float | None
     p99_s: float | None
@@ -19,7 +19,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Members by state."""
+    """The number of a pool's members in each state."""
 
     free: int
     reserved: int
@@ -30,10 +30,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """`drafted` and `accepted` count drafts of finished requests.
+    """How many drafted tokens were accepted. `drafted` and `accepted` count the drafts of finished requests.
 
-    `accept_length` is the mean number of tokens that a drafting step committed for a row. `by_position` is the share of
-    accepted drafts that were one, two, ... tokens ahead.
+    `accept_length` is the mean number of tokens that a step with drafts committed for a row. `by_position` is the share
+    accepted of the drafts that were one, two, ... tokens ahead.
     """
 
     drafted: int
@@ -45,7 +45,10 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures over the window. `outcomes`, `num_row_retries` and `num_retractions` are counts; `phases` is by name."""
+    """A service's figures over the window. `outcomes`, `num_row_retries` and `num_retractions` are counts.
+
+    `phases` maps the name of a phase of requests to its duration.
+    """
 
     requests_per_s: float | None
     outcomes: dict[str, int]
@@ -63,9 +66,11 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One metrics endpoint. `role` is "decode", "prefill", or "" before its first answer; `is_ready` is its health.
+    """The state and figures of one metrics endpoint.
 
-    `reason` says why it is not reachable. Present states are None then, and `figures` keep what the window still has.
+    `role` is "decode", "prefill", or "" before the first answer. `is_ready` is the service's own health. If the service
+    cannot be reached, `reason` says why, the present states are None, and `figures` cover the samples left in the
+    window.
     """
 
     target: str
@@ -94,7 +99,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One decode service, asked over gRPC, and its prefill replicas."""
+    """The state of one decode service, asked over gRPC, with its prefill replicas."""
 
     target: str
     address: str
@@ -108,7 +113,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Output tokens per second of all services, between two rounds; the later one was `age_s` before the last."""
+    """Output tokens per second of all services between two rounds. The later round was `age_s` before the last one."""
 
     age_s: float
     tokens_per_s: float
@@ -116,8 +121,10 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """All services together. Requests, tokens, phases and acceptance come from decode services, the two
-    `prefill_replica` phases from prefill services.
+    """The figures of all services together.
+
+    Requests, tokens, phases and acceptance come from decode services, the two `prefill_replica` phases from prefill
+    services.
     """
 
     requests_per_s: float | None
@@ -138,7 +145,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Outdated:
-    """A target whose name cannot be looked up now, and why. Addresses found before are still sampled."""
+    """A target whose name cannot be looked up now, with the reason. Its known addresses are still sampled."""
 
     target: str
     reason: str
@@ -146,9 +153,10 @@ class Outdated:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The last whole round, taken `age_s` ago, or None before the first. `window_s` is the time that the samples span.
+    """The result of the last complete round. It is `age_s` old, or None if there was none yet.
 
-    `num_left_out` counts addresses that are found and not sampled.
+    `window_s` is the time that the samples span. `num_left_out` counts known addresses that are not sampled because
+    there are too many.
     """
 
     interval_s: float

@@ -1,4 +1,4 @@
-"""One decode service, asked over gRPC for its replicas and their readiness."""
+"""Asks one decode service over gRPC for its load and the readiness of its prefill replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_REASON_CHARS = 200
 
 class LoadClient(Protocol):
     async def load(self) -> InferenceLoad:
-        """Raises BatonError."""
+        """Returns the service's load. Raises BatonError."""
 
     async def close(self) -> None: ...
 
@@ -27,7 +27,10 @@ OpenClient = Callable[[Address], LoadClient]
 
 
 def open_clients(*, tls: Tls | None, token: str | None) -> OpenClient:
-    """Opens clients of single decode services. With TLS the looked-up name must be in their certificates."""
+    """Returns a function that opens a client of one decode service.
+
+    With TLS, the service's certificate must be for the host name that was looked up, unless `tls` names another.
+    """
 
     def open_client(address: Address) -> LoadClient:
         own = tls and dataclasses.replace(tls, server_name=tls.server_name or address.host)
@@ -37,7 +40,7 @@ def open_clients(*, tls: Tls | None, token: str | None) -> OpenClient:
 
 
 class WatchedDecode:
-    """A decode service that is asked once a round, for at most `timeout_s`."""
+    """A decode service whose load is asked for once a round, for at most `timeout_s`."""
 
     def __init__(self, address: Address, *, open_client: OpenClient, timeout_s: float) -> None:
         self._address = address
@@ -76,7 +79,7 @@ class WatchedDecode:
 
 
 def unknown_decode(target: str, reason: str) -> Decode:
-    """The view of a target without any address."""
+    """Returns the view of a target that has no address."""
     return Decode(target, "", False, reason, "", None, None, ())
 
 

@@ -1,4 +1,4 @@
-"""One metrics endpoint: its samples, and its view."""
+"""Samples one service's metrics and computes its view on the status page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.status.window import SampleWindow, Step
 
 
 class WatchedService:
-    """A service that is scraped once a round. Its view covers the last `window_s` seconds."""
+    """A service whose metrics are fetched once a round. Its view covers the last `window_s` seconds."""
 
     def __init__(self, address: Address, *, scraper: Scraper, window_s: float) -> None:
         self._address = address
@@ -24,7 +24,7 @@ class WatchedService:
 
     @property
     def current(self) -> Exposition | None:
-        """What it exposes now; None if it is not reachable."""
+        """Returns the metrics of the last round; None if the service could not be reached then."""
         return None if self._reason else self._window.latest
 
     @property
@@ -33,7 +33,9 @@ class WatchedService:
 
     @property
     def span_s(self) -> float:
-        """From the oldest sample to now, whether it answers now or not."""
+        """Returns the seconds from the oldest sample to the last round, even if the service did not answer in that
+        round.
+        """
         return 0.0 if self._window.first_s is None else self._now_s - self._window.first_s
 
     def increase(self) -> Increase:
@@ -51,7 +53,7 @@ class WatchedService:
         self._now_s = now_s
 
     async def close(self) -> None:
-        """Does nothing: the scraper belongs to someone else."""
+        """Does nothing, because the scraper is shared and not owned."""
 
     def view(self) -> Service:
         current = self.current
@@ -72,7 +74,7 @@ class WatchedService:
 
 
 def unknown_service(target: str, reason: str) -> Service:
-    """The view of a target without any address."""
+    """Returns the view of a target that has no address."""
     return Service(
         target, "", "", False, False, reason, None, None, None, None, None, figures_of("", Increase({}), 0.0)
     )

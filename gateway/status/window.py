@@ -1,4 +1,4 @@
-"""What one service exposed during the last while."""
+"""Keeps the samples of one service that were taken within a time window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from gateway.status.increase import Increase
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The increase between two successive samples: totals before and after, since sampling began."""
+    """The interval between two successive samples.
+
+    `before` and `after` are the growth of counters from the first sample of all to the interval's start and end.
+    """
 
     from_s: float
     to_s: float
@@ -23,7 +26,7 @@ class Step:
 
 
 class SampleWindow:
-    """Samples of the last `window_s` seconds, oldest first."""
+    """The samples of the last `window_s` seconds, oldest first."""
 
     def __init__(self, *, window_s: float) -> None:
         self._window_s = window_s
@@ -41,7 +44,7 @@ class SampleWindow:
 
     @property
     def first_s(self) -> float | None:
-        """When the oldest sample was taken."""
+        """Returns the time of the oldest sample, or None if there is none."""
         if self._steps:
             return self._steps[0].from_s
         return None if self._latest is None else self._latest[0]
@@ -55,10 +58,10 @@ class SampleWindow:
         self._latest = now_s, exposition
 
     def forget(self, now_s: float) -> None:
-        """Drop what is older than the window."""
+        """Drop samples that are older than the window."""
         while self._steps and self._steps[0].from_s < now_s - self._window_s:
             self._steps.popleft()
 
     def increase(self) -> Increase:
-        """The increase over the whole window."""
+        """Returns the growth of counters over the whole window."""
         return self._steps[-1].after.since(self._steps[0].before) if self._steps else Increase({})
