@@ -1,4 +1,7 @@
-"""A service's side of a child process: asked one thing at a time, and killed where it does not answer."""
+"""The service's side of a protocol in which it sends commands to a child process by pipes, one at a time.
+
+The child is killed if it does not answer in time.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ _log = structlog.get_logger(__name__)
 
 
 class ChildFailed(Exception):
-    """The process did not answer in time, or has ended. It was killed, but may be stuck in the kernel.
+    """The child process did not answer in time, or has ended. It was killed, but it may be stuck in the kernel.
 
-    `returncode` is the process's, or None where it did not start or does not end.
+    `returncode` is the exit status of the process, or None if it did not start or has not ended.
     """
 
     def __init__(self, message: str, returncode: int | None = None) -> None:
@@ -32,14 +35,17 @@ class ChildFailed(Exception):
 
 
 class ChildEnded(ChildFailed):
-    """The process had ended, or did so over what it was asked."""
+    """The child process had ended before the command, or ended while it carried it out."""
 
 
 class AskedProcess:
-    """Event loop only, one task at a time. See `common.host.answering` for what it runs."""
+    """A child process that answers commands. Its own side of the protocol is `common.host.answering`.
+
+    Use it on the event loop only, from one task at a time.
+    """
 
     def __init__(self, process: Process, timeout_s: float, end_timeout_s: float = _END_TIMEOUT_S) -> None:
-        """Each answer takes at most `timeout_s`. Once killed it has `end_timeout_s` to end."""
+        """Each answer may take `timeout_s`. After a kill, `close` waits `end_timeout_s` for the process to end."""
         self._process = process
         self._timeout_s = timeout_s
         self._end_timeout_s = end_timeout_s
@@ -47,7 +53,10 @@ class AskedProcess:
 
     @classmethod
     async def spawn(cls, module: str, *arguments: str, timeout_s: float, pass_fds: Sequence[int] = ()) -> Self:
-        """Raises ChildFailed."""
+        """Starts `python -m module arguments` as a child process. Raises ChildFailed if that is not possible.
+
+        `timeout_s` limits each answer. The child inherits the descriptors `pass_fds`.
+        """
         command = (sys.executable, "-m", module, *arguments)
         try:
             process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, pass_fds=pass_fds)
@@ -65,17 +74,18 @@ class AskedProcess:
 
     @property
     def is_usable(self) -> bool:
+        """False if the process has ended or was killed."""
         return not (self._is_killed or self.has_ended)
 
     def kill(self) -> None:
-        """Idempotent."""
+        """Kills the process, without waiting for its end. Idempotent."""
         self._is_killed = True
         if not self.has_ended:
-            with suppress(ProcessLookupError):  # not `Process.kill`, which takes the status away from who waits for it
+            with suppress(ProcessLookupError):  # `Process.kill` would take the exit status, which `wait` needs
                 os.kill(self.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Returns when it has ended, or, which is logged, does not end."""
+        """Kills the process and waits for its end. If it does not end in time, logs that and returns."""
         self.kill()
         try:
             async with asyncio.timeout(self._end_timeout_s):
@@ -84,16 +94,23 @@ class AskedProcess:
             _log.error("the process %s was killed and has not ended", self.pid)
 
     async def first_answer(self) -> tuple[int, bytes]:
-        """The one that comes unasked, of a process that begins with one. Raises ChildFailed."""
+        """Awaits the answer that some processes send at their start, without a command. Raises ChildFailed."""
         return await self._exchange(b"", self._timeout_s)
 
     async def ask(self, content: bytes, *, timeout_s: float | None = None) -> tuple[int, bytes]:
-        """Status and content of the answer. Raises ChildFailed."""
+        """Sends a command and returns the status and the content of the answer. Raises ChildFailed.
+
+        `timeout_s` replaces the usual limit for this answer.
+        """
         command = protocol.LENGTH.pack(len(content)) + content
         return await self._exchange(command, self._timeout_s if timeout_s is None else timeout_s)
 
     async def _exchange(self, command: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """A task that is cancelled here leaves an answer that nobody takes: the process is killed."""
+        """Sends `command` and returns the answer. Kills the process if there is none.
+
+        It also kills the process if the task is cancelled, because the answer to this command would be taken for the
+        answer to the next one.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         answer, failure, kind = b"", "", ChildFailed
         try:

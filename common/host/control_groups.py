@@ -1,4 +1,4 @@
-"""The control groups that Linux has this process in: where a container's limits stand."""
+"""Finds this process's Linux control groups, whose files hold the limits of a container."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """`is_v2`: whether its files are those of the second version."""
+    """A control group: the directory of its files, and whether they are those of cgroup version 2."""
 
     directory: Path
     is_v2: bool
 
 
 def groups_of(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """Of `controller`, such as "memory": this process's own and all above, each of which may limit it. They need not be
-    there: in a container the path may be the host's, and the container's own group be the top.
+    """Yields the control groups that may limit this process: its own, then each parent up to the top.
+
+    `controller` is the resource, such as "memory". The directories need not exist: in a container the path may be the
+    host's, while the container's own group is the top.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

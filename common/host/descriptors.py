@@ -1,6 +1,6 @@
-"""File descriptors: a process raises its limit, and takes fewer connections than there are descriptors.
+"""Raises the process's limit of file descriptors, and limits its connections so that some descriptors stay free.
 
-At the limit nothing can be opened any more: no connection, no file, no way to another service.
+At the limit a process can open nothing any more: no connection, no file.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import resource
 MAX_CONNECTIONS = 8192
 _WANTED = 65_536
 _OF_THE_PROCESS = 256
-"""What it opens itself: its files, its own connections, the event loop's."""
+"""Descriptors that the process needs besides callers' connections: for files, the event loop, its own connections."""
 
 
 def raise_descriptor_limit() -> None:
-    """To what the system lets this process have. To be called once, in `main`."""
+    """Raises the soft limit of file descriptors to 65 536, or as far as the hard limit allows. Call once, in `main`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -22,7 +22,7 @@ def raise_descriptor_limit() -> None:
 
 
 def max_connections(wanted: int = MAX_CONNECTIONS) -> int:
-    """How many of those that are wanted leave descriptors for everything else."""
+    """Returns how many connections to accept: `wanted`, or fewer, so that descriptors remain for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted

@@ -1,7 +1,7 @@
-"""Host memory: what this process may still take, and that it keeps what it had.
+"""Host memory: returns how much is still available, and makes the process keep the memory that it frees.
 
-Linux promises memory that it does not have, and ends the process that touches too much: so whoever is to touch a lot
-asks first.
+Linux lets a process allocate more memory than there is, and kills it when it uses too much. So code that needs much
+memory checks first.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _V1_LIMITS, _V1_USAGE = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
 _V1_RECLAIMABLE = ("total_inactive_file", "total_active_file")
 _V2_LIMITS, _V2_USAGE = ("memory.max", "memory.high"), "memory.current"
 _V2_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
-"""Names in memory.stat: files' caches, among them weights that were read or are mapped."""
+"""Names in memory.stat of memory that Linux can reclaim: caches of files, such as weights that were read or mapped."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_LARGEST_THRESHOLD_BYTES = 32 << 20  # beyond it glibc refuses
+_LARGEST_THRESHOLD_BYTES = 32 << 20  # glibc refuses more
 _KEPT_BYTES = 512 << 20
 
 
 def require_room(num_bytes: int) -> None:
-    """Raises OSError when the system has less, as far as it says."""
+    """Raises OSError if less than `num_bytes` of memory is available. Does nothing if that is not known."""
     available = available_bytes()
     if available is not None and num_bytes > available:
         needed, there = (f"{number / 2**30:,.1f} GiB" for number in (num_bytes, available))
@@ -32,8 +32,10 @@ def require_room(num_bytes: int) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Without swapping: what the system has left, or this process's control groups, with what files' caches would give
-    back. None where the system does not say.
+    """Returns how many bytes this process can still use without swapping, or None if that is not known.
+
+    It is the least of what the system and each control group of this process have left. Memory that file caches hold
+    counts as available.
     """
     kib = _numbers(root / "proc/meminfo").get("MemAvailable:")
     rooms = [] if kib is None else [kib << 10]
@@ -43,7 +45,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _rooms(group: ControlGroup) -> list[int]:
-    """By each limit of the group."""
+    """Returns the bytes that each limit of the group leaves; empty if it has no limit."""
     limits, usage, reclaimable = (
         (_V2_LIMITS, _V2_USAGE, _V2_RECLAIMABLE) if group.is_v2 else (_V1_LIMITS, _V1_USAGE, _V1_RECLAIMABLE)
     )
@@ -56,7 +58,7 @@ def _rooms(group: ControlGroup) -> list[int]:
 
 
 def _number(path: Path) -> int | None:
-    """None where there is no such file, or no number in it, as where there is no limit."""
+    """Returns the number in a file, or None if the file does not exist or holds no number ("max": no limit)."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -64,7 +66,7 @@ def _number(path: Path) -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """By name, of lines of a name and a number."""
+    """Reads a file with a name and a number in each line, and returns the numbers by name. Empty without the file."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -73,10 +75,10 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def keep_freed_memory() -> None:
-    """Memory that is freed stays with the process: KV segments come and go by the hundred each second.
+    """Makes malloc keep freed memory for reuse, instead of returning it to the operating system.
 
-    The C library would return each segment's 8 MiB to the system and ask for them again, page by page: half the time
-    of sending over gRPC. Does nothing where the C library is not glibc.
+    Hundreds of KV segments are allocated and freed each second. Returning the 8 MiB of each and getting them again,
+    page by page, takes half the time of sending over gRPC. Does nothing if the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

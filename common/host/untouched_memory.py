@@ -1,7 +1,7 @@
-"""Host memory that the system gives page by page, when it is touched or beside serving.
+"""Host memory whose pages the operating system provides when they are first used, or in the background.
 
-To clear a page of 4 KiB takes 0.25 to 1 us, and in a virtual machine whose host has to find it first some 14: for the
-pages of a KV pool seconds, which neither a start nor requests should wait for.
+Clearing a page of 4 KiB takes 0.25 to 1 us, and some 14 us in a virtual machine whose host must provide it first. For
+all pages of a KV pool that is seconds. Neither start-up nor requests should wait that long.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from torch import Tensor
 from common.host.memory import require_room
 
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14's mman.h
-_POPULATED_BYTES = 1 << 20  # at once: whoever changes the process's memory map waits for it
+_POPULATED_BYTES = 1 << 20  # per call: other threads cannot change the process's memory map meanwhile
 _ASKED_BYTES = 64 << 20
 
 
 def untouched_zeros(num_bytes: int, *, in_large_pages: bool = False) -> Tensor:
-    """[num_bytes] uint8, at the beginning of a page; the system gives each page when it is first touched.
+    """Returns zeros, [num_bytes] uint8, whose pages the system provides when each is first used.
 
-    `in_large_pages`: where the system has them, for memory that is read from one end to the other. Raises OSError when
-    the system has not so much left.
+    The memory starts at a page boundary. `in_large_pages` asks for large pages if the system has them: use it for
+    memory that is read from one end to the other. Raises OSError if not enough memory is available.
     """
     require_room(num_bytes)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has other rules
-    if in_large_pages and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
+    if in_large_pages and hasattr(mmap, "MADV_HUGEPAGE"):  # only on Linux
         with suppress(OSError):  # a kernel without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def populate(memory: Tensor, check: Callable[[], None]) -> None:
-    """Touch all of `memory`, of `untouched_zeros`, without changing it: others may read and write there meanwhile.
+    """Makes the system provide all pages of `memory` now. `memory` comes from `untouched_zeros`.
 
-    `check` is called between parts, and may raise. Raises OSError where the system cannot, as Linux before 5.14, or has
-    less left than is still to come, others having taken it: then each page comes when it is used.
+    The contents do not change, and other threads may read and write them meanwhile. `check` is called between parts and
+    may raise, to stop it. Raises OSError if the system cannot do it (Linux before 5.14) or the rest does not fit into
+    the available memory. Then each remaining page is provided when it is first used.
     """
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, f"not known of {sys.platform}")

@@ -1,4 +1,4 @@
-"""What two services agree on about KV: the shape of a group of layers, and of a column of the speculative seed."""
+"""The shapes that two services must agree on: of a group of layers' KV, and of a column of the speculative seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class LayerGroupSpec:
-    """The shape of one layer group. `num_planes` is 2: keys and values. `dtype` is a key of DTYPE_BYTES."""
+    """The shape of the KV of one layer group: all layers of the target model, or all of the draft head.
+
+    `num_planes` is 2: keys and values. `dtype` is a key of DTYPE_BYTES.
+    """
 
     name: str
     num_layers: int
@@ -22,23 +25,26 @@ class LayerGroupSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token in one plane of one layer."""
+        """Bytes of one token's keys, or of its values, in one layer."""
         return self.num_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def layer_token_bytes(self) -> int:
-        """Bytes of one token in one layer."""
+        """Bytes of one token's KV in one layer."""
         return self.num_planes * self.row_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in the whole group."""
+        """Bytes of one token's KV in all layers of the group."""
         return self.num_layers * self.layer_token_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SeedColumnSpec:
-    """One column of the speculative seed in PrebuiltBatch. `dtype` is a numpy name; `row_shape` excludes the batch."""
+    """The name and shape of one column of the speculative seed, the data with which drafting starts for each row.
+
+    `dtype` is its name in numpy, or "bfloat16". `row_shape` is the shape without the batch dimension.
+    """
 
     name: str
     dtype: str

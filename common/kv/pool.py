@@ -1,10 +1,10 @@
-"""The KV pool: storage, rows and slots, and the one owner of their release.
+"""The KV pool: it stores KV, hands out rows and token slots, and takes them back when no stream work uses them.
 
      FREE ──reserve──▶ held by a RowLease ──release──▶ QUARANTINED ──reclaim──▶ FREE
                         RESERVED, TRANSFERRING,          until no stream work that
                         RUNNING (the engine says)        touches the row is left
 
-Only an engine's own thread calls this, but for `populate`. Nothing else here blocks.
+Only an engine's own thread calls this, except for `populate`, which is also the only function that blocks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ __all__ = ["KvPool", "LeaseState", "RowLease"]
 
 
 class RowLease:
-    """A row and the slots it holds, from `KvPool.reserve` until it is reclaimed.
+    """A row of the pool and its slots, lent to one request from `KvPool.reserve` until the row is reclaimed.
 
-    `num_tokens` slots are reserved. How many of them hold committed KV is the request's `seq_len`, which the engine
-    counts.
+    `num_tokens` slots are reserved. The engine counts how many of them hold committed KV, as the request's `seq_len`.
     """
 
     def __init__(self, row: int, slots: Slots, columns: RowColumns, *, generation: int = 0) -> None:
-        """`generation` is the stamp of the slots in a pool that lies in shared memory."""
+        """`generation` is the stamp that shared memory has for these slots; 0 if the pool is not in shared memory."""
         self.row = row
         self.generation = generation
         self._columns = columns
@@ -49,8 +48,9 @@ class RowLease:
 
     @property
     def slots(self) -> Slots:
-        """[num_tokens] int64: slots[t] holds token t's KV. The array only grows, and stays valid until the row is
-        reclaimed.
+        """The row's slots, [num_tokens] int64: slots[t] holds token t's KV.
+
+        The array only grows, and stays valid until the row is reclaimed.
         """
         return self._columns.slots[self.row, : self.num_tokens]
 
@@ -69,24 +69,26 @@ class RowLease:
 
     @property
     def is_held(self) -> bool:
+        """True until the lease is released."""
         return self.state not in (LeaseState.QUARANTINED, LeaseState.FREE)
 
     def use_until(self, event: Event, stream: Stream) -> None:
-        """Stream work that uses this row or its slots ends with `event`, recorded on `stream`."""
+        """Notes that work on `stream` uses this row until `event`. The row is not reclaimed before."""
         self._columns.use_until(self.row, event, stream)
 
     @property
     def is_in_use(self) -> bool:
-        """True until the row is reclaimed."""
+        """True while stream work may still use the row, so that it must not be reclaimed."""
         return self._columns.is_in_use(self.row)
 
 
 class KvPool:
-    """Rows, token slots and the KV of every layer group, allocated once.
+    """The rows, the token slots and the KV of every layer group, allocated once at start-up.
 
     `buffers[group]` is [layers, planes, slots + 1, heads, head_dim]; slot 0 is padding. With `memory` the buffers lie
-    there: it must have these groups and `max_kv_tokens` slots, and rows do not grow. Otherwise the system provides a
-    CPU's memory when it is first touched or populated. Raises StartupError when there is no room.
+    in that shared memory, which must have the same groups and `max_kv_tokens` slots; then rows cannot grow. Without it,
+    the operating system provides a CPU's memory when it is first used or populated. Raises StartupError if there is not
+    enough memory.
     """
 
     def __init__(
@@ -113,11 +115,10 @@ class KvPool:
         self._quarantined: dict[int, RowLease] = {}
 
     def populate(self, check: Callable[[], None]) -> None:
-        """Have the system provide the buffers' memory now, so that no request waits for it. `memory` is populated
-        already.
+        """Makes the operating system provide the buffers' memory now, so that no request waits for it.
 
-        Runs on a thread beside the engine's. `check` is called between parts and may raise. Raises OSError if the
-        system cannot populate.
+        Does nothing on a GPU or in shared memory. Call it on another thread than the engine's. `check` is called
+        between parts and may raise, to stop it. Raises OSError if the system cannot populate memory or lacks it.
         """
         if self._memory is None:
             for buffer in self.buffers.values():
@@ -141,7 +142,7 @@ class KvPool:
         return bool(self._quarantined)
 
     def reserve(self, num_tokens: int) -> RowLease | None:
-        """Returns a row with slots for its first `num_tokens` tokens, or None if rows or slots run short."""
+        """Returns a row with slots for its first `num_tokens` tokens, or None if there are too few rows or slots."""
         if self.rows.num_free == 0:
             return None
         slots = self._slots.take(num_tokens)
@@ -156,15 +157,15 @@ class KvPool:
         return lease
 
     def num_missing(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns how many slots `grow` would give to each row. Shapes: all [B]."""
+        """Returns how many slots `grow` would add to each of `rows` for so many tokens. Shapes: all [B]."""
         missing: NDArray[np.int64] = np.maximum(num_tokens - self._columns.num_slots[rows], 0)
         return missing
 
     def grow(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> bool:
-        """Give each row slots for at least so many tokens and write them into the table. All rows get theirs, or none
-        and the result is False.
+        """Adds slots to each of `rows`, so that it has at least `num_tokens`, and writes them into the token table.
 
-        Shapes: both [B]. The rows are held and distinct.
+        Returns True if all rows have their slots; False if there are too few, and then no row gets any. Shapes: both
+        [B]. The rows must be held and distinct.
         """
         assert self._memory is None, "slots of a row that is lent are not added to"
         missing = self.num_missing(rows, num_tokens)
@@ -182,11 +183,11 @@ class KvPool:
         return True
 
     def use_until(self, rows: NDArray[np.int64], event: Event, stream: Stream) -> None:
-        """Stream work that uses these rows [B] or their slots ends with `event`, recorded on `stream`."""
+        """Notes that work on `stream` uses `rows` [B] until `event`. They are not reclaimed before."""
         self._columns.use_until(rows, event, stream)
 
     def release(self, lease: RowLease) -> None:
-        """Give up a row and its slots. They stay in quarantine while stream work still uses them. Idempotent."""
+        """Gives up a row and its slots. They stay in quarantine while stream work still uses them. Idempotent."""
         if not lease.is_held:
             return
         lease.state = LeaseState.QUARANTINED
@@ -194,7 +195,7 @@ class KvPool:
         self._quarantined[lease.row] = lease
 
     def reclaim(self) -> int:
-        """Free rows whose quarantine has ended. Returns their number."""
+        """Frees the quarantined rows that no stream work uses any more. Returns how many rows it freed."""
         done = [lease for lease in self._quarantined.values() if not lease.is_in_use]
         for lease in done:
             del self._quarantined[lease.row]
@@ -205,13 +206,18 @@ class KvPool:
         return len(done)
 
     def row_counts(self) -> PoolCounts:
+        """Returns how many rows are in each state."""
         return _counts(self.rows.max_rows, self.rows.num_free, self._columns.rows_by_state())
 
     def slot_counts(self) -> PoolCounts:
+        """Returns how many slots are in each state, which is that of their row."""
         return _counts(self.num_slots, self.num_free_slots, self._columns.slots_by_state())
 
     def check_conservation(self) -> None:
-        """Raises AssertionError unless every row and slot is in exactly one place. O(slots)."""
+        """Checks that every row and slot is either free or held by exactly one lease, else raises AssertionError.
+
+        Takes time in proportion to the number of slots.
+        """
         leases = [*self._held.values(), *self._quarantined.values()]
         places = np.concatenate([self._slots.free, *(lease.slots for lease in leases)])
         assert PADDING_SLOT < places.min(initial=1) <= places.max(initial=1) <= self.num_slots, (

@@ -1,8 +1,8 @@
-"""How many rows and tokens a KV pool has: what settings say, and else what fits the memory that is left.
+"""Decides how many rows and tokens a KV pool has: as the settings say, or as many as fit into the memory.
 
-a GPU   | the model, its head | beside the pool | KV pool |  others'  |
-        |<------------- memory_share of it -------------->|
-a CPU   half of memory_share of what is available, less what is beside the pool: as a rule a pair shares its host
+a GPU   | model, draft head | working memory | KV pool | other processes |
+        |<----- memory_share of the GPU's memory ----->|
+a CPU   half of memory_share of the available memory, less the working memory: prefill and decode often share the host
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ from common.errors import StartupError
 from common.peer_text import peer_text
 
 GPU_ROWS, CPU_ROWS = 256, 32
-"""The most rows that a pool takes by itself."""
+"""The most rows of a pool whose number of rows is not set."""
 CPU_TOKENS = 32768
 LEAST_TOKENS = 1024
-"""Fewest tokens of a pool that sizes itself, unless a request's context is shorter."""
+"""The fewest tokens of a pool whose size is not set, unless the longest request is shorter."""
 _ROWS_PART = 4
-"""Rows may take one part in this many of the memory that is left, beside the pool."""
+"""The working memory of rows may take at most 1 / this of the memory left."""
 _LIBRARIES_BYTES = 512 << 20
-"""GPU memory for what is loaded later and counted nowhere."""
+"""GPU memory kept free for libraries that are loaded later and not counted elsewhere."""
 _ACTIVATION_BYTES = 128
-"""Upper estimate of activations for each token and hidden value: a layer's and its MLP's, some in float32."""
+"""Bytes of activations per token and hidden dimension, estimated from above: a layer's and its MLP's."""
 SPLIT_BYTES = 256
-"""The same on a GPU for rows with few new tokens: 32 parts of attention in float32, with heads twice as wide as the
-hidden state.
+"""Bytes per token and hidden dimension for attention that a GPU splits into parts, for rows with few new tokens.
+
+It is enough for 32 parts in float32, and attention heads that are together twice as wide as the hidden state.
 """
 LOGIT_BYTES = 4
+"""Bytes of one logit, in float32."""
 _SAMPLED_LOGIT_BYTES = 32
-"""Copies of the logits: the model's, and while rows sample float32, shaped, sorted, order and probabilities."""
+"""Bytes per logit while tokens are sampled: several copies, such as sorted logits, their order and probabilities."""
 _ROW_BYTES = 16 << 10
-"""A row's numbers, biases and end tokens of sampling, and its relay entry."""
+"""Fixed bytes per row: its sampling parameters, logit biases and end tokens, and its state between steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """What settings and model say; None where the available memory decides.
+    """The limits of a pool's size that the settings and the model give.
 
-    A request has at most `context_tokens`, and slots for `tokens_ahead` more.
+    `max_rows` or `max_kv_tokens` is None if the available memory decides. A request has at most `context_tokens`
+    tokens, and slots for `tokens_ahead` more.
     """
 
     max_rows: int | None
@@ -56,9 +59,10 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBeside:
-    """What a service needs beside its model and the pool, estimated from above.
+    """The working memory that a service needs besides its model and the KV pool, estimated from above.
 
-    `row_bytes` is permanent for each row; `peak_bytes` of so many rows includes that and everything a step needs.
+    `row_bytes` is the permanent part of each row. `peak_bytes(num_rows)` is the most for so many rows: the permanent
+    part, and everything that a step needs.
     """
 
     row_bytes: int
@@ -67,8 +71,10 @@ class MemoryBeside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
-    """`max_context_tokens` bounds one request, which also fits the pool. `decided_by` names the setting, or what else
-    bounds the tokens.
+    """The size of a KV pool.
+
+    One request has at most `max_context_tokens` tokens, which always fit the pool. `decided_by` names the setting or
+    other limit that decided `max_kv_tokens`.
     """
 
     max_rows: int
@@ -85,10 +91,10 @@ def size_pool(
     memory: DeviceMemory | None,
     torch_device: torch.device,
 ) -> PoolSize:
-    """Size the pool. `memory` is measured after the model is loaded; None if the system does not tell, and then nothing
-    is checked.
+    """Returns the size of the KV pool: as `limits` sets it, or as many rows and tokens as fit.
 
-    Raises StartupError, which names the setting, when its value does not fit, or one request does not.
+    `memory` is measured after the model is loaded. It is None if it is not known, and then nothing is checked. Raises
+    StartupError, which names the setting, if the set size does not fit, or not even one request does.
     """
     is_host = torch_device.type == "cpu"
     left = None if memory is None else _left_bytes(memory, limits.memory_share, is_host=is_host)
@@ -122,7 +128,7 @@ def size_pool(
 
 @contextmanager
 def room_beside_pool() -> Iterator[None]:
-    """Bytes for building an engine. Raises StartupError if the memory does not suffice."""
+    """Wraps code that builds an engine, and turns its out-of-memory errors into StartupError."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, PieceFailed) as error:
@@ -137,24 +143,27 @@ def room_beside_pool() -> Iterator[None]:
 
 
 def row_bytes(*, vocab_size: int, num_tokens: int) -> int:
-    """Permanent bytes of a row: sampling tables, and the token table for so many tokens."""
+    """Returns the permanent bytes of one row: its sampling tables, and `num_tokens` entries of the token table."""
     return 5 * vocab_size + 8 * num_tokens + _ROW_BYTES
 
 
 def forward_bytes(*, num_tokens: int, num_logits: int, hidden_size: int, vocab_size: int) -> int:
-    """Bytes that a forward of so many tokens needs while it runs, with drawing from the logits of some of them."""
+    """Returns the bytes that a forward needs while it runs: activations of all tokens, and sampling from the logits."""
     return num_tokens * hidden_size * _ACTIVATION_BYTES + num_logits * vocab_size * _SAMPLED_LOGIT_BYTES
 
 
 def _left_bytes(memory: DeviceMemory, share: float, *, is_host: bool) -> int:
-    """Bytes left for the pool and what is beside it."""
+    """Returns the bytes left for the KV pool and the working memory, within `share` of the memory."""
     if is_host:
         return int(share * memory.free_bytes) // 2
     return min(int(share * memory.total_bytes) - memory.held_bytes, memory.free_bytes - _LIBRARIES_BYTES)
 
 
 def _fitting_rows(most: int, beside: MemoryBeside, left: int | None) -> int:
-    """Returns a power of two."""
+    """Returns the number of rows whose working memory fits: `most`, or `most` halved as often as necessary.
+
+    `left` is None if the memory is not known; then all fit.
+    """
     num_rows = most
     one_bytes = beside.peak_bytes(1)
     while left is not None and num_rows > 1 and _ROWS_PART * (beside.peak_bytes(num_rows) - one_bytes) > left:
@@ -163,6 +172,7 @@ def _fitting_rows(most: int, beside: MemoryBeside, left: int | None) -> int:
 
 
 def _require_rows(num_rows: int, beside: MemoryBeside, memory: DeviceMemory, torch_device: torch.device) -> None:
+    """Raises StartupError if the permanent memory of so many rows does not fit."""
     if (needed := num_rows * beside.row_bytes) > memory.free_bytes:
         raise StartupError(
             f"max_rows: {num_rows} rows take {_gib(needed)} on {torch_device} beside their KV, and "
@@ -173,6 +183,7 @@ def _require_rows(num_rows: int, beside: MemoryBeside, memory: DeviceMemory, tor
 def _require_tokens(
     num_tokens: int, token_bytes: int, beside_bytes: int, memory: DeviceMemory, torch_device: torch.device
 ) -> None:
+    """Raises StartupError if the KV of so many tokens does not fit."""
     if (needed := (num_tokens + 1) * token_bytes) > memory.free_bytes:
         num_fitting = max(0, (memory.free_bytes - beside_bytes) // token_bytes - 1)
         raise StartupError(
@@ -189,7 +200,7 @@ def _require_one_request(
     limits: PoolLimits,
     torch_device: torch.device,
 ) -> None:
-    """One request must fit, even if that takes more than the share."""
+    """Raises StartupError if a pool for one request of `num_tokens` does not fit, even beyond `memory_share`."""
     if (needed := (num_tokens + 1) * token_bytes + beside_bytes) > memory.free_bytes:
         raise StartupError(
             f"memory_share: of {torch_device}'s memory {_gib(memory.free_bytes)} are left beside the model, and a pool "

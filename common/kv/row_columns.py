@@ -1,4 +1,4 @@
-"""What the host knows of each pool row, as columns addressed by row, so that a step reads a whole batch at once."""
+"""The host's data about each row of the pool, as one array per property, so that a step reads a whole batch at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from common.device.stream import Event, Stream
 
 
 class LeaseState(Enum):
+    """The state of a row of the pool. QUARANTINED: released, but stream work may still use it."""
+
     RESERVED = "reserved"
     TRANSFERRING = "transferring"
     RUNNING = "running"
@@ -23,10 +25,10 @@ _NUMBERS = {state: number for number, state in enumerate(LeaseState)}
 
 
 class RowColumns:
-    """`num_slots` [rows] int64 counts the slots that each row holds, also in quarantine. `slots` [rows, tokens] int64
-    says which.
+    """The slots, the state and the users of each row of the pool, in arrays indexed by row.
 
-    Events noted here end stream work on a row. Only the last of each stream is kept, because all others are before it.
+    `num_slots` [rows] int64 counts the slots of each row, including rows in quarantine. `slots` [rows, tokens] int64
+    are the slots themselves. For each row and stream one event is kept: the end of the last work that uses the row.
     """
 
     def __init__(self, num_rows: int, *, max_tokens_per_row: int) -> None:
@@ -43,28 +45,31 @@ class RowColumns:
         self._num_rows[_NUMBERS[state]] += 1
 
     def rows_by_state(self) -> Sequence[int]:
-        """In the order of LeaseState. The padding row counts as free."""
+        """Returns the number of rows in each state, in the order of LeaseState. The padding row counts as free."""
         return tuple(self._num_rows)
 
     def check_counts(self) -> None:
-        """Raises AssertionError unless the counted rows of each state are the actual ones."""
+        """Counts the rows in each state anew. Raises AssertionError if that differs from the running counts."""
         num_rows: list[int] = np.bincount(self._states, minlength=len(_NUMBERS)).tolist()
         assert num_rows == self._num_rows, f"rows are counted wrongly: {self._num_rows} by state, {num_rows} there"
 
     def slots_by_state(self) -> Sequence[int]:
+        """Returns the number of slots whose row is in each state, in the order of LeaseState."""
         sums: list[float] = np.bincount(self._states, weights=self.num_slots, minlength=len(_NUMBERS)).tolist()
         return [int(num_slots) for num_slots in sums]
 
     def use_until(self, rows: int | NDArray[np.int64], event: Event, stream: Stream) -> None:
+        """Notes that work on `stream` uses `rows` until `event`. A later event replaces an earlier one."""
         if stream not in self._used_until:
             self._used_until[stream] = np.full(self.num_slots.shape, None)
         self._used_until[stream][rows] = event
 
     def is_in_use(self, row: int) -> bool:
+        """Returns True if stream work that uses the row has not ended."""
         return not all(column[row] is None or column[row].is_done() for column in self._used_until.values())
 
     def clear(self, row: int) -> None:
-        """Mark the row as held by no one."""
+        """Forgets the slots and the events of a row."""
         self.num_slots[row] = 0
         for column in self._used_until.values():
             column[row] = None

@@ -1,4 +1,4 @@
-"""The request rows' token table: which slot holds each token of each live row."""
+"""The token table of the request rows. It says which slot of the KV pool holds each token of each row."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PADDING_ROW = 0
 
 
 class ReqToTokenPool:
-    """`req_to_token` [max_rows + 1, max_tokens_per_row] int64 holds the slot of each token. Row 0 is padding and is
-    never given out.
+    """The rows of the pool and their token table.
 
-    A live row's entries only grow, because a forward in flight may be reading its prefix. A freed row's entries are
-    overwritten when it is given out again; quarantine delays that until no forward can read them.
+    `req_to_token` [max_rows + 1, max_tokens_per_row] int64 holds the slot of each token. Row 0 is padding and is never
+    given out. While a row is in use, entries are only appended, because a running forward may be reading the earlier
+    ones. They are overwritten after the row has been freed and given out again; by then no forward reads them.
     """
 
     def __init__(self, *, max_rows: int, max_tokens_per_row: int, torch_device: torch.device) -> None:
@@ -30,19 +30,21 @@ class ReqToTokenPool:
         return len(self._free)
 
     def take(self) -> int | None:
+        """Returns a free row, or None if there is none."""
         return self._free.pop() if self._free else None
 
     def give_back(self, row: int) -> None:
+        """Makes a row free again."""
         assert row != PADDING_ROW and row not in self._free, f"row {row} freed twice"
         self._free.append(row)
 
     def write(self, row: int, start: int, slots: NDArray[np.int64]) -> None:
-        """Append `slots` [N] to one row at token `start`."""
+        """Writes `slots` [N] into one row of the table, for the tokens from `start` on."""
         table = self.req_to_token
         table[row, start : start + len(slots)] = upload_array(slots, table.device)
 
     def write_each(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        """Write slots[i] at positions[i] of rows[i]. Shapes: all [N]."""
+        """Writes slots[i] into row rows[i] of the table, at position positions[i]. Shapes: all [N]."""
         device, width = self.req_to_token.device, self.req_to_token.shape[1]
         assert positions.min(initial=0) >= 0 and positions.max(initial=0) < width, "written beside its row"
         places = upload_array(rows * width + positions, device)

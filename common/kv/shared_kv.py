@@ -1,4 +1,7 @@
-"""A segment's KV that is not copied: it lies in slots of another process's pool, mapped here or readable from here."""
+"""KV of a segment that lies in slots of another process's pool, instead of being sent in a message.
+
+The pool is mapped into this process, or NIXL can read it from here.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_LENT_BYTES = 64 << 20
-"""The largest lent segment. It is a part of the receiver's budget, so that the next segment is there when it has
-landed.
+"""The largest segment, in bytes, that a sender lends instead of sending it.
+
+It is a fraction of the receiver's budget, so that the next segment can arrive while this one is copied.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTicket:
-    """Token i lies in slot `slots[i]`, which belongs to its row as long as the slot's stamp is `generation`.
+    """Says in which slots of the sender's pool a segment's KV lies. Token i lies in slot `slots[i]`.
 
-    `number` names the segment when it is returned. Neither number is ever reused in the same pool.
+    A slot still belongs to the segment's row as long as its stamp in the pool equals `generation`. `number` identifies
+    the segment when the receiver gives it back. A pool never uses either number twice.
     """
 
     slots: tuple[int, ...]
@@ -28,13 +33,17 @@ class PoolTicket:
     number: int
 
     def is_of(self, num_slots: int) -> bool:
-        """Whether a pool of so many slots has these."""
+        """Returns True if all slots exist in a pool of `num_slots` slots."""
         return min(self.slots, default=1) >= 1 and max(self.slots, default=1) <= num_slots
 
 
 @dataclass(frozen=True, slots=True)
 class SharedKv:
-    """`layers` [layers, planes, slots, row_bytes] uint8 is the part of the pool; `stamps` [slots] uint64."""
+    """KV of a segment in a pool that is mapped into this process.
+
+    `layers` [layers, planes, slots, row_bytes] uint8 has all slots of the pool; the ticket says which ones to read.
+    `stamps` [slots] uint64 has the stamp of each slot.
+    """
 
     ticket: PoolTicket
     layers: NDArray[np.uint8]
@@ -47,14 +56,16 @@ class SharedKv:
 
     @property
     def is_current(self) -> bool:
-        """Whether the slots still belong to the row. What was read before counts only if this is still true."""
+        """True if the slots still belong to the segment's row. Check it after reading: if False, discard the data."""
         return bool((self.stamps[np.array(self.ticket.slots)] == self.ticket.generation).all())
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteKv:
-    """KV that must be fetched. `kv` and `stamps` [N, 2] uint64 are (address, bytes) ranges of the other process's
-    memory: those of [layers, planes, slots, row_bytes], which is `shape`, and those of [slots] uint64.
+    """KV of a segment that NIXL must fetch from another process's memory.
+
+    `kv` and `stamps` [N, 2] uint64 are ranges of that memory, each (address, number of bytes). The bytes of `kv`, one
+    after the other, are an array of `shape`: [layers, planes, slots, row_bytes]. Those of `stamps` are [slots] uint64.
     """
 
     ticket: PoolTicket
@@ -68,13 +79,13 @@ class RemoteKv:
 
 
 def runs_of(slots: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The slots as ranges, in order: each range's first slot, and its length."""
+    """Returns the slots as ranges of adjacent slots, in order: the first slot of each range, and each length."""
     numbers = np.array(slots, np.int64)
     starts = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 2) != 1)
     return numbers[starts].tolist(), np.diff(starts, append=len(numbers)).tolist()
 
 
 def slots_of(starts: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    """The slots of the ranges that `runs_of` made. The caller has checked their number."""
+    """Returns the slots of the ranges that `runs_of` made. The caller checks first that there are not too many."""
     runs = (range(start, start + length) for start, length in zip(starts, lengths, strict=True))
     return tuple(chain.from_iterable(runs))

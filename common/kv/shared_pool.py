@@ -1,10 +1,14 @@
-"""Shared memory that a KV pool lies in, so that a decode service copies from there into its own.
+"""Shared memory for a prefill service's KV pool, from which a decode service copies KV into its own pool.
 
-The prefill service makes it, and alone is to write. It has no name, so the system takes it back with the last process
-that has it, however that ends. A decode service on the same host asks for it at a socket, which answers processes of
-its own user with a descriptor for reading. Or NIXL reads it: its process inherits the memory, and registers it as UCX
-does, so that a peer that is no decode service of ours could write, too (docs/security.md).
-Each slot has a stamp: the number of the row, of all rows there ever were, that it belongs to.
+The prefill service creates the memory and is the only writer. The memory has no name, so the operating system frees it
+with the last process that uses it, however that process ends. There are two ways to read it:
+
+- A decode service on the same host connects to a socket. If it runs as the same user, it gets a read-only descriptor.
+- NIXL's process inherits the memory and registers it with UCX. UCX also permits writing, so a malicious peer could
+  write to it (docs/security.md).
+
+Each slot has a stamp, a number that is new each time the slot is given to a row. A reader that finds another stamp
+knows that the slot was reused.
 
     | secret | number of slots | stamp of each slot ... | layer group | layer group ...
 """
@@ -38,23 +42,26 @@ SECRET_BYTES = 16
 NUMBER_BYTES = 8
 HEADER_BYTES = SECRET_BYTES + NUMBER_BYTES
 DIRECTORY = Path("/dev/shm")
-"""The directory of the sockets."""
+"""The directory in which the sockets lie."""
 _PREFIX = "baton-kv-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 _PAGE_BYTES = 4096
 _SEAL = getattr(fcntl, "F_SEAL_SHRINK", 0)  # Linux, like everything here
-"""Who has mapped memory that is made smaller dies when it reads there."""
+"""The seal that forbids shrinking the memory. A process that reads mapped memory after it shrank would crash."""
 _ANSWER_TIMEOUT_S = 2.0
 _ACCEPT_RETRY_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
 
 
 class PoolUnusable(Exception):
-    """There is no such memory here, or this process may not trust it."""
+    """The pool cannot be mapped: it does not exist on this host, or this process must not trust it."""
 
 
 class PoolLayout:
-    """Where everything lies. `groups` [layers, planes, slots + 1, row_bytes]; slot 0 is padding."""
+    """The layout of the shared memory: where the stamps and each layer group's KV lie.
+
+    A group's KV is [layers, planes, slots + 1, row_bytes] uint8; slot 0 is padding.
+    """
 
     def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int) -> None:
         self.num_slots = num_slots
@@ -62,7 +69,7 @@ class PoolLayout:
             group.name: (group.num_layers, group.num_planes, num_slots + 1, group.row_bytes) for group in groups
         }
         self.starts: dict[str, int] = {}
-        """Where each group starts, in bytes from the beginning."""
+        """The start of each group, in bytes from the beginning of the memory."""
         end = HEADER_BYTES + (num_slots + 1) * NUMBER_BYTES
         for name, (num_layers, num_planes, num_rows, row_bytes) in self.shapes.items():
             self.starts[name] = -(-end // _PAGE_BYTES) * _PAGE_BYTES
@@ -70,24 +77,30 @@ class PoolLayout:
         self.file_bytes = end
 
     def stamps(self, memory: mmap.mmap) -> NDArray[np.uint64]:
+        """Returns the stamps of all slots, [slots + 1], as a view of `memory`."""
         return np.frombuffer(memory, np.uint64, self.num_slots + 1, HEADER_BYTES)
 
     def group(self, memory: mmap.mmap, name: str) -> NDArray[np.uint8]:
+        """Returns the KV of the group `name`, [layers, planes, slots + 1, row_bytes], as a view of `memory`."""
         shape = self.shapes[name]
         return np.frombuffer(memory, np.uint8, int(np.prod(shape)), self.starts[name]).reshape(shape)
 
 
 def split_header(header: bytes) -> tuple[bytes, int]:
-    """The secret and the number of slots."""
+    """Returns the pool's secret and its number of slots."""
     return header[:SECRET_BYTES], int.from_bytes(header[SECRET_BYTES:HEADER_BYTES], "little")
 
 
 class SharedPool:
-    """The writer's side. Not thread-safe. The memory lives as long as anything that refers to it."""
+    """The shared memory of a KV pool, on the side of the process that creates and writes it.
+
+    Not thread-safe. The memory lives as long as an object refers to it.
+    """
 
     def __init__(self, *, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path | None = DIRECTORY) -> None:
-        """`directory` gets the socket; with None there is no socket. Raises OSError when there is no room for the
-        memory, or the system has no such memory.
+        """Creates the memory, and a socket in `directory` that gives it to readers (none if `directory` is None).
+
+        Raises OSError if there is not enough memory, or the operating system is not Linux.
         """
         if sys.platform != "linux":
             raise OSError(errno.ENOSYS, f"not known of {sys.platform}")
@@ -107,14 +120,14 @@ class SharedPool:
         self.secret = secrets.token_bytes(SECRET_BYTES)
         memory[:HEADER_BYTES] = self.secret + num_slots.to_bytes(NUMBER_BYTES, "little")
         self.groups = {group.name: layout.group(memory, group.name) for group in groups}
-        """[layers, planes, num_slots + 1, row_bytes] uint8, zeros at first."""
+        """The KV of each group, [layers, planes, num_slots + 1, row_bytes] uint8, zeros at first."""
         self._stamps = layout.stamps(memory)
         self._num_stamped = 0
         self._num_tickets = 0
 
     @property
     def name(self) -> str:
-        """The socket's name; empty without one."""
+        """The name of the socket, or "" if there is none."""
         return "" if self._door is None else self._door.name
 
     @property
@@ -122,19 +135,22 @@ class SharedPool:
         return len(self._stamps) - 1
 
     def stamp(self, slots: Sequence[int] | Slots) -> int:
-        """Give these slots to a row and return its generation. A reader for an earlier row notices the change."""
+        """Gives these slots a new stamp, because a row got them, and returns it.
+
+        A reader that still reads them for an earlier row notices the change.
+        """
         self._num_stamped += 1
         self._stamps[np.asarray(slots)] = self._num_stamped
         return self._num_stamped
 
     def lend(self, group_name: str, layers: slice, slots: Sequence[int] | Slots, generation: int) -> SharedKv:
-        """Lend a receiver KV of a row that `stamp` gave the slots to."""
+        """Returns KV of a row for a receiver to read. `generation` is the stamp of the row's slots."""
         self._num_tickets += 1
         ticket = PoolTicket(tuple(np.asarray(slots).tolist()), generation, self._num_tickets)
         return SharedKv(ticket, self.groups[group_name][layers], self._stamps)
 
     def close(self) -> None:
-        """Admit no new readers. Those who have mapped the memory keep it. Idempotent."""
+        """Closes the socket, so that there are no new readers. Present readers keep the memory. Idempotent."""
         if self._door is not None:
             self._door.close()
         if self.file >= 0:
@@ -143,10 +159,10 @@ class SharedPool:
 
 
 class _Door:
-    """A socket whose thread gives each connecting process of this user a read-only descriptor of `file`."""
+    """A socket from which other processes of this user get a read-only descriptor of `file`. A thread serves it."""
 
     def __init__(self, file: int, directory: Path) -> None:
-        """Raises OSError."""
+        """Opens the socket in `directory` under a new random name, and starts the thread. Raises OSError."""
         self.name = f"{_PREFIX}{secrets.token_hex(16)}"
         self._directory = directory
         self._is_closed = threading.Event()
@@ -157,7 +173,7 @@ class _Door:
             self._listening.close()
             raise
         try:
-            unswept = f".{self.name}"  # a socket that does not listen yet looks like a leftover
+            unswept = f".{self.name}"  # `sweep` would delete a socket that does not listen yet
             with _reachable(directory, unswept) as address:
                 self._listening.bind(address)
             (directory / unswept).chmod(0o600)
@@ -171,12 +187,12 @@ class _Door:
             raise
 
     def close(self) -> None:
-        """Idempotent."""
+        """Deletes the socket and ends the thread. Idempotent."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
         (self._directory / self.name).unlink(missing_ok=True)
-        self._listening.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+        self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
         self._listening.close()
         os.close(self._file)
@@ -185,7 +201,7 @@ class _Door:
         while True:
             try:
                 peer, _ = self._listening.accept()
-            except OSError:  # closed, or there are no more descriptors
+            except OSError:  # the socket is closed, or this process has no descriptors left
                 if self._is_closed.wait(_ACCEPT_RETRY_S):
                     return
                 continue
@@ -202,7 +218,10 @@ def _user_of(peer: socket.socket) -> int:
 
 @contextlib.contextmanager
 def _reachable(directory: Path, name: str) -> Iterator[str]:
-    """The path of a socket, short enough for any length of the directory's path."""
+    """Yields a path of the socket `name` in `directory` that is short even if the directory's path is long.
+
+    The length of a socket's address is limited.
+    """
     file = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{file}/{name}"
@@ -211,7 +230,10 @@ def _reachable(directory: Path, name: str) -> Iterator[str]:
 
 
 def _asked_for(name: str, directory: Path) -> int:
-    """A read-only descriptor of the pool by this name. Raises OSError, also if the pool cannot be trusted."""
+    """Connects to the socket `name` and returns a read-only descriptor of the pool's memory.
+
+    Raises OSError, also if the pool cannot be trusted: it belongs to another user, or its memory may shrink.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         with _reachable(directory, name) as address:
@@ -231,12 +253,16 @@ def _asked_for(name: str, directory: Path) -> int:
 
 
 class MappedPool:
-    """The reader's side. It cannot write. The memory lives as long as anything that refers to it."""
+    """The shared memory of another process's KV pool, mapped read-only.
+
+    The memory lives as long as an object refers to it.
+    """
 
     def __init__(self, name: str, *, groups: Sequence[LayerGroupSpec], directory: Path = DIRECTORY) -> None:
-        """`groups` are the writer's, from its fingerprint. Waits at most two seconds for the writer's answer.
+        """Maps the pool whose socket is `name`. `groups` are the writer's layer groups, from its fingerprint.
 
-        Raises PoolUnusable if the pool cannot be mapped here: another host, container or user.
+        Waits at most two seconds for the writer's answer. Raises PoolUnusable if the pool cannot be mapped here, for
+        example because it is on another host, in another container or of another user.
         """
         if not _NAME.fullmatch(name):
             raise PoolUnusable(f"{peer_text(name)!r} is not the name of a pool")
@@ -262,14 +288,17 @@ class MappedPool:
         return len(self._stamps) - 1
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | None:
-        """The KV, current or not; None if there are no such slots. `layers` is a range of the group's."""
+        """Returns the KV of a segment: the layers `layers` of a group, in the ticket's slots.
+
+        Returns None if the pool has no such slots. Does not check whether the slots still belong to the segment's row.
+        """
         if not ticket.is_of(self.num_slots):
             return None
         return SharedKv(ticket, self._groups[group_name][layers], self._stamps)
 
 
 def sweep(directory: Path = DIRECTORY) -> int:
-    """Remove the sockets of this user's killed processes. Returns their number."""
+    """Deletes sockets in `directory` that killed processes of this user left. Returns how many it deleted."""
     num_removed = 0
     if sys.platform != "linux":
         return num_removed

@@ -1,4 +1,4 @@
-"""The token slots of the KV pool that nobody holds."""
+"""Hands out the token slots of the KV pool and takes them back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Slots = NDArray[np.int64]
 
 
 class SlotAllocator:
-    """Hands out slot numbers 1..num_slots. Slot 0 is padding: writes to it are harmless and it is never given out."""
+    """Hands out slot numbers 1..num_slots. Slot 0 is padding: it is never given out, and may be written to."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -24,7 +24,7 @@ class SlotAllocator:
 
     @property
     def free(self) -> Slots:
-        """[num_free] int64: the slots that are free now."""
+        """The slots that are free now, [num_free] int64."""
         return self._stack[: self._num_free].copy()
 
     def take(self, num_slots: int) -> Slots | None:
@@ -36,7 +36,7 @@ class SlotAllocator:
         return taken
 
     def give_back(self, slots: Slots) -> None:
-        """Return slots. Slots returned together are handed out together again, in the same order."""
+        """Makes slots free again. Slots given back together are handed out together again, in the same order."""
         num_free = self._num_free + len(slots)
         assert num_free <= self.num_slots, "slots are lost or held twice: more are given back than were taken"
         self._stack[self._num_free : num_free] = slots[::-1]

@@ -1,4 +1,4 @@
-"""Recognises adjacent slots, which the allocator mostly hands out together."""
+"""Recognises slots that form one range, as they mostly do, because the allocator hands out adjacent slots together."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 
 def run_of(slots: Sequence[int] | NDArray[np.int64]) -> slice | None:
-    """The slots as a range, if they are adjacent and in order, else None.
+    """Returns the slots as a slice if they are adjacent and in order, else None.
 
-    Copying a range is about twice as fast as copying by an index.
+    Copying with a slice is about twice as fast as with an array of indices.
     """
     numbers = np.asarray(slots)
     start = int(numbers[0])

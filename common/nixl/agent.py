@@ -1,12 +1,13 @@
-"""What the handoff needs of NIXL: memory registered with an agent, and reads of another agent's memory into it.
+"""A thin wrapper of NIXL: it registers memory, and reads another agent's registered memory into it.
 
-NIXL chooses the way: copies between processes of one host where the system allows it, else TCP or RDMA (UCX).
+NIXL chooses the transport through UCX: direct copies between processes of one host if the system allows them, else TCP
+or RDMA.
 
-Only `transfer_process` loads this. NIXL's binding aborts a process in which other native libraries came first. And a
-read cannot be taken back: after a read failed, was released and its peer forgotten, its bytes are still written when
-the peer goes on (seen with 1.5.1 over TCP). Only the end of the process prevents that.
+Only the process of `transfer_process` imports this module, for two reasons. NIXL's binding aborts a process that has
+loaded certain other native libraries before it. And a failed read cannot be cancelled: its bytes may still be written
+later, when the peer goes on (seen with NIXL 1.5.1 over TCP). Only ending the process prevents that.
 
-NIXL's own progress thread is not used, because it polls without a pause and takes a whole core.
+NIXL's own progress thread is off, because it polls without a pause and takes a whole core.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ _HOST = "DRAM"
 
 
 class NixlUnusable(Exception):
-    """NIXL is not installed, or a call of it failed. This agent cannot be used any more."""
+    """NIXL is not installed, or a NIXL call failed. The agent cannot be used any more."""
 
 
 class NixlAgent:
-    """Not thread-safe. `memory` [bytes] uint8 stays registered as long as the agent exists."""
+    """A NIXL agent, which reads a peer's memory into its own `memory` and lets peers read it.
+
+    `memory` [bytes] uint8 stays registered as long as the agent exists. Not thread-safe.
+    """
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
-        """Raises NixlUnusable."""
+        """Starts the agent and registers `memory`. Raises NixlUnusable."""
         try:
-            from nixl_cu12 import _api as library  # a service without it must say so
+            from nixl_cu12 import _api as library  # imported here, so that its absence is reported as NixlUnusable
         except ImportError as error:
             raise NixlUnusable(f"NIXL is not installed (pip install 'baton-serve[nixl]'): {error}") from error
         self._agent: Any = library.nixl_agent(
@@ -46,17 +50,18 @@ class NixlAgent:
 
     @property
     def metadata(self) -> bytes:
-        """What another agent needs to read the memory."""
+        """The bytes that another agent needs to connect and read this agent's memory."""
         data: bytes = self._agent.get_agent_metadata()
         return data
 
     def connect(self, metadata: bytes) -> None:
-        """Use this peer's memory for later reads."""
+        """Makes the agent with this metadata the peer of later reads."""
         self._peer = self._agent.add_remote_agent(metadata)
 
     def read(self, ranges: NDArray[np.uint64], start: int) -> None:
-        """Copy the bytes of the peer's `ranges`, [N, 2] (address, number of bytes), one after the other into the memory
-        from `start` on. Blocks until done. Raises NixlUnusable.
+        """Copies ranges of the peer's memory into this agent's memory, one after the other, from offset `start` on.
+
+        `ranges` is [N, 2]: (address, number of bytes). Blocks until done. Raises NixlUnusable.
         """
         num_bytes = ranges[:, 1]
         into = np.uint64(self._memory.ctypes.data + start) + np.cumsum(num_bytes, dtype=np.uint64) - num_bytes
@@ -72,7 +77,7 @@ class NixlAgent:
         self._agent.release_xfer_handle(transfer)
 
     def progress(self) -> None:
-        """Serve peers' reads, if the network's hardware does not."""
+        """Lets NIXL do its part in peers' reads of this memory, if the network hardware does not do it alone."""
         self._agent.get_new_notifs()
 
     def _on_host(self, addresses: NDArray[np.uint64], num_bytes: NDArray[np.uint64]) -> object:

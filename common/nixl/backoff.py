@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt at something that keeps failing."""
+"""Computes how long to wait before the next attempt at something that keeps failing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Each wait is twice the one before. If an attempt's success lasted longer than the wait before it, waits start
-    over.
+    """Exponential backoff: each wait is twice the one before, up to `max_doublings` times.
+
+    Waits start over at `first_s` if an attempt succeeded and stayed good for longer than the wait before it.
     """
 
     def __init__(self, *, first_s: float, max_doublings: int, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -20,11 +21,11 @@ class Backoff:
         self._succeeded_at_s: float | None = None
 
     def succeeded(self) -> None:
-        """The attempt succeeded."""
+        """Notes that the attempt has succeeded."""
         self._succeeded_at_s = self._clock_s()
 
     def next_wait_s(self) -> float:
-        """The attempt failed, or its success has ended. Returns the next wait."""
+        """Notes that the attempt failed, or that its success has ended. Returns the next wait in seconds."""
         if self._succeeded_at_s is not None and self._clock_s() - self._succeeded_at_s > self._wait_s:
             self._num_waits = 0
         self._succeeded_at_s = None

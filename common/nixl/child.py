@@ -1,4 +1,4 @@
-"""A service's side of its NIXL process."""
+"""Starts the child process that runs NIXL for a service, and sends it commands."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ from common.nixl import transfer_process as protocol
 
 
 class NixlError(Exception):
-    """NIXL is not installed, or a call of it failed. The process has ended and writes nothing any more, or it is stuck
-    in the kernel; then nobody may ever reuse the memory that it writes into.
+    """NIXL is not installed, or a command to its process failed.
+
+    The process has been killed. It either has ended and writes nothing any more, or it is stuck in the kernel. In that
+    case the memory that it writes into must never be reused.
     """
 
 
 class TransferProcess(AskedProcess):
-    """A call raises NixlError when it fails, and every call after it."""
+    """A child process that runs NIXL, as its service uses it.
+
+    A command that fails raises NixlError, and so does every command after it.
+    """
 
     def __init__(self, process: Process, timeout_s: float, **end: float) -> None:
-        """The process is not ready yet: see `started`."""
+        """Wraps a process that is not ready yet. Call `started` instead."""
         super().__init__(process, timeout_s, **end)
         self.address = 0
-        """The memory's address in the process."""
+        """The address of the memory in the child process."""
         self.metadata = b""
-        """What another service's process needs to read the memory."""
+        """The bytes that another service's NIXL process needs to connect and read the memory."""
 
     @classmethod
     async def started(cls, file: int, *, timeout_s: float) -> TransferProcess:
-        """Start the process over the memory `file`. The start, and each later answer, takes at most `timeout_s`. Raises
-        NixlError.
+        """Starts the process, which maps and registers the memory `file`, and returns it when it is ready.
+
+        The start, and each answer to a later command, may take `timeout_s`. Raises NixlError.
         """
         arguments = (str(file), str(2 * timeout_s))
         try:
@@ -46,22 +52,28 @@ class TransferProcess(AskedProcess):
         return self
 
     async def connect(self, metadata: bytes) -> None:
-        """Use this peer's memory for later reads."""
+        """Makes the NIXL process with this metadata the peer of later reads."""
         await self._ask(protocol.CONNECT, metadata)
 
     async def read(self, ranges: NDArray[np.uint64], start: int) -> None:
-        """Copy the peer's `ranges`, [N, 2] (address, bytes), one after the other into the memory from `start` on."""
+        """Copies ranges of the peer's memory into this memory, one after the other, from offset `start` on.
+
+        `ranges` is [N, 2]: (address, number of bytes).
+        """
         await self._ask(protocol.READ, protocol.START.pack(start) + ranges.tobytes())
 
     async def serve(self, interval_s: float) -> None:
-        """Look for peers' reads at this interval, if the network's hardware does not serve them."""
+        """Makes the process poll NIXL at this interval, so that peers' reads of the memory make progress.
+
+        Network hardware may serve them alone; other transports need the polling.
+        """
         await self._ask(protocol.SERVE, protocol.INTERVAL.pack(interval_s))
 
     async def _ask(self, kind: int, content: bytes) -> None:
         await self._done(self.ask(bytes([kind]) + content))
 
     async def _done(self, answer: Awaitable[tuple[int, bytes]]) -> bytes:
-        """Returns the answer's content. A failure is the process's end."""
+        """Awaits an answer and returns its content. If it reports a failure, ends the process and raises NixlError."""
         try:
             status, content = await answer
         except ChildFailed as error:

@@ -1,16 +1,16 @@
-"""The process that NIXL lives in: `python -m common.nixl.transfer_process FILE TIMEOUT_S`, a service's child.
+"""A child process of a service that runs NIXL: `python -m common.nixl.transfer_process FILE TIMEOUT_S`.
 
-It maps the memory FILE (a descriptor that it inherits), says where, and does what it is asked
-(see `common.host.answering`):
+It maps the memory FILE, a descriptor that it inherits, and then carries out commands from its service, which come by
+pipes (see `common.host.answering`):
 
-    command  | kind: u8 | content |      answer  DONE, or FAILED and why
+    command  | kind: u8 | content |      answer  DONE, or FAILED with the reason
 
     CONNECT  metadata of the peer's agent
-    READ     u64: where in the memory; u64, u64 for each range of the peer's memory: address, bytes
-    SERVE    f64: seconds between looks for what peers want of this memory
+    READ     u64: offset in the memory; u64, u64 for each range of the peer's memory: address, number of bytes
+    SERVE    f64: seconds between two polls of NIXL, which serve peers' reads of this memory
 
-The first answer comes unasked: u64 address of the memory, then the agent's metadata. The process also ends with the
-first failure, and where a look takes longer than TIMEOUT_S.
+It sends a first answer without a command: the u64 address of the memory, then the agent's metadata. The process ends
+when its service is gone, after the first failure, and if a command or a poll takes longer than TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ START, INTERVAL = struct.Struct("<Q"), struct.Struct("<d")
 
 
 def main() -> None:
+    """Runs the process until it fails or its service is gone."""
     file, asker = int(sys.argv[1]), Asker(float(sys.argv[2]))
     logging.disable(logging.INFO)
     try:
@@ -39,11 +40,11 @@ def main() -> None:
         agent = NixlAgent(memory)
         asker.answer(DONE, START.pack(memory.ctypes.data) + agent.metadata)
         _serve(agent, asker)
-    except Exception as error:  # NIXL's errors have no common base
+    except Exception as error:  # NIXL's exceptions have no common base class
         with suppress(OSError):  # the service may be gone
             asker.answer(FAILED, str(error).encode())
     finally:
-        os._exit(0)  # nobody needs to wait for the library's own shutdown
+        os._exit(0)  # skips the shutdown of NIXL, which takes time and is not needed
 
 
 def _serve(agent: NixlAgent, asker: Asker) -> None:
