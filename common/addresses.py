@@ -1,4 +1,6 @@
-"""Addresses in settings: "HOST:PORT" is one service, "dns:///NAME:PORT" every service behind the name."""
+"""Parses addresses in settings: "HOST:PORT" is one service, "dns:///NAME:PORT" all services that the name
+resolves to.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class DnsName:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError for anything but "dns:///NAME:PORT"."""
+        """Parses "dns:///NAME:PORT". Raises ValueError for any other text."""
         try:
             if not text.startswith(_DNS):
                 raise ValueError
@@ -39,7 +41,7 @@ def is_dns_name(text: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Splits "HOST:PORT"; an IPv6 host loses its brackets. Raises ValueError."""
+    """Splits "HOST:PORT"; the brackets of an IPv6 host are removed. Raises ValueError for any other text."""
     scheme, is_url, _ = address.partition("://")
     if is_url:
         raise ValueError(f"{address!r} is not HOST:PORT: leave {scheme}:// away")
@@ -57,14 +59,14 @@ def address_of(host: str, port: int) -> str:
 
 
 def why_not_listen(address: str) -> str:
-    """Why no server can listen on "HOST:PORT" now; "" if one can."""
+    """Returns why no server can listen on "HOST:PORT" now, or "" if one can."""
     host, port = host_and_port(address)
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(place)
-    except (OSError, UnicodeError) as error:  # the latter of a name with a label that is empty or too long
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
         why = getattr(error, "strerror", None) or str(error)
         return f"{why}; take another port, or 0 for a free one" if getattr(error, "errno", 0) == EADDRINUSE else why
     return ""
@@ -80,7 +82,7 @@ def is_listened_on(address: str) -> bool:
 
 
 def numeric_form(address: str) -> str:
-    """The canonical form of a numeric "HOST:PORT"; an address with a name stays as it is."""
+    """Returns the canonical form of "HOST:PORT" if HOST is an IP address, and the address unchanged otherwise."""
     host, port = host_and_port(address)
     try:
         return address_of(str(ip_address(host)), port)
@@ -89,7 +91,9 @@ def numeric_form(address: str) -> str:
 
 
 def network_of(host: str) -> str:
-    """The network that identifies a client: an IPv6 host's /64, an IPv4 host itself. A name stays as it is."""
+    """Returns the network that identifies a client: the /64 of an IPv6 host, or an IPv4 host itself. A name stays
+    unchanged.
+    """
     try:
         address = ip_address(host)
     except ValueError:
@@ -100,7 +104,7 @@ def network_of(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether "host:port" is reachable only from this machine. A name other than localhost may be anywhere."""
+    """Whether "host:port" is reachable from this machine only. Of all names, only localhost counts."""
     host, _ = host_and_port(address.removeprefix("dns:///"))
     try:
         return host == "localhost" or ip_address(host).is_loopback

@@ -1,6 +1,6 @@
-"""The seam to `baton_cpu`, the compiled inference engine for CPUs, and the one place that imports it.
+"""The interface to `baton_cpu`, the compiled inference engine for CPUs. Only this module imports it.
 
-Where it is not installed, or numba is not, models run on PyTorch's operators: slower, and with the same tokens.
+If it or numba is not installed, models run on PyTorch's operators: slower, and with the same tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:  # these modules ask for the engine
+if TYPE_CHECKING:  # these modules import this one
     from common.attention.backend import AttentionBackend
     from common.draft.checkpoint import Checkpoint
     from common.draft.kernels import Kernels
@@ -25,7 +25,7 @@ _OPTIONAL = ("baton_cpu", "llvmlite", "numba")
 
 
 class Log(Protocol):
-    """A structlog logger. The engine has no logging library of its own."""
+    """The part of a structlog logger that the engine uses. The engine has no logging library of its own."""
 
     def info(self, event: str, *values: object, **fields: object) -> object: ...
 
@@ -42,32 +42,40 @@ NO_LOG: Log = _NoLog()
 
 
 class CpuEngine(Protocol):
-    """What the compiled engine does for models whose tensors are on the CPU."""
+    """The compiled engine, for models whose tensors are on the CPU."""
 
     def keep_kernels(self, directory: Path | None, log: Log = NO_LOG) -> None:
-        """Keep in `directory` the kernels that are compiled from now on, and take them from there. None, as at first:
-        each process compiles its own. `log` is told of what cannot be read or written.
+        """Sets the directory where compiled kernels are stored and looked up from now on.
+
+        None, the initial state, stores nothing: each process compiles its own. Files that cannot be read or written are
+        reported to `log`.
         """
 
     def new_attention(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> AttentionBackend:
-        """For layers that all have `num_heads` query heads over `num_kv_heads` of `head_dim`. Compiles: seconds."""
+        """Returns the attention backend for layers with `num_heads` query heads over `num_kv_heads` KV heads of
+        `head_dim`.
+
+        It compiles kernels, which takes seconds.
+        """
 
     def optimize_modules(self, model: nn.Module) -> None:
-        """Put faster modules in place of the parts of `model` that are known. They compute the same."""
+        """Replaces the parts of `model` that the engine knows by faster modules that compute the same."""
 
     def new_decoder(self, model: nn.Module) -> NewProgram | None:
-        """Writes `model` down as it is now, whatever becomes of its modules. None where its class, dtype or sizes are
-        not known.
+        """Prepares the compilation of `model` as it is now; later changes of its modules have no effect.
+
+        Returns None if the engine does not know its class, dtype or sizes.
         """
 
     def head_kernels(self) -> Kernels:
-        """What the layers of draft heads are made of."""
+        """Returns the kernels that the layers of draft heads use."""
 
     def new_head_programs(self, checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewProgram | None:
-        """Writes down the head in `checkpoint`, whose tensors fit `spec` and `target`. None where its dtype, sizes or
-        variant are not known.
+        """Prepares the compilation of the head in `checkpoint`, whose tensors fit `spec` and `target`.
+
+        Returns None if the engine does not know its dtype, sizes or variant.
         """
 
     def fuse(
@@ -81,24 +89,27 @@ class CpuEngine(Protocol):
         check: Callable[[], None] = lambda: None,
         log: Log = NO_LOG,
     ) -> float:
-        """Have `model` run forwards of up to `max_tokens` tokens as one program on `num_threads` threads, and `draft`
-        with it where it has programs. To be called once; what wrote them down is let go of.
+        """Makes `model`, and `draft` if it has programs, run forwards of up to `max_tokens` tokens as one compiled
+        program.
 
+        The program uses `num_threads` threads. Call this once: the objects that prepared the compilation are released.
         Returns the largest difference between the program's logits and the model's, relative to their size. `niceness`
-        is that of the process that compiles. `check` is called between the parts of the work, and may raise;
-        `log` is told of them. Raises
-        StartupError where kernels cannot be compiled or the program differs too much, OSError where memory is short;
-        the model then goes on as it was.
+        applies to the compiling process. `check` is called between parts of the work, and may raise. `log` receives the
+        progress.
+
+        Raises StartupError if kernels cannot be compiled or the program differs too much, OSError if memory is short.
+        After an error the model runs as before.
         """
 
     def kv_copy(self) -> Callable[[Tensor, Tensor], object]:
-        """Copies KV [layers, planes, tokens, ...] from its second argument to its first, of one shape and dtype; large
-        ones go past the caches. Compiles: a second.
+        """Returns a function that copies KV [layers, planes, tokens, ...] from its second argument to its first.
+
+        Both have one shape and dtype. Large copies bypass the CPU's caches. It compiles, which takes a second.
         """
 
 
 def cpu_engine(torch_device: torch.device) -> CpuEngine | None:
-    """None for other devices, and where the engine or the compiler that it needs is not installed."""
+    """Returns the compiled engine, or None for other devices, and if the engine or its compiler is not installed."""
     if torch_device.type != "cpu":
         return None
     try:

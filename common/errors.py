@@ -29,9 +29,10 @@ from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Base of all errors below. `code` is the name of the gRPC status code that it travels as.
+    """The base of all errors of this module.
 
-    `reason` is the ErrorInfo reason, `metadata` its machine-readable detail.
+    `code` is the name of the gRPC status code that carries the error, `reason` its ErrorInfo reason, and `metadata` its
+    machine-readable detail.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -66,7 +67,9 @@ class InvalidRequest(BatonError):
 
 
 class ContextExceeded(InvalidRequest):
-    """`tokens` says, as far as known, how many tokens are allowed and how many were requested."""
+    """Prompt and output do not fit the context. `tokens` states, as far as known, how many are allowed and
+    requested.
+    """
 
     reason = "CONTEXT_EXCEEDED"
 
@@ -145,7 +148,7 @@ _ALIKE = {
     "algorithm": "draft",
     "seed_columns": "draft and draft_topk",
 }
-"""What two services must be started with alike, by the field of their fingerprints that follows from it."""
+"""Which setting must be the same on both services, by the fingerprint field that differs if it is not."""
 
 
 class FingerprintMismatch(BatonError):
@@ -203,11 +206,11 @@ class UnsupportedModel(StartupError):
 
 
 class DraftMismatch(StartupError):
-    """A draft head's config and tensors do not fit each other, or the target: key and directory are named."""
+    """A draft head's config and tensors do not fit each other or the target. The message names key and directory."""
 
 
 def request_reasons() -> list[str]:
-    """Every reason that a request may end with: those of the tree above, without errors of a start."""
+    """Returns all reasons with which a request may end. Errors that occur only at start are not included."""
 
     def below(kind: type[BatonError]) -> list[type[BatonError]]:
         return [kind, *(each for child in kind.__subclasses__() for each in below(child))]
@@ -217,7 +220,7 @@ def request_reasons() -> list[str]:
 
 
 class RowFailure(StrEnum):
-    """Why a prefill replica gave up on a row. The values are the names of the wire's enum without its prefix."""
+    """Why a prefill replica gave up on a row. The values are the names in the wire's enum, without its prefix."""
 
     FINGERPRINT_MISMATCH = "FINGERPRINT_MISMATCH"
     INVALID_ROW = "INVALID_ROW"
@@ -244,7 +247,7 @@ ROW_FAILURE_ERRORS: dict[RowFailure, type[BatonError]] = {
 
 
 def error_for_row_failure(reason: RowFailure, message: str) -> BatonError:
-    """Returns the error that a request ends with when a replica failed its row for good."""
+    """Returns the error with which a request ends after a replica failed its row for good."""
     kind = ROW_FAILURE_ERRORS[reason]
     if kind is FingerprintMismatch:
         return FingerprintMismatch(message or "fingerprint", "one value", "another")

@@ -1,4 +1,4 @@
-"""What an engine holds, as an immutable snapshot for GetLoad, metrics and the choice of the least loaded."""
+"""A snapshot of an engine's load, for GetLoad, for metrics, and for choosing the least loaded replica."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """Members of one pool by state. The states add up to `total`."""
+    """The number of rows or slots in a pool by state. The states add up to `total`."""
 
     total: int
     free: int
@@ -19,7 +19,7 @@ class PoolCounts:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """`num_steps` counts passes of the loop that launched or finished a forward."""
+    """An engine's load at one time. `num_steps` counts the steps that launched or finished a forward."""
 
     rows: PoolCounts
     slots: PoolCounts

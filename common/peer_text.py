@@ -1,7 +1,7 @@
 """Makes text from peers safe for logs, errors and terminals.
 
-A replica, a client or a server can send megabytes, lines that look like log lines, codes that control a terminal, or
-characters that reverse text.
+A replica, client or server can send megabytes, text that imitates log lines, terminal control codes, or characters that
+reverse text.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ MAX_PEER_TEXT_BYTES = 512
 
 
 def peer_text(text: str, max_bytes: int = MAX_PEER_TEXT_BYTES) -> str:
-    """Returns `text` on one line of at most `max_bytes` of UTF-8, with unprintable characters escaped as in Python.
+    """Returns `text` on one line of at most `max_bytes` bytes of UTF-8, with unprintable characters escaped as in
+    Python.
 
-    A cut text ends with the number of bytes that there were. Applying this twice changes nothing.
+    A text that was cut ends with its original number of bytes. Applying this twice changes nothing.
     """
     shown = _escaped(text[:max_bytes])
     if len(text) <= max_bytes and len(shown.encode()) <= max_bytes:

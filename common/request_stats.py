@@ -1,7 +1,7 @@
-"""What a request cost: the decode service reports it and clients read it.
+"""What a request cost: the decode service reports these numbers, and clients read them.
 
-The wire has messages with the same fields (`Timings` and `SpeculationCounts` in inference.proto). A field added here
-and there reaches the log, the client's events and everything that prints them.
+The messages `Timings` and `SpeculationCounts` in inference.proto have the same fields. A field that is added both there
+and here reaches the log, the client's events and every program that prints them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds per phase by the decode engine's clock, over every attempt and retraction, and what the request cost."""
+    """Seconds per phase of a request by the decode engine's clock, summed over all attempts and retractions, and its
+    costs.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -25,11 +27,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """Drafts verified and accepted in a request's verify steps. A draft that the request's end cuts off counts as
-    refused.
+    """Draft tokens that were verified and accepted in a request's verify steps.
 
-    `drafted_at[i]` counts steps that drafted i + 1 tokens ahead, `accepted_at[i]` those that accepted so many. The
-    seconds are the device's, for the whole batches that the request was in.
+    A draft token that the request's end cuts off counts as refused. `drafted_at[i]` counts steps that drafted at least
+    i + 1 tokens ahead, `accepted_at[i]` those that accepted at least as many. The seconds are device time of the whole
+    batches that the request was in.
     """
 
     num_verify_steps: int

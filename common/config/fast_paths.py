@@ -1,4 +1,4 @@
-"""Optimisations that can be switched off one by one. All are on by default, and change tokens by rounding at most."""
+"""Optimisations that can be switched off one by one. All are on by default. They change tokens by rounding at most."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.config.fields import split_on_commas
 
 
 class FastPath(StrEnum):
-    """A name that `disabled_fast_paths` takes, with what the path does and when to switch it off."""
+    """A name for `disabled_fast_paths`. Its `meaning` says what the optimisation does, and when to switch it off."""
 
     meaning: str
 

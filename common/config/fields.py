@@ -1,4 +1,4 @@
-"""The kinds of values that settings have."""
+"""The types of values that settings have, with their validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def _address(value: str) -> str:
 
 
 def _target(value: str) -> str:
-    """One server, or "dns:///NAME:PORT" for all behind a name."""
+    """Validates the address of one server, "HOST:PORT", or "dns:///NAME:PORT" for all servers that a name
+    resolves to.
+    """
     return str(DnsName.parse(value)) if is_dns_name(value) else _address(value)
 
 
@@ -33,14 +35,17 @@ def _endpoint(value: str) -> str:
 
 
 def _origin(value: str) -> str:
-    """As browsers write it."""
+    """Validates an origin in the form that browsers send, or "*". Returns it in lower case."""
     if value != "*" and not _ORIGIN.fullmatch(value.lower()):
         raise ValueError(f"{value!r} is neither an origin, SCHEME://HOST or SCHEME://HOST:PORT, nor *")
     return value.lower()
 
 
 def split_on_commas(value: Any) -> Any:
-    """ "a,b", ["a,b", "c"] and ["a", "b", "c"] all name a list."""
+    """Returns a tuple of texts from a text with commas, or from a list of such texts. Other values stay unchanged.
+
+    "a,b", ["a,b", "c"] and ["a", "b", "c"] are all accepted.
+    """
     if not isinstance(value, str | list | tuple):
         return value
     items = [value] if isinstance(value, str) else value

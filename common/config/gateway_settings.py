@@ -1,4 +1,4 @@
-"""Every setting of the gateway, with its default and its range. docs/configuration.md explains them."""
+"""All settings of the gateway, with their defaults and ranges. docs/configuration.md explains them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from common.config.process_settings import ProcessSettings
 
 
 class GatewaySettings(ProcessSettings):
-    """`decode` are the decode services it serves from, `metrics_targets` the services that its status page shows."""
+    """The gateway's settings. It forwards requests to the services in `decode`; its status page shows
+    `metrics_targets`.
+    """
 
     example = "--listen 127.0.0.1:8000 --decode 127.0.0.1:50051"
 

@@ -1,4 +1,4 @@
-"""Settings from flags, the environment, a YAML file and the defaults: the first that names a key decides."""
+"""Reads settings from flags, the environment, a YAML file and the defaults. The first source that has a key wins."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _OTHER_VARIABLES = {"BATON_ADDRESS", "BATON_TOKEN_FILE"}
 def load_settings(
     kind: type[SettingsT], argv: Sequence[str], *, program: str, without: Collection[str] = ()
 ) -> SettingsT:
-    """Read every source once. Raises ConfigError naming each key or flag that is wrong or unknown.
+    """Reads the settings from every source once. Raises ConfigError, naming each key or flag that is wrong or unknown.
 
-    A variable of the environment may belong to another of Baton's processes; those in `without` are not read. `--help`
-    prints every setting and ends the process with status 0.
+    Variables in `without` are not read, because they are meant for another process of Baton. `--help` prints every
+    setting and ends the process with status 0.
     """
     if not _HELP.isdisjoint(argv):
         print(help_text(kind, program))
@@ -56,8 +56,11 @@ def load_settings(
 
 
 def log_format_asked(argv: Sequence[str]) -> LogFormat:
-    """How to say what is wrong with the settings: as they ask, where that can be read, else as JSON."""
-    flags = [flag for flag in argv if flag not in _HELP]  # its parser would answer them, with its own two settings
+    """Returns the log format that the settings ask for, before they are validated; "json" if it cannot be read.
+
+    Errors in the settings are logged in this format.
+    """
+    flags = [flag for flag in argv if flag not in _HELP]  # the parser would print help for these two settings
     try:
         return _sources(_LogSettings, flags, "", frozenset(), ignores_others=True)().log_format
     except (ValidationError, SettingsError, ConfigError):
@@ -113,8 +116,9 @@ def _default_words(default: object) -> str:
 def _sources(
     kind: type[AnyT], argv: list[str], program: str, without: frozenset[str], *, ignores_others: bool = False
 ) -> Callable[[], AnyT]:
-    """`kind` reading flags, then the environment, then the file that either names. Other flags are no mistake where
-    `ignores_others`.
+    """Returns a class of settings that reads flags, then the environment, then the YAML file that either names.
+
+    If `ignores_others`, unknown flags are ignored instead of refused.
     """
 
     class Sources(kind):  # type: ignore[valid-type, misc]
@@ -144,7 +148,7 @@ def _sources(
 
 
 class _YamlFile(PydanticBaseSettingsSource):
-    """The file that `config` names in the sources before this one."""
+    """The settings source that reads the YAML file which `config` names in an earlier source."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         raise NotImplementedError("values are read all at once")

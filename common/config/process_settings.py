@@ -1,4 +1,4 @@
-"""What every process of Baton is told: the two services and the gateway."""
+"""Settings that all processes of Baton share: the two services and the gateway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LogFormat = Literal["json", "console"]
 
 
 class ProcessSettings(BaseSettings):
-    """Where it listens, how it logs and traces, and how it ends."""
+    """Settings of any process: where it listens, how it logs and traces, and how it ends."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True, use_attribute_docstrings=True

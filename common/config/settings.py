@@ -1,4 +1,4 @@
-"""Every setting of both services, with its default and its range. docs/configuration.md shows them."""
+"""All settings of both services, with their defaults and ranges. docs/configuration.md shows them."""
 
 from __future__ import annotations
 
@@ -31,28 +31,30 @@ NO_DRAFT = "none"
 
 
 class ServiceSettings(ProcessSettings):
-    """Settings that both services share. `draft` is resolved: it names the head in use, or is "" without one."""
+    """Settings that both services share. `draft` names the head in use after validation; "" means none."""
 
     share_of_cores: ClassVar[float]
-    """The share of a CPU's cores that `num_threads = 0` takes."""
+    """The share of a CPU's cores that a forward uses if `num_threads` is 0."""
 
     @property
     def max_fused_tokens(self) -> int:
-        """Most tokens of a forward that one compiled kernel computes as a whole."""
+        """The most tokens of a forward that one compiled kernel computes as a whole."""
         raise NotImplementedError
 
     def uses(self, path: FastPath) -> bool:
-        """Whether an optimisation is left on."""
+        """Whether this optimisation is switched on."""
         return path not in self.disabled_fast_paths
 
     @property
     def fuses_forwards(self) -> bool:
-        """Whether one kernel may compute a whole forward; it attends by itself."""
+        """Whether one kernel may compute a whole forward. This kernel also computes attention, so `attention` must
+        allow kernels.
+        """
         return self.uses(FastPath.FUSED_FORWARDS) and self.attention == "kernels"
 
     @property
     def device_key(self) -> str:
-        """The same for two names of one device."""
+        """The device's name in a form that is equal for all names of one device."""
         return "cuda:0" if self.device == "cuda" else self.device
 
     metrics_listen: OptionalAddress = ""
@@ -99,7 +101,9 @@ class ServiceSettings(ProcessSettings):
     @field_validator("draft")
     @classmethod
     def _resolve_draft(cls, draft: str, info: ValidationInfo) -> str:
-        """Where none is named, the demo model has the head that comes with Baton, any other model none."""
+        """Chooses the draft head if none is named: the demo model gets the head that comes with Baton, other models
+        none.
+        """
         if draft == NO_DRAFT:
             return ""
         return draft or (DEMO_MODEL if info.data.get("model") == DEMO_MODEL else "")

@@ -86,7 +86,7 @@ class Watchdog:
 
     @property
     def is_well(self) -> bool:
-        """Whether no part was stalled at the last poll. False once the engine is lost."""
+        """Whether the engine was alive at the last poll, and no part was stalled. False once the engine is lost."""
         return self._lost is None and self._engine.is_alive and not self._stalled
 
     @property

@@ -1,4 +1,4 @@
-"""The messages of a conversation, from the client's request to the model's chat template."""
+"""The messages of a conversation, as the client's request has them and the model's chat template gets them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """An assistant's call of a function. `arguments` is JSON text, as a model wrote it."""
+    """An assistant's call of a function. `arguments` is JSON text, exactly as a model wrote it."""
 
     name: str
     arguments: str
@@ -21,7 +21,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """`tool_calls` belong to an assistant. A tool answers the call `tool_call_id`; `name` is the function's."""
+    """One message of a conversation. Only an assistant's has `tool_calls`.
+
+    A tool's message answers the call `tool_call_id`; `name` is the name of the function.
+    """
 
     role: str
     content: str = ""
@@ -31,7 +34,7 @@ class ChatMessage:
 
     @property
     def texts(self) -> Iterator[str]:
-        """All texts of the message, for bounds on its size."""
+        """All texts in the message, to check their size."""
         yield from (self.content, self.tool_call_id, self.name)
         for call in self.tool_calls:
             yield from (call.name, call.arguments, call.id)
@@ -42,7 +45,7 @@ def messages_to_json(messages: Sequence[ChatMessage]) -> str:
 
 
 def messages_from_json(entries: Iterable[Any]) -> list[ChatMessage]:
-    """`entries` is the parsed JSON."""
+    """Builds messages from `entries`, the parsed JSON of `messages_to_json`."""
     return [
         ChatMessage(role, content, tuple(ToolCall(*call) for call in tool_calls), *rest)
         for role, content, tool_calls, *rest in entries

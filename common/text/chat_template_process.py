@@ -1,10 +1,10 @@
-"""The process that renders a model's chat template: `python -m common.text.chat_template_process TIMEOUT_S`.
+"""A process that renders a model's chat template: `python -m common.text.chat_template_process TIMEOUT_S`.
 
-A template is a program, written by a model's author, that clients' words run through. In this process it can be
-stopped, and its memory is bounded. Requests are JSON (see `common.host.answering`): first the bounds and the arguments
-of ChatTemplate, then the messages of each conversation. The answer is DONE with `parts_roles`, then DONE with each
-text; otherwise a status below, and the reason. SIGPROF ends a template that takes too much of the processor's time.
-Clock time does not count, because a busy machine is not the template's fault.
+A template is a program by the model's author, and its input is written by clients. In a process of its own it can be
+stopped, and its memory is limited. Requests are JSON (see `common.host.answering`). The first has the limits and the
+arguments of ChatTemplate, the others the messages of one conversation each. The answers are DONE with `parts_roles`,
+then DONE with each rendered text; in case of an error, another status and the reason. SIGPROF ends the process if a
+template uses too much CPU time. Clock time is not limited, because a busy machine is not the template's fault.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
 
 TOO_LONG = FAILED + 1
 START_CPU_S = 10.0
-"""For compiling a template and probing it."""
+"""The CPU time for compiling a template and for its first trial renderings."""
 
 
 def main() -> None:
@@ -68,7 +68,9 @@ def main() -> None:
 
 
 def _bound_memory(num_bytes: int) -> None:
-    """Bound the memory beyond what is mapped now: Python, and system files such as locales of some hundred MiB."""
+    """Limits the memory beyond what is mapped now, which includes Python and system files such as locales of some
+    hundred MiB.
+    """
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (num_pages * resource.getpagesize() + num_bytes,) * 2)
 

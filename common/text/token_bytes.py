@@ -1,4 +1,4 @@
-"""A token's own bytes, as they stand in text. A single token's bytes need not be UTF-8."""
+"""Finds the bytes that one token stands for in a text. They need not be valid UTF-8 by themselves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes of a `tokenizers` backend's tokens. `special_ids` are not part of its texts; their bytes are their
-    names.
+    """The bytes of each token of a `tokenizers` backend.
+
+    The tokens in `special_ids` are left out of decoded text; their bytes are those of their names.
     """
 
     def __init__(self, backend: Any, special_ids: frozenset[int]) -> None:
@@ -23,17 +24,18 @@ class TokenBytes:
         self._byte_of = _byte_fallback(backend) if "ByteFallback" in stages else {}
         pieces = backend.get_vocab(with_added_tokens=True)
         self.longest = max(map(self._num_bytes_at_most, pieces), default=0)
-        """No token has more bytes."""
+        """An upper bound of the number of bytes of any token."""
         self._context = [] if self._byte_of_char else self._some_word()
 
     @property
     def byte_of(self) -> Mapping[int, int]:
-        """The bytes of byte-fallback tokens. Empty for byte-level tokenizers."""
+        """The byte of each byte-fallback token, by token id. Empty for byte-level tokenizers."""
         return self._byte_of
 
     def of(self, token_id: int, *, begins_text: bool) -> bytes:
-        """Returns b"" past the vocabulary. `begins_text`: no token with text precedes it, so a decoder may strip a
-        space.
+        """Returns the token's bytes, or b"" for an id past the vocabulary.
+
+        `begins_text` says that no token with text precedes it, in which case a decoder may strip a space.
         """
         piece = self._backend.id_to_token(token_id)
         if piece is None:
@@ -41,7 +43,7 @@ class TokenBytes:
         if token_id in self._special_ids:
             return str(piece).encode()
         if self._byte_of_char:
-            # Of a piece with any other character the decoder takes all literally.
+            # If a token has any other character, the decoder takes the whole token literally.
             if all(char in self._byte_of_char for char in piece):
                 return bytes(self._byte_of_char[char] for char in piece)
             return str(piece).encode()
@@ -59,7 +61,9 @@ class TokenBytes:
         return str(self._backend.decode(token_ids, skip_special_tokens=True))
 
     def _some_word(self) -> list[int]:
-        """A token whose text no following token changes."""
+        """Returns the id of a token whose text does not depend on the tokens after it, in a list; [] if there
+        is none.
+        """
         for piece, token_id in sorted(
             self._backend.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]
         ):
@@ -69,7 +73,7 @@ class TokenBytes:
 
 
 def _decoder_stages(backend: Any) -> frozenset[str]:
-    """The kinds of the decoder's stages, with those of nested sequences."""
+    """Returns the types of all stages of the decoder, including those in nested sequences."""
 
     def kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
         yield str(decoder.get("type"))
@@ -88,7 +92,10 @@ def _byte_fallback(backend: Any) -> dict[int, int]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level vocabularies write printable Latin-1 as it is, and the other bytes, in order, from U+0100 on."""
+    """Returns the byte that each character of a byte-level vocabulary stands for.
+
+    Such vocabularies write printable Latin-1 characters as they are, and the other bytes, in order, from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

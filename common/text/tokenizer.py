@@ -1,6 +1,6 @@
-"""A model's tokenizer: prompts to token ids, token ids to text.
+"""A model's tokenizer: it converts prompts to token ids, and token ids to text.
 
-Any member may be used from any thread: nothing here changes after construction, but for what is remembered.
+Any member may be used from any thread, because nothing changes after construction except caches.
 """
 
 from __future__ import annotations
@@ -21,34 +21,43 @@ _CHARS_PER_TOKEN = 8  # more than most texts have
 
 
 class TokenDecoder(Protocol):
-    """What is needed to turn output into text."""
+    """The part of a tokenizer that turns output into text."""
 
     def is_skipped(self, token_id: int) -> bool:
-        """True for special tokens and ids past the vocabulary, which have no text and do not separate others."""
+        """Whether this is a special token or an id past the vocabulary. Such a token has no text and does not separate
+        others.
+        """
 
     @property
     def byte_of(self) -> Mapping[int, int]:
-        """The bytes of byte-fallback tokens; only a run of them is text. Empty for byte-level tokenizers."""
+        """The byte of each byte-fallback token, by token id. Only a run of such tokens forms text. Empty for byte-level
+        tokenizers.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Skips special tokens. Bytes that form no character become U+FFFD."""
+        """Returns the text of these tokens without special tokens. Bytes that form no character become U+FFFD."""
 
     def bytes_of(self, token_id: int, *, begins_text: bool = False) -> bytes:
-        """The token's own, which need not be UTF-8; joined over an output without special tokens they are its text.
+        """Returns the bytes of one token. They need not be UTF-8; joined over an output without special tokens they are
+        its text.
 
-        `begins_text`: nothing but skipped tokens is before it in the output. A special token's are what it is called.
+        `begins_text` says that only skipped tokens precede it in the output. The bytes of a special token are those of
+        its name.
         """
 
 
 class PromptEncoder(Protocol):
-    """What is needed to turn a prompt into token ids, where nobody else waits."""
+    """The part of a tokenizer that turns a prompt into token ids. It may block, so do not use it on an event loop."""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Adds the special tokens that the model's tokenizer adds by itself."""
+        """Returns the token ids of `text`, with the special tokens that the model's tokenizer adds by itself."""
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """Through the model's chat template, ending where the assistant's turn begins. It is rendered here: a service
-        renders where it can be stopped. Raises ChatRefused.
+        """Renders the messages with the model's chat template, up to where the assistant's answer begins, and encodes
+        the text.
+
+        The template runs in this process; a service renders in a separate one, which can be stopped. Raises
+        ChatRefused.
         """
 
 
@@ -66,13 +75,13 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         token_bytes = TokenBytes(backend, self._special_ids)
         self._byte_of = token_bytes.byte_of
         self.longest_token_bytes = token_bytes.longest
-        """No token stands for more of a text, unless the tokenizer throws some of it away."""
+        """The most bytes of text that one token stands for, unless the tokenizer drops some of the text."""
         self._bytes_of = lru_cache(_MAX_CACHED_TOKENS)(token_bytes.of)
         pretrained("")  # resets truncation and padding now: later calls then only read the backend
 
     @classmethod
     def from_directory(cls, directory: Path) -> TextTokenizer:
-        """Raises UnsupportedModel if there is no usable tokenizer."""
+        """Loads the tokenizer in `directory`. Raises UnsupportedModel if there is no usable one."""
         pretrained = read_tokenizer(directory)
         if pretrained is None:
             raise UnsupportedModel(f"{directory.name}: no tokenizer, as tokenizer.json is one")
@@ -97,10 +106,10 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return self._bytes_of(token_id, begins_text=begins_text)
 
     def encode(self, text: str, *, max_tokens: int | None = None, adds_special_tokens: bool = True) -> tuple[int, ...]:
-        """`adds_special_tokens`: those that the model's tokenizer adds by itself.
+        """Returns the token ids of `text`. `adds_special_tokens` adds those that the model's tokenizer adds by itself.
 
-        Raises TextTooLong as soon as it is clear that there are more than `max_tokens`: of a much longer text only the
-        beginning is looked at. There may be more all the same.
+        Raises TextTooLong as soon as it is clear that there are more than `max_tokens`, so of a much longer text only
+        the beginning is encoded. The check is not exact: the result may still have somewhat more than `max_tokens`.
         """
         if max_tokens is not None:
             num_chars = _CHARS_PER_TOKEN * max_tokens
@@ -110,7 +119,9 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return self._encode(text, adds_special_tokens)
 
     def chat_template(self) -> tuple[str, dict[str, Any]]:
-        """Returns the template's source, and the special tokens by their names. Raises ChatRefused."""
+        """Returns the source of the chat template, and the special tokens by name. Raises ChatRefused if there is no
+        template.
+        """
         source = self._pretrained.chat_template
         if isinstance(source, Mapping):
             source = source.get("default")
@@ -128,11 +139,14 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return ChatTemplate(*self.chat_template())
 
     def _encode(self, text: str, adds_special_tokens: bool) -> tuple[int, ...]:
-        """Releases the interpreter's lock, which `encode` of one text would keep."""
+        """Encodes one text without holding the GIL, which the backend's `encode` would hold."""
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
         return tuple(encoding.ids)
 
     def _check_beginning(self, beginning: str, max_tokens: int) -> None:
-        """Where it is cut, a few of its tokens are not those of the whole text: so many more are asked for."""
+        """Raises TextTooLong if `beginning` alone has clearly more than `max_tokens` tokens.
+
+        At the cut some tokens differ from those of the whole text, so a margin is allowed.
+        """
         if len(self._encode(beginning, adds_special_tokens=False)) > max_tokens + max_tokens // 4 + 64:
             raise TextTooLong(f"more than {max_tokens} tokens")
