@@ -23,11 +23,13 @@ if TYPE_CHECKING:  # where only tests/gpu runs, what it needs is not installed
 
 
 LONGEST_FIRST = {"real": 0, "interleavings": 1, "pair": 2, "storm": 3, "e2e": 4}
-"""The place of a folder whose files take tens of seconds each."""
+"""Sort keys of the folders whose test files take tens of seconds each: the lowest starts first."""
 
 
 def pytest_configure() -> None:
-    """Test processes share the cores, and an example may have to wait for one."""
+    """Set up hypothesis without a deadline, since test processes share the cores and an example may have to wait for
+    one.
+    """
     if find_spec("hypothesis") is not None:  # where only tests/gpu runs it is not installed
         import hypothesis
 
@@ -43,16 +45,17 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: of two processes that take whole files in turn, neither waits long for the other's last.
+    """Put the files that take longest first. Two processes that each take whole files then finish at nearly the same
+    time.
 
-    The order of a file's tests, and of the other files, stays.
+    The order of tests within a file, and of all other files, stays as it was.
     """
     items.sort(key=lambda item: LONGEST_FIRST.get(item.path.parent.name, len(LONGEST_FIRST)))
 
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a tiny random model, by architecture; made once."""
+    """Returns a function that maps an architecture to the directory of a tiny random model, which is made once."""
     made: dict[str, Path] = {}
 
     def make(architecture: str) -> Path:
@@ -87,7 +90,7 @@ def last_token_target(last_token_model_dir: Path) -> TargetModel:
 
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Callable[..., LocalPair]]:
-    """LocalPair, for tests that start many services."""
+    """A stand-in for LocalPair that forks its services from a warm process. Tests that start many services use it."""
     from tests.support.forked_services import ForkServer, forked_pairs
 
     with ForkServer() as server:

@@ -1,4 +1,6 @@
-"""A TCP proxy on loopback that can stop forwarding without closing anything: to both peers, a cut between hosts."""
+"""A TCP proxy on loopback that can stop forwarding without closing anything. To both peers this looks like a cut
+cable.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ BOUND_S = 10.0
 
 
 class BlackHoleProxy:
-    """Forwards connections to `target`, in a thread of its own.
+    """A proxy that forwards connections to `target`, in a thread of its own.
 
-    While cut, nothing is forwarded in either direction, nor is a new connection; everything is held, and goes on when
-    mended. Unlike a cut network it takes what a peer sends (as much as its buffers hold) and acknowledges it, so that
-    only the peers' own time-outs see the silence, not those of TCP.
+    While it is cut, it forwards nothing in either direction and opens no connection to the target. It holds everything
+    back and forwards it once mended.
+
+    One thing differs from a real cut: the proxy still accepts and acknowledges what a peer sends, as far as its buffers
+    hold. So only the peers' own time-outs notice the silence, and TCP's do not.
     """
 
     def __init__(self) -> None:
@@ -58,7 +62,9 @@ class BlackHoleProxy:
             writer.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Ends by ConnectionResetError, which ends the other direction too: gRPC closes both at once."""
+        """Forward one direction until the reader ends. It then raises ConnectionResetError, which also ends the other
+        direction: gRPC closes both at once.
+        """
         while data := await reader.read(CHUNK_BYTES):
             await self._is_open.wait()
             writer.write(data)

@@ -1,6 +1,8 @@
-"""Draft heads for the targets of `tests/support/models.py`, saved as directories. The same arguments, the same files.
+"""Draft heads for the targets of `tests/support/models.py`, saved as directories. The same arguments give the same
+files.
 
-Random ones in every format, and copy heads: of a target from `save_last_token_model` they propose the greedy choice.
+There are random heads in every format, and copy heads. A copy head belongs to a target from `save_last_token_model` and
+always proposes the target's greedy choice.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from tests.support.models import next_token_logits
 Eagle3Style = Literal["midlayer", "layers", "sglang", "speculators"]
 COPY_FAMILIES = ("eagle", "eagle3", "nextn", "mimo", "mimo_v2")
 MULTI_LAYER_FAMILIES = ("nextn", "mimo_v2")
-"""Of COPY_FAMILIES those that may have several layers: fed the previous layer's output, and the target's hidden."""
+"""The families among COPY_FAMILIES whose heads may have several layers. Each layer reads the previous layer's output
+and the target's hidden state.
+"""
 
 
 def save_eagle3_head(
@@ -52,10 +56,11 @@ def save_eagle3_head(
     qkv_bias: bool = False,
     **config_changes: Any,
 ) -> Path:
-    """`captured_layers`: the streams ENTERING these layers, whichever way the style's config puts it; None: not said.
+    """Save a random EAGLE-3 head for the target in `target_dir`, and return its directory.
 
-    `draft_vocab_size` None: the whole vocabulary, without d2t and t2d. Other styles of the same arguments have the same
-    weights.
+    `captured_layers` names the layers whose input streams the head reads. The config spells them in the way of `style`;
+    with None it does not mention them. With `draft_vocab_size` None the head has the whole vocabulary and no d2t and
+    t2d. Heads that differ in `style` only have the same weights.
     """
     target = read_config(target_dir)
     vocab_size, width = target["vocab_size"], target["hidden_size"]
@@ -151,7 +156,11 @@ def save_mtp_head(
     qkv_bias: bool = False,
     **config_changes: Any,
 ) -> Path:
-    """`step_spelling`: Step-3.5's names in the nextn layout. `with_target`: in one checkpoint with the target."""
+    """Save a random MTP head for the target in `target_dir`, and return its directory.
+
+    `step_spelling` uses Step-3.5's tensor names in the nextn layout. `with_target` puts the target's tensors into the
+    same checkpoint.
+    """
     target = read_config(target_dir)
     size, vocab_size = target["hidden_size"], target["vocab_size"]
     random = RandomTensors(seed)
@@ -180,10 +189,12 @@ def save_copy_head(
     num_layers: int = 1,
     draft_vocab_size: int | None = None,
 ) -> Path:
-    """One of COPY_FAMILIES for a target of `save_last_token_model`: fed token e, it gives the target's logits after e.
+    """Save a copy head of one of COPY_FAMILIES for a target of `save_last_token_model`. Fed token e, it gives the
+    target's logits after e.
 
-    Whatever was fed before changes nothing, so chained steps do the same. `num_layers`: of MULTI_LAYER_FAMILIES;
-    `draft_vocab_size`: of eagle3, at least as many as the target has different greedy choices.
+    Earlier inputs change nothing, so every step of a chain proposes the greedy choice. `num_layers` above 1 needs a
+    family of MULTI_LAYER_FAMILIES. `draft_vocab_size` needs the family eagle3, and must not be smaller than the number
+    of different greedy choices that the target has.
     """
     assert num_layers == 1 or family in MULTI_LAYER_FAMILIES
     assert draft_vocab_size is None or family == "eagle3"
@@ -199,7 +210,9 @@ def save_copy_head(
 
 
 def _eagle1_copy(target: dict[str, Any], weights: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """The head's own embedding is the target's behind the final norm; nothing is added to it."""
+    """Config and tensors of an EAGLE-1 copy head. Its own embedding is the target's after the final norm, and its layer
+    adds nothing to that.
+    """
     size = target["hidden_size"]
     embedding = weights["model.embed_tokens.weight"]
     root = (embedding.pow(2).mean(-1, keepdim=True) + target["rms_norm_eps"]).rsqrt()
@@ -213,10 +226,11 @@ def _eagle1_copy(target: dict[str, Any], weights: Tensors) -> tuple[dict[str, An
 
 
 def _eagle3_copy(target: dict[str, Any], weights: Tensors, token_ids: Tensor) -> tuple[dict[str, Any], Tensors]:
-    """Each token attends to itself alone, and takes the hidden state away while it adds its embedding.
+    """Config and tensors of an EAGLE-3 copy head. Each token attends to itself alone, subtracts its hidden state and
+    adds its embedding.
 
-    One head as wide as the model: a key equals its query only at the same token, and at another position its rotation
-    differs in every pair, as the base of the rotation is small.
+    There is one attention head as wide as the model. A key equals its query at the same token only: the rotary base is
+    small, so another position turns every pair of dimensions differently.
     """
     size, vocab_size = target["hidden_size"], target["vocab_size"]
     one, none = torch.eye(size), torch.zeros(size, size)
@@ -265,9 +279,10 @@ def _mtp_copy(target_dir: Path, weights: Tensors, layout: MtpLayout, num_layers:
 
 
 def _proposable(target_dir: Path, draft_vocab_size: int | None) -> Tensor:
-    """Ascending ids: every greedy choice of the target, and others up to the size asked for, the highest first.
+    """Ascending token ids of the draft vocabulary: every greedy choice of the target, then the highest other ids up to
+    `draft_vocab_size`.
 
-    So the ids are not the places in the draft's vocabulary.
+    The ids therefore differ from their indices in the draft vocabulary.
     """
     logits = next_token_logits(target_dir)
     if draft_vocab_size is None:

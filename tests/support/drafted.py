@@ -1,4 +1,6 @@
-"""Targets together with a draft head: what tests of speculation run, compare and count."""
+"""Targets together with a draft head, and the shapes, sampling options and counts that the tests of speculation
+share.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ TREES: dict[str, dict[str, Any]] = {
     "tree-4x3-15": {"draft_topk": 4, "num_draft_steps": 3, "num_draft_tokens": 15},
 }
 SHAPES = {**CHAINS, **TREES}
-"""By name, what PairOptions say of speculation."""
+"""PairOptions' speculation settings, by name."""
 
 SAMPLED: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -32,12 +34,12 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": ((7, 3.0), (9, -4.0)), "num_logprobs": 3},
     "ends": {"min_tokens": 6, "eos_token_ids": (11, 12, 13), "stop_token_ids": (20, 21)},
 }
-"""By name, what ResolvedSampling says beside seed, length and temperature."""
+"""Sampling options beside seed, length and temperature, as keyword arguments of ResolvedSampling, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A target that captures what its head reads."""
+    """A target that captures the hidden states its draft head reads, together with that head."""
 
     directory: Path
     head_directory: Path
@@ -54,7 +56,7 @@ def load_drafted(target_dir: Path, head_dir: Path, *, fuses: bool = False) -> Dr
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Verify steps, drafted and accepted tokens of several requests together."""
+    """Counts of verify steps and of drafted and accepted tokens, summed over several requests."""
 
     num_steps: int
     num_drafted: int
@@ -84,7 +86,7 @@ def tokens_per_step(pair: InProcessPair) -> float:
 
 
 def assert_same(outcome: Outcome, expected: Outcome) -> None:
-    """Tokens, ending and log-probabilities."""
+    """Assert that both outcomes have the same tokens, ending and log-probabilities."""
     assert outcome.token_ids == expected.token_ids
     assert outcome.finished is not None and expected.finished is not None
     assert (outcome.finished.reason, outcome.finished.stop_token_id, outcome.finished.num_completion_tokens) == (

@@ -1,4 +1,4 @@
-"""The engines of all suites: each half is built here, small by default, and stepped by the test."""
+"""Builders for the engines of all suites. Each engine is small by default, and the test steps it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefill_service.messages import CallDone, Command, Event, FrameReady, OpenC
 from prefill_service.schedule.scheduler import PrefillEngine
 
 SMALL: dict[str, Any] = {"max_rows": 4, "max_kv_tokens": 64, "max_context_tokens": 64, "debug_checks": True}
-"""Sizes of an engine whose limits a test can meet."""
+"""Sizes of a small engine, so that a test can reach its limits."""
 
 
 def cpu_device() -> Device:
@@ -32,14 +32,16 @@ def new_decode_engine(model: object, device: Device | None = None, **options: An
 
 
 def new_prefill_engine(model: object, device: Device | None = None, **options: Any) -> PrefillEngine:
-    """A prefill engine, as `new_decode_engine` makes decode engines."""
+    """A prefill engine of `SMALL` sizes, except for what `options` say; on a CPU device of its own where none is
+    given.
+    """
     return PrefillEngine(model=cast(TargetModel, model), device=device or cpu_device(), **{**SMALL, **options})
 
 
 class PrefillHalf:
-    """A prefill engine without a decode side: the test opens its calls, steps it and keeps what it sends.
+    """A prefill engine without a decode side. The test opens its calls, steps it and keeps the frames it sends.
 
-    An event of a call that has ended is an AssertionError.
+    It raises AssertionError for an event of a call that has ended.
     """
 
     def __init__(self, model: object, device: Device | None = None, **options: Any) -> None:
@@ -62,7 +64,7 @@ class PrefillHalf:
         self.take(self.engine.step(commands))
 
     def take(self, events: Sequence[Event]) -> None:
-        """Keep what the engine says in a step, or while it launches one."""
+        """Keep the events that the engine emits in a step or while it launches one."""
         for event in events:
             assert event.call_id not in self.ended_calls, f"the call has ended, and then came {event}"
             if isinstance(event, FrameReady):
@@ -72,7 +74,7 @@ class PrefillHalf:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row is queued or held, and no byte is on its way."""
+        """Whether no row is queued or held, and no byte is still unsent."""
         load = self.engine.load()
         has_rows = load.num_queued or load.rows.free < load.rows.total or load.slots.free < load.slots.total
         return not (has_rows or load.unsent_bytes)
@@ -83,7 +85,7 @@ class PrefillHalf:
 
     @property
     def first_tokens(self) -> list[tuple[int, int]]:
-        """(row, token) of each row that has one, in the order in which they came."""
+        """(row, first token) of each row that has its first token, in the order of arrival."""
         return [
             (row, token)
             for ready in self.frames
@@ -102,6 +104,6 @@ class PrefillHalf:
 def handoff_rows(
     prompts: Collection[Sequence[int]], sampling: ResolvedSampling | None = None
 ) -> tuple[HandoffRow, ...]:
-    """A row for each prompt, named by its number."""
+    """One handoff row for each prompt; its request id is the prompt's index."""
     sampling = sampling or ResolvedSampling(seed=1, max_tokens=4)
     return tuple(HandoffRow(str(i), 0, tuple(ids), len(ids), sampling) for i, ids in enumerate(prompts))

@@ -11,11 +11,13 @@ from common.model.target import TargetModel, TargetOutput
 
 
 class ForwardFailed(Exception):
-    """What a failing forward raises."""
+    """Raised by a forward that was told to fail."""
 
 
 class FaultyTarget(TargetModel):
-    """`fails` is asked before every forward, on the stream that runs it."""
+    """Wraps a target model. Before every forward it calls `fails`, on the stream that runs the forward; if that says
+    so, the forward fails.
+    """
 
     def __init__(self, sound: TargetModel) -> None:
         self._sound = sound
@@ -52,7 +54,7 @@ def is_decode(batch: ForwardInput) -> bool:
 
 
 class FailsFirst:
-    """True for the first `num_times` batches that `where` holds for."""
+    """A predicate of batches that is True for the first `num_times` batches for which `where` is True."""
 
     def __init__(self, where: Callable[[ForwardInput], bool], num_times: int = 1) -> None:
         self._where = where

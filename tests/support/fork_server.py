@@ -1,7 +1,8 @@
-"""`python -m tests.support.fork_server`: forks services from a process that has imported what they need.
+"""`python -m tests.support.fork_server`: forks services from a process that has already imported their packages.
 
-A line on standard input, `{"arguments": ["-m", MODULE, ...], "log_file": PATH}`, is answered by the child's process id;
-`[pid, status]` follows when it has ended. The children die with this process, and it ends with its input.
+Each line on standard input, `{"arguments": ["-m", MODULE, ...], "log_file": PATH}`, starts one child. The server
+answers with the child's process id, and with `[pid, status]` once the child has ended. The server ends when its input
+ends, and its children die with it.
 """
 
 from __future__ import annotations

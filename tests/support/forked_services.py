@@ -1,4 +1,6 @@
-"""Pairs whose services are forked from one warm process: real ones to kill and drain, without the time of imports."""
+"""Pairs whose services are forked from one warm process. They are real processes that tests can kill and drain, but
+start without importing anything.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ START_BOUND_S = 120.0
 
 
 class ForkedProcess:
-    """A child of the fork server, by the methods of `subprocess.Popen` that a ServiceProcess uses."""
+    """A child of the fork server. It has the methods of `subprocess.Popen` that a ServiceProcess uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -40,7 +42,7 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended, and the server's word of it is on its way
+            with contextlib.suppress(ProcessLookupError):  # it ended, and the server's message about that is on its way
                 os.kill(self.pid, number)
 
     def end(self, returncode: int) -> None:
@@ -111,7 +113,9 @@ class ForkedService(ServiceProcess):
 
 
 def forked_pairs(server: ForkServer) -> Callable[..., LocalPair]:
-    """LocalPair, with its services forked from `server`. `through`: proxies by which decode reaches prefill."""
+    """Returns a function that makes LocalPairs whose services are forked from `server`. With `through`, decode reaches
+    the prefill services through these proxies.
+    """
 
     def pair(*, through: Sequence[BlackHoleProxy] = (), **options: Any) -> LocalPair:
         proxies = ",".join(proxy.address for proxy in through)

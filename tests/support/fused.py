@@ -1,4 +1,4 @@
-"""Models whose forwards one kernel computes, and proof that it did."""
+"""Models with fused forwards (the whole model as one compiled kernel), and checks that these forwards were used."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ ModelT = TypeVar("ModelT", TargetModel, PagedHead)
 def fused(
     target: TargetModel, head: PagedHead | None = None, *, max_tokens: int
 ) -> Iterator[tuple[TargetModel, PagedHead | None]]:
-    """The same models, loaded with `fuses`, for one engine, as a program is one engine's: the others share the weights.
+    """Yields fused models for one engine: copies that share the given models' weights, since a fused program belongs to
+    one engine.
 
-    At the end every forward must have been the program's: AssertionError otherwise.
+    At the end it raises AssertionError unless every forward ran fused.
     """
     own_target, own_head = _own(target), None if head is None else _own(head)
     fuse(own_target, own_head, num_threads=1, max_tokens=max_tokens)
@@ -46,7 +47,10 @@ def _own(model: ModelT) -> ModelT:
 
 
 def forwards(metrics_address: str) -> Counter[str]:
-    """Of a service so far: `every target`, and `fused` and `declined`, each of `target` and `draft`."""
+    """Counts the forwards of a service so far, read from its metrics.
+
+    The keys are `every target`, `fused target`, `fused draft`, `declined target` and `declined draft`.
+    """
     with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=BOUND_S) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     kinds = {"baton_fused_forwards": "fused", "baton_declined_forwards": "declined", "baton_batch_size": "every"}
@@ -61,7 +65,9 @@ def forwards(metrics_address: str) -> Counter[str]:
 
 
 def assert_all_fused(meanwhile: Counter[str], *, drafts: bool) -> None:
-    """`meanwhile`: by `forwards`, those since they are fused."""
+    """Assert that all forwards were fused. `meanwhile` is the difference between two results of `forwards`, and
+    `drafts` says whether the head must have run.
+    """
     assert meanwhile["fused target"] == meanwhile["every target"] > 0, meanwhile
     assert not meanwhile["declined target"] and not meanwhile["declined draft"], meanwhile
     assert bool(meanwhile["fused draft"]) == drafts, meanwhile

@@ -32,7 +32,9 @@ class GgufFile:
     tensors: Mapping[str, np.ndarray]
 
     def changed(self, keys: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> GgufFile:
-        """With other values; None takes a key or a tensor away. `{arch}` in a key is the architecture."""
+        """Returns a copy with other keys and tensors. The value None removes a key or a tensor, and `{arch}` in a key
+        stands for the architecture.
+        """
         named = {key.format(arch=self.architecture): value for key, value in keys.items()}
         return GgufFile(
             self.architecture,
@@ -41,7 +43,9 @@ class GgufFile:
         )
 
     def write(self, path: Path, *, kind: gguf.GGMLQuantizationType | None = None) -> Path:
-        """`kind`: how matrices are quantised. Numbers are 32 bits wide, as llama.cpp writes them."""
+        """Write the file. `kind` is the quantisation of the matrices; numbers among the keys are 32 bits wide, as
+        llama.cpp writes them.
+        """
         writer = gguf.GGUFWriter(path, self.architecture)
         for key, value in self.keys.items():
             if isinstance(value, bool):
@@ -67,7 +71,7 @@ class GgufFile:
 
 
 def gguf_of(model: Any, tokenizer: PreTrainedTokenizerFast | None = None) -> GgufFile:
-    """The file of a transformers model; every key that its architecture has is stated."""
+    """Converts a transformers model to a GGUF file that states every key of its architecture."""
     config = model.config
     architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     own = {f"{architecture}.{name}": value for name, value in _own_keys(config).items()}
@@ -149,7 +153,7 @@ def _tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
 
 
 def _as_stored(model: Any, architecture: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if architecture == "llama" and name.endswith(_ROTATED):  # the halves of a rotary pair side by side
+    if architecture == "llama" and name.endswith(_ROTATED):  # llama.cpp puts the halves of a rotary pair side by side
         heads = model.config.num_attention_heads if "q_proj" in name else model.config.num_key_value_heads
         return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
     if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):

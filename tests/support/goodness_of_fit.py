@@ -1,5 +1,7 @@
-"""How likely draws are, were they from the distribution they should be from. (Where scipy is installed transformers
-imports it into every service that a test starts.)
+"""Tests of how well random draws fit the distribution they should come from.
+
+They use torch rather than scipy: where scipy is installed, transformers imports it into every service that a test
+starts.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ Numbers = NDArray[np.float64]
 
 
 def chi_square_p_value(statistic: float, degrees: int) -> float:
-    """Of a chi-square statistic as large or larger."""
+    """Probability of a chi-square statistic at least this large, with `degrees` degrees of freedom."""
     half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def farthest_p_value(cumulative: Numbers) -> float:
-    """At most the probability that an empirical distribution is as far from its true one, anywhere, or farther
-    (Dvoretzky-Kiefer-Wolfowitz, with Massart's constant). `cumulative`: of each draw the true distribution's value.
+    """Upper bound on the p-value of a Kolmogorov-Smirnov test: how likely the empirical distribution is to be at least
+    this far from the true one.
+
+    `cumulative` holds the true cumulative distribution at each draw. The bound is Dvoretzky-Kiefer-Wolfowitz's, with
+    Massart's constant.
     """
     ordered, num_draws = np.sort(cumulative), cumulative.shape[0]
     above = (np.arange(1, num_draws + 1) / num_draws - ordered).max()

@@ -25,7 +25,7 @@ def prompts(vocab_size: int = 260) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def reference(directory: Path, vocab_size: int, num_tokens: int) -> list[list[int]]:
-    """`generate`'s tokens for every prompt. AssertionError where a choice is nearly a tie."""
+    """`generate`'s greedy tokens for every prompt. Raises AssertionError where the two best choices nearly tie."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outputs = []
     for prompt in prompts(vocab_size):
@@ -57,9 +57,10 @@ def check_tokens_equal_generate(
     alone_step: int = 1,
     min_together: int = 8,
 ) -> None:
-    """Run every prompt together, or every `alone_step`-th one after the other, and compare.
+    """Assert that the pair's greedy tokens equal `generate`'s.
 
-    Also shows that the mode was exercised: at least `min_together` rows of a crowd share a step.
+    With `crowd` all prompts run together, and at least `min_together` rows must have shared a step. Otherwise every
+    `alone_step`-th prompt runs alone, one after the other.
     """
     sampling = ResolvedSampling(seed=0, max_tokens=num_tokens, temperature=0.0)
     numbers = range(0, len(PROMPT_LENS), 1 if crowd else alone_step)

@@ -1,4 +1,4 @@
-"""What would make a GPU's stream wait although nobody reads anything back."""
+"""Finds a kind of host-to-device copy that makes the caller wait for a GPU's stream."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class RefuseHostScalars(TorchDispatchMode):
-    """`table[places] = number` sends the number as a tensor of its own, from memory that the copy makes the caller wait
-    for. AssertionError, on a CPU too, where it costs nothing.
+    """While active, raises AssertionError where a tensor is assigned a Python number, as in `table[indices] = number`.
+
+    PyTorch copies that number to the GPU from pageable memory, and so waits for the stream. The check also works on a
+    CPU, where the assignment costs nothing.
     """
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, driven from other threads."""
+"""An event loop in a thread of its own, which other threads drive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ResultT = TypeVar("ResultT")
 
 
 class LoopThread:
-    """Runs from when it is built until it is closed, and keeps no process alive.
+    """An event loop in a daemon thread. It runs from construction until it is closed.
 
-    `on_fault` takes the context of what goes wrong while nobody waits for it; without it, asyncio logs that.
+    `on_fault` is called with the context of an error that nobody awaits; without it, asyncio logs the error.
     """
 
     def __init__(self, *, bound_s: float = 10.0, on_fault: Callable[[dict[str, Any]], None] | None = None) -> None:
@@ -25,15 +25,15 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Its result. Raises TimeoutError after `bound_s`."""
+        """Run the coroutine on the loop and return its result. Raises TimeoutError after `bound_s`."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(self._bound_s)
 
     def call_soon(self, act: Callable[[], object]) -> None:
-        """Without waiting for it."""
+        """Have the loop call `act`, without waiting for that."""
         self._loop.call_soon_threadsafe(act)
 
     def close(self) -> None:
-        """Waits for the loop at most `bound_s`."""
+        """Stop the loop, wait at most `bound_s` for its thread, and close it."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._bound_s)
         self._loop.close()

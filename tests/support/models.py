@@ -58,7 +58,9 @@ ARCHITECTURES = tuple(_CONFIGS)
 
 
 def save_tiny_model(directory: Path, architecture: str, *, seed: int = 0, **config_changes: Any) -> Path:
-    """A model of one of ARCHITECTURES, with logits spread widely enough that greedy choices are seldom near a tie."""
+    """Save a random model of one of ARCHITECTURES. Its logits spread so widely that greedy choices seldom nearly
+    tie.
+    """
     config = _CONFIGS[architecture](**{**_SHAPE, **config_changes})
     return _save(directory, random_model(config, seed), config.vocab_size)
 
@@ -72,10 +74,11 @@ def save_last_token_model(
     context_weight: float = 0.0,
     disturbance: float = 0.0,
 ) -> Path:
-    """A model whose next-token distribution depends on the last token only: its layers add nothing to the embedding.
+    """Save a model whose next-token distribution depends on the last token only: its layers add nothing to the
+    embedding.
 
-    `context_weight`: so much of what they attend is added after all, and then every token before the last matters too.
-    `disturbance`: so much noise, relative to the logits, is added to them: other distributions of the same embeddings.
+    `context_weight` scales the attention output that is added after all; above 0, every earlier token matters too.
+    `disturbance` adds noise of that size, relative to the logits, so that the same embeddings give other distributions.
     """
     config = _CONFIGS["llama"](**{**_SHAPE, "vocab_size": vocab_size, "tie_word_embeddings": False})
     model = random_model(config, seed)
@@ -91,14 +94,18 @@ def save_last_token_model(
 
 
 def next_token_logits(directory: Path) -> Tensor:
-    """[vocab, vocab] float32: row t is what follows token t, for a model of `save_last_token_model`."""
+    """The logits of a model of `save_last_token_model`, [vocab, vocab] float32. Row t holds those that follow token
+    t.
+    """
     return _next_token_logits(AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32))
 
 
 def make_tokenizer(
     vocab_size: int = VOCAB_SIZE, *, merges: Sequence[tuple[str, str]] = MERGES
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a few merges; below VOCAB_SIZE ids, single letters and <|unknown|> for all else."""
+    """A byte-level BPE tokenizer with a few merges. If `vocab_size` is below VOCAB_SIZE, it knows single letters only
+    and encodes everything else as <|unknown|>.
+    """
     if vocab_size >= VOCAB_SIZE:
         symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     else:
@@ -121,7 +128,7 @@ def make_tokenizer(
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
-    """A model of transformers in float32, with logits spread as `save_tiny_model` says."""
+    """A transformers model with random float32 weights. Its logits spread as those of `save_tiny_model`."""
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

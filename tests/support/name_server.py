@@ -1,4 +1,4 @@
-"""A name server on loopback that knows the addresses a test gives it."""
+"""A DNS server on loopback that answers with addresses a test gives it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import dns.rrset
 
 
 class NameServer:
-    """Answers every question for an IPv4 address with `addresses`, whatever the name, and any other with nothing."""
+    """Answers every question for an IPv4 address with `addresses`, whatever the name. Any other question gets an empty
+    answer.
+    """
 
     def __init__(self, *addresses: str) -> None:
         self.addresses = addresses
@@ -22,7 +24,7 @@ class NameServer:
         self._thread = threading.Thread(target=self._answer, name="name-server", daemon=True)
 
     def target(self, name: str, port: int) -> str:
-        """gRPC's for a name that this server is asked about."""
+        """The gRPC target that resolves `name` at this server."""
         return f"dns://127.0.0.1:{self._socket.getsockname()[1]}/{name}:{port}"
 
     def _answer(self) -> None:

@@ -1,4 +1,4 @@
-"""A collector for tests: takes spans by OTLP over gRPC, as a real one does, and keeps them."""
+"""An OTLP collector for tests: it receives spans over gRPC, as a real one does, and keeps them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """`parent_id` is empty for a root; `error` is None unless the status is one."""
+    """One span as the collector received it. `parent_id` is empty for a root; `error` is None unless the span's status
+    is an error.
+    """
 
     service: str
     name: str
@@ -36,7 +38,7 @@ class ReceivedSpan:
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """`endpoint` is what services are told. Any thread."""
+    """Collects spans. Services send them to `endpoint`. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -45,7 +47,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     @property
     def spans(self) -> Sequence[ReceivedSpan]:
-        """In the order of their starts."""
+        """The spans received so far, in the order of their starts."""
         with self._lock:
             return sorted(self._spans, key=lambda span: (span.start_ns, -span.end_ns))
 

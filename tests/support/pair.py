@@ -2,7 +2,7 @@
 
     submit ─▶ DecodeEngine ⇄ InProcessTransport ⇄ PrefillEngine     (one transport for each prefill replica)
 
-Nothing here runs by itself: `step` gives each engine one step with what was posted to it since.
+Nothing here runs by itself: `step` gives each engine the commands posted since its last step, and steps it once.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 _IDLE_STEP_S = 0.001
 
 Tamper = Callable[[Frame], Sequence[Frame]]
-"""What arrives in place of a frame that a prefill engine sent."""
+"""A function that replaces one frame of a prefill engine by the frames that arrive in its place."""
 
 
 @dataclass
 class Outcome:
-    """What one request's stream has carried so far."""
+    """Tokens, deliveries and ending that one request's stream has carried so far."""
 
     token_ids: list[int] = field(default_factory=list)
     num_deliveries: int = 0
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class PairOptions:
-    """Sizes of a test pair; small, so that limits are met."""
+    """Sizes of a test pair. They are small, so that tests reach the limits."""
 
     prefill_rows: int = 16
     prefill_tokens: int = 2048
@@ -86,7 +86,7 @@ class PairOptions:
 
 
 class _PrefillInbox:
-    """Turns what a transport tells its prefill engine into commands for that engine's next step."""
+    """Turns a transport's calls into commands for the next step of its prefill engine."""
 
     def __init__(self) -> None:
         self.commands: list[prefill.Command] = []
@@ -102,7 +102,9 @@ class _PrefillInbox:
         self.commands.append(prefill.CloseCall(call_id))
 
     def sent(self, call_id: str, num_bytes: int) -> None:
-        """Bytes that tampering added are not reported: the engine never sent them."""
+        """Report bytes as sent, up to what the engine still owes. Bytes that tampering added are left out: the engine
+        never sent them.
+        """
         num_bytes = min(num_bytes, self.owed_bytes[call_id])
         self.owed_bytes[call_id] -= num_bytes
         if num_bytes:
@@ -111,7 +113,7 @@ class _PrefillInbox:
 
 @dataclass
 class PrefillReplica:
-    """A prefill engine, and the transport that leads to it."""
+    """A prefill engine, and the transport through which decode reaches it."""
 
     address: str
     engine: PrefillEngine
@@ -120,12 +122,14 @@ class PrefillReplica:
 
 
 class InProcessPair:
-    """One decode engine and `options.num_replicas` prefill engines; `prefill` is the first of them. Theirs are
-    `prefill_model` and `prefill_draft`, unless all share one: a fused one is for one engine only. `draw_kernels` and
-    `prefill_draw_kernels` draw tokens; where they are not given, what draws on such a device.
+    """One decode engine and `options.num_replicas` prefill engines. `prefill` is the first of these.
 
-    `new_device` makes each engine's device. `tamper` replaces frames between the engines, by none where it holds one
-    back. `clock` is every engine's.
+    The prefill engines run `prefill_model` and `prefill_draft`, or else share decode's. A fused model belongs to one
+    engine, so it cannot be shared. `draw_kernels` and `prefill_draw_kernels` sample tokens; by default each engine uses
+    those of its device.
+
+    `new_device` makes each engine's device. `tamper` maps each frame to the frames that arrive instead; an empty
+    sequence holds it back. All engines share `clock`.
     """
 
     def __init__(
@@ -222,7 +226,9 @@ class InProcessPair:
         wants_drafts: bool = True,
         is_traced: bool = False,
     ) -> Outcome:
-        """`token_ids` past `prompt_len` are output of an earlier stream."""
+        """Post a request to the decode engine's next step. `token_ids` after the first `prompt_len` are output of an
+        earlier stream.
+        """
         prompt_len = prompt_len or len(token_ids)
         self._to_decode.append(
             decode.Submit(
@@ -239,7 +245,9 @@ class InProcessPair:
         return self.outcomes[request_id]
 
     def abort(self, request_id: str) -> Outcome:
-        """What the stream carried until now; an event that follows is an AssertionError."""
+        """Abort the request and return what its stream carried until now. A later event of the request is an
+        AssertionError.
+        """
         self._to_decode.append(decode.Abort(request_id))
         self._aborted.add(request_id)
         return self.outcomes.pop(request_id)
@@ -248,11 +256,11 @@ class InProcessPair:
         self._to_decode.append(command)
 
     def lose(self, replica: PrefillReplica) -> None:
-        """The replica's process dies, as its transport sees it."""
+        """Lose a replica: its transport is told that the process died."""
         replica.transport.peer_lost("killed")
 
     def step(self) -> None:
-        """One step of each engine; what one says to the other arrives at its next step."""
+        """Step each engine once. A message from one engine arrives at the other's next step."""
         self._rest(min(self._decode_rest_s(), self._prefill_rest_s()))
         self._step_prefill()
         self._step_decode()
@@ -262,7 +270,7 @@ class InProcessPair:
         self._step_prefill()
 
     def finish_prefill(self, *, bound_s: float = 60.0) -> None:
-        """Hand off what was submitted and let prefill compute all of it before decode takes its next step."""
+        """Hand off all submitted requests, and let prefill compute them before decode takes its next step."""
         self.step_decode()
         give_up_s = time.monotonic() + bound_s
 
@@ -279,7 +287,9 @@ class InProcessPair:
         self._step_decode()
 
     def _rest(self, idle_s: float) -> None:
-        """Wait where the engines' own threads would: a caller that spins keeps the interpreter from the streams."""
+        """Sleep for at most `idle_s`, where the engines' own threads would wait. A spinning caller would keep the
+        interpreter from the streams' threads.
+        """
         time.sleep(min(_IDLE_STEP_S, idle_s))
 
     def _decode_rest_s(self) -> float:
@@ -305,7 +315,7 @@ class InProcessPair:
             self._route(event)
 
     def run(self, *, bound_s: float = 60.0, until: Callable[[], bool] | None = None) -> None:
-        """Step until every request has ended, or `until` holds: AssertionError when it takes longer than `bound_s`."""
+        """Step until every request has ended, or until `until()` is True. Raises AssertionError after `bound_s`."""
         is_over = until or (lambda: all(outcome.has_ended for outcome in self.outcomes.values()))
         give_up_s = time.monotonic() + bound_s
         while not is_over():
@@ -313,7 +323,7 @@ class InProcessPair:
             self.step()
 
     def settle(self, *, bound_s: float = 60.0) -> None:
-        """Step until nothing is in use and no segment is owed, then check that nothing was lost."""
+        """Step until no row or slot is in use and no segment is unsent, then check that none was lost."""
         engines: list[DecodeEngine | PrefillEngine] = [self.decode, *(replica.engine for replica in self.replicas)]
 
         def is_empty() -> bool:
@@ -333,7 +343,9 @@ class InProcessPair:
             replica.engine.close()
 
     def _post_report(self, report: TransportReport) -> None:
-        """A transport knows its own replica only; the engine is told of all of them."""
+        """Pass a transport's report on to decode. Each transport reports its own replica only, and decode expects the
+        list of all.
+        """
         if isinstance(report, decode.ReplicasChanged):
             self._reported.update({replica.address: replica for replica in report.replicas})
             report = decode.ReplicasChanged(tuple(self._reported.values()), report.others_may_come)
@@ -390,8 +402,10 @@ MakePair = Callable[..., InProcessPair]
 
 @contextmanager
 def pairs_that_keep_all() -> Iterator[MakePair]:
-    """Makes pairs, as InProcessPair does but with its options second. At the end every row and slot must be back (A6):
-    AssertionError otherwise.
+    """Yields a function that makes pairs; it takes InProcessPair's arguments, with the options second.
+
+    At the end every row and slot of each pair must be free again (docs/field_rules.md, A6); otherwise it raises
+    AssertionError.
     """
     made: list[InProcessPair] = []
 

@@ -1,4 +1,6 @@
-"""The prefill edge as decode services meet it: a real server on loopback, in front of a scripted engine."""
+"""The prefill service's gRPC edge as decode services reach it: a real server on loopback, in front of a scripted
+engine.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ async def start_prefill_edge(
     is_ready: bool = True,
     **servicer_options: Any,
 ) -> PrefillEdge:
-    """An edge on the loop of the caller, who stops its server; ready unless told otherwise.
+    """Start an edge on the caller's loop. It is ready unless told otherwise, and the caller stops its server.
 
-    `servicer_options` are further arguments of PrefillServicer, or take the place of those given here.
+    `servicer_options` are further arguments of PrefillServicer, or override those given here.
     """
     engine = engine or ScriptedPrefill()
     options = {"fingerprint": FINGERPRINT, "model_limits": LIMITS, "instance_id": "instance", **servicer_options}
@@ -55,7 +57,7 @@ async def start_prefill_edge(
 
 @asynccontextmanager
 async def running_prefill_edge(**options: Any) -> AsyncIterator[PrefillEdge]:
-    """As `start_prefill_edge`, until the end of the block."""
+    """Run an edge of `start_prefill_edge` until the end of the block."""
     edge = await start_prefill_edge(**options)
     try:
         yield edge

@@ -1,7 +1,8 @@
-"""A CPU device whose work can be recorded: a graph calls the work again and puts what comes out where it was at first.
+"""A CPU device that imitates CUDA graphs. A recorded graph calls its work again and copies the outputs into the first
+call's memory.
 
-So outputs are memory that a replay writes anew, and those of graphs recorded later are lost to it, as on a GPU, where
-they may lie in what it computes in. What this does not show is in tests/gpu.
+So each replay overwrites the outputs of the previous one, and those of all graphs recorded later: on a GPU these may
+share memory with the replay's intermediate results. tests/gpu covers what this imitation cannot show.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from common.device.graph import Graph, GraphRecorder, GraphWork
 
 class CalledGraph(Graph):
     def __init__(self, recorded: list[CalledGraph]) -> None:
-        """`recorded`: the recorder's graphs, in the order in which they were recorded."""
+        """Keep `recorded`: all graphs of this recorder, in the order in which they were recorded."""
         self.num_replays = 0
         self._recorded = recorded
 

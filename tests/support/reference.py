@@ -1,4 +1,4 @@
-"""What transformers computes for one prompt: the reference for tokens and log-probabilities."""
+"""What transformers computes for one prompt: the expected tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 MIN_GAP = 1e-4
-"""Where the two best choices are closer than this, a greedy token says nothing: pick another prompt."""
+"""Smallest gap between the two best logits. Below it greedy decoding is not decisive, so a test must pick another
+prompt.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Greedy output; `logprobs` [tokens, vocab] are the model's own, before any processor."""
+    """Greedy output of transformers. `logprobs` [tokens, vocab] are the model's own, before any logits processor."""
 
     token_ids: list[int]
     logprobs: Tensor
@@ -30,7 +32,9 @@ def _model(directory: Path) -> Any:
 
 
 def generate_greedily(directory: Path, prompt: Sequence[int], num_tokens: int, **options: Any) -> Reference:
-    """`generate` with these options, at most `num_tokens`. Raises AssertionError where a choice nearly ties."""
+    """Run `generate` greedily with these options, for at most `num_tokens`. Raises AssertionError where the two best
+    choices nearly tie.
+    """
     ids = torch.tensor([list(prompt)])
     generated = _model(directory).generate(
         ids,

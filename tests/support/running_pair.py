@@ -1,4 +1,4 @@
-"""A pair of real services on a tiny model, and what their GetLoads say."""
+"""A running pair of real services on a tiny model, with clients that read the load each service reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.server_info import HealthStatus, InferenceLoad, PrefillLoad
 from baton.service_process import READY_SERVICE
 
 BOUND_S = 60.0
-"""How long anything may take before a test gives up on it."""
+"""The longest a test waits for anything, in seconds."""
 LOOK_INTERVAL_S = 0.01
 RECONNECT_AT_ONCE = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 500}
 COMMON_ARGS = ("--num-threads=1", "--debug-checks")
@@ -25,7 +25,7 @@ COMMON_ARGS = ("--num-threads=1", "--debug-checks")
 
 @dataclass(frozen=True, slots=True)
 class RunningPair:
-    """`processes` may be killed and started again; the clients reconnect."""
+    """Running services and clients for them. A test may kill and restart `processes`; the clients reconnect."""
 
     processes: LocalPair
     decodes: tuple[Client, ...]
@@ -42,16 +42,16 @@ class RunningPair:
         return self.prefills[index].load()
 
     def is_ready(self) -> bool:
-        """Whether every decode service is."""
+        """Whether every decode service is ready."""
         return all(client.health(READY_SERVICE["decode"]) is HealthStatus.SERVING for client in self.decodes)
 
     def loads(self) -> list[PrefillLoad | InferenceLoad]:
-        """What each service says of itself, prefill services first."""
+        """The load that each service reports, prefill services first."""
         clients: tuple[Client | PrefillClient, ...] = (*self.prefills, *self.decodes)
         return [client.load() for client in clients]
 
     def holds_nothing(self) -> bool:
-        """Whether no service that runs has a row, a slot or a request."""
+        """Whether no running service holds a row, a slot or a request."""
         clients: tuple[Client | PrefillClient, ...] = (*self.prefills, *self.decodes)
         return all(
             is_empty(client.load())
@@ -71,9 +71,10 @@ def running_pair(
     waits_ready: bool = True,
     **options: Any,
 ) -> Iterator[RunningPair]:
-    """A pair of processes on a tiny model; one that can never be ready is not waited for.
+    """Run a pair of processes on a tiny model, and yield it once it is ready.
 
-    `options` are LocalPair's. `model` is None where each service's arguments name its own.
+    With `waits_ready` False it does not wait until the services are ready. `options` are LocalPair's. `model` is None
+    where each service's arguments name its own.
     """
     processes = kind(
         model=None if model is None else str(model),
@@ -110,9 +111,9 @@ def is_empty(load: InferenceLoad | PrefillLoad) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], *, about: Callable[[], object] = str, bound_s: float = BOUND_S) -> None:
-    """Look until `condition` holds: AssertionError with `about` when it does not in time.
+    """Poll until `condition()` is True. Raises AssertionError with `about()` after `bound_s`.
 
-    A service that cannot be reached makes a condition false.
+    A condition that cannot reach its service counts as False.
     """
     give_up_s = time.monotonic() + bound_s
     pause = threading.Event()

@@ -1,4 +1,4 @@
-"""Both services in this process, on the loop of the test, with target models whose forwards can hang."""
+"""Both services in this process, on the test's event loop, with target models whose forwards can be made to hang."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOOK_INTERVAL_S = 0.01
 
 
 class Hang:
-    """From `arm` on every forward hangs, as a kernel would that never ends; in tests, until `release`."""
+    """Makes forwards hang. After `arm` every forward blocks until `release`, like a kernel that never ends."""
 
     def __init__(self) -> None:
         self._is_armed = threading.Event()
@@ -62,7 +62,9 @@ class Hang:
 
 @dataclass
 class ServiceHere:
-    """`terminated.set()` is what SIGTERM does. `serving` ends as `serve` does. Forwards of `model` fail as told."""
+    """A service that runs in this process. `terminated.set()` acts as SIGTERM, `serving` is the task that runs `serve`,
+    and `model` can be told to fail.
+    """
 
     address: str
     client: AsyncClient
@@ -74,7 +76,7 @@ class ServiceHere:
     lives: list[ServiceLife]
 
     async def health(self, service: str | None = None) -> HealthStatus | None:
-        """Of `ready_service` unless named; None while nobody answers."""
+        """Health of the named service, by default of `ready_service`. None while nobody answers."""
         try:
             return await self.client.health(self.ready_service if service is None else service)
         except errors.Unavailable:
@@ -86,7 +88,7 @@ class ServiceHere:
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def lost(self) -> EngineLost:
-        """Why `serve` ended."""
+        """Wait for `serve` to end because its engine was lost, and return that error."""
         with pytest.raises(EngineLost) as raised:
             async with asyncio.timeout(BOUND_S):
                 await self.serving
@@ -101,7 +103,7 @@ async def serving_here(
     *,
     tracer: Tracer = NO_TRACER,
 ) -> AsyncIterator[ServiceHere]:
-    """The service that `main` assembles. What is left at the end ends as by SIGTERM."""
+    """Run the service that `main` assembles. If it still runs at the end of the block, it is ended as by SIGTERM."""
     terminated, hang = asyncio.Event(), Hang()
     lives: list[ServiceLife] = []
     runtime = open_runtime(settings)
@@ -140,7 +142,7 @@ class PairHere:
 
 
 TracerOf = Callable[[ServiceSettings, str], Tracer]
-"""The tracer of a service, by its settings and its program's name."""
+"""A function from a service's settings and its program's name to its tracer."""
 
 
 @asynccontextmanager
@@ -152,7 +154,9 @@ async def pair_here(
     tracer_of: TracerOf = lambda settings, program: NO_TRACER,
     **shared: Any,
 ) -> AsyncIterator[PairHere]:
-    """Both services on free ports, ready. `prefill`, `decode` and `shared` are settings beside those of a small one."""
+    """Run both services on free ports, and yield them once they are ready. `prefill`, `decode` and `shared` are
+    settings added to those of a small service.
+    """
     common = {
         "model": str(model),
         "dtype": "float32",

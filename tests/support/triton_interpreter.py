@@ -1,9 +1,10 @@
-"""Where there is no GPU, Triton's kernels run in its interpreter. To be imported before anything that imports triton.
+"""Makes Triton's kernels run in its interpreter where there is no GPU. Import it before anything that imports triton.
 
-Triton decides for each kernel, its own ones too, when it is defined; processes that a test starts do not inherit it.
+Triton decides this for each kernel when it is defined, its own kernels included. Processes that a test starts do not
+inherit the setting.
 
-The interpreter holds bfloat16 as integers of its bits, multiplies those in matrix products, and cuts float32 off
-instead of rounding. Both are mended here.
+The interpreter stores bfloat16 as integer bit patterns. It multiplies those integers in matrix products, and truncates
+float32 instead of rounding. Both faults are mended here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _mend_bfloat16() -> None:
     tensor_types = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
     def converted(handle: TensorHandle, to: tl.dtype) -> TensorHandle:
-        """Rounded to the nearest, as devices do."""
+        """Convert a tensor to another type, rounding to nearest as devices do."""
         tensor = torch.from_numpy(np.ascontiguousarray(handle.data)).view(tensor_types[handle.dtype.scalar])
         result = tensor.to(tensor_types[to])
         return TensorHandle((result.view(torch.uint16) if to == tl.bfloat16 else result).numpy(), to)
