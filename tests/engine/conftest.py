@@ -1,4 +1,6 @@
-"""The engine's tests compute next to nothing: more than one thread only waits for the others."""
+"""Runs the engine's tests with one PyTorch thread: they compute next to nothing, so further threads would only cost
+time.
+"""
 
 from __future__ import annotations
 

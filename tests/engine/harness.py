@@ -1,4 +1,4 @@
-"""The decode engine on a scripted device, with a model, a draft head and a prefill made of tags."""
+"""The decode engine on a scripted device, with a stand-in model, draft head and prefill whose KV consists of tags."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ REPLICA = "replica"
 
 
 class _LaggingSchedule(ScriptedStream):
-    """The schedule side of a GPU: what the engine's thread asked of the device happens after the call returned."""
+    """A schedule stream that lags, as a GPU's does: work that the engine's thread enqueues there runs only after the
+    call has returned.
+    """
 
     def record(self, scope: Scope | None = None, name: str = "") -> ScriptedEvent:
         def schedule_side_writes() -> None:
@@ -49,7 +51,7 @@ class _LaggingSchedule(ScriptedStream):
 
 
 class LaggingScheduleDevice(ScriptedDevice):
-    """A scripted device whose schedule stream, named "schedule", is scripted too."""
+    """A scripted device whose schedule stream (named "schedule") does not run by itself either."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,18 +82,22 @@ class Outcome:
 
     @property
     def drafting(self) -> Drafting | None:
-        """What its verify steps drafted and accepted, once it has finished."""
+        """The counts of verify steps and accepted tokens of a finished request. None if it has not finished or did not
+        speculate.
+        """
         counts = self.finished.speculation if self.finished else None
         return None if counts is None else Drafting(counts.num_verify_steps, counts.num_accepted_tokens)
 
     def expected_drafting(self, num_draft_tokens: int) -> Drafting:
-        """The same of chains of so many drafts, when nothing was retracted."""
+        """The counts expected when every step drafts a chain of `num_draft_tokens` and the request is never
+        retracted.
+        """
         return drafting_of(self.prompt, self.sampling, itertools.repeat(num_draft_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """A row that the engine asked for and that the test has not delivered yet."""
+    """A row whose KV the engine asked prefill for, and which the test has not delivered yet."""
 
     call_id: str
     row: int
@@ -115,10 +121,10 @@ def _land(device: ScriptedDevice) -> None:
 
 
 class ScriptedEngine:
-    """Stepped by the test; nothing on a stream runs but what the test or the device's policy runs.
+    """A decode engine that the test steps. Work on its streams runs only when the test or the device's policy runs it.
 
-    Every `step` checks that rows and slots add up. An engine that `delivers` hands its events over as soon as the edge
-    may have them, to `delivered`, and a step returns only those that are left.
+    Every `step` checks that no row or slot was lost. With `delivers`, the engine puts events into `delivered` as soon
+    as the edge may have them, and `step` returns only the remaining ones.
     """
 
     def __init__(
@@ -189,13 +195,14 @@ class ScriptedEngine:
         self._posted.append(command)
 
     def abort(self, request_id: str) -> None:
-        """The client leaves; nothing more is expected of this request."""
+        """Abort the request, as when its client leaves. `run` expects no further event of it."""
         self.outcomes[request_id].is_abandoned = True
         self.handoffs.pop(request_id, None)
         self._posted.append(Abort(request_id))
 
     def hand_over(self, request_id: str, *, last: str = GROUP.name) -> None:
-        """Answer the request's handoff: its KV, each layer group in two segments, its PrebuiltBatch entry between them.
+        """Deliver the KV and the first token of a request's handoff. Each layer group's KV comes in two segments, with
+        the PrebuiltBatch between them.
 
         The segments of the group `last` come last.
         """
@@ -223,7 +230,7 @@ class ScriptedEngine:
         self._answer(handoff, *frames)
 
     def refuse(self, request_id: str, reason: RowFailure, *, retryable: bool = True) -> None:
-        """Answer the request's handoff: its row failed. Where it is retryable, in a quarter of a second."""
+        """Fail the request's handoff. A retryable failure asks the engine to retry after 250 ms."""
         handoff = self.handoffs.pop(request_id)
         self._answer(handoff, RowFailed(handoff.row, reason, retryable, 250 if retryable else 0, "planted"))
 
@@ -235,7 +242,7 @@ class ScriptedEngine:
             self._posted.append(CallEnded(handoff.call_id, None))
 
     def hold_back(self, num_commands: int) -> list[Command]:
-        """The last of what the engine would be told at its next step, for the test to post later."""
+        """Take back the last commands posted for the engine's next step, and return them. The test posts them later."""
         held = self._posted[-num_commands:]
         del self._posted[-num_commands:]
         return held
@@ -258,7 +265,7 @@ class ScriptedEngine:
         return events
 
     def start(self, *request_ids: str) -> None:
-        """Step until these requests run and a forward of theirs is in flight, not begun."""
+        """Step until these requests run and one of their forwards is launched; no part of that forward has run."""
         self.step()
         for request_id in request_ids:
             self.hand_over(request_id)
@@ -268,7 +275,9 @@ class ScriptedEngine:
         assert self.forward.pending(), "nothing was launched"
 
     def run(self, *, advance: Callable[[ScriptedDevice], None] = _land, max_steps: int = 400) -> None:
-        """Step, and hand over whatever the engine asks for, until every request has ended and all is free again."""
+        """Step, and deliver every handoff the engine asks for, until every request has ended and all rows and slots are
+        free.
+        """
         for _ in range(max_steps):
             if self._is_over():
                 self.engine.pool.check_conservation()

@@ -1,4 +1,6 @@
-"""The relay without an engine: a FutureMap on a scripted device, and steps that relay lengths as speculation will."""
+"""The relay (FutureMap) on a scripted device without an engine, driven by steps that relay lengths as speculation
+does.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ HIDDEN = SeedColumnSpec("hidden_states", "float32", (2,))
 
 
 def make_batch(rows: Sequence[int], seq_lens: Sequence[int]) -> ScheduleBatch:
-    """Requests named after their rows."""
+    """A batch of one request for each row, named after the row."""
     sampling = ResolvedSampling(seed=0, max_tokens=8, temperature=0.0)
     return ScheduleBatch(
         reqs=[Request.of(Submit(f"row {row}", (1,), 1, sampling), arrival=row, now_s=0.0) for row in rows],
@@ -52,7 +54,7 @@ def make_pool(*, max_rows: int = 4, max_kv_tokens: int = 32) -> KvPool:
 
 
 def payload_of(tokens: Sequence[int]) -> RelayPayload:
-    """The seed of each row is its token, twice."""
+    """A relay payload for these tokens. The hidden state of each row's seed is its token, twice."""
     column = torch.tensor(tokens, dtype=torch.float32)
     return RelayPayload(torch.tensor(tokens, dtype=torch.int64), {HIDDEN.name: column.unsqueeze(1).repeat(1, 2)})
 
@@ -64,7 +66,9 @@ class Relay:
     future_map: FutureMap
 
     def launch(self, rows: Sequence[int], new_seq_lens: Sequence[int], tokens: Sequence[int]) -> None:
-        """One speculative step: verify, publish, draft_extend, stash; nothing of it has run."""
+        """Launch one speculative step: verify, publish, draft_extend and stash. None of it has run when this
+        returns.
+        """
         scope = Scope("step")
         req_pool_indices = torch.tensor(rows, dtype=torch.int64)
         relayed: Cell[Tensor] = Cell()
@@ -88,7 +92,7 @@ class Relay:
         self.future_map.bootstrap(batch.req_pool_indices, batch.seq_lens, payload_of(tokens))
 
     def resolve(self, batch: ScheduleBatch) -> None:
-        """Resolves the batch's lengths, as the scheduler does."""
+        """Take the published lengths into the batch, as the scheduler does."""
         published = self.future_map.resolve_seq_lens(batch.req_pool_indices)
         if published is not None:
             batch.set_seq_lens(published)

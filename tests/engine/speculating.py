@@ -1,4 +1,6 @@
-"""What the checks of a speculating engine share: how they speculate, and what a run must come to."""
+"""Shared by the checks of a speculating engine: draft depths that follow a script or chance, and the expected
+outcome.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ NUM_SEEDS = 5
 
 
 class ScriptedDepth(FixedDepth):
-    """One SpecInfo a step; the last one for ever."""
+    """Chooses the draft depth of each step from a list. After the end of the list, the last entry stays."""
 
     def __init__(self, spec_infos: Sequence[SpecInfo]) -> None:
         self._left = list(spec_infos)
@@ -38,14 +40,18 @@ class ScriptedDepth(FixedDepth):
 
 
 def assert_drafted_as_expected(outcome: Outcome) -> None:
-    """With chains of CHAIN, when nothing was retracted."""
+    """Assert that the tokens are right and that each step drafted a chain of CHAIN. The request must not have been
+    retracted.
+    """
     assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"
     expected = outcome.expected_drafting(CHAIN.num_draft_tokens)
     assert outcome.drafting == expected, f"drafts were not those of the sequence: {outcome.drafting}, not {expected}"
 
 
 class RandomDepth(FixedDepth):
-    """Spells of depth 0, most without a seed, and spells of any depth; drafts only from a seed that was left."""
+    """Chooses random draft depths in spells: some of depth 0, mostly without a seed, and some of any depth. A step
+    drafts only if the step before left a seed.
+    """
 
     def __init__(self, deepest: SpecInfo, numbers: random.Random) -> None:
         self._deepest = deepest

@@ -1,8 +1,9 @@
-"""A draft head made of tags.
+"""A draft head whose KV consists of tags, so that any wrong read shows.
 
-Its KV of position t is a tag of the token after it. From all of its KV and from the hidden state it reads the whole
-sequence, and guesses what TagModel will choose next: rightly for two choices in three, and never when something it read
-was stale, foreign or missing. So what is accepted is known beforehand (`drafting_of`), and any such read shows in it.
+The head's KV at position t is a tag of the token after t. From all of this KV and the hidden state, the head reads back
+the whole sequence and guesses which token TagModel chooses next. It guesses right two times in three, and never when
+something it read was stale, missing or another row's. So the accepted drafts are known beforehand (`drafting_of`), and
+any wrong read changes them.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ _VALUES_PER_TOKEN = 4
 _IDS = torch.arange(VOCAB_SIZE)
 _MAX_CHAIN = 8
 _LOST = 0
-"""What is guessed when something read makes no sense."""
+"""The head's guess when its input makes no sense."""
 
 
 def draft_kv_of(next_ids: Sequence[int]) -> NDArray[np.float32]:
-    """The head's KV of positions 0, 1, ... that these tokens follow: [layers, planes, tokens, heads, head_dim]."""
+    """The head's KV of positions 0, 1, ..., where `next_ids[i]` is the token after position i. Shape: [layers, planes,
+    tokens, heads, head_dim].
+    """
     tags = np.asarray(next_ids) * 512 + np.arange(len(next_ids)) + 1
     values = tags[None, :] - np.arange(_VALUES_PER_TOKEN)[:, None]
     return values.reshape(1, 2, 2, len(tags)).transpose(0, 1, 3, 2)[:, :, :, None, :].astype(np.float32)
 
 
 def _next_ids(kv: NDArray[np.float32]) -> list[int] | None:
-    """What `draft_kv_of` was given; None when this is no such KV."""
+    """Decodes the argument of `draft_kv_of` from KV. None if the KV was not made by it."""
     next_ids = [int(tag - 1) // 512 for tag in kv[0, 0, :, 0, 0]]
     return next_ids if np.array_equal(draft_kv_of(next_ids), kv) else None
 
@@ -53,8 +56,10 @@ def guess_after(token_ids: Sequence[int]) -> int:
 
 
 class TagHead:
-    """A DraftHead. A hidden state is [token, position, the sequence's first token]: of the target's state the token at
-    that position, of the head's own output its guess.
+    """A DraftHead of tags.
+
+    A hidden state is [token, position, first token of the sequence]. In the target's hidden state the token is the one
+    at that position; in the head's own output it is the head's guess.
     """
 
     algorithm = "eagle"
@@ -106,7 +111,7 @@ class TagHead:
 
 
 class _Proposing:
-    """One request's draws."""
+    """Draws the head's proposals for one request."""
 
     def __init__(self, sampling: ResolvedSampling) -> None:
         self._state = SamplingState(max_rows=1, vocab_size=VOCAB_SIZE, torch_device=torch.device("cpu"))
@@ -115,7 +120,7 @@ class _Proposing:
         self._is_argmax = is_argmax(sampling)
 
     def best(self, token_ids: Sequence[int], *, topk: int) -> tuple[Tensor, Tensor]:
-        """What the head drafts after these tokens, [1, topk] each: ids and probabilities."""
+        """Token ids and probabilities of the head's drafts after these tokens, [1, topk] each."""
         guess = guess_after(token_ids)
         if topk == 1 and self._is_argmax:
             return torch.tensor([[guess]]), torch.ones((1, 1))
@@ -128,7 +133,7 @@ class _Proposing:
 
 
 def first_seed(token_ids: Sequence[int], sampling: ResolvedSampling, *, topk: int) -> Seed:
-    """What prefill hands over with the last of `token_ids`, which has no KV yet."""
+    """The seed that prefill hands over together with the last token of `token_ids`, which has no KV yet."""
     topk_index, topk_p = _Proposing(sampling).best(token_ids, topk=topk)
     hidden = torch.tensor([[guess_after(token_ids), len(token_ids) - 2, token_ids[0]]], dtype=torch.float32)
     return Seed(topk_index, None if topk == 1 else topk_p, hidden)
@@ -141,8 +146,10 @@ class Drafting:
 
 
 def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, depths: Iterable[int]) -> Drafting:
-    """What chains of `depths` drafts, one after the other, come to, from the first token that prefill gives to the
-    request's last.
+    """The counts of verify steps and accepted tokens of a whole request whose steps draft chains of these `depths` in
+    turn.
+
+    They count from prefill's first token to the last token of the request.
     """
     known = [*prompt, *oracle(prompt, sampling.max_tokens + _MAX_CHAIN, sampling)]
     proposing = _Proposing(sampling)

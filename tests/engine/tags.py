@@ -1,8 +1,8 @@
-"""A model made of tags.
+"""A model whose KV consists of tags, so that any wrong read shows.
 
-A token's KV is a tag of the token and its position. The model writes its input's tag and chooses the next token by a
-hash of every tag it reads through the row's table and of its input, so that any stale, foreign or missing read shows as
-a wrong token against `oracle`, which is sequential and knows no slots, rows, batches or streams.
+A token's KV is a tag of the token and its position. The model writes its input's tag, and chooses the next token by a
+hash of its input and of all tags it reads through the row's table. So any stale, missing or foreign read gives another
+token than `oracle`, which computes sequentially and without slots, rows, batches or streams.
 """
 
 from __future__ import annotations
@@ -56,17 +56,19 @@ _LOGITS = (3 * torch.cos(torch.outer(_IDS + 1, _IDS))).fill_diagonal_(4.0)
 
 
 def logits_of(chosen: int) -> Tensor:
-    """[vocab]: 4 for the chosen token, between -3 and 3 for the others."""
+    """Logits [vocab]: 4 for the chosen token, between -3 and 3 for the others."""
     return _LOGITS[chosen].clone()
 
 
 def is_argmax(sampling: ResolvedSampling) -> bool:
-    """Whether the token drawn is the one chosen, whatever the noise."""
+    """Whether these options always draw the chosen token, whatever the noise: greedy decoding without any further
+    processing.
+    """
     return sampling == ResolvedSampling(seed=sampling.seed, max_tokens=sampling.max_tokens, temperature=0.0)
 
 
 def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling) -> list[int]:
-    """The `num_tokens` tokens that follow `token_ids`, one after the other, each drawn alone."""
+    """The `num_tokens` tokens that follow `token_ids`, computed one at a time in a batch of one."""
     if is_argmax(sampling):
         sequence = list(token_ids)
         for _ in range(num_tokens):
@@ -84,7 +86,7 @@ def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling
 
 
 def read_slots(batch: ForwardInput) -> list[list[int]]:
-    """For each token of the forward the slots that it attends, in order of position."""
+    """For each token of the forward, the slots of the positions it attends to, in order of position."""
     if batch.extend_lens is None:
         rows = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
         return [batch.req_to_token[row, :seq_len].tolist() for row, seq_len in rows]
@@ -106,7 +108,7 @@ def read_slots(batch: ForwardInput) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class SeenForward:
-    """What one forward read, as values, and weak references to the tensors that its step handed to the stream."""
+    """Values that one forward read, and weak references to the tensors that its step handed to the stream."""
 
     input_ids: list[int]
     rows: list[int]
@@ -115,7 +117,7 @@ class SeenForward:
 
 
 class TagModel:
-    """Has the attributes of TargetModel."""
+    """A stand-in for TargetModel, with its attributes, that computes with tags."""
 
     layer_group = GROUP
     vocab_size = VOCAB_SIZE
@@ -144,7 +146,7 @@ class TagModel:
         tokens, positions = batch.input_ids.tolist(), batch.positions.tolist()
         handed = [batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc]
         if batch.is_decode:
-            handed.append(batch.positions)  # those of a window are made by the forward itself
+            handed.append(batch.positions)  # the forward itself makes a window's positions
         references = [weakref.ref(tensor) for tensor in handed]
         seen = SeenForward(tokens, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), references)
         self.forwards.append(seen)

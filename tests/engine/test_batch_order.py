@@ -1,4 +1,4 @@
-"""I14: merge and filter keep row order, and every column aligned with the requests."""
+"""Invariant I14: merge and filter keep row order, and every column stays aligned with the requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.relay_rig import make_batch
 MAX_MERGED = 4
 
 Operation = tuple[str, int]
-"""("merge", how many new rows) or ("filter", bits: entry i stays when bit i is set)."""
+"""("merge", number of new rows), or ("filter", bit mask): entry i stays if bit i is set."""
 
 operations = st.lists(
     st.tuples(st.just("merge"), st.integers(0, MAX_MERGED)) | st.tuples(st.just("filter"), st.integers(0, 255)),

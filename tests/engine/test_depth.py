@@ -1,4 +1,4 @@
-"""How deep a step drafts follows what acceptance and the machine make of it."""
+"""The draft depth of a step adapts to the acceptance rate and to the measured times of the machine."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ COMPUTE_BOUND: Seconds = lambda num_tokens: 0.002 * num_tokens  # noqa: E731
 CPU: Seconds = lambda num_tokens: 0.018 + 0.002 * num_tokens  # noqa: E731
 HEAD_S = 0.001
 HEAD_SHARE = 0.04
-"""What the head's forward takes at least, and of what the target's over as many tokens would."""
+"""Lower bound on the head's forward time, as a share of the target's forward time over the same number of tokens."""
 NUM_STEPS = 1500
 WARM_UP = 100
 
 
 class Serving:
-    """A machine whose verification takes `verify_s(tokens)`, `first_takes` times as long the first time of each size,
-    and a head whose drafts are right with `acceptance`. All of it takes `pace` times as long, for a time; `seconds` are
-    those it would have taken. Rows end after `lifetime` steps, one after the other.
+    """A simulated machine and draft head, for AdaptiveDepth to adapt to.
+
+    A verification takes `verify_s(tokens)`, and `first_takes` times as long the first time for each size. Each draft is
+    right with probability `acceptance`. `pace` slows everything down for a while, and `seconds` adds up the times
+    without that slowdown. Each row ends after `lifetime` steps, at staggered times.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Serving:
         self.age += 1
         self.lags = np.pad(self.lags[:num_rows], (0, max(0, num_rows - len(self.lags))))
         self.lags[(self.age + np.arange(num_rows) * 37) % self.lifetime == 0] = 0
-        for _ in range(3):  # a stalled tick asks in vain
+        for _ in range(3):  # a stalled tick asks for a depth and launches nothing
             spec_info = self.depth.choose(draft_lag=self.lags, num_wanted=num_wanted)
         self.depth.launched(spec_info)
         self.chosen.append(spec_info)
@@ -83,7 +85,7 @@ class Serving:
             self.seconds_to_begin += stats.extend_s / self.pace
 
     def run(self, num_rows: int) -> Counter[int]:
-        """Depths of the steps after a warm-up."""
+        """Run steps after a warm-up, and count how often each depth was chosen."""
         for _ in range(WARM_UP):
             self.step(num_rows)
         self.chosen, self.num_tokens, self.seconds, self.seconds_to_begin = [], 0, 0.0, 0.0
@@ -96,7 +98,7 @@ class Serving:
         return self.num_tokens / self.seconds
 
     def tokens_per_s_at(self, depth: int, num_rows: int) -> float:
-        """Expected of a depth that stays the same."""
+        """Expected tokens per second at a constant depth."""
         num_tokens = num_rows * sum(self.acceptance**level for level in range(depth + 1))
         seconds = self.verify_s(num_rows * (depth + 1))
         if depth:
@@ -163,7 +165,7 @@ def test_few_rows_that_want_drafts_do_not_slow_the_others(verify_s: Seconds, num
 @pytest.mark.parametrize("verify_s", [COMPUTE_BOUND, CPU])
 @pytest.mark.parametrize("num_rows", [8, 32])
 def test_looking_whether_drafts_would_pay_costs_next_to_nothing(verify_s: Seconds, num_rows: int) -> None:
-    """Where rows end before the head has to catch up with them for want of room."""
+    """Rows end before the backlog is full, so the head never has to catch up for lack of room."""
     serving = Serving(verify_s, 0.2, lifetime=120)
     for _ in range(2):
         serving.run(num_rows)
@@ -188,7 +190,9 @@ def test_looking_whether_drafts_would_pay_costs_next_to_nothing(verify_s: Second
 def test_drafts_pay_for_all_that_comes_with_them_and_for_beginning_within_64_steps(
     drafting_s: float, seed_s: float, idle_s: float, begin_s: float, begins: bool
 ) -> None:
-    """A step of 34 ms is as good as one of 51 ms that drafts. Behind that one the stream waits for `idle_s`."""
+    """Drafting must pay for all its costs: a step of 34 ms without drafts is as good as a drafting step of 51 ms. After
+    a drafting step the stream is idle for `idle_s`.
+    """
     depth = AdaptiveDepth(SpecInfo.chain(1))
     without, drafting = (SpecInfo.chain(1).at_depth(levels) for levels in (0, 1))
     half = (2, 2, 2, 2, 1, 1, 1, 1)
@@ -249,7 +253,7 @@ def test_a_head_that_takes_long_to_catch_up_with_rows_that_end_before_is_tried_e
 @pytest.mark.parametrize("acceptance", [0.3, 0.6])
 @pytest.mark.parametrize("num_rows", [1, 8, 32])
 def test_a_machine_that_is_slow_at_times_changes_nothing(verify_s: Seconds, acceptance: float, num_rows: int) -> None:
-    """Slower by half in one spell, as fast as ever in the next, so depths are measured in different ones."""
+    """The machine is slower by half in some spells, so depths are measured at different speeds."""
     serving = Serving(verify_s, acceptance)
     spells = Random(num_rows)
     num_left = 0
@@ -267,7 +271,7 @@ def test_a_machine_that_is_slow_at_times_changes_nothing(verify_s: Seconds, acce
 @pytest.mark.parametrize("num_rows", [1, 8, 32])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_measured_in_bad_moments_is_measured_again(num_rows: int, seed: int) -> None:
-    """Prompts are computed beside the first steps, any of which may take five times as long."""
+    """Prompts are computed alongside the first steps, and any of these may take five times as long."""
     serving = Serving(CPU, 0.5)
     moments = Random(seed)
     for _ in range(WARM_UP):

@@ -1,4 +1,4 @@
-"""A device or a stream that fails is no failed step: the engine ends, so that all requests can go on elsewhere."""
+"""A failing device or stream is not a failed step: the engine ends, so that all requests can continue elsewhere."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_kv_that_a_dead_stream_never_copied_does_not_count_as_landed() -> None:
 
 
 def test_a_device_lost_under_verify_is_named_by_the_wait_for_lengths() -> None:
-    """Which is the first to meet it; not by what is computed with lengths that were never published."""
+    """The wait for lengths meets the loss first and must report it, before anything computes with lengths that were
+    never published.
+    """
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60, spec_info=CHAIN)
     outcome = scripted.submit("a", [1, 2, 3], 20)
     scripted.start("a")

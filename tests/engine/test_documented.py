@@ -1,4 +1,6 @@
-"""docs/invariants.md names checks and mutants that exist, and every one of them; docs/relay.md none that does not."""
+"""docs/invariants.md names every check and mutant, and only those that exist. docs/relay.md names only those that
+exist.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ DOCUMENT = (DOCS / "invariants.md").read_text()
 
 
 def defined(paths: list[Path], pattern: str) -> set[tuple[str, str]]:
-    """(file's stem without test_, function) of the functions whose definition matches."""
+    """The functions whose names match `pattern`, as pairs of (file stem without test_, function name)."""
     return {
         (path.stem.removeprefix("test_"), name)
         for path in paths

@@ -1,6 +1,8 @@
-"""I12 where a head falls behind: whatever steps left unread is read, in its place, before the next draft.
+"""Invariant I12 when a head lags: before its next draft it reads every token that earlier steps left unread, at the
+right position.
 
-The head of tags guesses nothing right when one token it should have read is missing, so what is accepted tells.
+The tag head guesses nothing right when one of the tokens it should have read is missing, so the accepted drafts reveal
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from tests.engine.tag_head import drafting_of
 
 
 class _Run:
-    """An engine that follows a script, and what is expected of each request with the steps that it took part in."""
+    """An engine whose draft depths follow a script. It can tell what each request must accept, given the step at which
+    the request joined.
+    """
 
     def __init__(self, spec_infos: Sequence[SpecInfo]) -> None:
         self.scripted = ScriptedEngine(spec_info=CHAIN)
@@ -38,7 +42,7 @@ class _Run:
 
 
 def check_the_head_catches_up_before_it_drafts() -> None:
-    """Alone, over more steps than the backlog has places."""
+    """One request alone, over more steps than the backlog has room for."""
     run = _Run([CHAIN, *[NOTHING] * (CHAIN.max_draft_lag + 5), SEED, CHAIN])
     outcome = run.scripted.submit("a", [1, 2], 56)
     run.scripted.run()
@@ -48,7 +52,9 @@ def check_the_head_catches_up_before_it_drafts() -> None:
 
 
 def check_rows_catch_up_from_where_each_is() -> None:
-    """One joins when the other's head is behind already; the third falls behind in its place, and in its row."""
+    """A second row joins when the first row's head already lags. A third one later reuses the row and the batch index
+    of the first, and lags there itself.
+    """
     run = _Run([CHAIN, *[NOTHING] * 9, SEED, *[CHAIN] * 6, NOTHING, NOTHING, SEED, CHAIN])
     first = run.scripted.submit("first", [1, 2], 40)
     run.scripted.start("first")
@@ -76,7 +82,7 @@ def check_a_head_left_behind_computes_nothing() -> None:
 
 
 def check_tokens_are_the_oracles_at_any_depth() -> None:
-    """A dozen requests through three rows, some aborted, some retracted, in any order of streams."""
+    """A dozen requests share three rows. Some are aborted and some retracted, and the streams run in random order."""
     num_accepted = num_retractions = 0
     for seed in range(NUM_SEEDS):
         for spec_info, overlap in ((CHAIN, True), (CHAIN, False), (TREE, True)):

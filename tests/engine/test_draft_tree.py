@@ -1,4 +1,4 @@
-"""Draft trees against a walk from node to node."""
+"""Draft trees compared with a plain walk from node to node."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from hypothesis import strategies as st
 from decode_service.speculate.draft_tree import Accepted, DraftTree
 
 NUM_TOKENS = 4
-"""So few that drafts are right by chance."""
+"""Size of the vocabulary. It is so small that some drafts are right by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTree:
-    """One row. Node 0 is the root, without a token; node i has `tokens[i - 1]` and follows `parents[i - 1]`."""
+    """One row's draft tree as lists. Node 0 is the root and has no token; node i has the token `tokens[i - 1]` and the
+    parent `parents[i - 1]`.
+    """
 
     tokens: list[int]
     parents: list[int]
     target: list[int]
 
     def line_of(self, node: int) -> list[int]:
-        """From the root to the node."""
+        """The path from the root to the node."""
         return [0] if node == 0 else [*self.line_of(self.parents[node - 1]), node]
 
     def accepted(self) -> list[int]:
-        """The nodes that the target takes, one step down at a time."""
+        """The nodes that the target accepts, found by walking down one level at a time."""
         nodes = [0]
         while True:
             right = [
@@ -44,7 +46,7 @@ class PlainTree:
 
 @st.composite
 def plain_trees(draw: st.DrawFn, *, num_drafts: int) -> PlainTree:
-    """A parent comes before its children; siblings are different tokens."""
+    """Draws a tree in which a parent comes before its children and siblings have different tokens."""
     parents = [draw(st.integers(0, node)) for node in range(num_drafts)]
     tokens: list[int] = []
     for node, parent in enumerate(parents):
@@ -148,7 +150,7 @@ def accepts_the_right_without_their_parents(patch: pytest.MonkeyPatch) -> None:
 
 
 def compares_with_the_nodes_own_token(patch: pytest.MonkeyPatch) -> None:
-    """Instead of the one the target drew at the parent."""
+    """Compare each draft with the target's token at the draft's own node, instead of at its parent."""
     accept = DraftTree.accept
     patch.setattr(DraftTree, "accept", lambda self, target_ids: accept(self, target_ids.roll(1, 1)))
 

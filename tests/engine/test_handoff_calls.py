@@ -25,7 +25,7 @@ SHORT, LONG = [1, 2, 3], list(range(1, 21))
 
 
 def places(events: list[Event]) -> dict[str, str]:
-    """Where each request was sent."""
+    """The replica to which each request was sent."""
     return {row.request_id: each.replica for each in events if isinstance(each, StartHandoff) for row in each.rows}
 
 
@@ -146,13 +146,13 @@ def test_a_prompt_that_no_replica_takes_waits_no_longer_while_others_wait_for_ro
 
 
 def submit_all(engine: ScriptedEngine, names: str) -> None:
-    """A request for each name; its client is the name's letter."""
+    """Submit a request for each name. The name's first letter is its client."""
     for name in names.split():
         engine.submit(name, SHORT, 3, client=name[0])
 
 
 def sent_after(engine: ScriptedEngine, *, num_freed: int) -> list[str]:
-    """What goes to prefill in the step that finds so many rows free."""
+    """Abort `num_freed` requests that hold rows, step once, and return the requests sent to prefill in that step."""
     for name in list(engine.handoffs)[:num_freed]:
         engine.abort(name)
     return list(places(engine.step()))

@@ -1,4 +1,6 @@
-"""Where a copy's first part is the engine's own thread's work, what lands delays no launch by more than one segment."""
+"""On devices where a copy's first part runs on the engine's own thread, landing KV delays each launch by one segment at
+most.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ NUM_SEGMENTS = 2  # of each request's KV of a layer group
 
 
 class Launches(Observer):
-    """What the engine's thread has put on the device, in order; "step" where one of its steps began."""
+    """Records the names of what the engine's thread launches, in order, with "step" at the start of each step."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -30,7 +32,7 @@ class Launches(Observer):
         yield
 
     def step(self) -> list[str]:
-        """Of the last step."""
+        """The launches of the last step."""
         last = len(self.names) - 1 - self.names[::-1].index("step")
         return self.names[last + 1 :]
 
@@ -38,7 +40,7 @@ class Launches(Observer):
 def running_beside_a_queue(
     on_host_call: Callable[[ScriptedDevice], None], spec_info: SpecInfo | None
 ) -> tuple[ScriptedEngine, Launches]:
-    """A request that decodes, and the KV of others all of which comes at once."""
+    """An engine in which one request decodes while the KV of all others arrives at once."""
     launches = Launches()
     device = ScriptedDevice(runs_pieces_beside=False, observer=launches)
     scripted = ScriptedEngine(device=device, max_rows=8, max_kv_tokens=400, spec_info=spec_info)
@@ -61,7 +63,7 @@ def running_beside_a_queue(
 
 @pytest.mark.parametrize("spec_info", [None, CHAIN], ids=["plain", "chain"])
 def test_a_device_that_waits_for_a_launch_waits_for_one_copy_at_most(spec_info: SpecInfo | None) -> None:
-    """It is done with whatever was launched as soon as that is."""
+    """Here the device finishes whatever is launched immediately."""
     scripted, launches = running_beside_a_queue(ScriptedDevice.run_all, spec_info)
     num_landed = 0
     while any(not outcome.has_ended for outcome in scripted.outcomes.values()):
@@ -117,7 +119,9 @@ def test_kv_of_a_request_that_was_given_up_is_not_copied_and_its_bytes_return() 
 
 
 def test_an_engine_tells_of_what_it_frees_before_it_waits() -> None:
-    """A replica may have nothing left to send with until it is told."""
+    """The engine reports freed bytes before it waits, because a replica may be unable to send more until it hears of
+    them.
+    """
     scripted = ScriptedEngine(device=ScriptedDevice(runs_pieces_beside=False))
     scripted.submit("a", [1, 2, 3, 4], 3)
     scripted.step()
@@ -135,7 +139,7 @@ def test_an_engine_tells_of_what_it_frees_before_it_waits() -> None:
 
 
 def test_what_was_given_up_does_not_take_the_place_of_a_copy() -> None:
-    """Every launch waits for one copy: the first that is still wanted, whatever lies before it."""
+    """Every launch waits for one copy: the first that is still wanted, even if abandoned ones come before it."""
     scripted, launches = running_beside_a_queue(ScriptedDevice.run_all, None)
     for number in range(NUM_REQUESTS - 1):
         scripted.abort(str(number))

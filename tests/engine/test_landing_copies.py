@@ -1,4 +1,4 @@
-"""KV that lands on a CPU: large segments go past the caches, into the slots of their row and nowhere else."""
+"""KV copies on a CPU: large segments bypass the caches and reach exactly the slots of their row."""
 
 from __future__ import annotations
 

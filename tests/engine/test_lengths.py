@@ -1,4 +1,6 @@
-"""I1, I5: lengths on the device and on the CPU agree, share nothing and are replaced, never changed."""
+"""Invariants I1 and I5: lengths on the device and on the CPU agree, share no memory, and are replaced rather than
+changed in place.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ BOUND_S = 100.0
 
 
 def prebuilt_batch() -> ScheduleBatch:
-    """Two rows fresh from a handoff, of 3 and 2 tokens."""
+    """A batch of two rows fresh from a handoff, of 3 and 2 tokens."""
     pool = make_pool()
     sampling = ResolvedSampling(seed=0, max_tokens=8, temperature=0.0)
     reqs = []
@@ -62,7 +64,7 @@ def prebuilt_batch() -> ScheduleBatch:
 
 
 def grown_batch() -> ScheduleBatch:
-    """A batch of two rows, prepared for its first decode step; its out_cache_loc is set."""
+    """A batch of two rows that is prepared for its first decode step: its out_cache_loc is set."""
     pool = make_pool()
     batch = prebuilt_batch()
     for req, length in zip(batch.reqs, (3, 2), strict=True):
@@ -90,7 +92,7 @@ def check_twins_agree_at_every_launch() -> None:
 
 
 class LyingCell(Cell[Tensor]):
-    """Of the lengths that a step publishes the first is `lie`."""
+    """A cell of published lengths in which the first row's length is replaced by `lie`."""
 
     def __init__(self, lengths: Cell[Tensor], lie: int) -> None:
         super().__init__()
@@ -104,7 +106,7 @@ class LyingCell(Cell[Tensor]):
 
 
 class LyingWorker:
-    """A Worker that computes like another one, and whose third step lies."""
+    """A worker that wraps another one and falsifies the results of its third step."""
 
     relays_lengths = True
 
@@ -133,8 +135,10 @@ class LyingWorker:
 
 
 def errors_beside_a_wrong_length(lie: int, *, overlap: bool = True, is_accepted: bool = False) -> list[str]:
-    """What each of three requests that run at once failed with. For the first a step publishes `lie`, or says that it
-    accepted so many tokens.
+    """The error of each of three requests that run together, when one step publishes the length `lie` for the first of
+    them. With `is_accepted` the step instead claims to have accepted `lie` tokens.
+
+    An entry is "" for a request that finished correctly, and "wrong tokens" for one that did not.
     """
     scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN, overlap=overlap)
     scripted.engine._worker = LyingWorker(scripted.engine._worker, lie, is_accepted=is_accepted)
@@ -147,7 +151,7 @@ def errors_beside_a_wrong_length(lie: int, *, overlap: bool = True, is_accepted:
 
 
 def check_no_length_is_a_sentinel() -> None:
-    """None that no step can have left is launched: it fails its row, and nobody else."""
+    """A length that no step can have produced is not launched: it fails its own row and no other."""
     for lie in (0, -1, 3, 1 << 40):
         for overlap in (True, False):
             errors = errors_beside_a_wrong_length(lie, overlap=overlap)
@@ -178,7 +182,7 @@ def check_lengths_are_summed_in_one_place(planted: str = "") -> None:
 
 
 def summing_lines(source: str) -> list[int]:
-    """Lines that give some `seq_lens_sum` a value."""
+    """Line numbers in `source` that assign a value to `seq_lens_sum`."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.keyword) and node.arg == "seq_lens_sum":
@@ -211,7 +215,7 @@ def check_lengths_are_replaced() -> None:
 
 
 def check_a_late_forward_sees_the_lengths_it_was_launched_with() -> None:
-    """Every forward runs as late as it may: after the next step was prepared."""
+    """Every forward runs as late as possible, after the next step was prepared."""
     scripted = ScriptedEngine(debug_checks=False)
     outcome = scripted.submit("a", [1, 2, 3], 6)
     scripted.run()
@@ -220,7 +224,7 @@ def check_a_late_forward_sees_the_lengths_it_was_launched_with() -> None:
 
 
 def check_lengths_do_not_wait_for_the_device() -> None:
-    """Without speculation two further steps are scheduled while no forward has run."""
+    """Without speculation, two further steps are scheduled before any forward has run."""
     scripted = ScriptedEngine()
     scripted.submit("a", [1, 2, 3], 6)
     scripted.start("a")
@@ -280,7 +284,7 @@ def test_a_number_of_accepted_tokens_that_cannot_be_fails_its_row_alone(lie: int
 
 
 class WatchedHead(TagHead):
-    """`foreign`: places at which a row was to draft on, and which are not its own."""
+    """A tag head that records in `foreign` the indices at which it was told to read another row's tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,8 +304,8 @@ class WatchedHead(TagHead):
 def test_a_tree_that_accepts_what_cannot_be_fails_its_row_alone(
     lie: int, spec_info: SpecInfo, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And in the same step the head reads no tokens but that row's own: past them an index is an end of the process on
-    a GPU.
+    """In that step the head also reads no other row's tokens: on a GPU, an index past the end would kill the
+    process.
     """
     accept, num_trees, head = DraftTree.accept, itertools.count(1), WatchedHead()
 

@@ -1,4 +1,4 @@
-"""One life of a request, and of a prompt: the tables of phases, and that nobody but `Lives` moves one."""
+"""The phases of a request's and a prompt's life: the tables of transitions, and that only `Lives` changes a phase."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.harness import ScriptedEngine
 ROOT = Path(__file__).parents[2]
 ENGINE_FOLDERS = ("decode_service", "prefill_service", "common/kv")
 WRITERS = {"phase": {"life.py"}, "lease": {"life.py"}, "state": {"life.py", "pool.py"}, "since_s": {"request.py"}}
-"""By attribute: the files that may write it."""
+"""The files that may write each attribute."""
 
 
 def writers(attribute: str, planted: str = "") -> set[str]:
@@ -31,7 +31,7 @@ def writers(attribute: str, planted: str = "") -> set[str]:
         for node in ast.walk(ast.parse(source)):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
-                # A class's own `self.phase = ...` when it is built is not a request's.
+                # A class may set its own `self.phase` when it is built: that is not a request's phase.
                 if isinstance(target, ast.Attribute) and target.attr == attribute and "self" not in ast.unparse(target):
                     found.add(name)
     return found
@@ -88,7 +88,7 @@ def test_a_phase_that_cannot_follow_is_refused(phase: Phase) -> None:
 
 
 def test_a_running_requests_tokens_are_those_it_has() -> None:
-    """In the middle of its stay, not only once it has left its row."""
+    """The token ids are right while the request runs, and not only once it has left its row."""
     scripted = ScriptedEngine()
     outcome = scripted.submit("a", [1, 2, 3], 8)
     scripted.start("a")

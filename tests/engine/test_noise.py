@@ -1,6 +1,6 @@
-"""I13: a token depends on its logits and on noise keyed by seed, choice, position and token id, and on nothing else.
+"""Invariant I13: a token depends only on its logits and on noise keyed by seed, choice, position and token id.
 
-tests/sampling shows the noise's own properties; here it goes through the engine.
+tests/sampling tests the noise itself; these tests go through the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PROMPTS = ([1, 2, 3], [4], [5, 6, 7, 8], [9, 10], [11])
 
 
 def check_draws_do_not_depend_on_company() -> None:
-    """Several sampled requests at other rows, places and steps than alone; rows are used again."""
+    """Several sampled requests run together, at other rows, batch indices and steps than alone, and in reused rows."""
     for overlap in (True, False):
         scripted = ScriptedEngine(max_rows=3, overlap=overlap)
         for number, prompt in enumerate(PROMPTS):
@@ -27,7 +27,7 @@ def check_draws_do_not_depend_on_company() -> None:
 
 
 def check_draws_do_not_depend_on_retraction() -> None:
-    """The pool is too small for both: the younger gives its KV back, and its next token is drawn by the prefill."""
+    """The pool is too small for both requests. The younger one gives up its KV, and prefill draws its next token."""
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48)
     for number in range(2):
         scripted.submit(str(number), PROMPTS[number], 30, temperature=1.0, seed=number)

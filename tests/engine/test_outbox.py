@@ -1,4 +1,4 @@
-"""An engine that is given a `deliver` lets nobody wait with it, and delivers everything once."""
+"""An engine with a `deliver` callback delivers each event once and as early as it may."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPEC_INFOS = [None, SpecInfo.chain(2)]
 
 
 def delivering(spec_info: SpecInfo | None) -> tuple[ScriptedEngine, list[Event]]:
-    """An engine in which a request runs, and what it delivers from then on."""
+    """An engine in which one request runs, and the list of events it delivers from then on."""
     scripted = ScriptedEngine(spec_info=spec_info, delivers=True)
     scripted.submit("first", [5, 6, 7], 12)
     scripted.start("first")
@@ -70,7 +70,7 @@ def test_everything_is_delivered_once(spec_info: SpecInfo | None) -> None:
 
 
 def ended_beside_another(spec_info: SpecInfo | None) -> tuple[ScriptedEngine, list[Event]]:
-    """An engine that keeps the end of a request until its next step, as another's forward is in flight."""
+    """An engine that keeps the end of a request until its next step, because another request's forward is in flight."""
     scripted, heard = delivering(spec_info)
     scripted.submit("second", [8, 9], 40)
     scripted.step()

@@ -1,4 +1,4 @@
-"""I9, I10, I15: rows, slots and tensors that a stream may still touch are not given away."""
+"""Invariants I9, I10 and I15: rows, slots and tensors that a stream may still touch are not given away."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.engine.tags import GROUP, kv_of
 
 
 def check_nothing_is_reused_while_a_forward_holds_it() -> None:
-    """The only row is aborted while a forward of it is in flight, with another request waiting for it."""
+    """The only row is aborted while its forward is in flight and another request waits for the row."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16)
     scripted.submit("first", [1, 2, 3], 8)
     scripted.start("first")
@@ -44,7 +44,9 @@ def check_nothing_is_reused_while_a_forward_holds_it() -> None:
 
 
 def check_rows_and_slots_are_conserved() -> None:
-    """Requests end by length, by abort while queued, landing and decoding; `step` and `run` count each time."""
+    """Requests end by length, or are aborted while queued, landing or decoding. `step` and `run` count rows and slots
+    every time.
+    """
     numbers = random.Random(5)
     scripted = ScriptedEngine(max_rows=3, max_kv_tokens=90)
     for arrival in range(24):
@@ -60,7 +62,7 @@ def check_rows_and_slots_are_conserved() -> None:
 
 
 def test_a_request_that_ended_is_kept_by_nobody() -> None:
-    """It ends with its first token and meets no forward."""
+    """The request ends with its first token, so it never takes part in a forward."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16)
     scripted.submit("one token", [1, 2, 3], 1)
     scripted.run()
@@ -72,7 +74,7 @@ def test_a_request_that_ended_is_kept_by_nobody() -> None:
 
 
 def check_a_late_copy_does_not_meet_another_request() -> None:
-    """A request is aborted with its KV still being copied; another one needs the slots."""
+    """A request is aborted while its KV is still being copied, and another one needs its slots."""
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60)
     long = scripted.submit("long", [1, 2, 3], 30)
     scripted.start("long")
@@ -90,7 +92,7 @@ def check_a_late_copy_does_not_meet_another_request() -> None:
 
 
 def check_a_released_row_takes_no_further_segment() -> None:
-    """Frames that cross with the abort are dropped, and their bytes given back."""
+    """Frames that arrive after the abort are dropped, and their bytes are given back."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=32)
     scripted.submit("gone", [9, 9, 9, 9], 2)
     scripted.step()
@@ -111,7 +113,9 @@ def check_a_released_row_takes_no_further_segment() -> None:
 
 
 def check_a_row_runs_only_when_its_kv_is_there() -> None:
-    """Both segments and the entry have come, the copies have not run: nothing is launched."""
+    """Both segments and the PrebuiltBatch entry have arrived, but their copies have not run. Nothing may be
+    launched.
+    """
     scripted = ScriptedEngine()
     outcome = scripted.submit("a", [1, 2, 3, 4], 4)
     scripted.step()

@@ -1,4 +1,4 @@
-"""I2, I3, I4, I6, I7, I8: the relay between iterations."""
+"""Invariants I2, I3, I4, I6, I7 and I8: the relay between two iterations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def check_rows_never_share_a_relay_row() -> None:
-    """As many requests as there are rows, for many more steps than there are rows."""
+    """As many requests run as there are rows, for many more steps than there are rows."""
     scripted = ScriptedEngine(max_rows=4)
     for number in range(7):
         scripted.submit(str(number), [number + 1], 18)
@@ -91,7 +91,7 @@ CALLS = {
 
 
 def check_only_the_relay_reads_what_is_stashed(planted: str = "") -> None:
-    """Elsewhere the relay is only called; `seeds` is passed on for its names."""
+    """The scheduler only calls the relay's methods. It reads one attribute, `seeds`, for the names in it."""
     sources = {path.name: path.read_text() for path in sorted(ROOT.glob("decode_service/**/*.py"))}
     used = {name: touched_of_the_relay(source) for name, source in {**sources, "planted": planted}.items()}
     wrong = {name: attributes - CALLS for name, attributes in used.items() if attributes - CALLS}
@@ -100,7 +100,7 @@ def check_only_the_relay_reads_what_is_stashed(planted: str = "") -> None:
 
 
 def touched_of_the_relay(source: str) -> set[str]:
-    """What `source` accesses of an object called future_map, and "[...]" when it indexes what it accessed."""
+    """The attributes of an object named future_map that `source` accesses, plus "[...]" if it indexes one of them."""
     touched = set()
     for node in ast.walk(ast.parse(source)):
         indexed = isinstance(node, ast.Subscript)
@@ -139,7 +139,7 @@ def check_a_row_read_twice_is_noticed() -> None:
 
 
 def check_a_step_that_was_not_stashed_is_noticed() -> None:
-    """Debug builds: a step whose tokens never reached the relay fails its requests at the next."""
+    """In debug builds, a step whose tokens never reached the relay fails its requests at the next step."""
     scripted = ScriptedEngine(debug_checks=True)
     outcome = scripted.submit("a", [1, 2], 6)
     scripted.start("a")
@@ -156,7 +156,7 @@ def check_a_step_that_was_not_stashed_is_noticed() -> None:
 
 
 def check_an_unusable_token_fails_its_row_alone() -> None:
-    """Production: the flag comes back with the results."""
+    """In production, the flag for an unusable token returns with the results."""
     scripted = ScriptedEngine(debug_checks=False)
     bad, good = scripted.submit("bad", [1, 2], 6), scripted.submit("good", [3], 6)
     scripted.start("bad", "good")
@@ -213,7 +213,7 @@ def check_a_row_in_flight_is_not_handed_off_again() -> None:
 
 
 def check_a_forward_waits_for_the_schedule_side() -> None:
-    """What bootstrap and the table's writes put on the device comes before the forward that reads it."""
+    """Device work enqueued by bootstrap and by table writes runs before the forward that reads its results."""
     device = LaggingScheduleDevice()
     scripted = ScriptedEngine(device=device)
     outcome = scripted.submit("a", [1, 2], 3)

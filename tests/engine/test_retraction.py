@@ -1,7 +1,8 @@
-"""A retracted request until it ends: whatever ends it, wherever it is then; and what its way back may cost.
+"""A retracted request until it ends: anything that can end it, in every phase, and how many failures its return
+survives.
 
-It gives its slots up at once where no step carries it, else when that step's results are there (RETRACTING, which no
-command can meet: it begins and ends within one step).
+A request gives up its slots at once if no step in flight includes it, and otherwise when that step's results are taken.
+The phase RETRACTING lies between; it begins and ends within one step, so no command can arrive in it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ OLDER, YOUNGER = [1, 2, 3], [4]
 
 
 class Clock:
-    """Moves when the test says so."""
+    """A clock that moves only when the test moves it."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -33,7 +34,9 @@ class Clock:
 def two_that_do_not_fit(
     stop_token_ids: tuple[int, ...] = (), clock: Clock | None = None, *, speculates: bool = False
 ) -> tuple[ScriptedEngine, Outcome]:
-    """The younger one's outcome; it will be retracted."""
+    """An engine with an older and a younger request that do not both fit. Returns it with the outcome of the younger,
+    which will be retracted.
+    """
     spec_info = CHAIN if speculates else None
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48, clock=clock, spec_info=spec_info)
     scripted.submit("older", OLDER, 40)
@@ -56,7 +59,7 @@ def step_until_retracted(scripted: ScriptedEngine) -> None:
 
 
 def step_until_it_waits_for_prefill(scripted: ScriptedEngine) -> None:
-    """The older request has ended; the younger one is handed off again."""
+    """Step until the older request has ended and the younger one is handed off again."""
     step_until_retracted(scripted)
     step_until(scripted, lambda: "younger" in scripted.handoffs, hands_over=False)
 
@@ -65,7 +68,7 @@ def step_until_it_waits_for_prefill(scripted: ScriptedEngine) -> None:
 
 
 def tokens_of_the_step_that_carries_it(*, speculates: bool) -> list[int]:
-    """What the younger request is given by the step in flight when it gives way."""
+    """The tokens that the younger request gets from the step in flight when it gives way."""
     scripted, younger = two_that_do_not_fit(speculates=speculates)
     while not scripted.engine.load().num_retractions:
         num_before = len(younger.token_ids)
@@ -156,7 +159,7 @@ def lose_its_handoffs(scripted: ScriptedEngine, clock: Clock, times: int) -> Non
 
 
 def check_a_handoff_that_succeeded_forgives_those_that_failed() -> None:
-    """Of three attempts two fail, before the retraction and after it: four in all."""
+    """Two of the three allowed attempts fail before the retraction and two after it: four in all."""
     clock = Clock()
     scripted, younger = two_that_do_not_fit(clock=clock)
     lose_its_handoffs(scripted, clock, 2)
@@ -183,7 +186,7 @@ def test_a_retracted_request_whose_handoffs_all_fail_ends_with_their_error() -> 
 
 
 def check_waiting_for_slots_is_no_refusal() -> None:
-    """Refused once, a request waits long for slots of its own; refused again, it is asked for again."""
+    """A request is refused once, then waits long for slots of its own, and is refused again. It must be tried again."""
     clock = Clock()
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48, clock=clock)
     older = scripted.submit("older", OLDER, 40)
@@ -206,7 +209,7 @@ def check_waiting_for_slots_is_no_refusal() -> None:
 
 
 def test_a_replica_that_comes_refuses_and_goes_is_not_waited_for_without_end() -> None:
-    """Being without a replica counts, whatever the pool has free."""
+    """Time without any replica counts, however many slots the pool has free."""
     clock = Clock()
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48, clock=clock)
     only = scripted.submit("only", OLDER, 8)
@@ -241,7 +244,7 @@ def test_refusals_of_a_retracted_request_are_bounded_by_time() -> None:
 
 
 def check_a_request_put_off_keeps_its_place() -> None:
-    """While a refused request waits to be tried again, a younger one is not given the slots that it will need."""
+    """While a refused request waits to be retried, no younger one gets the slots it will need."""
     clock = Clock()
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60, clock=clock)
     refused = scripted.submit("refused", [1] * 20, 20)

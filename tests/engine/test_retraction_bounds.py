@@ -1,13 +1,13 @@
-"""Retraction starves nobody: who gives way, who comes back first, and what it may cost, over any mix of arrivals.
+"""Bounds on retraction: no request starves, for any mix of arrivals.
 
-Of requests 0, 1, 2, ... in order of arrival, in a pool too small for them:
-- who gives way is younger than all that keep their slots; so the oldest never does;
-- nobody is handed off while an older one waits; a retracted request returns with its prompt and all its output;
-- request k gives way at most as often as older ones lived beside it: between two of its retractions one of them ended,
-  as what the others hold only grows. So no two retract each other for ever;
-- a handoff that is not taken back commits a token;
-- request k ends within 2 * tokens + handoffs * (D + 4) steps, D steps being the longest handoff: its own tokens and
-  handoffs, and those of the older ones beside it. What is younger, however much of it comes, has no part in that.
+Requests 0, 1, 2, ... are in order of arrival, in a pool too small for them:
+- A retracted request is younger than all that keep their slots. So the oldest is never retracted.
+- No request is handed off while an older one waits. A retracted request returns with its prompt and all its output.
+- Request k is retracted at most as often as there were older requests at the same time: between two retractions one of
+  them must have ended, since the slots of the others only grow. So no two requests retract each other for ever.
+- A handoff commits at least one token, unless it is retracted before it is complete.
+- Request k ends within 2 * tokens + handoffs * (D + 4) steps, where D is the length of the longest handoff in steps.
+  Tokens and handoffs are those of k and of the older requests at the same time. Younger requests do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_STEPS = 500
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request, `gap` steps after the one before; each of its handoffs takes `handoff_steps`."""
+    """A request that arrives `gap` steps after the one before. Each of its handoffs takes `handoff_steps`."""
 
     gap: int
     num_prompt_tokens: int
@@ -51,7 +51,7 @@ class Life:
 
 @dataclass(slots=True)
 class Seen:
-    """What the watcher knows of one request."""
+    """The history of one request, as the watcher recorded it."""
 
     arrival: Arrival
     outcome: Outcome
@@ -66,7 +66,7 @@ class Seen:
 
 @dataclass
 class Watcher:
-    """Lives a life, step by step, and looks at each."""
+    """Runs a life (a list of arrivals) step by step, and checks every step."""
 
     life: Life
     num_steps: int = 0
@@ -151,7 +151,7 @@ class Watcher:
         assert max(handed_off, default=-1) < min(waiting, default=len(self.seen)), "a younger request overtook"
 
     def check_bounds(self, of: Sequence[Seen] = ()) -> None:
-        """Of all, or of some that finished."""
+        """Check the bounds of the requests in `of`, all of which finished; by default of all requests."""
         longest = max(arrival.handoff_steps for arrival in self.life.arrivals)
         for number, seen in enumerate(of or self.seen):
             older = [other for other in self.seen[:number] if other.lived_beside(seen)]
@@ -170,7 +170,7 @@ class Watcher:
 
 
 def lived(life: Life) -> int:
-    """Returns how many gave way."""
+    """Run the life, check all bounds, and return how many retractions there were."""
     watcher = Watcher(life)
     watcher.live()
     watcher.check_bounds()
@@ -229,18 +229,20 @@ def check_the_youngest_gives_way() -> None:
 
 
 def check_a_handoff_under_way_gives_way() -> None:
-    """It takes longer than it takes the older request to grow into what admission left free."""
+    """The handoff takes longer than the older request needs to grow into the slots that admission left free."""
     assert lived(Life((Arrival(0, 4, 50, 0), Arrival(1, 12, 4, 60)), max_rows=2, max_kv_tokens=62)) == 1
 
 
 def check_a_tree_that_needs_many_slots_comes_to_an_end() -> None:
-    """The drafts of one step would take the slots of a handoff under way, which were free again at the next."""
+    """The drafts of one step would need the slots of a handoff under way, and these would be free again at the next
+    step.
+    """
     wide = SpecInfo(num_steps=6, num_draft_tokens=6, topk=8, max_draft_lag=5)
     lived(Life((Arrival(0, 8, 8, 0), Arrival(0, 8, 8, 20)), max_rows=2, max_kv_tokens=55, spec_info=wide))
 
 
 def check_a_stream_of_newcomers_delays_nobody() -> None:
-    """At every step another one comes, for as long as the first three live."""
+    """A new request arrives at every step for as long as the first three live."""
     watcher = Watcher(Life((Arrival(0, 4, 44, 0),) * 3, max_rows=4, max_kv_tokens=90))
     first = [watcher.submit(arrival) for arrival in watcher.life.arrivals]
     while any(seen.ended is None for seen in first):

@@ -1,4 +1,4 @@
-"""Columns by pool row give each request what taking its tokens one by one would."""
+"""The columns indexed by pool row give each request the same result as taking its tokens one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ offers = st.lists(st.tuples(st.lists(st.integers(5, 9), min_size=WIDTH, max_size
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """To one request: its limit, whether a token ends it, and what each step offers."""
+    """One request's limit, whether a token may end it, and the tokens that each step offers it."""
 
     max_tokens: int
     can_stop: bool

@@ -1,4 +1,4 @@
-"""How batches speculate, in figures, and the settings that say so."""
+"""SpecInfo's numbers for each kind of speculation, and the settings they come from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""I3, I4, I6, I7 and I12 with an EagleWorker: what it drafts, commits and leaves, however its streams run.
+"""Invariants I3, I4, I6, I7 and I12 with an EagleWorker: the tokens it drafts, commits and relays, in any order of the
+streams.
 
-The draft head is made of tags too: it is right for two choices in three, and wrong when anything it read was not what
-it should be. So beside the tokens the drafts that are accepted are known beforehand, and must be just those.
+The draft head is made of tags too. It is right two times in three, and wrong whenever it read anything it should not
+have. So the accepted drafts are known beforehand, as the tokens are, and both are checked.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from tests.engine.tags import VOCAB_SIZE
 
 
 def check_speculated_tokens_are_the_oracles() -> None:
-    """A dozen greedy and sampled requests through three rows, some aborted, some retracted, in any order of streams."""
+    """A dozen greedy and sampled requests share three rows. Some are aborted and some retracted, and the streams run in
+    random order.
+    """
     num_accepted = num_rejected = num_retractions = num_exact = 0
     for seed in range(NUM_SEEDS):
         for spec_info, overlap in ((CHAIN, True), (CHAIN, False), (TREE, True)):
@@ -63,7 +66,9 @@ def check_speculated_tokens_are_the_oracles() -> None:
 
 
 def pending_when_blocking(scripted: ScriptedEngine) -> list[list[str]]:
-    """One step, with run_needed: what is left on the forward stream each time the schedule side begins to wait."""
+    """Take one step with run_needed. Returns the work left on the forward stream each time the schedule side starts to
+    wait.
+    """
     seen = []
 
     def look(device: ScriptedDevice, event: Event) -> None:
@@ -90,7 +95,7 @@ def check_the_next_step_is_launched_before_draft_extend() -> None:
 
 
 def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
-    """They are known when it is launched, whatever was published before."""
+    """Lengths of a step without drafts are known at its launch, whatever was published before."""
     scripted = ScriptedEngine(spec_info=CHAIN)
     scripted.engine._depth = ScriptedDepth([CHAIN, SEED, CHAIN, *[NOTHING] * 6, SEED, CHAIN])
     outcome = scripted.submit("a", [1, 2], 30)
@@ -107,7 +112,7 @@ def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
 
 
 def check_a_row_at_its_limit_is_not_launched() -> None:
-    """The published lengths say that all its tokens are there, before its results are taken."""
+    """The published lengths show that a row has all its tokens, before its results are taken."""
     for max_tokens in range(8, 14):  # with some of them the last step adds several
         scripted = ScriptedEngine(spec_info=CHAIN)
         outcome = scripted.submit("a", [1, 2], max_tokens)
@@ -122,7 +127,9 @@ def check_a_row_at_its_limit_is_not_launched() -> None:
 def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only where that one was in flight at the launch: else nobody had anything to compute."""
+    """The idle time is measured only if the step before was in flight at the launch. Otherwise there was nothing to
+    compute.
+    """
     scripted = ScriptedEngine(spec_info=CHAIN, overlap=overlap)
     idle: list[float | None] = []
     monkeypatch.setattr(
@@ -147,7 +154,7 @@ def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
 
 
 def check_seeds_reach_the_next_forward_by_stream_order() -> None:
-    """The next forward is launched before draft-extend has run, with nothing to wait for between the two."""
+    """The next forward is launched before draft-extend has run, and only stream order lies between the two."""
     scripted = ScriptedEngine(spec_info=CHAIN, debug_checks=False)
     first, second = scripted.submit("first", [1, 2], 12), scripted.submit("second", [3, 4, 5], 9, temperature=1.0)
     scripted.start("first", "second")
@@ -176,7 +183,7 @@ def check_seeds_are_read_at_forward_entry() -> None:
 
 
 def check_a_verified_step_that_was_not_stashed_is_noticed() -> None:
-    """Debug builds: a step whose bonus token never reached the relay fails its request at the next."""
+    """In debug builds, a step whose bonus token never reached the relay fails its request at the next step."""
     scripted = ScriptedEngine(spec_info=CHAIN, debug_checks=True)
     outcome = scripted.submit("a", [1, 2], 16)
     scripted.start("a")
@@ -221,7 +228,9 @@ def check_bootstrap_beside_draft_extend_leaves_the_fence() -> None:
 
 
 def check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with() -> None:
-    """One joins a batch whose draft-extend is still to run. Another is merged when no slots are left to launch with."""
+    """One row joins a batch whose draft-extend is still to run. Another is merged when no slots are left to launch
+    it.
+    """
     scripted = ScriptedEngine(spec_info=CHAIN)
     first, beside = scripted.submit("first", [1, 2], 16), scripted.submit("beside", [3, 4, 5], 8)
     scripted.step()
@@ -238,7 +247,7 @@ def check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with() -> None:
 
 
 def check_a_row_bootstrapped_and_not_launched_keeps_its_length() -> None:
-    """It is merged when the slots of its first step are still those of an aborted row, whose forward is in flight."""
+    """The row is merged while its first step's slots still belong to an aborted row, whose forward is in flight."""
     scripted = ScriptedEngine(spec_info=CHAIN, max_rows=2, max_kv_tokens=46)
     scripted.submit("gone", [1, 2], 40)
     scripted.start("gone")

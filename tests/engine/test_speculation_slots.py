@@ -1,4 +1,6 @@
-"""A speculating engine's rows, slots and tensors: I9, I10 and I15 with the slots of drafts, each broken by a mutant."""
+"""Invariants I9, I10 and I15 for a speculating engine: its rows, tensors and slots, including those of drafts. A mutant
+breaks each one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.engine.tag_head import DRAFT, draft_kv_of
 
 
 def check_nothing_is_reused_while_a_speculative_forward_holds_it() -> None:
-    """The only row is aborted with verify and draft-extend still to run, and another request waits for it."""
+    """The only row is aborted with its verify and draft-extend still to run, and another request waits for the row."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16, spec_info=CHAIN)
     scripted.submit("first", [1, 2, 3], 8)
     scripted.start("first")
@@ -45,7 +47,7 @@ def check_nothing_is_reused_while_a_speculative_forward_holds_it() -> None:
 
 
 def check_rejected_drafts_leave_their_slots_to_the_next_step() -> None:
-    """A row never has more slots than its committed KV and one step's drafts need."""
+    """A row never holds more slots than its committed KV and one step's drafts need."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=64, spec_info=CHAIN)
     outcome = scripted.submit("a", [1, 2], 24)
     scripted.start("a")
@@ -63,7 +65,9 @@ def check_rejected_drafts_leave_their_slots_to_the_next_step() -> None:
 
 
 def check_slots_are_conserved_under_speculation() -> None:
-    """Requests end by length, by abort while queued, landing and decoding; `step` and `run` count each time."""
+    """Requests end by length, or are aborted while queued, landing or decoding. `step` and `run` count rows and slots
+    every time.
+    """
     for seed in range(3):
         random_run(random.Random(seed), CHAIN, overlap=True)
 
@@ -72,7 +76,7 @@ def check_slots_are_conserved_under_speculation() -> None:
 
 
 def check_a_forward_writes_to_slots_of_its_rows() -> None:
-    """Of the target and of the head, drafts included."""
+    """Covers the forwards of the target and of the head, drafts included."""
     for spec_info in (CHAIN, TREE):
         scripted = ScriptedEngine(spec_info=spec_info)
         assert scripted.head is not None
@@ -93,7 +97,7 @@ def assert_slots_are_held(scripted: ScriptedEngine, batch: ForwardInput) -> None
 
 
 def check_a_late_copy_does_not_meet_another_requests_drafts() -> None:
-    """A request is aborted with its KV still being copied; another one needs the slots."""
+    """A request is aborted while its KV is still being copied, and another one needs its slots."""
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60, spec_info=CHAIN)
     long = scripted.submit("long", [1, 2, 3], 30)
     scripted.start("long")
@@ -112,7 +116,7 @@ def check_a_late_copy_does_not_meet_another_requests_drafts() -> None:
 
 
 def check_a_released_row_takes_none_of_the_heads_segments() -> None:
-    """Frames that cross with the abort are dropped, and their bytes given back."""
+    """Frames that arrive after the abort are dropped, and their bytes are given back."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=32, spec_info=CHAIN)
     scripted.submit("gone", [9, 9, 9, 9], 2)
     scripted.step()
@@ -132,7 +136,9 @@ def check_a_released_row_takes_none_of_the_heads_segments() -> None:
 
 
 def check_a_row_runs_only_when_the_heads_kv_is_there() -> None:
-    """The target's KV has landed; of the head's the frames have not come, then they have and are not copied."""
+    """The target's KV has landed. At first the head's frames have not arrived; then they have, but are not copied
+    yet.
+    """
     scripted = ScriptedEngine(spec_info=CHAIN)
     outcome = scripted.submit("a", [1, 2, 3, 4], 6)
     scripted.step()

@@ -1,4 +1,4 @@
-"""Steps with drafts are compared with the steps next to them."""
+"""StepTimes compares each step with drafts to the steps next to it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from decode_service.speculate.step_times import StepTimes
 
 DEEPEST = SpecInfo.chain(3)
 SECONDS = (0.010, 0.015, 0.025, 0.040)
-"""What a step of each depth takes on a machine that does nothing else."""
+"""The time that a step of each depth takes on an otherwise idle machine."""
 
 
 def measured(
     depths: Iterable[int], *, num_rows: int = 8, pace: float = 1.0, idle_s: float = 0.0, times: StepTimes | None = None
 ) -> StepTimes:
-    """One step of each depth, `pace` times as long as usual; the stream waits for `idle_s` behind those that draft."""
+    """Observe one step of each depth, `pace` times as long as usual. After a step that drafts, the stream is idle for
+    `idle_s`.
+    """
     times = times or StepTimes(num_levels=DEEPEST.num_steps, max_draft_lag=DEEPEST.max_draft_lag)
     drafted_before = False
     for depth in depths:

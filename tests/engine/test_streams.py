@@ -1,4 +1,4 @@
-"""I11: the engine knows one Stream and one Event, and no device by name."""
+"""Invariant I11: the engine uses one Stream and one Event type, and names no device."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NEUTRAL_DEVICE_MODULES = {f"common.device.{name}" for name in ("stream", "cell",
 
 
 def engine_sources() -> dict[str, str]:
-    """The engines' rooms and what rows and slots are held with. `main` opens the device."""
+    """The source of the engines' packages and of common/kv, by path. `main` is not included, as it opens the device."""
     rooms = [ROOT / service / room for service in SERVICES for room in ENGINE_ROOMS]
     paths = [path for room in (*rooms, ROOT / "common" / "kv") for path in room.glob("*.py")]
     return {str(path.relative_to(ROOT)): path.read_text() for path in sorted(paths)}
 
 
 def device_names(source: str) -> set[str]:
-    """What in `source` belongs to one device only."""
+    """The names in `source` that belong to one device only."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -65,7 +65,7 @@ def check_no_device_is_named(planted: str = "") -> None:
 
 
 def check_a_device_has_one_event_type() -> None:
-    """Whichever stream records it, an event answers the same calls and orders every stream of its device."""
+    """An event has the same methods whichever stream recorded it, and every stream of its device can wait for it."""
     scripted = ScriptedEngine()
     cpu = CpuDevice(num_threads=1, wait_timeout_s=5.0)
     try:

@@ -1,4 +1,5 @@
-"""I12: overlap on or off, any arrival, any abort, however the streams run: the same tokens.
+"""Invariant I12: tokens are the same with overlap on or off, for any arrivals and aborts, and in any order of the
+streams.
 
 tests/pair/test_parity_tiny.py shows the same on real models, with chunked prefill.
 """
@@ -22,7 +23,9 @@ NUM_SEEDS = 10
 
 
 def random_device(numbers: random.Random) -> ScriptedDevice:
-    """Between any two calls of the engine its streams may run on, as threads would; none is favoured."""
+    """A device whose streams may run between any two calls of the engine, as threads would. The choice among them is
+    uniform.
+    """
 
     def run_some(device: ScriptedDevice) -> None:
         while numbers.random() < 0.3 and (ready := device.ready_streams()):
@@ -32,7 +35,7 @@ def random_device(numbers: random.Random) -> ScriptedDevice:
 
 
 def check_tokens_are_the_oracles(seed: int, *, overlap: bool) -> int:
-    """A dozen greedy and sampled requests through three rows, some aborted; returns how many were retracted."""
+    """Run a dozen greedy and sampled requests through three rows, abort some, and return how many were retracted."""
     numbers = random.Random(seed)
     scripted = ScriptedEngine(device=random_device(numbers), max_rows=3, max_kv_tokens=72, overlap=overlap)
     for arrival in range(12):
@@ -72,7 +75,7 @@ def check_not_overlapped() -> None:
 
 
 def check_results_lag_one_step() -> None:
-    """With overlap the next step is launched before this one's results are taken; without it, after."""
+    """With overlap the next step is launched before this step's results are taken; without it, afterwards."""
     launched_before_results = {}
     for overlap in (True, False):
         scripted = ScriptedEngine(overlap=overlap)
@@ -104,7 +107,7 @@ def test_a_forward_that_cannot_be_prepared_fails_its_own_requests_alone() -> Non
 
 
 def check_a_failed_forward_fails_its_own_requests_alone() -> None:
-    """The step after it is in flight already, with the same rows and a new one."""
+    """The step after the failed one is already in flight, with the same rows and a new one."""
     scripted = ScriptedEngine()
     bad = scripted.submit("bad", [1, 2], 9)
     scripted.start("bad")
@@ -161,7 +164,9 @@ def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: p
 
 
 def test_results_are_taken_once_the_next_step_does_nothing_but_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On threads its Python and the engine's would keep each other waiting."""
+    """On threads, the Python code of a step that is still starting would compete with the engine's for the
+    interpreter.
+    """
     scripted = ScriptedEngine()
     scripted.submit("only", [5, 6, 7], 8)
     scripted.start("only")

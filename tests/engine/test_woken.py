@@ -1,4 +1,4 @@
-"""An engine is woken by the streams that it waits for, and looks seldom where it is."""
+"""The streams that an engine waits for wake it, so that it seldom needs to poll."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAMPLING = ResolvedSampling(seed=1, max_tokens=4)
 
 
 def woken_prefill(tiny_target: Callable[[str], TargetModel]) -> tuple[PrefillEngine, threading.Event]:
-    """Of one row, and what is set when it is woken."""
+    """A prefill engine of one row, and the event that is set when a stream wakes it."""
     engine = new_prefill_engine(tiny_target("llama"), max_rows=1, early_sending=False)
     is_woken = threading.Event()
     engine.be_woken_by(is_woken.set)
@@ -38,7 +38,7 @@ def woken_prefill(tiny_target: Callable[[str], TargetModel]) -> tuple[PrefillEng
 
 
 class Sleeper:
-    """An engine with nothing to do."""
+    """An engine that never has anything to do."""
 
     def __init__(self) -> None:
         self.has_stepped = threading.Event()
@@ -79,7 +79,9 @@ def test_a_waiting_engine_steps_when_it_is_woken() -> None:
 
 
 class Taker(Sleeper):
-    """In its first step numbers and words are posted, and it takes the numbers. `steps`: what each step was given."""
+    """An engine that records the commands of each step in `steps`. In its first step it calls `during_first`, in which
+    a test posts and takes further commands.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +194,7 @@ def test_a_queued_prompt_does_not_wait_for_the_row_that_a_step_freed(
 
 
 def test_who_was_short_of_slots_does_not_wait_for_those_that_a_step_freed() -> None:
-    """Of the forward's end, which freed them, nobody tells: the engine itself waited for it."""
+    """Nothing reports the end of the forward that freed the slots, because the engine itself waited for it."""
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48)
     for number in range(2):
         scripted.submit(str(number), [number + 1, 7], 30)
@@ -209,7 +211,9 @@ def test_who_was_short_of_slots_does_not_wait_for_those_that_a_step_freed() -> N
 
 
 def test_what_a_step_is_done_with_is_let_go_of_behind_its_end() -> None:
-    """By who takes its results, and not by the stream, which would stop for that between two forwards."""
+    """The engine, which takes the step's results, frees them. If the stream did, it would pause between two
+    forwards.
+    """
     scripted = ScriptedEngine()
     scripted.submit("a", [1, 2], 5)
     outputs: list[weakref.ref[Tensor]] = []

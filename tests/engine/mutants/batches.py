@@ -1,4 +1,4 @@
-"""I14 broken: order and columns of a batch."""
+"""Mutants that break invariant I14: the order and the columns of a batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COLUMNS = ("req_pool_indices", "req_pool_indices_cpu", "seq_lens", "seq_lens_cpu
 
 
 def forgetful(operation: str, column: str) -> Mutant:
-    """`filter_batch` or `merge_batch` leaves one column as it was."""
+    """A mutant in which `filter_batch` or `merge_batch` (`operation`) does not update one column."""
 
     def forgets_a_column(patch: pytest.MonkeyPatch) -> None:
         _forgets(patch, operation, column)
@@ -60,7 +60,7 @@ def filter_keeps_old_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_follows_is_kept(patch: pytest.MonkeyPatch) -> None:
-    """What a batch needs of sampling, and its requests' names, are those that were asked for first."""
+    """Break filter and merge: a batch keeps the sampling needs and request names it had when they were first read."""
     for operation in ("filter_batch", "merge_batch"):
         _keeps(patch, operation, ("rows", "request_ids", "undrafted", "sampling"))
 

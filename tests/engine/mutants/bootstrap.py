@@ -1,4 +1,4 @@
-"""I7 broken: bootstrap, and the order of the streams with the schedule side."""
+"""Mutants that break invariant I7: bootstrap, and the order between the streams and the schedule side."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bootstrap_rearms_publish_ready(patch: pytest.MonkeyPatch) -> None:
 
 
 def bootstrap_on_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """Which no forward waits for."""
+    """Run bootstrap on a stream for which no forward waits."""
     bootstrap, given = FutureMap.bootstrap, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:

@@ -1,4 +1,4 @@
-"""What a mutant is: the engine with one rule taken out. Each must make the rule's check fail."""
+"""The type of a mutant: a function that takes one rule out of the engine. The rule's check must fail with it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def see_it_fail(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the mutant the check must fail, and say why."""
+    """Apply the mutant, and require that the check then fails with a message that matches `symptom`."""
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=symptom):
         check()
 
 
 def arguments_given(patch: pytest.MonkeyPatch, kind: type) -> Callable[[object], Mapping[str, Any]]:
-    """From now on, the keyword arguments with which each object of `kind` was made."""
-    made: dict[int, tuple[object, Mapping[str, Any]]] = {}  # with the object, whose identity is then not used again
+    """Record the keyword arguments with which each object of `kind` is built from now on. Returns a lookup from object
+    to arguments.
+    """
+    made: dict[int, tuple[object, Mapping[str, Any]]] = {}  # keeps the object too, so that its id is not reused
     init = kind.__init__  # type: ignore[misc]
 
     def noting(self: object, **arguments: Any) -> None:
@@ -32,5 +34,5 @@ def arguments_given(patch: pytest.MonkeyPatch, kind: type) -> Callable[[object],
 
 
 def name_of(value: object) -> str:
-    """Test ids: a check's or a mutant's name; nothing for a symptom."""
+    """A test id: the name of a check or a mutant, and "-" for a symptom."""
     return getattr(value, "__name__", "-")

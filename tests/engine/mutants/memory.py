@@ -1,4 +1,6 @@
-"""I15 broken where pieces run at once: memory that a stream has still to read is let go of, or made too late for it."""
+"""Mutants that break invariant I15 on devices that run work in the background: memory is freed, or made, while a stream
+has yet to read it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from prefill_service.schedule import scheduler as prefill_scheduler
 
 
 class _ForgetfulWorker:
-    """A Worker that keeps none of the tensors it made at the launch."""
+    """A worker that drops its reference to the tensors it made for a launch."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -29,13 +31,13 @@ class _ForgetfulWorker:
 
 
 def tokens_dropped_at_launch(patch: pytest.MonkeyPatch) -> None:
-    """`input_ids=tokens` of the plain worker."""
+    """Drop the `input_ids` tensor that the plain worker made for a launch."""
     new_worker = forward_side.new_worker
     patch.setattr(forward_side, "new_worker", lambda **given: _ForgetfulWorker(new_worker(**given)))
 
 
 def dropped_at_launch(column: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """That tensor of a decode step's batch."""
+    """A mutant that drops the tensor `column` of a decode step's batch as soon as the step is launched."""
 
     def mutant(patch: pytest.MonkeyPatch) -> None:
         seal = StepInFlight.seal
@@ -54,7 +56,7 @@ def rows_dropped_at_launch(patch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_dropped_at_launch(patch: pytest.MonkeyPatch) -> None:
-    """All tensors of a prefill forward."""
+    """Drop all tensors of a prefill forward as soon as it is launched."""
 
     def step_in_flight(batch: ChunkBatch, *rest: Any) -> prefill_scheduler.StepInFlight:
         tensors = [field.name for field in fields(batch) if isinstance(getattr(batch, field.name), Tensor)]

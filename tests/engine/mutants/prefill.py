@@ -1,4 +1,4 @@
-"""The prefill engine broken: chunks, and the copies of their KV on the way out."""
+"""Mutants of the prefill engine: its chunks, and the copies of their KV to the host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chunk_does_not_hold_its_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_tokens_taken_early(patch: pytest.MonkeyPatch) -> None:
-    """As soon as the step is launched."""
+    """Take first tokens as soon as the step is launched, before it has computed them."""
 
     def mutant(self: PrefillEngine) -> None:
         while self._in_flight:

@@ -1,4 +1,4 @@
-"""I2, I3, I6, I8 broken: rows, fence, inputs and empty batches of the relay."""
+"""Mutants that break invariants I2, I3, I6 and I8: the relay's rows, fence, inputs and empty batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.mutants.kinds import arguments_given
 
 
 def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
-    """Tokens go to the next places of a ring that is shorter than the number of requests that can run."""
+    """Relay tokens through a ring buffer instead of by row. It has fewer entries than requests can run at once."""
     init, stash, bootstrap = FutureMap.__init__, FutureMap.stash, FutureMap.bootstrap
     resolve, forward = FutureMap.resolve_forward_inputs, PlainWorker.forward
     rings: dict[int, tuple[dict[int, int], Iterator[int]]] = {}
@@ -91,7 +91,7 @@ def row_zero_is_given_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def padding_falls_on_the_last_row(patch: pytest.MonkeyPatch) -> None:
-    """Padding shares a row with a request."""
+    """Let padding write to the last row, which a request may hold, instead of row 0."""
     stash = FutureMap.stash
 
     def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:

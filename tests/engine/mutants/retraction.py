@@ -1,4 +1,4 @@
-"""Retraction broken: who gives way, who comes back first, and with what."""
+"""Mutants of retraction: which request gives way, which returns first, and with which tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def handoffs_under_way_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """Whatever was reserved for them, a running request gives way."""
+    """Never retract a request whose handoff is under way. A running request gives way instead, whatever is reserved for
+    the handoff.
+    """
 
     class OnlyRunning:
         def __init__(self, lives: Lives) -> None:
@@ -82,7 +84,7 @@ def output_counts_as_prompt(patch: pytest.MonkeyPatch) -> None:
 
 
 def output_is_left_behind(patch: pytest.MonkeyPatch) -> None:
-    """The prompt alone goes back to prefill."""
+    """Send only the prompt of a retracted request back to prefill, without the output it has already."""
     _rows_sent_as(patch, token_ids=lambda row: row.token_ids[: row.prompt_len])
 
 
@@ -91,7 +93,7 @@ def retractions_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
-    """A step drafts as deep as it likes, whatever slots are free."""
+    """Let a step draft at full depth even if no slots are free for the drafts."""
 
     def mutant(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
         if depth is None or batch.is_empty:
@@ -102,7 +104,7 @@ def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """A handoff that succeeded forgives none of those that failed before it."""
+    """Never reset a request's count of failed handoffs, not even when a handoff succeeds."""
     lost = PrefillDispatcher._is_given_up
     totals: dict[int, int] = {}
 

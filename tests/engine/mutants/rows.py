@@ -1,4 +1,4 @@
-"""I9, I10, I15 broken: rows, slots and tensors that a stream may still touch."""
+"""Mutants that break invariants I9, I10 and I15: rows, slots and tensors that a stream may still touch."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ def row_merged_before_its_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def landing_into_a_released_row(patch: pytest.MonkeyPatch) -> None:
-    """The landing zone keeps the row of a request that ended."""
+    """Let the landing zone keep the row of a request that has ended."""
     patch.setattr(LandingZone, "forget", lambda self, req: None)
 
 
 def waiting_segments_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    """A row has landed once the copies that were started are done, whatever has still to be."""
+    """Count a row as landed once the copies started so far are done, although segments still wait for a copy."""
     patch.setattr(LandingRow, "num_waiting", property(lambda row: 0, lambda row, number: None))
 
 
 class _HeldForEver:
-    """A row's lease, to whoever is to look whether it is held."""
+    """A row's lease that always claims to be held."""
 
     is_held = True
 
@@ -86,7 +86,7 @@ class _HeldForEver:
 
 
 class _DeafLanding(LandingZone):
-    """Is given leases that never end."""
+    """A landing zone that sees every lease as held for ever."""
 
     def open(self, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
         leases = [req.lease for req in reqs]
@@ -102,7 +102,9 @@ def waiting_segments_land_in_rows_given_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def frames_matched_by_row_number_alone(patch: pytest.MonkeyPatch) -> None:
-    """A frame finds a row of another call, such as an earlier attempt's."""
+    """Match a frame to a row by row number alone, so that it may reach a row of another call, such as an earlier
+    attempt's.
+    """
 
     opened: list[str] = []
     sound_open, take_frame = LandingZone.open, LandingZone.take_frame
@@ -121,13 +123,13 @@ def frames_matched_by_row_number_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def grown_slot_leaks(patch: pytest.MonkeyPatch) -> None:
-    """A row's last slot, which a running one was given last, does not come back with the others."""
+    """Lose one slot of each release: the last one, which the row was given when it last grew."""
     give_back = SlotAllocator.give_back
     patch.setattr(SlotAllocator, "give_back", lambda self, slots: give_back(self, slots[:-1]))
 
 
 def slots_released_twice(patch: pytest.MonkeyPatch) -> None:
-    """When a request ends, and again when quarantine does."""
+    """Release a request's slots twice: when it ends, and again when its quarantine ends."""
     release, take = KvPool.release, SlotAllocator.take
     allocators: list[SlotAllocator] = []
 
@@ -178,7 +180,7 @@ def tensors_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def live_table_rewritten(patch: pytest.MonkeyPatch) -> None:
-    """Growing a row also moves its first two tokens to each other's slots, in the lease and in the table."""
+    """Swap the slots of a row's first two tokens whenever the row grows, in its lease and in the live table."""
     grow, reserve = KvPool.grow, KvPool.reserve
     leases: dict[int, RowLease] = {}
 

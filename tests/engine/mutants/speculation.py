@@ -1,4 +1,6 @@
-"""I3, I4, I9, I10 broken where only speculation can break them: seeds, slots of drafts, the head's KV."""
+"""Mutants that break invariants I3, I4, I9 and I10 where only speculation can: seeds, slots of drafts and the head's
+KV.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.engine.tags import GROUP
 
 
 def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """Behind the step that left them, but no forward waits for it."""
+    """Stash seeds on another stream. They follow the step that made them, but no forward waits for them."""
     stash, given = FutureMap.stash, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
@@ -45,17 +47,19 @@ def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_earlier_steps_fence_stays_armed(patch: pytest.MonkeyPatch) -> None:
-    """Where a step without drafts is launched."""
+    """Leave an earlier step's fence armed when a step without drafts is launched."""
     patch.setattr(FutureMap, "publish_nothing", lambda self: None)
 
 
 def rows_at_their_limit_are_launched(patch: pytest.MonkeyPatch) -> None:
-    """Once more, before the results that end their requests are taken."""
+    """Launch a row once more although its published length is at its limit, before the results that end its request are
+    taken.
+    """
     patch.setattr(RunningRows, "have_room_after", lambda self, rows, seq_lens: np.ones(len(rows), dtype=np.bool_))
 
 
 def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:
-    """A step takes the one slot that decoding without drafts needs."""
+    """Give a step the one slot per row that decoding without drafts needs, and none for drafts."""
 
     def mutant(self: ScheduleBatch) -> Rows:
         return self.seq_lens_cpu.numpy() + 1
@@ -64,7 +68,7 @@ def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_taken_anew_each_step(patch: pytest.MonkeyPatch) -> None:
-    """Those of rejected drafts are never used again."""
+    """Give each step new slots, and never reuse those of rejected drafts."""
 
     def mutant(self: ScheduleBatch) -> Rows:
         held = [req.lease.num_tokens for req in self.reqs if req.lease]
@@ -74,7 +78,9 @@ def slots_taken_anew_each_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
-    """As soon as a step's results are known: the next step, in flight, drafts and verifies in them."""
+    """Release the slots of rejected drafts as soon as a step's results are known, while the next step in flight drafts
+    and verifies in them.
+    """
     finish = DecodeEngine._finish
 
     def mutant(self: DecodeEngine, step: StepInFlight | None, *, followed_by: StepInFlight | None = None) -> None:
@@ -89,7 +95,7 @@ def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_kv_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    """A row is complete with the target's KV."""
+    """Count a row as complete once the target's KV has landed, without waiting for the draft head's."""
 
     def mutant(self: LandingRow) -> bool:
         return self.columns is not None and not self.missing[GROUP.name].any()

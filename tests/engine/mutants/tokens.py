@@ -1,4 +1,4 @@
-"""I12, I13 broken: results, failures and noise."""
+"""Mutants that break invariants I12 and I13: results, failures and sampling noise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def results_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def failure_outlives_its_step(patch: pytest.MonkeyPatch) -> None:
-    """Pieces belong to the stream instead of to their step."""
+    """Enqueue all work without its step's scope, so that the failure of one step outlives it on the stream."""
     enqueue = ScriptedStream.enqueue
 
     def mutant(self: ScriptedStream, work: Work, scope: Scope | None = None) -> None:
@@ -61,7 +61,7 @@ def noise_without_seed(patch: pytest.MonkeyPatch) -> None:
 
 
 def reused_row_not_reseeded(patch: pytest.MonkeyPatch) -> None:
-    """A row's second request samples with its first one's parameters."""
+    """Never reset a row's sampling state: its second request samples with the parameters of its first."""
     seen: set[int] = set()
     reset = SamplingState.reset
 
