@@ -1,4 +1,4 @@
-"""The scenarios that are explored, and which of them shows which mutant."""
+"""The scenarios that are explored, and which scenario shows which mutant."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tests.interleavings.scenarios import (
 AnyScenario = Scenario | RelayAlone | PrefillScenario | RandomLife
 
 NUM_ORDERS = 60
-"""Random ones in which a mutant must show, and in which a large scenario is looked at by the test suite."""
+"""Number of random orders within which a mutant must show. The test suite also runs this many orders of each large
+scenario.
+"""
 
 _beside = Scenario(scenarios.two_requests, 2, 60)
 _beside_lagging = Scenario(scenarios.two_requests, 2, 60, lags=True)
@@ -64,8 +66,10 @@ EXHAUSTIVE: dict[AnyScenario, int] = {
     PrefillScenario(prefill_scenarios.one_prompt, 1, 8, 2): 70,
     PrefillScenario(prefill_scenarios.two_prompts, 1, 8, 2): 1584,
 }
-"""Each order of theirs is run, so many. Were there fewer, something shared would not be seen any more; the number
-changes with what the engine's thread asks of the device.
+"""Small scenarios, each with its number of distinct orders; all of them are run.
+
+A smaller number would mean that some shared memory is no longer noticed. The number also changes when the engine's
+thread asks other things of the device.
 """
 
 LARGE: tuple[AnyScenario, ...] = (
@@ -146,10 +150,12 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (prefill.kv_leaves_before_it_is_computed, _prompts_at_once, "a race for .*kv of target"),
     (prefill.first_tokens_taken_early, _prompts_at_once, "a race for .*forward.*read by Python"),
 )
-"""With what is then wrong (a regular expression)."""
+"""(mutant, scenario, symptom): with the mutant, some order of the scenario fails with a message that matches the
+symptom.
+"""
 
 FOUND_BY_EXPLORING = (rows.quarantine_skipped, rows.quarantine_ends_too_early, rows.launch_does_not_hold_its_rows)
-"""Those that exhaustive exploration is to find too: the default order does not show them."""
+"""The mutants that exhaustive exploration must find too. The default order does not show them."""
 
 SOME_ORDER_HAS: dict[AnyScenario, frozenset[str]] = {
     _beside_chain: frozenset({LAUNCHED_BEFORE_DRAFT_EXTEND, BOOTSTRAPPED_BEFORE_DRAFT_EXTEND}),
@@ -160,23 +166,29 @@ SOME_ORDER_HAS: dict[AnyScenario, frozenset[str]] = {
     _soon_short: frozenset({RETRACTED}),
     _aborted_when_short: frozenset({RETRACTED}),
 }
-"""What makes it worth it: an engine that waited for everything would be right in every order too."""
+"""Things that some order of each scenario must show. They prove that the engine does not simply wait for everything:
+such an engine would be right in every order too.
+"""
 
 NO_ORDER_HAS: tuple[tuple[Mutant, AnyScenario], ...] = (
     (relay.fence_covers_draft_extend, _beside_chain),
     (relay.published_after_draft_extend, _beside_chain),
     (bootstrap.bootstrap_rearms_publish_ready, _relay),
 )
-"""Mutants that show by what they prevent: nothing is wrong, and no order has what some order should have."""
+"""(mutant, scenario): mutants that only make the engine wait. Every order is still right, but no order shows what
+SOME_ORDER_HAS demands.
+"""
 
 SCENARIOS: dict[str, AnyScenario] = {
     scenario.name: scenario for scenario in (*EXHAUSTIVE, *LARGE, *(scenario for _, scenario, _ in CAUGHT_BY))
 }
-"""By name."""
+"""All scenarios, by name."""
 
 
 def scenario_named(name: str) -> AnyScenario:
-    """A scenario of the catalogue, or the life that a seed draws. Raises ValueError."""
+    """The scenario with this name: one of the catalogue, or the random life that the name's seed draws. Raises
+    ValueError.
+    """
     if name.startswith(PREFIX):
         return RandomLife(name.removeprefix(PREFIX))
     if name not in SCENARIOS:

@@ -1,4 +1,4 @@
-"""What of a run happened before what: vector clocks of its transitions."""
+"""The happened-before relation of a run, as vector clocks of its transitions (the single steps of its processes)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from tests.interleavings.footprint import Footprint, Transition, Unit
 
 
 class Clocks:
-    """By process, and by what made a transition possible: a wait, an event seen done, a piece enqueued. Where
-    `joins_conflicts`, also by who came first at memory that both touch, as far as it `counts`.
+    """Vector clocks of a run's transitions, one entry per process.
+
+    A transition happens after those that made it possible: the one before it in its process, a wait, an event seen
+    done, or the enqueueing of its work. With `joins_conflicts` it also happens after earlier accesses to memory that
+    both touch, as far as `counts(unit)` is True.
     """
 
     def __init__(self, *, joins_conflicts: bool, counts: Callable[[Unit], bool] = lambda unit: True) -> None:
@@ -22,8 +25,8 @@ class Clocks:
         self._writers: dict[Unit, int] = {}
 
     def add(self, transition: Transition) -> list[int]:
-        """The places of earlier transitions that it conflicts with and that need not have come first, for all that
-        lies between.
+        """Append a transition. Returns the indices of earlier transitions that conflict with it and are not ordered
+        before it by anything in between.
         """
         place = len(self._trace)
         clock: dict[str, int] = {}
@@ -61,8 +64,8 @@ class Clocks:
 
     @property
     def digest(self) -> int:
-        """64 bits, in every process the same for orders that differ only in what nobody notices. Whoever looks in vain
-        once more has noticed.
+        """A 64-bit digest of the run, the same in every process. Orders without an observable difference have the same
+        digest. One poll of an event more or less counts as observable.
         """
         number: list[int] = []
         count: dict[str, int] = {}
@@ -78,7 +81,7 @@ class Clocks:
 
 
 def both_touch(first: Footprint, second: Footprint) -> set[Unit]:
-    """Memory that both touch and one of them writes."""
+    """The memory units that both transitions touch and at least one of them writes."""
     return (first.writes & (second.reads | second.writes)) | (first.reads & second.writes)
 
 

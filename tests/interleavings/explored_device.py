@@ -1,7 +1,8 @@
-"""A scripted device of which a chooser decides, wherever it may matter, who goes on: the engine's thread or a stream.
+"""A scripted device on which a chooser picks the next process, the engine's thread or a stream, wherever the choice may
+matter.
 
-The engine's thread can be stopped after whatever it asks of the device, before and after it looks at an event, and
-before it touches memory that streams touch too. A piece of a stream runs at once or not at all.
+The engine's thread can be stopped after each call to the device, before and after each poll of an event, and before it
+touches memory that streams touch too. A stream runs a piece (one unit of enqueued work) as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from tests.interleavings.races import check_no_races
 
 
 class Abandoned(BaseException):
-    """The chooser wants no more of this run. No Exception, so that nothing in between takes it for a failure."""
+    """Raised to end a run that the chooser does not want to continue. It is no Exception, so that no code in between
+    takes it for a failure.
+    """
 
 
 Chooser = Callable[[Sequence[str]], str]
-"""Of the processes that can go on, the host first, the one that does. Called once for each transition."""
+"""A function that picks the next process among those that can go on. The host (the engine's thread) comes first if it
+can. It is called once for each transition.
+"""
 
 
 class ExploredEvent(ScriptedEvent):
@@ -64,8 +69,8 @@ class ExploredStream(ScriptedStream):
     def __init__(self, device: ExploredDevice, name: str) -> None:
         super().__init__(device, name)
         self.explored = device
-        self.progress_units: set[Unit] = set()  # what is written when everything enqueued so far has run
-        self.passed: set[int] = set()  # what the waits waited for that were passed since the last piece
+        self.progress_units: set[Unit] = set()  # units written when everything enqueued so far has run
+        self.passed: set[int] = set()  # transitions that the waits passed since the last piece waited for
         self.last: tuple[int, ...] = ()  # the transition of the last piece that ran
         self._num_enqueued = 0
         self._num_run = 0
@@ -92,7 +97,9 @@ class ExploredStream(ScriptedStream):
         scope: Scope | None = None,
         on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
-        """A piece that runs beside is one step here: a milestone is passed with its piece."""
+        """Enqueue one piece with milestones. On a stream that runs pieces in the background, a piece is one step here,
+        so all its milestones are passed together with it.
+        """
         events = super().enqueue_with_milestones(work, num_milestones, scope, on_milestone)
         if self.runs_beside:
             for event in events:
@@ -112,7 +119,7 @@ class ExploredStream(ScriptedStream):
             self.passed |= event.after
 
     def begin_piece(self) -> None:
-        """The current transition is this stream's next piece."""
+        """Make this stream's next piece the current transition."""
         device = self.explored
         device.current.name = self.pending()[0]
         device.current.after |= {self._enqueued_by[self._num_run], *self.passed}
@@ -123,7 +130,9 @@ class ExploredStream(ScriptedStream):
 
 
 class ExploredDevice(ScriptedDevice):
-    """`choose` is asked at every point; `trace` is what was done so far, its last transition going on."""
+    """A device that calls `choose` at every point where the order may matter. `trace` holds the transitions so far; the
+    last one is still going on.
+    """
 
     def __init__(self, choose: Chooser) -> None:
         super().__init__(on_host_call=lambda device: self.point())
@@ -138,7 +147,7 @@ class ExploredDevice(ScriptedDevice):
         self._is_watching = False
         self.launch_order: LaunchOrder | None = None
         self.witnessed: set[str] = set()
-        """What the program saw of which it is enough that some order has it."""
+        """Observations that need to occur in some order only, not in every one."""
 
     @property
     def current(self) -> Transition:
@@ -153,22 +162,24 @@ class ExploredDevice(ScriptedDevice):
         return self._schedule or super().schedule_stream
 
     def lag_schedule_side(self) -> None:
-        """From now on the schedule side is a stream as on a GPU: what the host writes to shared memory happens later,
-        and what it reads there waits for all that.
+        """Make the schedule side a stream, as on a GPU: the host's writes to shared memory happen later, and its reads
+        of that memory wait for them.
         """
         self._schedule = ExploredStream(self, "schedule")
         self.streams.append(self._schedule)
 
     def run_pieces_at_once(self) -> None:
-        """From now on the device is as a GPU, whose pieces' Python runs when they are enqueued. Streams are chosen all
-        the same, to say how far the device is; what they touch, and in which order, is in `launch_order`.
+        """Make the device behave as a GPU: a piece's Python code runs when it is enqueued.
+
+        The chooser still picks streams, which decides how far the device has come. `launch_order` records what each
+        stream touches, and in which order.
         """
         self._runs_pieces_beside = False
         self.launch_order = self.observer = LaunchOrder()
         self._schedule_stream = ScriptedStream(self, "schedule")
 
     def new_outside_stream(self, name: str) -> ScriptedStream:
-        """Of what is no part of the device, whose pieces run when they are chosen."""
+        """Add a stream that is not part of the device, such as a client. Its pieces run when they are chosen."""
         stream = self.new_stream(name)
         stream.runs_beside = True
         return stream
@@ -183,8 +194,9 @@ class ExploredDevice(ScriptedDevice):
 
     @contextlib.contextmanager
     def exploring(self, buffers: Iterable[Shared]) -> Iterator[None]:
-        """From here on there are points, and footprints are measured, of `buffers` part by part. At the end all that is
-        left runs: what could have come earlier must be known.
+        """Within this block the chooser is asked, and accesses to `buffers` are recorded unit by unit.
+
+        At the end all enqueued work is run, since the explorer must know of everything that could have come earlier.
         """
         if self.launch_order is not None:
             self._is_watching = True
@@ -210,25 +222,27 @@ class ExploredDevice(ScriptedDevice):
             self._is_watching = False
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """For what the test computes on the engine's thread, which is no part of the engine."""
+        """Within this block accesses are not recorded. A test uses it for its own computations on the engine's
+        thread.
+        """
         return self._memory.paused() if self.launch_order is None else self.launch_order.unwatched()
 
     def check_no_races(self) -> None:
-        """AssertionError where two accesses to the same memory may come in either order."""
+        """Raises AssertionError if two accesses to the same memory may happen in either order."""
         if self.launch_order is None:
             check_no_races(self.trace)
         else:
             self.launch_order.check()
 
     def point(self) -> None:
-        """The host may be stopped here: streams go on until it is chosen."""
+        """A point at which the host may be stopped. Streams run until the host is chosen."""
         if not (self._is_watching and self.is_host_running):
             return
         while self._turn(is_host_enabled=True) != HOST:
             pass
 
     def idle(self) -> None:
-        """The host has nothing to do until some stream goes on, if one can."""
+        """Called when the host has nothing to do. One stream goes on, if any can, and the host may be stopped again."""
         if self._is_watching and self._ready_names():
             self._turn(is_host_enabled=False)
             self.point()

@@ -1,9 +1,9 @@
 """Explores the orders in which the engine's thread and its streams can go on.
 
-Two transitions of different processes may change places without anybody noticing unless they touch the same memory, one
-of them writing. Of all orders that differ only so, one is run (dynamic partial-order reduction: Flanagan and Godefroid,
-2005, with sleep sets). So "exhaustive" means: whatever order the streams run in, some order that was run had the same
-outcome, provided that a piece is one step and that footprints see all that is shared (footprint.py).
+Two transitions of different processes commute unless they touch the same memory and one of them writes it. Of all
+orders that differ only in commuting transitions, one is run (dynamic partial-order reduction: Flanagan and Godefroid,
+2005, with sleep sets). So "exhaustive" means: for any order of the streams, an order with the same outcome was run.
+This assumes that a piece is one step and that footprints cover everything shared (footprint.py).
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from tests.interleavings.footprint import HOST, Footprint, Transition
 
 
 class NotDeterministic(BaseException):
-    """The same choices led elsewhere: the program does not depend on its device alone."""
+    """Raised if the same choices led to another run: the program depends on something other than its device."""
 
 
 Program = Callable[[ExploredDevice], None]
-"""Runs the scenario to its end on a fresh device; raises AssertionError where something is wrong."""
+"""A function that runs a scenario to its end on a fresh device. It raises AssertionError if something is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """An order that can be run again: at its turns of more than one process, who goes on. Behind it the default."""
+    """An order that can be run again: the process chosen at each point with more than one candidate. After the last
+    choice, the default applies.
+    """
 
     choices: tuple[str, ...]
 
@@ -42,7 +44,7 @@ class Script:
 
     @classmethod
     def parse(cls, text: str) -> Script:
-        """The inverse of str. Raises ValueError."""
+        """Parse the text that `str` gives. Raises ValueError."""
         choices: list[str] = []
         for spell in text.split():
             process, _, count = spell.partition("*")
@@ -62,8 +64,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`num_interleavings`: orders that were run to their end and differ; `is_exhaustive`: there are no others.
-    `witnessed`: what some of them saw.
+    """The result of an exploration.
+
+    `num_interleavings` counts the distinct orders that were run to their end. `is_exhaustive` says that there are no
+    others. `witnessed` holds the observations that at least one order made.
     """
 
     num_interleavings: int
@@ -74,7 +78,7 @@ class Report:
 
 @dataclass(slots=True)
 class _Node:
-    """A choice of the run: what was chosen from here before, and what has to be."""
+    """A choice of the run: the processes that could go on, those tried from here, and those still to be tried."""
 
     enabled: tuple[str, ...]
     chosen: str
@@ -85,7 +89,7 @@ class _Node:
 
 @dataclass(slots=True)
 class _Run:
-    """One execution: replays `nodes`, then goes on by default, adding to them."""
+    """One execution. It replays the choices in `nodes`, then continues by default and appends its own choices."""
 
     nodes: list[_Node]
     num_chosen: int = 0
@@ -109,7 +113,9 @@ class _Run:
         return node.chosen
 
     def _sleep(self, device: ExploredDevice) -> dict[str, Footprint]:
-        """What was run from an earlier node instead, and nothing since has disturbed."""
+        """The processes that need not be tried here: an earlier run took them from a node before, and no transition
+        since conflicts with them.
+        """
         if not self.nodes:
             return {}
         before = self.nodes[-1]
@@ -131,7 +137,7 @@ def _choice_places(trace: Sequence[Transition]) -> list[int]:
 
 
 def explore(program: Program, *, max_interleavings: int | None = None) -> Report:
-    """Run orders of `program` until all are known, `max_interleavings` were run, or one fails."""
+    """Run orders of `program` until all were run, `max_interleavings` were run, or one fails."""
     nodes: list[_Node] = []
     num_interleavings = 0
     witnessed: set[str] = set()
@@ -166,7 +172,9 @@ def _execute(program: Program, device: ExploredDevice) -> BaseException | None:
 
 
 def _note_races(trace: Sequence[Transition], nodes: Sequence[_Node]) -> None:
-    """For each transition that could have come before an earlier one, and touches the same, remember to try that."""
+    """Find the transitions that conflict with an earlier one and could have come before it, and note at that choice to
+    try this.
+    """
     node_of = dict(zip(_choice_places(trace), nodes, strict=False))
     clocks = Clocks(joins_conflicts=True)
     for transition in trace:
@@ -178,7 +186,7 @@ def _note_races(trace: Sequence[Transition], nodes: Sequence[_Node]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RandomOrder:
-    """`digest`: the same for orders that differ only in what nobody notices."""
+    """One random order that was run. Orders without an observable difference have the same `digest`."""
 
     digest: int
     script: Script
@@ -187,7 +195,9 @@ class RandomOrder:
 
 
 def random_order(program: Program, seed: str) -> RandomOrder:
-    """Some processes are favoured for the whole run, so that late and early are both far apart."""
+    """Run a random order. Each run favours some processes throughout, so that their transitions come very early or very
+    late.
+    """
     numbers = random.Random(seed)
     choices: list[str] = []
     patience = numbers.choice((0.05, 0.3, 0.7, 0.95))
@@ -206,7 +216,7 @@ def random_order(program: Program, seed: str) -> RandomOrder:
 
 
 def sample(program: Program, *, num_runs: int, seed: int) -> Report:
-    """Run random orders, until one fails."""
+    """Run `num_runs` random orders, or until one fails."""
     seen: set[int] = set()
     witnessed: set[str] = set()
     for number in range(num_runs):
@@ -219,7 +229,7 @@ def sample(program: Program, *, num_runs: int, seed: int) -> Report:
 
 
 def replay(program: Program, script: Script) -> BaseException | None:
-    """Run `program` in the order of `script`, as far as it can be had. What it raised, or None."""
+    """Run `program` in the order of `script`, as far as that is possible. Returns the exception it raised, or None."""
     left: Iterator[str] = iter(script.choices)
 
     def choose(enabled: Sequence[str]) -> str:
@@ -234,7 +244,9 @@ def _kind_of(error: BaseException) -> tuple[type, str]:
 
 
 def shorten(program: Program, failure: Failure) -> Failure:
-    """A failure of the same kind by an order in which the host is left as it is wherever that does not matter."""
+    """Simplify a failure: returns one of the same kind whose script chooses the host wherever that does not prevent the
+    failure.
+    """
     choices, error = list(failure.script.choices), failure.error
     for size in (64, 16, 4, 1):
         for start in range(0, len(choices), size):

@@ -1,8 +1,9 @@
-"""Which memory code touches, measured while it runs: what decides whether two pieces of it may change places.
+"""Measures which memory code touches while it runs. Two pieces (units of stream work) commute if their footprints do
+not conflict.
 
-A TorchDispatchMode sees every tensor operation. A buffer that lives as long as the engine is told apart by its slots,
-rows or elements; any other tensor counts as a whole, named after who made it when, so that it has the same name in
-every run. Reads through numpy count when the array is made; writes through one are not seen.
+A TorchDispatchMode sees every tensor operation. Buffers that live as long as the engine are tracked by slot, row or
+element. Any other tensor counts as a whole; its name says which step made it, so it has the same name in every run. A
+read through numpy counts when the array is made. Writes through numpy are not seen.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Footprint:
 
 @dataclass(slots=True)
 class Transition:
-    """What one process did between two choices. `after`: transitions without which it could not have begun."""
+    """Everything one process did between two choices. `after` holds the transitions that had to come first."""
 
     process: str
     name: str
@@ -52,9 +53,11 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A buffer that the host and streams touch, each some of its parts along `unit_dim`, or some of its elements.
+    """A buffer that both the host and streams touch. It is tracked by index along `unit_dim`, or by element if that is
+    None.
 
-    `is_written_by_host_alone`: what the host reads of it is what it wrote, so it need not wait for the schedule side.
+    With `is_written_by_host_alone` the host reads only what it wrote itself, so its reads need not wait for the
+    schedule side.
     """
 
     name: str
@@ -65,8 +68,8 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """`places`: for each element of the storage the unit that it belongs to; None where all are one unit. A unit is
-    `name` with its place.
+    """A buffer that is tracked in units. `places` maps each element of its storage to the index of its unit; None makes
+    the whole buffer one unit. A unit is identified by `name` and that index.
     """
 
     name: Hashable
@@ -92,7 +95,7 @@ _CHOICES: dict[Any, Callable[..., Tensor]] = {
     _aten.index_fill_.int_Scalar: _index_select,
     _aten.gather.default: lambda table, dim, index, *_: table.gather(dim, index),
 }
-"""Operations that touch of their first tensor what their indices say."""
+"""Operations that touch only the indexed part of their first tensor, each with a function that finds that part."""
 
 _ALLOCATIONS = frozenset(
     (
@@ -103,18 +106,21 @@ _ALLOCATIONS = frozenset(
         _aten.new_empty_strided.default,
     )
 )
-"""Operations that take memory and put nothing into it."""
+"""Operations that allocate memory without writing to it."""
 
 
 class Memory(TorchDispatchMode):
-    """While it is entered, accesses go to the footprint that `now` returns; `owner` names who makes them.
+    """A mode that records memory accesses while it is entered. Accesses go to the footprint that `now()` returns, and
+    `owner()` names the process.
 
-    `on_shared` is called before each operation on a buffer that was named, with the operation and whether it writes to
-    one. It returns whether it has put the operation off.
+    `on_shared` is called before each operation on a named buffer, with the operation and whether it writes to one. It
+    returns True if it has postponed the operation.
     """
 
     def __init__(self, now: Callable[[], Footprint], owner: Callable[[], Hashable], *, lets_go: bool = False) -> None:
-        """`lets_go`: of tensors that nobody named; then `on_freed` is told when the last reference to one goes."""
+        """With `lets_go`, unnamed tensors are not kept alive, and `on_freed` is called when the last reference to one
+        goes.
+        """
         super().__init__()
         self._lets_go = lets_go
         self._writers: dict[int, Hashable] = {}
@@ -124,7 +130,7 @@ class Memory(TorchDispatchMode):
         self._now = now
         self._owner = owner
         self._buffers: dict[int, _Buffer] = {}
-        self._kept: list[torch.UntypedStorage] = []  # so that no address is used twice
+        self._kept: list[torch.UntypedStorage] = []  # kept alive so that no address is reused
         self._cells: dict[int, tuple[Hashable, Cell[Any]]] = {}
         self._num_made: dict[Hashable, int] = {}
         self._shadows: dict[int, Tensor] = {}
@@ -134,11 +140,13 @@ class Memory(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; the default wraps each call for it."""
+        """Tells PyTorch not to disable dynamo around each call. Nothing is compiled here, and that default wrapper
+        costs time.
+        """
         return False
 
     def name(self, tensor: Tensor, name: str, *, unit_dim: int | None) -> None:
-        """A buffer whose parts along `unit_dim`, or whose elements where that is None, are looked at one by one."""
+        """Track a buffer by index along `unit_dim`, or by element if that is None."""
         assert tensor.is_contiguous() and tensor.storage_offset() == 0
         if unit_dim is None:
             places = torch.arange(tensor.numel())
@@ -148,13 +156,16 @@ class Memory(TorchDispatchMode):
         self._put(tensor, _Buffer(name, places))
 
     def shadow(self, tensor: Tensor) -> None:
-        """From now on `reads_shadows` says whether a copy is read instead, in which no operation is put off."""
+        """Keep a copy of the tensor. From now on `reads_shadows` decides whether reads see the copy, which contains no
+        postponed operation.
+        """
         self._shadows[tensor.untyped_storage()._cdata] = tensor.clone()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Tensor operations, tensors read by Python or numpy, and cells; but no cells where memory is let go of: who
-        remembers a cell keeps what it holds.
+        """Record tensor operations, reads by Python or numpy, and accesses to cells.
+
+        With `lets_go` it does not record cells, because remembering a cell would keep its content alive.
         """
         to_list, to_numpy, cell_get, cell_set = Tensor.tolist, Tensor.numpy, Cell.get, Cell.set
         memory = self
@@ -186,7 +197,7 @@ class Memory(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What the test itself computes is nobody's access."""
+        """Within this block nothing is recorded: a test computes here, not the engine."""
         self._is_paused = True
         try:
             yield
@@ -207,7 +218,7 @@ class Memory(TorchDispatchMode):
             writes_shared = any(map(self._is_shared, writes))
             if writes_shared or any(map(self._is_shared, reads)):
                 operation = functools.partial(func, *map(self._as_now, args), **kwargs) if writes_shared else func
-                with self:  # which does not see what is called from here
+                with self:  # functions called from here are not seen by this mode
                     is_put_off = self.on_shared(operation, writes_shared)
                 if is_put_off:
                     if (shadow := self._in_shadow(args[0])) is not args[0]:
@@ -243,7 +254,9 @@ class Memory(TorchDispatchMode):
         return value if copy is None else copy.as_strided(value.size(), value.stride(), value.storage_offset())
 
     def _as_now(self, value: Any) -> Any:
-        """An operand as it is now, for an operation that may come later; buffers are as they will be then."""
+        """An operand for a postponed operation: a copy of its present value, except that shared buffers are passed as
+        they are and read later.
+        """
         if isinstance(value, tuple | list):
             return [self._as_now(each) for each in value]
         return value.clone() if isinstance(value, Tensor) and not self._is_shared(value) else value
@@ -267,7 +280,7 @@ class Memory(TorchDispatchMode):
         buffer = self._buffers[storage]
         if buffer.places is None:
             return ((buffer.name, 0),)
-        # The same view of a table of units, and the same choice from it, are the units that are touched.
+        # Apply the same view or index to a table of unit indices: the result holds the units touched.
         touched = buffer.places.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         if args and args[0] is tensor and (choose := _CHOICES.get(func)) is not None:
             touched = choose(touched, *args[1:])
@@ -320,7 +333,7 @@ def _put_operand(value: Any, operands: list[Tensor]) -> None:
 
 @functools.cache
 def _written_arguments(func: Any) -> frozenset[int | str]:
-    """By place and by name."""
+    """The arguments that the operation writes, each by position and by name."""
     written = [
         (place, argument.name)
         for place, argument in enumerate(func._schema.arguments)

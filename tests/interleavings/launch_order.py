@@ -1,12 +1,12 @@
-"""What a device whose pieces run at once does in which order, by stream, and whose memory is whose: as on CUDA.
+"""Tracks order and memory ownership on a device that runs each piece's Python code when it is enqueued, as CUDA does.
 
     engine's thread   ──make t──enqueue piece(t)──drop t──make u ...        u may have the memory that t had
     schedule stream   ──[ make t ]──────────────────────[ make u ]──▶       what the thread itself asks of the device
     forward stream    ·····························[ piece reads t ]──▶     much later, and u's values
 
-Python runs in one order here, and the tokens are right in it. What a device would do in another order shows as a race,
-found as the other scenarios' are: two accesses to the same memory, one of them writing, that no wait and no look at an
-event puts in order. To let go of memory counts as a write by the stream that it was made on, which may have it at once.
+Here Python runs in one order only, and the tokens are right in it. Other orders that the device could have taken are
+found as races: two accesses to the same memory, one of them a write, that no wait and no finished event puts in order.
+Freeing memory counts as a write by the stream that allocated it, because that stream may reuse the memory at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SCHEDULE = "schedule"
 
 
 class LaunchOrder(Observer):
-    """Of one device, whose schedule stream is named so. `check` says whether all was ordered."""
+    """Tracks one device, whose schedule stream is named SCHEDULE. `check` tells whether all accesses were ordered."""
 
     def __init__(self) -> None:
         self.trace = [Transition(HOST, "begin", ())]
-        self._host = 0  # the thread's last look at an event: all that it knows to be done
-        self._passed: dict[str, set[int]] = {}  # by stream, what the waits behind its last work waited for
+        self._host = 0  # the host's last poll of an event: everything it knows to be done
+        self._passed: dict[str, set[int]] = {}  # per stream: the work waited for since its own last work
         self._last: dict[str, int] = {}
-        self._after_event: dict[int, tuple[ScriptedEvent, set[int]]] = {}  # by identity; kept, so that none is reused
+        self._after_event: dict[int, tuple[ScriptedEvent, set[int]]] = {}  # by id, which stays in use
         self._running = SCHEDULE
         self._is_schedule_open = False
         self._memory = Memory(self._footprint, lambda: self._running, lets_go=True)
@@ -49,7 +49,7 @@ class LaunchOrder(Observer):
         return self._memory.paused()
 
     def check(self) -> None:
-        """AssertionError where two accesses race."""
+        """Raises AssertionError if two accesses race."""
         check_no_races(self.trace, counts=lambda unit: True)
 
     # ---- what the streams are asked -----------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class LaunchOrder(Observer):
         self._after_event[id(event)] = (event, after)
         if stream.name == SCHEDULE:
             self._is_schedule_open = False
-        elif self._running == stream.name:  # a milestone: what its piece does behind it is not covered
+        elif self._running == stream.name:  # a milestone: what its piece does after it is not covered
             self._begin(stream.name, self.trace[self._last[stream.name]].name)
 
     def waited(self, stream: ScriptedStream, event: Event) -> None:
@@ -97,14 +97,16 @@ class LaunchOrder(Observer):
     # ---- what they touch ----------------------------------------------------------------------------------------
 
     def _footprint(self) -> Footprint:
-        """Of what runs: a piece, or what the thread asks of the schedule stream."""
+        """The footprint of the code that runs now: a piece, or work that the host gives the schedule stream."""
         if self._running == SCHEDULE and not self._is_schedule_open:
             self._begin(SCHEDULE, "schedule side")
             self._is_schedule_open = True
         return self.trace[self._last[self._running]].footprint
 
     def _made(self, unit: Unit, is_written: bool) -> None:
-        """Memory that an operation made and wrote; or that was only taken, behind what its stream did before."""
+        """Note a tensor that an operation made. If it was only allocated and not written, it belongs to the last work
+        of its stream.
+        """
         if is_written:
             self._footprint().writes.add(unit)
         elif self._running in self._last:
@@ -117,7 +119,9 @@ class LaunchOrder(Observer):
         self._append(Transition(maker, "what comes next there", (), Footprint(writes={unit}), {self._host}))
 
     def _host_read(self, units: Iterable[Unit], writer: str) -> None:
-        """By Python or numpy. Of what streams wrote it must have seen an event; it wrote the rest itself."""
+        """Note a read by Python or numpy. The host must have seen an event for units that streams wrote; everything
+        else it wrote itself.
+        """
         if self._running != SCHEDULE or writer == SCHEDULE:
             self._footprint().reads.update(units)
         else:

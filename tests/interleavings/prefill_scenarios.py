@@ -1,4 +1,6 @@
-"""Small lives of a prefill engine: its chunks, the copies of their KV on the way out, and cancellations at any time."""
+"""Scenarios of a prefill engine: a few prompts in chunks, the copies of their KV to the host, and cancellations at any
+time.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class _Row:
 
 
 class ExploredPrefill:
-    """One call. What its transport takes, and cancellations, come when the explorer lets them: "wire" and "client"."""
+    """A prefill engine with one call. The streams "wire" and "client", which the explorer schedules, send its frames
+    and cancel its rows.
+    """
 
     def __init__(self, device: ExploredDevice, *, max_rows: int, max_kv_tokens: int, budget_tokens: int) -> None:
         self.engine = new_prefill_engine(
@@ -65,7 +69,7 @@ class ExploredPrefill:
         self._client.enqueue(partial(self._deliver, CancelCallRows("call", (row,))))
 
     def live(self) -> None:
-        """Until every row has ended and all is free again."""
+        """Step until every row has ended and all rows, slots and bytes are free again."""
         for _ in range(_MAX_STEPS):
             self._step()
             load = self.engine.load()
@@ -126,7 +130,7 @@ class ExploredPrefill:
 
 @dataclass(frozen=True, slots=True)
 class PrefillScenario:
-    """`budget_tokens`: of how many tokens KV may be on its way out."""
+    """A prefill scenario. `budget_tokens` limits the tokens whose KV may be unsent at any time."""
 
     body: Body
     max_rows: int
@@ -142,7 +146,7 @@ class PrefillScenario:
         return f"prefill-{self.body.__name__}-{self.max_rows}_rows-{self.budget_tokens}_budget{lagging}{at_once}"
 
     def program(self, device: ExploredDevice) -> None:
-        """A Program."""
+        """Run the scenario on the device, as a Program (explorer.py)."""
         if self.lags:
             device.lag_schedule_side()
         if self.at_once:
@@ -157,16 +161,18 @@ class PrefillScenario:
 
 
 def one_prompt(prefill: ExploredPrefill) -> None:
-    """Two chunks; the first one's KV leaves while the second is computed."""
+    """One prompt of two chunks. The first chunk's KV leaves while the second is computed."""
     prefill.open((1, 2, 3))
 
 
 def two_prompts(prefill: ExploredPrefill) -> None:
-    """Side by side, or one behind the other where rows are short."""
+    """Two prompts, computed together, or one after the other if rows are short."""
     prefill.open((1, 2, 3), (5, 6))
 
 
 def one_cancelled(prefill: ExploredPrefill) -> None:
-    """At any time: queued, computing, leaving. The other takes its row or its slots."""
+    """One of two prompts is cancelled at any time: while queued, computed or sent. The other takes its row or its
+    slots.
+    """
     prefill.open((1, 2, 3), (5, 6, 7))
     prefill.cancel_some_time(0)

@@ -1,4 +1,6 @@
-"""Accesses to shared memory that nothing orders: right by luck in the order that was run, and wrong in another."""
+"""Finds races: accesses to shared memory that nothing orders. They may be right by luck in the order that was run, and
+wrong in another.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ def is_of_shared_buffer(unit: Unit) -> bool:
 
 
 def check_no_races(trace: Sequence[Transition], *, counts: Callable[[Unit], bool] = is_of_shared_buffer) -> None:
-    """Of two accesses to a part of a shared buffer, one of them writing, one must have come first: by its process's
-    order, because a stream or the host waited for it, or because an event was seen done. AssertionError otherwise.
-    `counts`: what is looked at.
+    """Raises AssertionError if two transitions touch the same unit of memory, one of them writes it, and neither is
+    ordered before the other.
+
+    They can be ordered by their process, by a wait of a stream or the host, or by an event that was seen done. `counts`
+    selects the units that are checked.
     """
     clocks = Clocks(joins_conflicts=False, counts=counts)
     for transition in trace:

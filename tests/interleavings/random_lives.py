@@ -1,4 +1,6 @@
-"""Lives drawn at random: how many requests, how long, how they end, what is short."""
+"""Random lives (scenarios of a decode engine): the number of requests, their lengths and endings, and what runs
+short.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ from tests.interleavings.scenarios import (
 NAMES = "abcd"
 ENDINGS = ("abort", "stop", "lost")
 PREFIX = "random_life-"
-"""Of the names of lives; what follows is the seed."""
+"""Prefix of a random life's name; its seed follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`ending`: one of ENDINGS ("lost": its first handoff is), or None: it decodes to its end."""
+    """A request of a life. `ending` is one of ENDINGS ("lost" loses its first handoff), or None if the request decodes
+    to its end.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -44,7 +48,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """`spare_slots`: beside those that its longest request needs alone."""
+    """The requests of a life and the engine's sizes. `spare_slots` are slots beyond those that the longest request
+    needs alone.
+    """
 
     requests: tuple[Request, ...]
     max_rows: int
@@ -65,7 +71,7 @@ class Life:
         )
 
     def program(self, device: ExploredDevice) -> None:
-        """A Program."""
+        """Run the life on the device, as a Program (explorer.py)."""
         num_needed = max(len(each.prompt) + each.max_tokens for each in self.requests)
         num_ahead = 0 if self.spec_info is None else self.spec_info.num_slots - 1
         Scenario(
@@ -91,7 +97,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class RandomLife:
-    """The life that a seed draws: a scenario that its name says all of."""
+    """The scenario of the life that `seed` draws. Its name contains the seed, so the name alone recreates it."""
 
     seed: str
 
@@ -104,13 +110,15 @@ class RandomLife:
         return f"{PREFIX}{self.seed}"
 
     def program(self, device: ExploredDevice) -> None:
-        """A Program."""
+        """Run the life on the device, as a Program (explorer.py)."""
         self.life.program(device)
 
 
 @dataclass(frozen=True, slots=True)
 class RandomLives:
-    """All lives, from each of which one order is run. Some of every `num_telling` have what makes them worth it."""
+    """All random lives together; one order of each is run. Among every `num_telling` of them, some must show each thing
+    in `some_have`.
+    """
 
     name: str = "random_lives"
     num_telling: int = 2000

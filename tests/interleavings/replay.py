@@ -1,4 +1,4 @@
-"""Runs one order of a scenario again, as a script tells it.
+"""Runs one order of a scenario again, given as a script.
 
 python -m tests.interleavings.replay two_requests-plain-2_rows 'host*2 wire host*5 landing'
 """

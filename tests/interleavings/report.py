@@ -1,6 +1,7 @@
-"""Prints, as tables, how many orders each scenario has, and which order, or check of tests/engine, shows each mutant.
+"""Prints two tables: the number of orders of each scenario, and the order, or the check of tests/engine, that shows
+each mutant.
 
-python -m tests.interleavings.report [--orders N]
+    python -m tests.interleavings.report [--orders N]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Small lives of a decode engine, for all their orders to be run: the real scheduler, batch, relay and pool.
+"""Small scenarios of a decode engine whose orders are explored, with the real scheduler, batch, relay and pool.
 
-The model and the head are made of tags (tests/engine/tags.py): each token is a hash of everything that it depends on,
-so whatever was read too early, too late or from another request shows as a wrong token.
+The model and the draft head are made of tags (tests/engine/tags.py): each token is a hash of everything it depends on.
+So any value read too early, too late or from another request shows as a wrong token.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ RESOLVED_BEFORE_DRAFT_EXTEND = "lengths were resolved behind a bootstrap while t
 
 
 class ExploredEngine(ScriptedEngine):
-    """Handoffs and aborts come when the explorer lets them: as pieces of streams of their own, "wire" and "client".
+    """A decode engine on an explored device. Handoffs and aborts are pieces of the streams "wire" and "client", so the
+    explorer decides when they arrive.
 
-    A handoff comes whole, or where `frames_come_apart` frame by frame.
+    A handoff arrives as a whole, or frame by frame with `frames_come_apart`.
     """
 
     def __init__(
         self, device: ExploredDevice, *, max_rows: int, max_kv_tokens: int, frames_come_apart: bool, **options: Any
     ) -> None:
-        # Debug checks look at the whole table each step, which would be an order of its own.
+        # Debug checks read the whole table at each step, which would order everything.
         super().__init__(device=device, max_rows=max_rows, max_kv_tokens=max_kv_tokens, debug_checks=False, **options)
         self._explored = device
         self._wire = device.new_outside_stream("wire")
@@ -82,7 +83,9 @@ class ExploredEngine(ScriptedEngine):
             self._wire.enqueue(partial(self._deliver, *part))
 
     def abort_some_time(self, request_id: str, *, after_tokens: int = 0) -> None:
-        """Once the client has so many. What is handed over for it all the same comes too late for the engine."""
+        """Abort the request at any time after its client has received `after_tokens` tokens. A handoff delivered after
+        that comes too late for the engine.
+        """
         if len(self.outcomes[request_id].token_ids) < after_tokens:
             self._to_abort[request_id] = after_tokens
             return
@@ -103,11 +106,11 @@ class ExploredEngine(ScriptedEngine):
         return self._launch(batch)
 
     def lose_handoff_once(self, request_id: str) -> None:
-        """Its first call breaks behind the first segment."""
+        """Let the request's first handoff call break after its first segment."""
         self._to_lose.add(request_id)
 
     def stop_some_time(self, request_id: str) -> None:
-        """The edge matched a stop string in its first token."""
+        """Let the edge report, at any time, a stop string in the request's first token."""
         self._client.enqueue(partial(self._deliver, FinishAtStop(request_id, 1, "stop")))
 
     def step(self) -> list[Event]:
@@ -116,7 +119,9 @@ class ExploredEngine(ScriptedEngine):
         return super().step()
 
     def live(self) -> None:
-        """Go on, handing over what the engine asks for, until every request has ended and all is free again."""
+        """Step, and deliver every handoff the engine asks for, until every request has ended and all rows and slots are
+        free.
+        """
         self.run(advance=self._rest)
 
     def _note(self, event: Event) -> None:
@@ -157,11 +162,11 @@ class ExploredEngine(ScriptedEngine):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`body` says what is asked of an engine of so many rows and slots; its whole life is then explored.
+    """A scenario: `body` submits requests to an engine of the given size, and the engine's whole life is explored.
 
-    `lags`: the schedule side is behind the host, as on a GPU. `at_once`: so are all streams, and a piece's Python runs
-    when it is enqueued (launch_order.py). `headroom_tokens`: slots left free at admission for each row; few, for
-    requests to meet that soon have to be retracted.
+    With `lags` the schedule side runs later than the host, as on a GPU. With `at_once` all streams do, and a piece's
+    Python code runs when it is enqueued (launch_order.py). `headroom_tokens` is the number of slots that admission
+    leaves free for each row; with few of them, requests soon have to be retracted.
     """
 
     body: Body
@@ -189,7 +194,7 @@ class Scenario:
         return "-".join(part for part, is_there in parts.items() if is_there)
 
     def program(self, device: ExploredDevice) -> None:
-        """A Program."""
+        """Run the scenario on the device, as a Program (explorer.py)."""
         if self.lags:
             device.lag_schedule_side()
         if self.at_once:
@@ -225,7 +230,9 @@ class Scenario:
                 assert_drafted_as_expected(outcome)
 
     def _drafts_fit(self, engine: ExploredEngine) -> bool:
-        """Whether any requests that run at once leave free what a step may draft: else it drafts less, or retracts."""
+        """Whether any requests that run together leave enough slots for a step's drafts. Otherwise steps draft less, or
+        retract a request.
+        """
         if self.spec_info is None:
             return False
         needs = sorted(len(each.prompt) + each.sampling.max_tokens for each in engine.outcomes.values())
@@ -234,12 +241,12 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class RelayAlone:
-    """The relay without an engine: a row is bootstrapped beside a step that verifies and extends."""
+    """A scenario of the relay without an engine: a row is bootstrapped while another step verifies and extends."""
 
     name: str = "bootstrap_beside_draft_extend"
 
     def program(self, device: ExploredDevice) -> None:
-        """A Program."""
+        """Run the scenario on the device, as a Program (explorer.py)."""
         relay = make_relay(device=device)
         future_map = relay.future_map
         buffers = [future_map.output_tokens, future_map.new_seq_lens_buf]
@@ -260,7 +267,7 @@ def _shared_by_decode(engine: DecodeEngine) -> Iterator[Shared]:
 
 
 def shared_by(pool: KvPool, *holders: object) -> Iterator[Shared]:
-    """What an engine's thread and its streams both touch, all of it allocated at start-up."""
+    """The buffers that the engine's thread and its streams both touch. All of them are allocated at start-up."""
     for name, buffer in pool.buffers.items():
         yield Shared(f"kv of {name}", buffer, 2)
     yield Shared("token table", pool.rows.req_to_token, is_written_by_host_alone=True)
@@ -269,7 +276,7 @@ def shared_by(pool: KvPool, *holders: object) -> Iterator[Shared]:
         for name, value in tensors.items():
             if not value.dim() or value.shape[0] != pool.rows.max_rows + 1:
                 continue
-            if value._is_view():  # a column: it is seen in its table
+            if value._is_view():  # a column is tracked as part of its table
                 assert any(value._base is table for table in tensors.values())
             else:
                 yield Shared(f"{type(holder).__name__}.{name}", value, 0)
@@ -287,7 +294,9 @@ def one_request(engine: ExploredEngine) -> None:
 
 
 def two_requests(engine: ExploredEngine) -> None:
-    """Each is handed over, bootstrapped and finished beside the other's forwards, or behind it where rows are short."""
+    """Each request is handed over, bootstrapped and finished while the other's forwards run, or after them if rows are
+    short.
+    """
     engine.submit("a", [1, 2], 3)
     engine.submit("b", [5, 6, 7], 3)
 
@@ -298,47 +307,55 @@ def four_requests(engine: ExploredEngine) -> None:
 
 
 def one_aborted(engine: ExploredEngine) -> None:
-    """A request is aborted at any time: queued, landing, in flight. The other takes its row or its slots."""
+    """One request is aborted at any time: while queued, landing or in flight. The other takes its row or its slots."""
     engine.submit("a", [1, 2], 3)
     engine.submit("b", [5, 6, 7], 3)
     engine.abort_some_time("a")
 
 
 def growing_beside_an_abort(engine: ExploredEngine) -> None:
-    """A request is aborted at any time, also while its KV is copied in; a running one grows into what it held."""
+    """One request is aborted at any time, even while its KV is copied in. A running one grows into its slots."""
     engine.submit("a", [1, 2], 5)
     engine.submit("b", [5, 6, 7], 3)
     engine.abort_some_time("b")
 
 
 def short_of_slots(engine: ExploredEngine) -> None:
-    """The younger request gives its slots back while a forward holds them, and returns, where both run at once."""
+    """Where both requests run together, the younger gives up its slots while a forward holds them, and returns
+    later.
+    """
     engine.submit("a", [1, 2], 20)
     engine.submit("b", [5, 6], 20)
 
 
 def soon_short_of_slots(engine: ExploredEngine) -> None:
-    """The same within a few steps, or not at all where one has ended before the other comes."""
+    """As `short_of_slots`, but within a few steps. No retraction happens if one request ends before the other
+    starts.
+    """
     engine.submit("a", [1], 4)
     engine.submit("b", [5], 4)
 
 
 def aborted_when_short_of_slots(engine: ExploredEngine) -> None:
-    """The younger request is aborted before it is retracted, while it is, waiting again, or back again."""
+    """The younger request is aborted before its retraction, during it, while it waits again, or after its return."""
     engine.submit("a", [1], 6)
     engine.submit("b", [5], 6)
     engine.abort_some_time("b", after_tokens=3)
 
 
 def handoff_lost(engine: ExploredEngine) -> None:
-    """The second handoff breaks with a segment under way, and is tried again beside the first request's forwards."""
+    """The second request's handoff breaks while a segment is on its way. It is retried while the first request's
+    forwards run.
+    """
     engine.submit("a", [1, 2], 4)
     engine.submit("b", [5, 6, 7], 3)
     engine.lose_handoff_once("b")
 
 
 def one_stopped(engine: ExploredEngine) -> None:
-    """A stop string ends a request at any time, also with a forward of it in flight; the other takes what it held."""
+    """A stop string ends one request at any time, even with its forward in flight. The other takes its row and
+    slots.
+    """
     engine.submit("a", [1, 2], 3)
     engine.submit("b", [5, 6, 7], 3)
     engine.stop_some_time("a")

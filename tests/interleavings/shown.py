@@ -1,4 +1,4 @@
-"""Which mutants there are, and which check of tests/engine shows each, in an order that the check itself scripts."""
+"""All mutants, and the checks of tests/engine that show them, each in an order that the check itself scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ShownByCheck:
     mutant: Mutant
 
     def symptom(self) -> str:
-        """What the check says of the mutant. AssertionError where it says nothing."""
+        """The message with which the check fails under the mutant. Raises AssertionError if the check passes."""
         with pytest.MonkeyPatch.context() as patch:
             self.mutant(patch)
             try:
@@ -34,7 +34,7 @@ class ShownByCheck:
 
 
 def shown_by_checks() -> Iterator[ShownByCheck]:
-    """What the tests called test_is_broken_by are run with."""
+    """The parameters of all tests named test_is_broken_by: (check, mutant, symptom)."""
     for path in sorted(_ENGINE.glob("test_*.py")):
         test = getattr(importlib.import_module(f"tests.engine.{path.stem}"), "test_is_broken_by", None)
         for mark in getattr(test, "pytestmark", ()):
@@ -46,7 +46,7 @@ def shown_by_checks() -> Iterator[ShownByCheck]:
 
 
 def mutant_names() -> set[str]:
-    """Of all in tests/engine/mutants."""
+    """The names of all mutants in tests/engine/mutants."""
     names = {
         batches.forgetful(operation, column).__name__
         for operation in ("filter_batch", "merge_batch")

@@ -1,11 +1,11 @@
-"""Runs orders until so many different ones were run: all of the small scenarios, random ones of the large, and of
-lives drawn at random, another one each time.
+"""Runs orders until enough different ones were run: all orders of the small scenarios, and random ones of the large
+scenarios and of random lives.
 
-python -m tests.interleavings.soak --interleavings 100000 [--minutes M] [--processes P] [--seed S]
+    python -m tests.interleavings.soak --interleavings 100000 [--minutes M] [--processes P] [--seed S]
 
-Orders of a scenario, or of any lives, that differ only in what nobody notices count once. Of the time that the small
-scenarios leave the lives get four fifths, and each large one as much as the next. Ends with status 1 at the first
-failure, with the order as a script to replay, or when the minutes are over before so many were run.
+Orders without an observable difference count once. Of the time that the small scenarios leave, four fifths go to random
+lives, and the large scenarios share the rest equally. The soak ends with status 1 at the first failure, which it prints
+as a script to replay, or when the minutes are over first.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ _RUNS_A_SPELL = 40
 _PROGRESS_S = 30.0
 _FEW_NEW = 0.02
 _LIVES_SHARE = 4
-"""Of the time, against all other large scenarios together."""
+"""Time for random lives, relative to the time for all other large scenarios together."""
 
 Explored = AnyScenario | RandomLives
 
 
 @dataclass(frozen=True, slots=True)
 class Spell:
-    """Some random orders of a scenario, or all there are. `failure` is told, as exceptions do not travel."""
+    """The result of one worker's batch of orders of a scenario: some random ones, or all there are. `failure` is text,
+    since exceptions do not travel between processes.
+    """
 
     num_runs: int
     digests: frozenset[int]
@@ -50,7 +52,7 @@ class Spell:
 
 @dataclass(slots=True)
 class Tally:
-    """What was run of a scenario so far. `is_used_up`: hardly any order is new any more."""
+    """Totals of a scenario so far. `is_used_up` says that hardly any of its orders is new any more."""
 
     num_spells: int = 0
     num_runs: int = 0
@@ -111,7 +113,9 @@ def _tell(scenario: AnyScenario, failure: Failure) -> str:
 
 
 class Soak:
-    """Goes on until `num_wanted` orders were run, or `minutes` are over, or no scenario has more to give."""
+    """Runs spells (batches of orders) until `num_wanted` different orders were run, `minutes` are over, or no scenario
+    has new orders.
+    """
 
     def __init__(
         self,
@@ -140,7 +144,9 @@ class Soak:
 
     @property
     def shortcomings(self) -> list[str]:
-        """What is wrong at the end: a failure, lives in which little happened, or fewer orders than were wanted."""
+        """The reasons to fail at the end: failures, random lives that never showed something, or fewer orders than
+        wanted. Empty if all is well.
+        """
         if self.failures:
             return self.failures
         shortcomings = [

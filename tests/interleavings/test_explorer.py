@@ -1,4 +1,4 @@
-"""The explorer itself, on programs whose orders can be counted by hand, or all be run."""
+"""The explorer itself, on small programs whose orders can be counted by hand or all be run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Body = Callable[["Rig"], None]
 
 
 class Rig:
-    """Four numbers that are watched one by one, and two streams."""
+    """Four numbers that are tracked one by one, and two streams."""
 
     def __init__(self, device: ExploredDevice) -> None:
         self.device = device
@@ -28,7 +28,7 @@ class Rig:
         self.numbers = torch.zeros(4, dtype=torch.int64)
 
     def mix(self, place: int, *others: int) -> Callable[[], None]:
-        """A piece that reads `others` and writes `place`, so that the order shows."""
+        """A piece that reads `others` and writes `place`. Its result depends on the order of the pieces."""
 
         def mix() -> None:
             total = self.numbers[list(others)].sum() if others else 0
@@ -38,7 +38,9 @@ class Rig:
 
 
 def program(body: Body, outcomes: list[tuple[int, ...]] | None = None, *, lags: bool = False) -> Program:
-    """`outcomes` takes what the numbers came to; `lags`: what the host writes to them comes later."""
+    """A program that runs `body` on a fresh rig. It appends the final numbers to `outcomes`; with `lags`, the host's
+    writes to them happen later.
+    """
 
     def run(device: ExploredDevice) -> None:
         if lags:
@@ -194,7 +196,7 @@ def test_exploring_stops_at_its_limit() -> None:
 
 
 def random_body(numbers: random.Random) -> Body:
-    """A few pieces on both streams, waits between them, and a host that looks, writes and waits."""
+    """A few pieces on both streams, with waits between them, and a host that polls, writes and waits."""
     steps: list[tuple[str, int, tuple[int, ...]]] = []
     for _ in range(numbers.randint(4, 5)):
         kind = numbers.choice(["first", "first", "second", "second", "wait", "look", "write", "block", "rest"])
@@ -224,7 +226,7 @@ def random_body(numbers: random.Random) -> Body:
 
 
 def every_order(body: Body, *, lags: bool) -> list[tuple[int, ...]]:
-    """What all orders come to, each run, none left out for being like another."""
+    """The outcomes of all orders, each of them run, including those that the explorer would skip."""
     outcomes: list[tuple[int, ...]] = []
     choices: list[int] = []
     while True:
@@ -245,7 +247,7 @@ def every_order(body: Body, *, lags: bool) -> list[tuple[int, ...]]:
         choices[-1] += 1
 
 
-@pytest.mark.parametrize("seed", [*range(7), *range(8, 12), 15, 23, 35])  # 7 has tens of thousands of orders
+@pytest.mark.parametrize("seed", [*range(7), *range(8, 12), 15, 23, 35])  # seed 7 has tens of thousands of orders
 def test_nothing_that_any_order_comes_to_is_missed(seed: int) -> None:
     body, lags = random_body(random.Random(seed)), seed % 2 == 1
     outcomes: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""What code touches is noted by slot, row or element, however it is touched."""
+"""Footprints record which slots, rows or elements code touches, by whatever operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.interleavings.footprint import Footprint, Memory
 
 
 def watched(touch: Callable[[Tensor], object], *, unit_dim: int | None = 0) -> tuple[list[object], list[object]]:
-    """What `touch` reads and writes of a buffer of four rows of two."""
+    """The indices that `touch` reads, and those that it writes, in a buffer of four rows of two."""
     footprint, table = Footprint(), torch.zeros((4, 2), dtype=torch.int64)
     memory = Memory(lambda: footprint, lambda: "me")
     memory.name(table, "table", unit_dim=unit_dim)

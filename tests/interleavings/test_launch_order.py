@@ -1,4 +1,4 @@
-"""A device whose pieces run at once: what is not in order, or let go of too early, is found."""
+"""On a device that runs pieces when they are enqueued, unordered accesses and memory freed too early are found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOUND_S = 1.0
 
 
 class Rig:
-    """Two streams of a device and its schedule side."""
+    """Two streams of a device, and its schedule side."""
 
     def __init__(self) -> None:
         self.order = LaunchOrder()
@@ -93,7 +93,7 @@ def made_behind_what_is_waited_for(rig: Rig) -> None:
 
 
 def only_taken_behind_what_is_waited_for(rig: Rig) -> None:
-    """As the plain worker's tokens are: memory that the forward itself fills."""
+    """The forward itself fills the memory, as with the plain worker's tokens."""
     torch.zeros(3)
     event = rig.schedule.record()
     tensor = torch.empty(3)
@@ -103,7 +103,7 @@ def only_taken_behind_what_is_waited_for(rig: Rig) -> None:
 
 
 def taken_behind_work_that_is_not_waited_for(rig: Rig) -> None:
-    """It may have the memory of what that work is still about."""
+    """The new memory may be what the earlier work, for which nobody waits, still uses."""
     event = rig.schedule.record()
     torch.zeros(3)
     tensor = torch.empty(3)
@@ -246,7 +246,7 @@ def test_a_step_holds_each_tensor_that_its_pieces_read(
 
 
 def test_what_recording_runs_is_made_before_it_is_waited_for() -> None:
-    """Batches of padding, on the schedule side."""
+    """The recorded work consists of padding batches, made on the schedule side."""
     rig = Rig()
     cpu = torch.device("cpu")
     pool = KvPool(groups=[GROUP], max_rows=3, max_kv_tokens=16, max_tokens_per_row=16, torch_device=cpu)

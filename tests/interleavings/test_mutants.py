@@ -1,4 +1,4 @@
-"""Each rule that the catalogue takes out of the engine shows in some order of its scenario, which can be run again."""
+"""Each mutant of the catalogue fails in some order of its scenario, and that order can be replayed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Lives that hypothesis draws, and makes smaller where they fail, each in an order drawn too.
+"""Random lives drawn by hypothesis, which also shrinks failing ones. Each is run in one order, drawn as well.
 
-The draws are the same in every run (`derandomize`). What fails is told as a life and a script, to be run with
-`replay(life.program, Script.parse(script))`. The soak draws by seeds instead (`RandomLife`): hypothesis repeats itself,
-which is good for finding a small failure and bad for meeting many different orders.
+The draws are the same in every run (`derandomize`). A failure is reported as a life and a script, for
+`replay(life.program, Script.parse(script))`. The soak draws from seeds instead (`RandomLife`), because hypothesis
+repeats itself: that helps to find small failures, but not to cover many different orders.
 """
 
 from __future__ import annotations

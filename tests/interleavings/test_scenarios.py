@@ -1,6 +1,6 @@
-"""In random orders of larger scenarios, too, the tokens are the oracle's and no two accesses to a buffer race.
+"""In random orders of the larger scenarios the tokens are the oracle's, and no two accesses to a buffer race.
 
-`python -m tests.interleavings.report` prints the numbers of orders.
+`python -m tests.interleavings.report` prints the number of orders.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The soak counts orders that differ, stops when it should, and tells a failing order so that it can be run again."""
+"""The soak counts different orders, stops when it should, and reports a failing order as a script."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_it_goes_on_until_enough_orders_differ() -> None:
 
 
 def test_a_scenario_of_which_all_orders_were_met_is_left() -> None:
-    """They are twice as many as exploring runs: the engine may idle once more."""
+    """Random orders count up to twice as many as exploring runs, because the engine may idle once more."""
     done = run(Soak(small=[], large=[SMALL], num_wanted=100))
     assert 7 < done.num_interleavings <= 14 and not done.is_reached
     assert done.shortcomings == [f"{done.num_interleavings} interleavings of 100: time, or orders, were short"]
@@ -50,7 +50,9 @@ def test_lives_are_seldom_the_same() -> None:
 
 
 class CountedSpells(Executor):
-    """Runs nothing: a spell ends, after a second, as soon as so many run at once."""
+    """Stands in for the worker processes and runs nothing. A spell ends, after a second, once `num_at_once` of them run
+    together.
+    """
 
     def __init__(self, num_at_once: int) -> None:
         self.num_at_once = num_at_once
