@@ -368,7 +368,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Seconds in each phase, by the engine's clock."""
+    """Seconds in each phase, by the engine's clock, added up over every attempt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -383,13 +383,13 @@ class Timings(_message.Message):
     queue_s: _builtins.float
     """accepted until handed to a prefill replica"""
     prefill_s: _builtins.float
-    """from then until the prebuilt batch's entry arrived"""
+    """from then until the replica had computed all, or lost it"""
     transfer_s: _builtins.float
     """from then until all KV had landed"""
     first_decode_s: _builtins.float
-    """from then until the first decoded token"""
+    """from then until its first decode step, or the request, ended"""
     decode_s: _builtins.float
-    """first decoded token until the last"""
+    """from then until the request finished"""
     kv_bytes: _builtins.int
     """KV received for this request"""
     num_handoff_attempts: _builtins.int

@@ -218,29 +218,40 @@ Global___PrefillRow: _TypeAlias = PrefillRow  # noqa: Y015
 
 @_typing.final
 class ResolvedSampling(_message.Message):
-    """What the two engines compute with. `params` has every number that there is a default for, a seed and max_tokens;
-    `stop`, `ignore_eos`, `n`, `response_format` and `speculate` are the edge's alone, and absent.
+    """What the two engines compute with. `params` has every number that there is a default for, a seed and max_tokens. Its
+    `stop`, `ignore_eos`, `n`, `response_format`, `speculate` and `logit_bias` are absent: the first five are the edge's
+    alone, and biases are packed here, so that a row has few fields.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PARAMS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_IDS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def params(self) -> _types_pb2.SamplingParams: ...
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty when EOS is ignored"""
 
+    @_builtins.property
+    def logit_bias_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ascending"""
+
+    @_builtins.property
+    def logit_bias_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
         params: _types_pb2.SamplingParams | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logit_bias_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logit_bias_values: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "params", b"params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "params", b"params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

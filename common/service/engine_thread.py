@@ -205,9 +205,9 @@ class EngineThread(Generic[CommandT]):
         self._stopping.set()
 
     def _run(self, engine: Engine[CommandT, EventT], deliver: Callable[[Sequence[EventT]], None]) -> None:
-        # This thread's own tensors are small: a second thread pool would only take cores from the forward's.
-        set_own_num_threads(1)
         try:
+            # This thread's own tensors are small: a second thread pool would only take cores from the forward's.
+            set_own_num_threads(1)
             self._enter()
             while not self._stopping.is_set():
                 commands = self.inbox.drain(engine.idle_timeout_s())

@@ -89,6 +89,7 @@ def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffComm
             return CancelRows(rows=tuple(cancel.rows))
         case "release_segments":
             release = message.release_segments
+            require(len(release.numbers) > 0, "release_segments.numbers", "is empty")
             _require_at_most(_MAX_ENTRIES, "release_segments.numbers", len(release.numbers))
             return ReleaseSegments(numbers=tuple(release.numbers))
         case _:
@@ -105,7 +106,8 @@ def _require_short_lists(path: str, row: prefill_pb2.PrefillRow) -> None:
     _require_at_most(_MAX_HELD_GROUPS, f"{path}.num_held_tokens", len(row.num_held_tokens))
     params = row.sampling.params
     lists = {"stop_token_ids": params.stop_token_ids, "eos_token_ids": row.sampling.eos_token_ids}
-    for name, entries in {**lists, "logit_bias": params.logit_bias, "stop": params.stop}.items():
+    lists |= {name: getattr(row.sampling, name) for name in ("logit_bias_ids", "logit_bias_values")}
+    for name, entries in lists.items():
         _require_at_most(_MAX_ENTRIES, f"{path}.sampling.{name}", len(entries))
 
 

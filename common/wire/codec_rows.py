@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from baton.v1 import prefill_pb2, types_pb2
@@ -17,6 +18,9 @@ from common.sampling.params import (
     ResolvedSampling,
 )
 from common.wire.handoff import HandoffRow
+
+_EDGE_ONLY = ("stop", "ignore_eos", "n", "response_format", "speculate", "logit_bias")
+"""Fields of SamplingParams that no row has."""
 
 
 def encode_row(row: HandoffRow) -> prefill_pb2.PrefillRow:
@@ -65,10 +69,14 @@ def _encode_sampling(sampling: ResolvedSampling) -> prefill_pb2.ResolvedSampling
         seed=sampling.seed,
         max_tokens=sampling.max_tokens,
         stop_token_ids=sampling.stop_token_ids,
-        logit_bias=dict(sampling.logit_bias),
         logprobs=sampling.num_logprobs,
     )
-    return prefill_pb2.ResolvedSampling(params=params, eos_token_ids=sampling.eos_token_ids)
+    return prefill_pb2.ResolvedSampling(
+        params=params,
+        eos_token_ids=sampling.eos_token_ids,
+        logit_bias_ids=[token_id for token_id, _ in sampling.logit_bias],
+        logit_bias_values=[value for _, value in sampling.logit_bias],
+    )
 
 
 def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
@@ -84,14 +92,20 @@ def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
     num_end_ids = len({*params.stop_token_ids, *message.eos_token_ids})
     require(num_end_ids <= MAX_END_TOKEN_IDS, "sampling.stop_token_ids", f"has more than {MAX_END_TOKEN_IDS}")
     require(params.logprobs <= MAX_LOGPROBS, "sampling.logprobs", f"{params.logprobs} is more than {MAX_LOGPROBS}")
-    require(len(params.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES, "sampling.logit_bias", "has too many entries")
-    require(all(map(math.isfinite, params.logit_bias.values())), "sampling.logit_bias", "is not finite")
+    for name in _EDGE_ONLY:
+        require(not getattr(params, name), f"sampling.{name}", "does not belong in a row")
+    bias_ids, bias_values = message.logit_bias_ids, message.logit_bias_values
+    require(len(bias_ids) == len(bias_values), "sampling.logit_bias_values", "does not match logit_bias_ids")
+    require(len(bias_ids) <= MAX_LOGIT_BIAS_ENTRIES, "sampling.logit_bias_ids", "has too many entries")
+    is_ascending = all(one < other for one, other in pairwise(bias_ids))
+    require(is_ascending, "sampling.logit_bias_ids", "is not in ascending order")
+    require(all(map(math.isfinite, bias_values)), "sampling.logit_bias_values", "is not finite")
     return ResolvedSampling(
         seed=params.seed,
         max_tokens=params.max_tokens,
         stop_token_ids=tuple(params.stop_token_ids),
         eos_token_ids=tuple(message.eos_token_ids),
-        logit_bias=tuple(sorted(params.logit_bias.items())),
+        logit_bias=tuple(zip(bias_ids, bias_values, strict=True)),
         num_logprobs=params.logprobs if params.HasField("logprobs") else None,
         **numbers,
     )

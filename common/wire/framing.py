@@ -76,10 +76,11 @@ def seal_bytes(message: bytes, payload: Payload | FramedKv = b"") -> bytes:
 
 
 def unseal(kind: type[MessageT], data: bytes, *, most_fields: int) -> tuple[MessageT, NDArray[np.uint8]]:
-    """The message in `data`, and its payload where it lies there. Nothing is taken for true before the checksum is.
+    """Returns the message in `data`, and its payload where it lies there. Nothing is taken for true before the checksum
+    is: a message whose checksum is wrong is parsed for its protocol version alone.
 
     Raises ProtocolError, naming the field, for damaged bytes, and for a message of more than `most_fields` fields,
-    which is not parsed; FingerprintMismatch for the first message of a peer of another protocol version, whatever its
+    which is not parsed; FingerprintMismatch for a message that names another protocol version, whatever its
     checksum is: it may sum its bytes in another way.
     """
     trailer = _trailer(data)

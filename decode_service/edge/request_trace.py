@@ -1,4 +1,4 @@
-"""One request's spans: Generate, and below it one for each stage, which together fill it.
+"""One request's spans: Generate, and below it one for each phase, which together fill it.
 
 Generate ├ tokenize ┼ queue ┼ prefill ┼ transfer ┼ bootstrap ┼ first_decode ┼ decode ┼ delivery ┤
                                                              ├ first_token ┤
@@ -25,7 +25,7 @@ Attributes = Mapping[str, AttributeValue]
 class RequestTrace:
     """One request's spans. If tracing is off or does not sample it, only the context is kept.
 
-    On exit it ends open spans; an error shows on the last stage. Event loop only.
+    On exit it ends open spans; an error shows on the last phase. Event loop only.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class RequestTrace:
                 span.end(end_ns)
         self._phase = None
 
-    def _begin(self, stage: Phase, at_s: float) -> None:
-        """No stage begins before the one before it: edge and engine share a clock, but report out of turn."""
+    def _begin(self, phase: Phase, at_s: float) -> None:
+        """No phase begins before the one before it: edge and engine share a clock, but report out of turn."""
         self._phase_start_s = at_s = max(at_s, self._phase_start_s)
         if self._phase is not None:
             self._phase.end(self._unix_clock.unix_ns(at_s))
-        self._phase = self._child(stage.value, at_s)
+        self._phase = self._child(phase.value, at_s)
 
     def _child(self, name: str, start_s: float) -> Span:
         return self._tracer.start_span(

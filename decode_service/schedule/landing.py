@@ -1,7 +1,7 @@
 """Receives handed-off rows: writes the KV of arriving frames to the pool and reports rows that are ready.
 
 KvSegment ──▶ checked against the row ──▶ copied into its slots on the landing stream ──▶ bytes returned to the budget
-READY = PrebuiltBatch entry + every token of every layer + the landing copies done
+landed = PrebuiltBatch entry + every token of every layer + the landing copies done
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Landed:
 
 
 class LandingZone:
-    """Holds every call and row between hand-off and READY. Only the engine thread calls it, and nothing here blocks.
+    """Holds every call and row between hand-off and landed. Only the engine thread calls it, and nothing here blocks.
 
     Segments are copied in the order of arrival. On some devices the engine thread itself runs the copies' Python, which
     takes up to a millisecond for a segment. There segments wait for `start_copies`, so that no launch waits for more

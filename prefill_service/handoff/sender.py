@@ -105,8 +105,8 @@ class KvSender:
                 if call_id in self._of_call or self._copying.owes(call_id):
                     self._copying.return_budget(call_id, num_bytes)
             case SegmentsReturned(numbers=numbers):
-                assert self._lending is not None, "nothing was lent"
-                self._lending.return_segments(numbers)
+                if self._lending is not None:
+                    self._lending.return_segments(numbers)
 
     # ---- forwards -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,11 @@ from prefill_service.prompt import Prompt, PromptPhase
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What holds in a phase: the lease's state (None: the prompt holds no row), and the phases that may follow."""
+    """A phase's rule: the state of the row's lease, and the phases that may come next.
+
+    `lease` is None where the prompt holds no row. After ENDED a prompt still names the lease that was released, for
+    the forward that it takes part in.
+    """
 
     lease: LeaseState | None
     following: frozenset[PromptPhase]

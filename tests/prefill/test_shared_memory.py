@@ -62,6 +62,17 @@ class Sending(PrefillHalf):
         return SegmentsReturned("call", tuple(s.shared.ticket.number for s in segments if s.shared is not None))
 
 
+@pytest.mark.parametrize("numbers", [(), (1,)])
+def test_an_engine_that_lends_nothing_ignores_what_is_given_back(numbers: tuple[int, ...]) -> None:
+    """A peer may say anything: it ends no engine."""
+    half = PrefillHalf(TagModel())
+    try:
+        half.step(SegmentsReturned("call", numbers))
+        assert half.engine.load().num_steps == 0
+    finally:
+        half.close()
+
+
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[SharedPool]:
     memory = SharedPool(groups=[GROUP], num_slots=CONTEXT_TOKENS, directory=tmp_path)

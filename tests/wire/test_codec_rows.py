@@ -34,7 +34,13 @@ ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
     "sampling.seed": lambda row: row.sampling.params.ClearField("seed"),
     "sampling.top_k": lambda row: row.sampling.params.ClearField("top_k"),
     "sampling.logprobs": lambda row: setattr(row.sampling.params, "logprobs", 65),
-    "sampling.logit_bias": lambda row: row.sampling.params.logit_bias.update({2: float("nan")}),
+    "sampling.stop": lambda row: row.sampling.params.stop.append("x"),
+    "sampling.logit_bias": lambda row: row.sampling.params.logit_bias.update({2: 1.0}),
+    "sampling.logit_bias_values": lambda row: row.sampling.logit_bias_ids.append(1),
+    "sampling.logit_bias_ids": lambda row: (
+        row.sampling.logit_bias_ids.extend([2, 2]),
+        row.sampling.logit_bias_values.extend([1.0, 1.0]),
+    ),
 }
 
 

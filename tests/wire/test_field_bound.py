@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from baton.v1 import prefill_pb2, types_pb2
 from common.rpc.grpc_options import MAX_MESSAGE_BYTES
 from common.rpc.messages import ProtocolError
+from common.sampling.params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES
 from common.wire.codec_commands import PrefillBatch, decode_command, encode_prefill_batch
 from common.wire.codec_fingerprint import PROTOCOL_VERSION, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
@@ -99,11 +101,13 @@ def test_held_tokens_of_groups_that_no_model_has_are_refused_before_any_is_looke
     assert refused_field(decode_command, message.SerializeToString()) == "prefill_batch.rows[1].num_held_tokens"
 
 
-@pytest.mark.parametrize("name", ["token_ids", "sampling.stop_token_ids", "sampling.eos_token_ids"])
+@pytest.mark.parametrize(
+    "name", ["token_ids", "sampling.stop_token_ids", "sampling.eos_token_ids", "sampling.logit_bias_ids"]
+)
 def test_lists_that_no_row_has_are_refused_before_any_is_looked_at(name: str) -> None:
     """That all their entries are one and the same makes them no shorter."""
     row = encode_row(PLAIN_ROW)
-    part = {"token_ids": row, "sampling.eos_token_ids": row.sampling}.get(name, row.sampling.params)
+    part = {"token_ids": row, "sampling.stop_token_ids": row.sampling.params}.get(name, row.sampling)
     getattr(part, name.removeprefix("sampling.")).extend([1] * (MAX_ROW_TOKENS + 1))
     batch = prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN), rows=[row])
     message = prefill_pb2.HandoffCommand(prefill_batch=batch)
@@ -116,6 +120,18 @@ def test_a_fingerprint_longer_than_any_is_refused() -> None:
     batch = prefill_pb2.PrefillBatch(fingerprint=theirs, rows=[{}])
     message = prefill_pb2.HandoffCommand(prefill_batch=batch)
     assert refused_field(decode_command, message.SerializeToString()) == "fingerprint.seed_columns.row_shape"
+
+
+def test_a_call_of_the_largest_rows_is_taken() -> None:
+    """Every list at its longest, in every row."""
+    sampling = replace(
+        PLAIN_ROW.sampling,
+        stop_token_ids=tuple(range(MAX_END_TOKEN_IDS // 2)),
+        eos_token_ids=tuple(range(MAX_END_TOKEN_IDS // 2, MAX_END_TOKEN_IDS)),
+        logit_bias=tuple((token_id, 1.0) for token_id in range(MAX_LOGIT_BIAS_ENTRIES)),
+    )
+    rows = (replace(PLAIN_ROW, sampling=sampling),) * MAX_CALL_ROWS
+    assert decode_command(encode_prefill_batch(PLAIN, rows)) == PrefillBatch(PLAIN, rows)
 
 
 def test_as_many_rows_as_a_call_may_have_are_taken() -> None:

@@ -28,15 +28,14 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (10, "abd1220ee1738eed")
+CONTRACT = (10, "a00d08ece5f0fb29")
 """The protocol version, and the digest of its fields."""
 SENT = {
     "prefill_batch": (
-        "CqsCCokBCAoSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19w"
-        "EgdmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSigEKB2dyw7zDn2UQ"
-        "ARgCIgQD8KIEKAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpKCkUNAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9l"
-        "AAAAv20AAEA/cgcICRUAAABAcgcICBUAAMC/eAISAQdAgICAgIAgSgkwMC0xLTItMDMiEAABAgMEBQYHCAkKCwwNDg9xAAAAAAAAAAB9"
-        "ouxbfA=="
+        "CqcCCokBCAoSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19w"
+        "EgdmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMShgEKB2dyw7zDn2UQ"
+        "ARgCIgQD8KIEKAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpGCjMNAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9l"
+        "AAAAv20AAEA/eAISAQcaAggJIggAAMC/AAAAQECAgICAgCBKCTAwLTEtMi0wMyIQAAECAwQFBgcICQoLDA0OD3EAAAAAAAAAAH2qAfsY"
     ),
     "cancel_rows": "EgYKBAHwogRxAAAAAAAAAAB9KCPUXg==",
     "release_segments": "GgkKBwGAgICAgCBxAAAAAAAAAAB9Rk+SWg==",
