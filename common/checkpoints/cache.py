@@ -1,7 +1,7 @@
 """Model directories that are made once and kept in the user's cache.
 
-A directory appears by one rename, so it is complete whenever it exists. A lock keeps two processes from doing the work
-twice. The next process clears what an interrupted one left.
+A directory appears by a single rename, so it is complete if it exists. A lock prevents two processes from doing the
+same work. Leftovers of an interrupted process are removed by the next one.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Protocol
 from common.errors import StartupError
 
 CONVERSION = 2
-"""Part of a converted directory's name: one more than before whenever the same GGUF file becomes another directory."""
+"""The version of the GGUF conversion, part of a converted directory's name. Raise it whenever the result changes."""
 
 _POLL_INTERVAL_S = 0.2
 
 
 class Progress(Protocol):
     def __call__(self, stage: str, num_done: int, num_total: int) -> None:
-        """`stage` is a phrase for people; `num_total` is 0 while the stage's size is unknown."""
+        """Reports the progress. `stage` is a phrase for people; `num_total` is 0 while the stage's size is unknown."""
 
 
 def silent(stage: str, num_done: int, num_total: int) -> None:
-    """A Progress that reports to nobody."""
+    """A Progress that does nothing."""
 
 
 def default_cache_dir() -> Path:
-    import platformdirs  # what else is here is used where it is not installed: on a GPU's machine
+    import platformdirs  # imported here, as machines without platformdirs use the rest of this module
 
     return Path(platformdirs.user_cache_dir("baton"))
 
@@ -46,8 +46,8 @@ def kernels_cache_dir() -> Path:
 
 
 def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress) -> Path:
-    """Returns `path`, a directory. If it does not exist, `make(scratch, out)` first fills `out`, with `scratch` to work
-    in.
+    """Returns the directory `path`. If it does not exist, `make(scratch, out)` fills `out` first; `scratch` is for its
+    work.
 
     If `make` raises or the process dies, `path` does not exist.
     """
@@ -70,10 +70,10 @@ def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress
 
 
 def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: Progress) -> None:
-    """Fill `out` from a GGUF file: config, tokenizer, safetensors in `dtype`. Raises StartupError with a one-line
-    message.
+    """Fills the directory `out` from a GGUF file: config, tokenizer, and safetensors in `dtype`.
 
-    A separate process converts, so that its memory and output end with it, and Ctrl-C stops it at once.
+    Raises StartupError with a one-line message. A separate process converts, so that its memory and output end with it,
+    and Ctrl-C stops it at once.
     """
     stage = f"converting {gguf.name} to {dtype}"
     progress(stage, 0, 0)
@@ -86,9 +86,9 @@ def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: Progress) -> No
 def run_python(
     arguments: list[str], *, environment: dict[str, str] | None = None, on_wait: Callable[[], None] | None = None
 ) -> str | None:
-    """Run this interpreter to its end, calling `on_wait` meanwhile. Returns None on success, else what it wrote.
+    """Runs this interpreter with `arguments` to its end, and calls `on_wait` meanwhile.
 
-    The child does not outlive this call.
+    Returns None on success, else the process's output. The process does not outlive this call.
     """
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -118,13 +118,16 @@ def run_python(
 
 @contextmanager
 def _lock(path: Path, waiting: str, progress: Progress) -> Iterator[None]:
-    """One process holds the lock at a time; the system releases it when that process dies."""
+    """Holds an exclusive lock on a file inside this context. The system releases it if this process dies.
+
+    While another process holds it, `progress` is called with `waiting`.
+    """
     with path.open("w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                progress(waiting, 0, 0)  # again and again: who has waited enough raises
+                progress(waiting, 0, 0)  # called at each poll, so that it can raise to end the wait
                 time.sleep(_POLL_INTERVAL_S)
         yield

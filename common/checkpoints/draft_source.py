@@ -1,8 +1,8 @@
-"""What `draft` in the configuration may name, as a directory with config.json and safetensors on this machine.
+"""Resolves the setting `draft` to a local directory with config.json and safetensors.
 
 demo                 the EAGLE-3 head that comes with Baton, for the demo model
-path/to/directory    as it is; with .bin files only, converted once, kept in the user's cache
-owner/name           fetched from the hub, likewise
+path/to/directory    used as it is; if it has only .bin files, they are converted once, into the user's cache
+owner/name           fetched from the hub, and converted in the same way
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.checkpoints.source import fetch_from_hub, local_path, require_config
 from common.config.settings import DEMO_MODEL
 from common.errors import StartupError
 
-if TYPE_CHECKING:  # what looks for a head may do without
+if TYPE_CHECKING:  # finding a head does not need torch
     from torch import Tensor
 
 _DEMO_HEAD = Path(__file__).parent / "heads" / "SmolLM2-135M-Instruct-eagle3"
@@ -27,13 +27,13 @@ _KINDS = "a directory"
 
 
 def check_draft(spec: str) -> None:
-    """Raises StartupError, at once and without the network, for a value that `draft` cannot have."""
+    """Raises StartupError if `spec` cannot be a value of `draft`. It is fast and does not use the network."""
     if spec != DEMO_MODEL:
         require_config("draft", spec, local_path("draft", spec, kinds=_KINDS))
 
 
 def resolve_draft(spec: str, progress: Progress | None = None, *, cache_dir: Path | None = None) -> Path:
-    """Returns a directory for `load_draft`. Raises StartupError if there is none."""
+    """Returns the draft head's directory, for `load_draft`. Raises StartupError if there is none."""
     if spec == DEMO_MODEL:
         return _DEMO_HEAD
     directory = local_path("draft", spec, kinds=_KINDS)
@@ -65,7 +65,7 @@ def _converted(directory: Path, progress: Progress, cache_dir: Path) -> Path:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """Reads tensors only; no code in the file runs."""
+    """Reads a file of tensors by name. It does not run any code in the file."""
     import torch
     from torch import Tensor
 

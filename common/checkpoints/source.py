@@ -1,7 +1,7 @@
-"""What `model` in the configuration may name, as a model directory on this machine.
+"""Resolves the setting `model` to a local model directory.
 
 demo                 the demo model, made on first use
-path/to/directory    as it is
+path/to/directory    used as it is
 path/to/file.gguf    converted once, kept in the user's cache
 owner/name           fetched from the hub, kept in the hub's cache
 """
@@ -34,15 +34,15 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 
 def check_model(spec: str) -> None:
-    """Raises StartupError, at once and without the network, for a value that `model` cannot have."""
+    """Raises StartupError if `spec` cannot be a value of `model`. It is fast and does not use the network."""
     if spec != DEMO_MODEL:
         require_config("model", spec, local_path("model", spec, kinds=_KINDS, suffix=_GGUF))
 
 
 def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, cache_dir: Path | None = None) -> Path:
-    """Returns a directory with config, safetensors and tokenizer. Raises StartupError if there is none.
+    """Returns a directory with config, safetensors and tokenizer. A GGUF file is converted to `dtype`.
 
-    A GGUF file is converted to `dtype`.
+    Raises StartupError if there is no such model.
     """
     if spec == DEMO_MODEL:
         return ensure_demo_model(progress, cache_dir=cache_dir)
@@ -55,7 +55,7 @@ def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, ca
 
 
 def require_config(setting: str, spec: str, path: Path | None) -> None:
-    """Raises StartupError for a directory without a model. Whoever loads it checks its contents."""
+    """Raises StartupError if `path` is a directory without config.json. Its contents are checked when it is loaded."""
     if path is None or not path.is_dir() or (config := path / "config.json").is_file():
         return
     if config.is_symlink():
@@ -64,9 +64,10 @@ def require_config(setting: str, spec: str, path: Path | None) -> None:
 
 
 def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None) -> Path | None:
-    """The local directory that `spec` names, or the file with `suffix`; None if it may be a hub id.
+    """Returns the local directory, or the file with `suffix`, that `spec` names. Returns None if it may be a hub id.
 
-    `kinds` says in words what it may name. Otherwise raises StartupError, which begins with `setting`.
+    Otherwise raises StartupError; its message begins with `setting`. `kinds` describes, in the message, what `spec` may
+    name.
     """
     path = Path(os.path.expanduser(spec))
     try:
@@ -89,8 +90,9 @@ def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None
 
 
 def fetch_from_hub(setting: str, spec: str, patterns: list[str], *, kinds: str) -> Path:
-    """Returns the hub cache's directory for `owner/name`. Raises StartupError; `kinds` says what else `spec` could have
-    been.
+    """Fetches `owner/name` from the hub, and returns its directory in the hub's cache.
+
+    Raises StartupError; `kinds` describes, in its message, what else `spec` could have named.
     """
     about = f"{setting}: {spec}: "
     try:
@@ -105,12 +107,12 @@ def fetch_from_hub(setting: str, spec: str, patterns: list[str], *, kinds: str) 
         raise StartupError(
             f"{about}is not {kinds} here, and the hub cannot be reached to fetch it: {_why_not_reached(error)}"
         ) from error
-    except Exception as error:  # of its HTTP client, of the disk: what can go wrong is not listed anywhere
+    except Exception as error:  # the possible errors, of HTTP client or disk, are not documented
         raise StartupError(f"{about}could not be fetched from the hub: {_first_line(error)}") from error
 
 
 def _why_not_reached(error: BaseException) -> str:
-    """The first error of the chain."""
+    """Describes the original error, which is the first of the exception chain."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else _first_line(error)

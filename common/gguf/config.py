@@ -1,7 +1,7 @@
-"""A GGUF file's metadata as a config of transformers: each key is mapped, known to change nothing, or refused.
+"""Converts a GGUF file's metadata to a config of transformers. Each key is mapped, known to have no effect, or refused.
 
-GGUF keeps a model's shape under keys of its architecture's name: `llama.block_count`. What a key means is llama.cpp's
-to say; where transformers' models cannot compute it, the file is refused by that key.
+GGUF stores a model's shape under keys with the architecture's name: `llama.block_count`. llama.cpp defines what a key
+means. If transformers' model cannot compute it, the file is refused by this key.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
-"""Keys that an architecture may have, with the values at which they change nothing."""
+"""Keys that an architecture may have, with the values at which they have no effect."""
 
 _INFORMATION = re.compile(
     r"GGUF\.(version|tensor_count|kv_count)"
@@ -54,7 +54,7 @@ _INFORMATION = re.compile(
     r"|license(\.(name|link))?|source\..+|base_model\..+|dataset\..+|sampling\..+)"
     r"|tokenizer\.chat_template\..+|tokenizer\.chat_templates|split\.(no|tensors\.count)|quantize\.imatrix\..+|mradermacher\..+"
 )
-"""Keys about the file. None of them takes part in computing."""
+"""Matches keys that describe the file and have no effect on the computation."""
 
 
 class RefusedFile(Exception):
@@ -62,7 +62,7 @@ class RefusedFile(Exception):
 
 
 class Metadata:
-    """A file's keys. Every requested key counts as known; `refuse_unknown` reports the others."""
+    """The keys of a file. Each key that was asked for counts as known; `refuse_unknown` refuses the others."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -70,7 +70,9 @@ class Metadata:
         self.architecture: str = self.take("general.architecture", str)
 
     def take(self, key: str, kind: type, default: Any = _MISSING) -> Any:
-        """Raises RefusedFile for a value of another type, and for a missing key without a `default`."""
+        """Returns the key's value, or `default`. Raises RefusedFile if it has another type, or is missing without a
+        `default`.
+        """
         self._known.add(key)
         value: Any = self._values.get(key, _MISSING)
         if value is _MISSING:
@@ -84,7 +86,7 @@ class Metadata:
         return value
 
     def items(self, key: str, kind: type, default: Any = _MISSING) -> list[Any]:
-        """A list whose items are all of one type. Raises as `take` does."""
+        """Returns a list whose items all have this type. Raises as `take` does."""
         items: list[Any] = self.take(key, list, default)
         wrong = next((item for item in items if type(item) is not kind), _MISSING)
         if wrong is not _MISSING:
@@ -92,18 +94,20 @@ class Metadata:
         return items
 
     def own(self, name: str, kind: type, default: Any = _MISSING) -> Any:
-        """The architecture's own key."""
+        """Returns the value of a key of the architecture, as `take` does. `name` is the key without its prefix."""
         return self.take(f"{self.architecture}.{name}", kind, default)
 
     def positive(self, name: str, default: Any = _MISSING) -> float:
-        """A finite number above 0."""
+        """Returns a finite number above 0, of a key of the architecture. Raises RefusedFile for any other value."""
         value: float = self.own(name, float, default)
         if not 0 < value < math.inf:
             raise self.refuse(f"{self.architecture}.{name}", "is no positive number")
         return value
 
     def count(self, name: str, default: Any = _MISSING) -> int:
-        """A positive number. Equal numbers for each layer count as one."""
+        """Returns a positive integer, of a key of the architecture. A list with the same number for each layer counts
+        as one.
+        """
         key = f"{self.architecture}.{name}"
         value = self._values.get(key)
         if isinstance(value, list) and value:
@@ -121,9 +125,7 @@ class Metadata:
         return RefusedFile(f"{key}: {_shown(self._values.get(key))} {reason}")
 
     def refuse_unknown(self, prefix: str = "") -> None:
-        """Raises RefusedFile for a key with this prefix that is unknown, unless it only informs or has a
-        neutral value.
-        """
+        """Raises RefusedFile for the first unknown key with this prefix that may have an effect on the computation."""
         for key, value in self._values.items():
             if not key.startswith(prefix) or key in self._known or _INFORMATION.fullmatch(key):
                 continue
@@ -139,7 +141,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Names and shapes of the file's tensors."""
+    """The names and shapes of the file's tensors."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -155,7 +157,7 @@ class Tensors:
 
 
 def read_values(tensor: gguf.ReaderTensor) -> np.ndarray:
-    """A tensor's values in float32. Raises RefusedFile for a type without any."""
+    """Returns a tensor's values in float32. Raises RefusedFile if its type cannot be converted."""
     kind = tensor.tensor_type.name
     if kind in ("I8", "I16", "I32", "I64"):
         raise RefusedFile(f"the tensor {tensor.name} is of type {kind}")
@@ -166,7 +168,7 @@ def read_values(tensor: gguf.ReaderTensor) -> np.ndarray:
 
 
 def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarray | None) -> dict[str, Any]:
-    """`model_type` and the other fields of the config. Raises RefusedFile for an unknown architecture."""
+    """Returns `model_type` and the other fields of the config. Raises RefusedFile for an unknown architecture."""
     build = _ARCHITECTURES.get(keys.architecture)
     if build is None:
         known = ", ".join(_ARCHITECTURES)
@@ -194,7 +196,7 @@ def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarra
 
 
 def _rotating(keys: Metadata) -> dict[str, Any]:
-    """The fields of all architectures with rotary positions."""
+    """Returns the fields that all architectures with rotary positions share."""
     num_heads = keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", keys.count("embedding_length") // num_heads)
     if keys.count("attention.value_length", head_dim) != head_dim:
@@ -210,7 +212,7 @@ def _rotating(keys: Metadata) -> dict[str, Any]:
 
 
 def _decoder(keys: Metadata) -> dict[str, Any]:
-    """The same with RMS norms."""
+    """Returns the fields that architectures with rotary positions and RMS norms share."""
     return {**_rotating(keys), "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon")}
 
 
@@ -347,11 +349,13 @@ def _rope(keys: Metadata, fields: dict[str, Any], frequency_factors: np.ndarray 
 
 
 def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int | None) -> dict[str, Any]:
-    """The rope of type llama3 that divides frequency i by `factors[i]`; which is how llama.cpp keeps one.
+    """Returns the rope parameters of type llama3 that divide frequency i by `factors[i]`; llama.cpp stores only the
+    factors.
 
-    Raises RefusedFile when there is none: what transformers makes of the answer is compared with the factors.
+    Parameters are guessed, and the frequencies that transformers computes with them are compared with the factors.
+    Raises RefusedFile if none fit.
     """
-    import torch  # these take seconds to import, and few files come here
+    import torch  # these take seconds to import, and few files need them
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -384,9 +388,11 @@ def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int
 
 
 def _band(per_token: np.ndarray, kept: np.ndarray) -> tuple[float, float] | None:
-    """Turns per token between which a frequency's share that is `kept` rises from 0 to 1, on a line.
+    """Fits the band in which the `kept` share of a frequency rises linearly from 0 to 1. Returns its ends in turns per
+    token.
 
-    None where there is no such line. Two shares on it determine a line; where there are fewer, any that fits will do.
+    Returns None if no line fits. Two shares inside the band determine the line; with fewer, any line that fits is
+    taken.
     """
     below, above = kept < 1e-6, kept > 1 - 1e-6
     slowest = float(per_token[below].max(initial=0.0))

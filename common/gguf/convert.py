@@ -1,6 +1,7 @@
-"""Converts GGUF files to model directories completely, or refuses them by the unsupported key or tensor.
+"""Converts GGUF files to model directories exactly, or refuses them and names the unsupported key or tensor.
 
-`python -m common.gguf.convert FILE DIRECTORY DTYPE` converts a file; for a refusal it prints the reason in one line.
+`python -m common.gguf.convert FILE DIRECTORY DTYPE` converts a file. If it is refused, the reason is printed on one
+line.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from common.gguf.config import FREQUENCY_FACTORS, Metadata, RefusedFile, Tensors
 
 
 def convert_gguf(path: Path, out_dir: Path, dtype: str) -> None:
-    """Write the model in `path` to `out_dir`: safetensors in `dtype`, config, generation config, tokenizer.
+    """Converts the file `path` to the directory `out_dir`: safetensors in `dtype`, config, generation config and
+    tokenizer.
 
-    Raises RefusedFile unless every key and tensor of the file is in the result, and nothing else.
+    Raises RefusedFile unless the result has every key and tensor of the file, and nothing else.
     """
     reader = _read(path)
     keys = Metadata({name: field.contents() for name, field in reader.fields.items()})
@@ -27,7 +29,7 @@ def convert_gguf(path: Path, out_dir: Path, dtype: str) -> None:
     fields = config_fields(keys, tensors, None if factors is None else read_values(factors).reshape(-1))
     keys.refuse_unknown(f"{keys.architecture}.")
 
-    import torch  # these take seconds to import, and what is refused has been by now, mostly
+    import torch  # these take seconds to import, and most unsupported files are refused above
 
     from common.gguf.tokenizer import build_tokenizer, special_tokens
     from common.gguf.weights import write_model

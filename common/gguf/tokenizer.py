@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file's metadata describes, and its special tokens."""
+"""Builds the tokenizer that a GGUF file's metadata describes, and finds its special tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _SPLITS_DIGITS_THEN_AS_GPT2 = frozenset(
 )
 _LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"})
 _STARTS_WITH_BOS = _LLAMA3 | {"tekken"}
-"""Unless the file says otherwise. These tokenizers also take a word that is a token as it is, without merging."""
+"""Pre-tokenizers whose prompts begin with BOS, unless the file says otherwise.
+
+They also take a word that is itself a token as it is, without merging.
+"""
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -50,12 +53,12 @@ _SPLITS: dict[str, str] = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _words_by_case("{1,3}", f"{_ENDINGS}?")),
     "tekken": _words_by_case("", ""),
 }
-"""How these tokenizers split a text into the words within which they merge."""
+"""The regular expression by which each pre-tokenizer splits a text into words. Merges do not cross words."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Ids by role; `ends` are all tokens that end an output."""
+    """The ids of special tokens by their role. `ends` are all tokens that end an output."""
 
     bos: int | None
     padding: int | None
@@ -63,7 +66,7 @@ class SpecialTokens:
 
 
 def special_tokens(keys: Metadata) -> SpecialTokens:
-    """Raises RefusedFile for an id outside the vocabulary."""
+    """Returns the special tokens of the file. Raises RefusedFile if an id is outside the vocabulary."""
     num_tokens = len(keys.items(f"{_PREFIX}.tokens", str))
     ids = {role: _token_id(keys, role, num_tokens) for role in (*_ROLES, *_ENDS, *_OTHERS)}
     ends = [*(ids[role] for role in _ENDS), *_more_ends(keys, num_tokens)]
@@ -75,7 +78,7 @@ def special_tokens(keys: Metadata) -> SpecialTokens:
 
 
 def _more_ends(keys: Metadata, num_tokens: int) -> list[int]:
-    """More end tokens, as files of Ollama list them."""
+    """Returns the additional end tokens that files from Ollama list."""
     key = f"{_PREFIX}.eos_token_ids"
     ends = keys.items(key, int, [])
     if not all(0 <= token_id < num_tokens for token_id in ends):
@@ -118,7 +121,7 @@ def build_tokenizer(keys: Metadata, path: Path, num_embeddings: int) -> Any:
 
 
 def _byte_level(keys: Metadata, tokens: list[str], types: list[int]) -> Any:
-    """Byte-level BPE: tokens are in GPT-2's alphabet of bytes, but for added ones, which are matched in the text."""
+    """Builds a byte-level BPE tokenizer. Tokens are written in GPT-2's alphabet of bytes, except added tokens."""
     pre = keys.take(f"{_PREFIX}.pre", str, "default")
     keys.items(f"{_PREFIX}.scores", float, [])
     if keys.take(f"{_PREFIX}.add_space_prefix", bool, False):
@@ -192,7 +195,7 @@ def _pretrained(keys: Metadata, backend: Any, tokens: list[str]) -> Any:
 
 
 def _sentencepiece(keys: Metadata, path: Path, tokens: list[str]) -> Any:
-    """SentencePiece's BPE, as transformers builds it."""
+    """Builds a SentencePiece BPE tokenizer, in the form that transformers builds."""
     if len(keys.items(f"{_PREFIX}.scores", float)) != len(tokens):
         raise RefusedFile(f"{_PREFIX}.scores: not one for each of {len(tokens)} tokens")
     keys.items(f"{_PREFIX}.merges", str, [])

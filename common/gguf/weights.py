@@ -29,9 +29,9 @@ def write_model(
     architecture: str,
     dtype: torch.dtype,
 ) -> None:
-    """Write config, generation config and safetensors of the model with these `fields` of a config.
+    """Writes config, generation config and safetensors of the model with these config `fields`.
 
-    Raises RefusedFile unless its parameters are what `stored` holds, all of it and nothing else.
+    Raises RefusedFile unless its parameters are exactly the tensors in `stored`.
     """
     config = transformers.AutoConfig.for_model(
         **fields,
@@ -52,7 +52,9 @@ def write_model(
 def _weights(
     model: Any, stored: Mapping[str, gguf.ReaderTensor], architecture: str, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The model's parameters by name. Raises RefusedFile if the file lacks one or has others."""
+    """Returns the model's parameters by name. Raises RefusedFile if the file lacks a parameter or has additional
+    tensors.
+    """
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     tied = set(model.all_tied_weights_keys)
@@ -82,7 +84,7 @@ def _weights(
 
 
 def _sources(name: str, names: gguf.TensorNameMap) -> list[str]:
-    """The file's tensors that make up a parameter, in order."""
+    """Returns the names of the file's tensors that make up a parameter, in order."""
     if experts := _EXPERTS.match(name):
         parts = ("gate", "up") if experts[2] == "gate_up_proj" else ("down",)
         return [f"blk.{experts[1]}.ffn_{part}_exps.weight" for part in parts]
@@ -94,7 +96,7 @@ def _sources(name: str, names: gguf.TensorNameMap) -> list[str]:
 
 
 def _as_computed(name: str, weight: Tensor, config: Any, architecture: str) -> Tensor:
-    """A tensor of llama.cpp in the form that transformers computes with."""
+    """Converts a tensor from llama.cpp's layout to that of transformers."""
     if architecture == "llama" and (rotated := _ROTATED.search(name)):
         # llama.cpp keeps the two numbers of a rotated pair side by side, transformers half a head apart
         num_heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads

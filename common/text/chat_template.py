@@ -1,7 +1,7 @@
-"""A model's chat template: a conversation to the text of its prompt, and nothing that somebody said left out.
+"""Renders a conversation to a prompt with the model's chat template, and refuses to leave out anything that was said.
 
-The environment is the one that `apply_chat_template` of transformers renders in: templates are written for it. This
-module needs none of its libraries, so that a process of its own can render.
+The Jinja environment is that of `apply_chat_template` in transformers, for which templates are written. This module
+does not import transformers, so that a separate small process can render.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def _marker(index: int) -> str:
 
 
 _PRINTED_PART = re.compile(rf"""text['"]:\s*['"]{_marker(0)}""")
-"""A list of parts as Python or JSON writes it."""
+"""Matches a list of parts as Python or JSON prints it: the template printed the list instead of reading it."""
 _PRINTED_ARGUMENT = re.compile(rf"""'{_marker(1)}':""")
-"""An object as Python writes it, and no JSON does."""
+"""Matches an object as Python prints it, which is not JSON."""
 _PROBE_ID = "000000000"  # some templates take no id of another length
 _RARE = "\ua66e"
-"""A letter that no template has in words of its own: a marker as short as it may be."""
+"""A letter that no template has in its own words, so it can be a marker of one character."""
 
 
 class ChatRefused(ValueError):
-    """The template cannot render this conversation, or would drop some of it."""
+    """The template cannot render this conversation, or would leave out some of it."""
 
 
 class TextTooLong(ValueError):
-    """A text exceeds its bound."""
+    """A text exceeds its limit."""
 
 
 class _Said(NamedTuple):
@@ -57,23 +57,26 @@ class _Said(NamedTuple):
 
 
 class _CallsForm(NamedTuple):
-    """How a template reads a message with tool calls. `has_null`: an empty content is passed as null."""
+    """The form in which a template gets tool calls: arguments as objects or as JSON text, and empty content as null or
+    as "".
+    """
 
     has_objects: bool
     has_null: bool
 
 
 class ChatTemplate:
-    """`parts_roles` are the roles whose content the template reads as a list of parts; None finds out.
+    """A model's chat template. It renders conversations, and checks that the text has everything that was said.
 
-    Each rendered text must have all that was said. A short word might be in the text by chance, so each order of roles
-    is also rendered once with markers for contents, and each role once with a content of few characters.
+    A short word might be in the text by chance. So each sequence of roles is also rendered once with markers as
+    contents, and each role once with a content of few characters. `parts_roles` are the roles whose content the
+    template expects as a list of parts; None finds them by trial.
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], *, parts_roles: Sequence[str] | None = None
     ) -> None:
-        """Raises ChatRefused if the source is no template, or does not render a user's words."""
+        """Compiles and tries the template. Raises ChatRefused if it is invalid, or does not render a user's words."""
         self._special_tokens = special_tokens
         with _refusing("is none"):
             self._template = _environment().from_string(source)
@@ -85,7 +88,7 @@ class ChatTemplate:
         self._num_dropped = {role: self._find_num_dropped(role) for role in ROLES}
 
     def render(self, messages: Sequence[ChatMessage], *, max_chars: int = _MAX_CHARS) -> str:
-        """Render up to where the assistant's turn begins. Raises ChatRefused or TextTooLong."""
+        """Renders the messages, up to where the assistant's answer begins. Raises ChatRefused or TextTooLong."""
         text = self._render(messages, max_chars=max_chars)
         pieces = [tuple(_pieces(message)) for message in messages]
         dropped = self._find_short(messages) or self._dropped(_shape(messages, pieces))
@@ -116,7 +119,7 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _as_read(self, message: ChatMessage, form: _CallsForm) -> dict[str, Any]:
-        """The message in the form that templates for transformers expect. Absent fields have no key."""
+        """Returns the message in the form that templates for transformers expect. Absent fields have no key."""
         says_nothing = bool(message.tool_calls) and not message.content.strip()
         content: Any = "" if says_nothing else message.content
         if message.role in self.parts_roles:
@@ -133,7 +136,11 @@ class ChatTemplate:
         return read
 
     def _choose_form(self, role: str) -> None:
-        """Choose a string unless only parts are kept. Raises ChatRefused if neither keeps a user's words."""
+        """Chooses how this role's content is passed: as a string, or as a list of parts if only this form is kept in
+        the text.
+
+        Raises ChatRefused if the template keeps a user's words in neither form.
+        """
         as_strings, reason = self.parts_roles, ""
         for parts_roles in (as_strings, as_strings | {role}):
             self.parts_roles = parts_roles
@@ -152,7 +159,9 @@ class ChatTemplate:
             )
 
     def _find_num_dropped(self, role: str) -> int:
-        """The longest content of this role, in characters, that is left out for being short, or 0."""
+        """Returns the length in characters up to which the template leaves out a content of this role for being short,
+        or 0.
+        """
         for around in _AROUND[role]:
             if self._keeps(role, _marker(0), around) and not self._keeps(role, _RARE, around):
                 longer = range(2, len(_marker(0)))
@@ -169,7 +178,9 @@ class ChatTemplate:
 
     @cached_property
     def _calls_form(self) -> _CallsForm:
-        """The first form that keeps a call. If none does, each conversation shows what is left out."""
+        """The first form of tool calls that the template keeps. If it keeps none, each conversation shows what is left
+        out.
+        """
         call = ToolCall(_marker(0), json.dumps({_marker(1): _marker(2)}), _PROBE_ID)
         conversation = [
             _USER,
@@ -186,15 +197,17 @@ class ChatTemplate:
         return _CALLS_FORMS[0]
 
     def _find_short(self, messages: Sequence[ChatMessage]) -> _Said | None:
-        """The first content that the template leaves out for being short, or None."""
+        """Returns the first content that the template leaves out for being short, or None."""
         for index, message in enumerate(messages):
             if 0 < len(message.content.strip()) <= self._num_dropped[message.role]:
                 return _contents_of(index, message.role)
         return None
 
     def _find_dropped(self, shape: bytes) -> _Said | None:
-        """The first part of a conversation of this shape that is missing from the text, or None. A template that
-        refuses the markers has read them.
+        """Returns the first part that the template leaves out of a conversation of this shape, or None.
+
+        It renders markers as contents. A template that refuses the markers has read them, so nothing counts as left out
+        then.
         """
         probes, said = _probes(shape)
         try:
@@ -217,7 +230,7 @@ _AROUND: Mapping[str, Sequence[_Around]] = {
         ((_USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "{}", _PROBE_ID)])), ()),
     ),
 }
-"""What is said before and after a message of that role, to try its form."""
+"""For each role, the messages before and after a trial message of this role."""
 _CALLS_FORMS = tuple(_CallsForm(has_objects, has_null) for has_null in (False, True) for has_objects in (True, False))
 
 
@@ -233,9 +246,11 @@ def _call_as_read(call: ToolCall, form: _CallsForm) -> dict[str, Any]:
 
 
 def _object_of(arguments: str) -> dict[str, Any] | None:
-    """Returns the JSON object, or None if the text is none or has something that an object would lose."""
+    """Parses the arguments of a call. Returns None if they are not a JSON object, or if the object would lose
+    something.
+    """
     if not arguments.strip():
-        return {}  # as models write it that call a function without any
+        return {}  # some models write nothing if there are no arguments
     try:
         value = json.loads(
             arguments, object_pairs_hook=_without_repetition, parse_float=_finite, parse_constant=_finite
@@ -264,7 +279,7 @@ _ANY_MARKER = re.compile(r"qz\d+zq")
 
 
 def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> bytes:
-    """Encodes the form of a chat without its words: one byte for each message and for each of its calls."""
+    """Encodes the form of a conversation without its words: one byte for each message and for each of its calls."""
     shape = bytearray()
     for message, said in zip(messages, pieces, strict=True):
         code = _ROLE * ROLES.index(message.role) | _SAYS * bool(said)
@@ -275,9 +290,7 @@ def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> 
 
 
 def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
-    """Returns a conversation of that shape in which a marker replaces everything that must be kept, and what each
-    marker stands for.
-    """
+    """Returns a conversation of this shape whose contents are markers, and what each marker stands for."""
     probes: list[ChatMessage] = []
     said: dict[str, _Said] = {}
 
@@ -306,24 +319,27 @@ def _contents_of(index: int, role: str) -> _Said:
     return _Said(f"messages[{index}]", f"what the {role} says")
 
 
-_MAX_SEARCHED_CHARS = 1 << 28  # some 0.3 s
+_MAX_SEARCHED_CHARS = 1 << 28  # takes about 0.3 s
 _END_OF_THOUGHTS = re.compile(
     r"</(?:\w+:)?(?:think(?:ing)?|thoughts?|reasoning)>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>|<channel\|>"
 )
 _ANSWER = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
-"""Some models put what they say after their thoughts into this."""
+"""Matches a content whose answer is in <answer> tags, which some models write after their thoughts."""
 _SWITCH = re.compile(r"/(?:(?:no_?)?think|system_override)\b")
-"""Some templates take these out of a content: they switch thinking, or the template's own words, on or off."""
+"""Matches switches in a content, which turn thinking, or the template's own words, on or off. Some templates remove
+them.
+"""
 
 
 def _find_missing(
     messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]], text: str, *, has_objects: bool
 ) -> _Said | None:
-    """The first part that is not in the text, or None. `pieces` are those of each message's content.
+    """Returns the first part of the conversation that is missing from the text, or None.
 
-    A turn goes from one user's or system's message to the next, and turns come in order. Within a turn each kind of
-    part keeps its order: the assistant's words, its calls, and their answers. An answer comes after the calls that it
-    may answer; some templates write words beside calls last. A system's words may be moved before all turns.
+    `pieces` are the pieces of each message's content. The text must have the parts in this order: a turn goes from one
+    user or system message to the next, and turns come in order. Within a turn each kind of part keeps its order: the
+    assistant's words, its calls, and the tools' answers. An answer comes after the calls that it may answer. Some
+    templates write the words beside calls last. A system message may be moved before all turns.
     """
     search = _Search(text)
     ends = dict.fromkeys(("system", "assistant", "call", "tool"), 0)
@@ -349,8 +365,9 @@ def _find_missing(
 
 
 def _pieces(message: ChatMessage) -> Iterator[str]:
-    """Returns the pieces of a content that every template must keep. Templates may drop blanks around it, switches and
-    an assistant's thoughts.
+    """Returns the pieces of a content that every template must keep.
+
+    Templates may drop blanks around the content, switches, and an assistant's thoughts.
     """
     content, end = message.content, 0
     if message.role == "assistant":
@@ -365,7 +382,7 @@ def _pieces(message: ChatMessage) -> Iterator[str]:
 
 
 def _leaves(value: Any) -> Iterator[str | float]:
-    """The names, texts and numbers in a JSON value, in order. A null may be dropped together with its name."""
+    """Returns the names, texts and numbers in a JSON value, in order. A null is left out together with its name."""
     waiting = [value]
     while waiting:
         match waiting.pop():
@@ -384,26 +401,26 @@ def _leaves(value: Any) -> Iterator[str | float]:
 _NUMBER = re.compile(r"(?:(?<!\w)-)?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LINE_ENDS = re.compile(r"[\r\n]+")
 _QUOTED_LINE_ENDS = re.compile(r"\\(?:\\(?:\\\\)*+|(r(?:\\[rn])*+|n(?:\\[rn])++))")
-"""Line ends in a text that JSON or Python quotes, where they are not one `\\n` already, or quoted backslashes."""
+"""Matches escaped line ends in quoted text, except a single `\\n`. It skips escaped backslashes."""
 _NOT_QUOTED = re.compile(r"[ !#-&(-\[\]-~]*")
-"""Words that JSON and Python write as they are."""
+"""Matches words that JSON and Python write unchanged, without escapes."""
 _NEAR_CHARS = 1024
 
 
 def _quotings(words: str) -> Sequence[str]:
-    """The words as JSON writes them, as JSON in ASCII, and as Python does, without writings equal to the words."""
+    """Returns how JSON, ASCII-only JSON and Python escape the words, without forms that equal the words."""
     if _NOT_QUOTED.fullmatch(words):
         return ()
     quotings = [encode_basestring(words)[1:-1], encode_basestring_ascii(words)[1:-1], repr('"' + words)[2:-1]]
-    if '"' not in words:  # the quotes that Python puts around depend on those in the whole text
+    if '"' not in words:  # Python chooses the outer quotes by those in the whole text
         quotings.append(repr(words)[1:-1])
     return [quoting for quoting in dict.fromkeys(quotings) if quoting != words]
 
 
 class _Search:
-    """Finds words in a text, as they are or quoted, with any line ends, with or without blank lines.
+    """Finds words in a text, unchanged or escaped. All kinds of line ends match, with or without blank lines.
 
-    In `_plain` each run of line ends is one character; in `_quoted` each run of quoted line ends is one, too. Such a
+    In `_plain` each run of line ends is one character; in `_quoted` each run of escaped line ends is one, too. Such a
     run ends at the same index of `_plain_ends` and `_quoted_ends`.
     """
 
@@ -425,12 +442,12 @@ class _Search:
         self._quoted = "".join([*pieces, self._plain[start:]])
 
     def end_of(self, words: str, start: int) -> int:
-        """Where the first of such words ends that begins at `start` or later, or -1."""
+        """Returns the end of the first occurrence of `words` that begins at `start` or later, or -1."""
         words = _LINE_ENDS.sub("\n", words.strip())
         quotings = _quotings(words)
         quoted_start = _moved(start, self._plain_ends, self._quoted_ends)
         done, stop = 0, len(words) + _NEAR_CHARS if quotings else len(self._plain)
-        while True:  # to look for one writing in all of the text would take long where another is near
+        while True:  # searching all of the text for one form would be slow if another is near
             ends = []
             if (at := self._plain.find(words, start + max(0, done - len(words)), start + stop)) >= 0:
                 ends.append(at + len(words))
@@ -445,7 +462,7 @@ class _Search:
             done, stop = stop, 2 * stop
 
     def end_of_number(self, number: str, start: int) -> int:
-        """Like `end_of`, for a number that is not part of another number."""
+        """Works like `end_of`, for a number that is not a part of another number."""
         starts = self._starts_of_numbers.get(number, [])
         index = bisect_left(starts, start)
         return starts[index] + len(number) if index < len(starts) else -1
@@ -459,14 +476,18 @@ class _Search:
 
 
 def _moved(at: int, ends: Sequence[int], other_ends: Sequence[int]) -> int:
-    """The same place in a text in which what ends at `ends` ends at `other_ends`."""
+    """Converts a position between two texts. Corresponding places end at `ends` in one text and at `other_ends` in the
+    other.
+    """
     index = bisect_right(ends, at)
     return at + other_ends[index - 1] - ends[index - 1] if index else at
 
 
 class _InAnyOrder:
-    """Finds words that come in any order, equal ones each at a place of its own. After very many searched characters
-    words must come in order, because a large group of words would else take the square of its length.
+    """Finds words in any order. Equal words are found at different places.
+
+    After very many searched characters words must come in order, because a large group of words would otherwise take
+    time quadratic in its length.
     """
 
     def __init__(self, search: _Search, start: int) -> None:
@@ -487,7 +508,7 @@ class _InAnyOrder:
 
 
 class _refusing:
-    """Turns any exception of a template into a refusal of the conversation."""
+    """A context that turns any exception of a template into ChatRefused."""
 
     def __init__(self, otherwise: str) -> None:
         self._otherwise = otherwise
@@ -520,7 +541,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model said, for training. Here it renders its body."""
+    """The tag `{% generation %}`, which marks the assistant's words for training. Here it only renders its body."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -533,7 +554,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict` without what its type gives away."""
+    """The `dict` function of templates, without the attributes of Python's type."""
 
     def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
         return dict(*args, **entries)
@@ -543,7 +564,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """A namespace without names that reach Python's own attributes."""
+    """The `namespace` object of templates. It refuses names by which Python's own attributes could be reached."""
 
     def __init__(*args: Any, **entries: Any) -> None:  # `namespace(self=...)` is a name too
         self, *rest = args
