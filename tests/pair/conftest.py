@@ -1,4 +1,4 @@
-"""Targets with heads whose drafts are accepted, rejected, or both."""
+"""Targets together with draft heads whose drafts are accepted, rejected, or both."""
 
 from __future__ import annotations
 
@@ -21,37 +21,45 @@ def copying_head(directory: Path, target_dir: Path, **options: Any) -> Drafted:
 
 @pytest.fixture(scope="session")
 def sure_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A last-token-only target that gives its choice nearly all probability, so that a tree goes deep along it."""
+    """A target that depends on the last token only and gives its first choice nearly all probability, so that draft
+    trees grow deep along it.
+    """
     return save_last_token_model(tmp_path_factory.mktemp("sure"), logits_std=12.0)
 
 
 @pytest.fixture(scope="session")
 def leaning_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that leans on its last token, so that a copy head is often right, and reads all others too."""
+    """A target whose choice depends mostly on its last token, so that a copy head is often right, but on all earlier
+    tokens too.
+    """
     return save_last_token_model(tmp_path_factory.mktemp("leaning"), context_weight=0.05)
 
 
 @pytest.fixture(scope="session")
 def copying(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """A head whose proposals are the target's own choices: drafts are accepted."""
+    """A head that proposes the target's own choices, so that drafts are accepted."""
     return copying_head(tmp_path_factory.mktemp("copy"), sure_model_dir, family="eagle3")
 
 
 @pytest.fixture(scope="session")
 def copying_layers(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """The same with a layer for each of five drafts, each fed the one before it."""
+    """As `copying`, with one layer for each of five drafts. Each layer reads the output of the one before it."""
     return copying_head(tmp_path_factory.mktemp("layers"), sure_model_dir, family="nextn", num_layers=5)
 
 
 @pytest.fixture(scope="session")
 def copying_part(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """The same with a draft vocabulary of 50 of the target's 64 ids: what is drawn of the others is rejected."""
+    """As `copying`, with a draft vocabulary of 50 of the target's 64 ids. The target rejects drafts where it draws
+    another id.
+    """
     return copying_head(tmp_path_factory.mktemp("part"), last_token_model_dir, family="eagle3", draft_vocab_size=50)
 
 
 @pytest.fixture(scope="session")
 def leaning(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """A head that knows what follows the last token, of 60 ids: drafts are accepted and rejected, all KV matters."""
+    """A head that knows what follows the last token, with 60 of the target's ids. Drafts are accepted and rejected, and
+    all KV matters.
+    """
     return copying_head(
         tmp_path_factory.mktemp("leaning-head"), leaning_model_dir, family="eagle3", draft_vocab_size=60
     )
@@ -59,20 +67,22 @@ def leaning(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def leaning_layers(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """The same of all ids, with a layer for each of four drafts, each fed the one before it."""
+    """As `leaning`, with all ids and one layer for each of four drafts. Each layer reads the output of the one before
+    it.
+    """
     return copying_head(tmp_path_factory.mktemp("leaning-layers"), leaning_model_dir, family="nextn", num_layers=4)
 
 
 @pytest.fixture(scope="session")
 def guessing(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """A random head for a random target: drafts are rejected, but for chance."""
+    """A random head for a random target. Drafts are accepted only by chance."""
     target_dir = tiny_model_dir("llama")
     return load_drafted(target_dir, save_eagle3_head(tmp_path_factory.mktemp("random"), target_dir=target_dir))
 
 
 @pytest.fixture(scope="session")
 def guessing_layers(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """Five random layers, each fed the target's own states."""
+    """A head of five random layers, each of which reads the target's hidden states."""
     target_dir = tiny_model_dir("llama")
     head_dir = save_mtp_head(tmp_path_factory.mktemp("layers"), target_dir=target_dir, layout="mimo_v2", num_layers=5)
     return load_drafted(target_dir, head_dir)
@@ -80,13 +90,15 @@ def guessing_layers(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pyt
 
 @pytest.fixture(scope="session")
 def erring_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the heads copy instead of the target: its embeddings, with other distributions."""
+    """The model that the erring heads copy instead of the target. It has the target's embeddings and other
+    distributions.
+    """
     return save_last_token_model(tmp_path_factory.mktemp("erring"), disturbance=0.6)
 
 
 @pytest.fixture(scope="session")
 def erring(last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """A head of 56 of the target's 64 ids."""
+    """A copy head of `erring_model_dir` with 56 of the target's 64 ids."""
     directory = tmp_path_factory.mktemp("erring-head")
     head_dir = save_copy_head(directory, target_dir=erring_model_dir, family="eagle3", draft_vocab_size=56)
     return load_drafted(last_token_model_dir, head_dir)
@@ -96,7 +108,7 @@ def erring(last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory:
 def erring_layers(
     last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Drafted:
-    """A head with a layer for each draft."""
+    """A copy head of `erring_model_dir` with one layer for each of four drafts."""
     directory = tmp_path_factory.mktemp("erring-layers")
     save_copy_head(directory, target_dir=erring_model_dir, family="nextn", num_layers=4)
     config, tensors = load_head(directory)

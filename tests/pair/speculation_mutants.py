@@ -1,4 +1,4 @@
-"""Speculation broken: each of these changes tokens, what is accepted, or what the next step drafts from."""
+"""Mutants of speculation. Each changes the tokens, the accepted drafts, or the seeds for the next step's drafts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _target_draws(patch: pytest.MonkeyPatch, mutant: Callable[..., Sampled]) -> None:
-    """`mutant` is given what verify gives `draw`, and `draw` itself first; not what is found already, a short cut."""
+    """Replace the `draw` that verification calls. `mutant` gets the original `draw` first, then its arguments. The
+    argument `found`, a shortcut, is left out.
+    """
     draw = speculative_worker.draw
 
     def drawn(
@@ -61,7 +63,7 @@ def target_draws_all_tokens_with_one_noise(patch: pytest.MonkeyPatch) -> None:
 
 
 def _skipped_on_draft_rows(patch: pytest.MonkeyPatch, part: str) -> None:
-    """`part`, a field of SamplingBatch, only of each entry's first node."""
+    """Apply `part`, a field of SamplingBatch, to the first node of each request only."""
 
     def mutant(
         draw: Any, logits: Tensor, rows: Tensor, positions: Tensor, state: Any, batch: Any, rest: Any
@@ -108,7 +110,7 @@ def rejected_tokens_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def draft_committed_unverified(patch: pytest.MonkeyPatch) -> None:
-    """The first draft that is not the target's token takes its place."""
+    """Commit the first rejected draft in place of the target's token."""
     accept = DraftTree.accept
 
     def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
@@ -125,7 +127,9 @@ def draft_committed_unverified(patch: pytest.MonkeyPatch) -> None:
 
 
 def refused_draft_redrawn(patch: pytest.MonkeyPatch) -> None:
-    """The token in its place is drawn anew, from the whole distribution instead of what acceptance has left of it."""
+    """Replace a rejected draft by a token drawn from the whole distribution, instead of from what acceptance leaves of
+    it.
+    """
     accept, draw = DraftTree.accept, speculative_worker.draw
     redrawn: list[Tensor] = []
 
@@ -181,7 +185,9 @@ def verify_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_tokens_drawn_with_one_noise(patch: pytest.MonkeyPatch) -> None:
-    """Wherever it is drawn: with or without drafts the same tokens, which are no sample."""
+    """Use the same noise for all tokens, with or without drafts. The output stays the same in both, but is no sample of
+    the distribution.
+    """
     noise = sampling.gumbel_noise
     patch.setattr(sampling, "gumbel_noise", lambda keys, token_ids: noise(keys, torch.zeros_like(token_ids)))
 
@@ -190,7 +196,9 @@ def all_tokens_drawn_with_one_noise(patch: pytest.MonkeyPatch) -> None:
 
 
 def _drafts_draw(patch: pytest.MonkeyPatch, mutant: Callable[..., Tensor]) -> None:
-    """`mutant` is given the function behind `propose` and `propose_branches`, and what that is given."""
+    """Replace `coupled_logits`, which `propose` and `propose_branches` use. `mutant` gets the original first, then its
+    arguments.
+    """
     coupled = sampling.coupled_logits
     patch.setattr(sampling, "coupled_logits", lambda *arguments: mutant(coupled, *arguments))
 
@@ -202,7 +210,9 @@ def drafts_draw_one_position_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_draw_all_tokens_with_one_noise(patch: pytest.MonkeyPatch) -> None:
-    """Siblings of one noise: it no longer says which of them the target will draw."""
+    """Draw all siblings of a draft tree with the same noise, so that it no longer tells which of them the target will
+    draw.
+    """
     _drafts_draw(patch, lambda coupled, logits, ids, *rest: coupled(logits, torch.zeros_like(ids), *rest))
 
 
@@ -211,7 +221,7 @@ def drafts_draw_by_place_in_their_vocabulary(patch: pytest.MonkeyPatch) -> None:
 
 
 def _draft_extend(patch: pytest.MonkeyPatch, mutant: Callable[..., Seed]) -> None:
-    """Of the decode side; `mutant` is given `extend_draft` and what that is given."""
+    """Replace the decode side's `extend_draft`. `mutant` gets the original first, then its arguments."""
     extend_draft = speculative_worker.extend_draft
     patch.setattr(speculative_worker, "extend_draft", lambda *given, **named: mutant(extend_draft, *given, **named))
 
@@ -234,7 +244,9 @@ def states_of_other_nodes_extended(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafted_kv_left_in_place(patch: pytest.MonkeyPatch) -> None:
-    """What draft-extend computes of the window goes nowhere; the head reads what it had drafted there."""
+    """Discard the KV that draft-extend computes for the verified window, so that the head keeps reading the KV it wrote
+    while drafting.
+    """
 
     def mutant(extend_draft: Any, head: Any, window: ForwardInput, captured: Tensor, **named: Any) -> Seed:
         nowhere = torch.zeros_like(window.out_cache_loc)
@@ -254,7 +266,7 @@ def draft_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
 
 
 def ids_not_shifted_per_layer(patch: pytest.MonkeyPatch) -> None:
-    """Every layer is given the first one's tokens."""
+    """Give every MTP layer the first layer's input tokens."""
     forward = MtpHead.forward
     first = threading.local()  # prefill and decode each have their own
 

@@ -1,4 +1,6 @@
-"""A client that leaves frees its row and slots on both sides by the end of the step in flight, in every phase (A5)."""
+"""When a client leaves, in any phase, its row and slots are free on both sides by the end of the step in flight (field
+rule A5).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SAMPLING = ResolvedSampling(seed=5, max_tokens=24)
 NARROW = PairOptions(
     chunk_tokens=16, max_batch_tokens=32, max_segment_bytes=2048, send_budget_bytes=2048, receive_budget_bytes=2048
 )
-"""One segment of 4 tokens at a time: a long prompt is in every phase for many steps."""
+"""Options under which KV travels one segment of 4 tokens at a time, so that a long prompt spends many steps in each
+phase.
+"""
 ROOMY = PairOptions(chunk_tokens=16, max_batch_tokens=32)
 
 Tiny = Callable[[str], TargetModel]
@@ -35,7 +39,7 @@ def is_transferring(pair: InProcessPair) -> bool:
 
 
 def step_decode_until_empty(pair: InProcessPair, *, at_most: int) -> None:
-    """AssertionError when the decode engine still holds something after that many forwards."""
+    """Step decode until it holds nothing. Raises AssertionError after more than `at_most` forwards."""
     num_steps = pair.decode.load().num_steps
     pair.step_decode()
     pair.run(until=lambda: is_empty(pair.decode.load()) or pair.decode.load().num_steps > num_steps + at_most)
@@ -44,7 +48,7 @@ def step_decode_until_empty(pair: InProcessPair, *, at_most: int) -> None:
 
 
 def step_prefill_until_empty(pair: InProcessPair, *, at_most: int) -> None:
-    """The same of the prefill engine, whose steps count when their forward ended."""
+    """Step until prefill holds nothing. Raises AssertionError after more than `at_most` finished forwards."""
     num_steps = pair.prefill.load().num_steps
     pair.run(until=lambda: is_empty(pair.prefill.load()) or pair.prefill.load().num_steps > num_steps + at_most)
     assert is_empty(pair.prefill.load()), "still held after the forwards in flight"
@@ -107,7 +111,7 @@ def test_abort_while_transferring(make_pair: MakePair, tiny_target: Tiny) -> Non
     pair.abort("left")
     step_decode_until_empty(pair, at_most=0)
     step_prefill_until_empty(pair, at_most=0)
-    pair.settle()  # the segment that was being copied gives its part of the send budget back too
+    pair.settle()  # the segment that was being copied also gives its part of the send budget back
     assert pair.decode_steps == []
 
 
@@ -118,7 +122,7 @@ def test_abort_of_what_landed_and_did_not_run_yet(make_pair: MakePair, tiny_targ
     pair.step_prefill()
     while not is_empty(pair.prefill.load()):
         pair.step_prefill()
-    pair.abort("left")  # behind the row's last frame
+    pair.abort("left")  # after the row's last frame
     step_decode_until_empty(pair, at_most=0)
     assert pair.decode_steps == []
 
@@ -169,7 +173,7 @@ PHASES: dict[str, Callable[[InProcessPair], bool]] = {
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_other_requests_keep_their_tokens(phase: str, make_pair: MakePair, tiny_target: Tiny) -> None:
-    """The row and slots that the abort frees are given out again at once; whatever still wrote there would show."""
+    """The freed row and slots are reused at once, so a late write to them would show in the other requests' tokens."""
 
     def submit_others(pair: InProcessPair, names: str) -> None:
         for number, name in enumerate(names):

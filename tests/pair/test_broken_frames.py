@@ -1,4 +1,4 @@
-"""A frame that no correct replica sends fails the row it names; the call's other rows are retried; nothing leaks."""
+"""A frame that no correct replica sends fails the row it names. The call's other rows are retried; nothing leaks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PREBUILT: dict[str, CorruptColumns] = {
 
 
 def submit_all(pair: InProcessPair) -> None:
-    """In one tick, so that they share a call; row i of it is request i."""
+    """Submit all requests in one step, so that they share a call. Row i of the call is request i."""
     for number in range(NUM_ROWS):
         sampling = ResolvedSampling(seed=number, max_tokens=NEW_TOKENS)
         pair.submit(str(number), [30 + number + place for place in range(40)], sampling)
@@ -126,7 +126,7 @@ def test_a_broken_prebuilt_batch(
 
 
 def one_by_one(columns: PrebuiltBatch) -> list[PrebuiltBatch]:
-    """The same rows, one a frame."""
+    """Splits the rows of a PrebuiltBatch into one frame each."""
     return [
         PrebuiltBatch(
             rows=columns.rows[[entry]],
@@ -182,7 +182,9 @@ def test_a_call_that_ends_without_a_row_has_lost_it(
 def test_frames_may_come_in_any_order_within_a_row(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
-    """What is strange and yet correct fails nothing: the last frames first, PrebuiltBatch before segments."""
+    """An unusual but correct order fails nothing: here the last frames come first, and PrebuiltBatch before the
+    segments.
+    """
     pair = make_pair(tiny_target("llama"), replace(OPTIONS, chunk_tokens=40, max_batch_tokens=160))
     held: list[Frame] = []
 

@@ -1,4 +1,6 @@
-"""Tokens, log-probabilities and counts agree in every ending (A7); what shapes the logits does as `generate` does."""
+"""Tokens, log-probabilities and counts agree however a request ends (field rule A7), and logits processors act as in
+`generate`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def pair(make_pair: MakePair, tiny_target: Callable[[str], TargetModel]) -> InPr
 
 @pytest.fixture(scope="module")
 def generate(tiny_model_dir: Callable[[str], Path]) -> Generate:
-    """`generate` for PROMPT."""
+    """Runs transformers' `generate` on PROMPT."""
 
     def run(num_tokens: int = NEW_TOKENS, **options: object) -> Reference:
         return generate_greedily(tiny_model_dir("llama"), PROMPT, num_tokens, **options)
@@ -41,12 +43,12 @@ def generate(tiny_model_dir: Callable[[str], Path]) -> Generate:
 
 @pytest.fixture(scope="module")
 def plain(generate: Generate) -> list[int]:
-    """What follows PROMPT when nothing ends it."""
+    """The greedy tokens after PROMPT when nothing ends the output early."""
     return generate().token_ids
 
 
 def first_new_at(tokens: list[int], at_least: int) -> int:
-    """The first place, not before `at_least`, whose token did not occur before it."""
+    """The first index, at least `at_least`, whose token does not occur before it."""
     return next(place for place in range(at_least, len(tokens)) if tokens[place] not in tokens[:place])
 
 
@@ -61,7 +63,7 @@ def run(pair: InProcessPair, sampling: ResolvedSampling) -> Outcome:
 
 
 def ending_of(outcome: Outcome) -> Finished:
-    """The terminal event, after checking that every count agrees."""
+    """The terminal event. Also asserts that all counts agree."""
     assert outcome.finished is not None, outcome.error
     assert outcome.finished.num_prompt_tokens == len(PROMPT)
     assert outcome.finished.num_completion_tokens == len(outcome.token_ids) == len(outcome.logprobs)
@@ -69,7 +71,7 @@ def ending_of(outcome: Outcome) -> Finished:
 
 
 def num_decode_steps(pair: InProcessPair) -> int:
-    """Forwards that ran, one that was still in flight when the output ended included."""
+    """The number of decode forwards, including one still in flight when the output ended."""
     pair.step()
     return len(pair.decode_steps)
 
@@ -135,7 +137,7 @@ def test_an_ignored_eos_ends_nothing(pair: InProcessPair) -> None:
 def test_no_end_comes_before_min_tokens(
     min_tokens: int, pair: InProcessPair, generate: Generate, plain: list[int]
 ) -> None:
-    """The end tokens cannot be drawn, on prefill or on decode, until min_tokens are out; then they can."""
+    """No end token can be drawn, on prefill or decode, before `min_tokens` tokens are out."""
     ends = tuple(dict.fromkeys(plain[:3]))
     wanted = generate(min_new_tokens=min_tokens, eos_token_id=list(ends)).token_ids
     assert wanted != plain[: len(wanted)] and len(wanted) > min_tokens
@@ -197,7 +199,7 @@ def test_each_request_of_a_batch_gets_as_many_logprobs_as_it_asked_for(pair: InP
 
 
 class PresenceAndFrequency(LogitsProcessor):
-    """The two penalties on the tokens from place `start`, as their definition says."""
+    """A logits processor with both penalties, applied to the tokens from index `start` on as their definition says."""
 
     def __init__(self, presence: float, frequency: float, start: int = len(PROMPT)) -> None:
         self._presence = presence
@@ -221,7 +223,7 @@ def test_repetition_penalty_equals_generate(pair: InProcessPair, generate: Gener
 def test_presence_and_frequency_penalties_equal_generate(
     presence: float, frequency: float, pair: InProcessPair, generate: Generate, plain: list[int]
 ) -> None:
-    """The first token counts too, though another engine drew it."""
+    """The penalties also count the first token, although the prefill engine drew it."""
 
     def penalised_from(start: int) -> list[int]:
         processors = LogitsProcessorList([PresenceAndFrequency(presence, frequency, start)])

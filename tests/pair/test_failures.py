@@ -1,4 +1,6 @@
-"""What fails, fails alone: a step takes its own requests with it, a row its own request, a replica none at all."""
+"""Failures stay contained: a failed step ends only its own requests, a failed row only its request, and a lost replica
+none.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ NARROW = PairOptions(
 
 
 class Clock:
-    """Moves when the test says so."""
+    """A clock that moves only when the test moves it."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -57,7 +59,7 @@ def submit(pair: InProcessPair, name: str) -> None:
 
 @pytest.fixture
 def undisturbed(make_pair: MakePair, tiny_target: Tiny) -> dict[str, list[int]]:
-    """Every request's tokens when nothing fails."""
+    """The tokens of every request when nothing fails."""
     pair = make_pair(tiny_target("llama"))
     for name in (*NAMES, "later"):
         pair.submit(name, prompt_of(name[0]), ResolvedSampling(seed=ord(name[0]), max_tokens=NEW_TOKENS))
@@ -66,7 +68,7 @@ def undisturbed(make_pair: MakePair, tiny_target: Tiny) -> dict[str, list[int]]:
 
 
 def assert_it_serves_on(pair: InProcessPair, undisturbed: dict[str, list[int]]) -> None:
-    """The engines live: a request after the failure gets its tokens."""
+    """Assert that the engines still work: a new request gets its tokens."""
     later = pair.submit("later", prompt_of("l"), ResolvedSampling(seed=ord("l"), max_tokens=NEW_TOKENS))
     pair.run()
     assert later.token_ids == undisturbed["later"]
@@ -141,7 +143,7 @@ def test_attempts_are_bounded(max_attempts: int, make_pair: MakePair, tiny_targe
 
 
 def devices_whose_first_fails(point: str) -> Callable[[], Device]:
-    """CPU devices; of all the pieces that are named so, on any of them, the first one raises."""
+    """A function that makes CPU devices. The first piece (unit of stream work) with this name on any of them raises."""
     injector = Injector(FaultPlan(faults=(Fault(point=point, action=Action.RAISE, at=1),)))
     return lambda: FaultyDevice(cpu_device(), injector)
 
@@ -265,7 +267,7 @@ def test_without_a_ready_replica_a_request_fails_when_its_wait_is_over(make_pair
 def test_a_replica_that_refuses_is_asked_again_until_the_wait_is_over_however_often(
     make_pair: MakePair, tiny_target: Tiny
 ) -> None:
-    """Refusals come at once: counted as attempts they would end a request within a second of a rolling restart."""
+    """Refusals come at once. If they counted as attempts, a rolling restart would end requests within a second."""
     clock = Clock()
     pair = make_pair(tiny_target("llama"), PairOptions(max_handoff_attempts=2), clock=clock)
     pair.prefill.step([prefill.Drain()])
@@ -317,7 +319,7 @@ def test_a_mismatch_of_every_replica_fails_a_request_at_once_and_of_one_does_not
 def test_a_mismatch_behind_a_name_is_waited_out_for_another_replica_may_come(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
-    """As when the prefill services of a deployment are replaced before its decode services, or after them."""
+    """This happens when the prefill services of a deployment are replaced before its decode services, or after them."""
     clock = Clock()
     pair = make_pair(tiny_target("llama"), PairOptions(), clock=clock)
     (replica,) = pair.replicas
@@ -344,7 +346,7 @@ def test_a_mismatch_behind_a_name_is_waited_out_for_another_replica_may_come(
 def test_a_call_that_meets_another_fingerprint_is_retried_elsewhere(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
-    """Behind the address is another process by now, or its answer was damaged: the others are as they were."""
+    """Another process now listens at the address, or the answer was damaged. The other replicas are unaffected."""
     pair = make_pair(tiny_target("llama"), PairOptions(num_replicas=2))
     submit(pair, "a")
     pair.step()

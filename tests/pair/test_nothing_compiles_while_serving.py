@@ -1,4 +1,4 @@
-"""Every Triton kernel that a pair launches for a request, to attend or draw, was compiled before the first one came."""
+"""Every Triton kernel (attention or sampling) that a request needs was compiled before the first request came."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _BothPlans(AttentionPlan):
 
 
 class NotedAttention(AttentionBackend):
-    """Takes note of what the GPU's kernels would be compiled for, and lets the reference compute."""
+    """An attention backend that records the kernel variants a GPU would compile, and computes with the reference."""
 
     follows_lengths = True
 
@@ -57,7 +57,9 @@ class NotedAttention(AttentionBackend):
 
 
 def noted(seen: set[Variant], model: TargetModel | PagedHead, directory: Path, dtype: torch.dtype) -> None:
-    """From now on what would be compiled for a target or a head, which was read from there, is added to `seen`."""
+    """Make a target or head, loaded from the directory, add to `seen` every attention kernel variant that a GPU would
+    compile for it.
+    """
     num_heads = json.loads((directory / "config.json").read_text())["num_attention_heads"]
     group = model.layer_group
     model.attention = NotedAttention(HeadShape(num_heads, group.num_heads, group.head_dim, dtype), seen)
@@ -69,13 +71,15 @@ class _NoPlan(AttentionPlan):
 
 
 def noted_layers(seen: set[Variant], target: TargetModel) -> None:
-    """As above, of the layers that a GPU would compute, beside the model's own, which compute."""
+    """Record the kernel variants that a GPU would use for the layers. A fused copy of the model only launches them; the
+    model itself computes.
+    """
     model: Any = target._model
     beside = copy.deepcopy(model)
     is_loading = True
 
     def launch(launched: Launch) -> None:
-        if is_loading:  # a layer of ours is compared with the model's own
+        if is_loading:  # one of our layers is being compared with the model's own
             launched.run()
         else:
             seen.add(Variant.of(launched))
@@ -90,9 +94,9 @@ def noted_layers(seen: set[Variant], target: TargetModel) -> None:
 
 
 class NotedDraws(TritonDraws):
-    """Takes note of what the GPU's kernels would be compiled for, and chooses the largest logit itself.
+    """Draw kernels that record the variants a GPU would compile, and choose the largest logit.
 
-    Which token that is changes no launch; in Triton's interpreter a draw would take a hundred times as long.
+    The choice of token changes no launch, and a real draw in Triton's interpreter would take a hundred times as long.
     """
 
     def __init__(self, seen: set[Variant]) -> None:
@@ -121,8 +125,10 @@ class NotedDraws(TritonDraws):
 def check_nothing_compiles(
     load: Callable[[set[Variant]], tuple[TargetModel, PagedHead | None]], options: PairOptions
 ) -> None:
-    """In either service. Numbers of rows from none to all, prompts on both sides of what is cut into parts, requests
-    with all that sampling offers. `load`: a target and a head, both noted; each service has its own.
+    """Assert that neither service compiles anything while it serves.
+
+    The requests cover every number of rows, prompts shorter and longer than the split size of attention, and all
+    sampling options. `load` returns a target and a head that record their kernels; each service gets its own.
     """
     prefill_seen: set[Variant] = set()
     decode_seen: set[Variant] = set()

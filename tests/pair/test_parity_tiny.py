@@ -1,4 +1,4 @@
-"""Greedy output equals transformers' `generate`, token for token, in every mode (A3, I12)."""
+"""Greedy output equals transformers' `generate`, token for token, in every mode (field rule A3, invariant I12)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = [
     for number, architecture in enumerate(ARCHITECTURES)
     for place, (mode, overlap) in enumerate(MODES)
 ]
-"""Each architecture in every mode and with every size of chunk; each mode with every size of chunk."""
+"""Each architecture in every mode and with every chunk size, and each mode with every chunk size."""
 
 
 @pytest.mark.parametrize(("architecture", "mode", "overlap", "chunk_tokens"), CASES)

@@ -1,4 +1,4 @@
-"""What the decode engine says of a traced request: every phase it comes to, also those it comes to again."""
+"""The phases that the decode engine reports for a traced request, including those it enters again."""
 
 from __future__ import annotations
 

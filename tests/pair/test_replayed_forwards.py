@@ -1,4 +1,6 @@
-"""Recording the steps' forwards and replaying them changes no token, and every step is replayed (E7)."""
+"""Recording the forwards of decode steps and replaying them changes no token, and every step is replayed (field rule
+E7).
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,15 @@ from tests.support.drafted import SAMPLED, SHAPES, Drafted, assert_same
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.recording_device import CalledGraph, RecordingCpuDevice
 
-# Of recorded numbers of rows: 1, 2, 4, 5. Forwards of a step: the target's; the head's for each further draft, and its
-# reading behind the step, which has as many tokens as the step commits at most.
+# Batch sizes 1, 2, 4 and 5 are recorded. A step has these forwards: the target's, one of the head for each further
+# draft, and draft-extend, in which the head reads as many tokens as the step can commit at most.
 NUM_SIZES = 4
 BOUND_S = 20.0
 CASES = [
     ("guessing", None, 1),  # the target
-    ("guessing", "chain-4", 2 + 1 + 2),  # verify with drafts and without; drafting; reading likewise
+    ("guessing", "chain-4", 2 + 1 + 2),  # verify with and without drafts; drafting; draft-extend likewise
     ("guessing", "tree-4x3-15", 2 + 2 + 2),  # as above, drafting level by level
-    ("guessing_layers", "chain-5", 2 + 2 * 5),  # nothing drafts but the reading, layer by layer
+    ("guessing_layers", "chain-5", 2 + 2 * 5),  # all drafts come from draft-extend, layer by layer
 ]
 
 
@@ -60,7 +62,7 @@ def recording_pair(
 
 
 def run(pair: InProcessPair) -> None:
-    """Rows come and go, so that numbers of them differ; some are sampled."""
+    """Run requests of different lengths, so that the number of rows varies. Some of them are sampled."""
     for number, options in enumerate(SAMPLED.values()):
         sampling = ResolvedSampling(
             seed=number, max_tokens=4 + 3 * number, temperature=0.7 if number % 2 else 0.0, **options
@@ -72,7 +74,7 @@ def run(pair: InProcessPair) -> None:
 def test_a_backend_that_pays_for_the_bound_on_lengths_has_nothing_recorded(
     tiny_model_dir: Callable[[str], Path],
 ) -> None:
-    """A recorded forward's bound is the longest that a row may become."""
+    """A recorded forward assumes the longest possible row, which would make such a backend slow."""
     target = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", attention="torch")
     with recording_pair(target, None, None, replays=True) as (pair, devices):
         assert pair.decode.recorded is None and not any(device.recorder.graphs for device in devices)

@@ -1,4 +1,4 @@
-"""A request that brings the output of an earlier stream continues as the uninterrupted one would have."""
+"""A request that brings the output of an earlier stream continues as the uninterrupted request would have."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_resumed_stream_continues_exactly(name: str, pair: InProcessPair) -> N
 
 
 def test_output_that_was_brought_along_counts_as_output(pair: InProcessPair) -> None:
-    """As prompt tokens it would be, with the same limits, a longer answer and another bill."""
+    """If the brought tokens counted as prompt, the same limits would give a longer answer and other token counts."""
     whole = pair.submit("whole", PROMPT, SAMPLINGS["greedy"])
     pair.run()
     rest = pair.submit("rest", [*PROMPT, *whole.token_ids[:10]], SAMPLINGS["greedy"], prompt_len=len(PROMPT))
@@ -76,7 +76,9 @@ def test_output_that_was_brought_along_counts_as_output(pair: InProcessPair) -> 
 
 
 def test_prompt_tokens_and_output_tokens_are_penalised_differently(pair: InProcessPair) -> None:
-    """The penalties on output see what was delivered: the same ids as prompt give other tokens."""
+    """The penalties on output count tokens that were delivered earlier. The same ids as prompt tokens give other
+    output.
+    """
     whole = pair.submit("whole", PROMPT, SAMPLINGS["penalised"])
     pair.run()
     ids = [*PROMPT, *whole.token_ids[:16]]

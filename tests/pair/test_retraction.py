@@ -1,4 +1,4 @@
-"""When KV runs out the youngest request gives its own back and returns; no stream shows it."""
+"""When KV slots run out, the youngest request gives its own up and returns later. Its stream does not show it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_oldest_request_is_never_retracted(make_pair: MakePair, tiny_target:
 
 
 def test_a_younger_request_still_transferring_gives_way_to_an_older_one(make_pair: MakePair, tiny_target: Tiny) -> None:
-    """What was reserved for a handoff under way is given back before the KV of a request that already runs."""
+    """A handoff under way gives up its slots before a request that already runs does."""
     pair = make_pair(tiny_target("llama"), PairOptions(decode_tokens=POOL_TOKENS))
     oldest = pair.submit("oldest", prompt_of(0), replace(SAMPLINGS["greedy"], max_tokens=100))
     pair.run(until=lambda: len(oldest.token_ids) >= 2)
@@ -121,7 +121,9 @@ def test_a_retracted_request_returns_before_younger_ones(make_pair: MakePair, ti
 
 
 def test_admission_counts_reserved_transferring_and_running_rows(make_pair: MakePair, tiny_target: Tiny) -> None:
-    """Each of them leaves room to grow: a burst is not admitted on the strength of what runs alone."""
+    """Admission leaves each of these rows room to grow: a burst is not admitted merely because the running rows need
+    little.
+    """
     pair = make_pair(tiny_target("llama"), PairOptions(decode_tokens=POOL_TOKENS))
     submit_all(pair, SAMPLINGS["greedy"])
     pair.step_decode()

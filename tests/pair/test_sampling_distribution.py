@@ -1,7 +1,8 @@
-"""Sampled tokens follow the exact distribution, and the same seed gives the same tokens wherever it runs (A4, I13).
+"""Sampled tokens follow the exact distribution, and the same seed gives the same tokens wherever it runs (field rule
+A4, invariant I13).
 
-The target's next token depends on its last one only, so every transition is a draw from a known row. The distribution
-of each row is computed here in float64 from the model's own logits, apart from the code under test.
+The target's next token depends on its last token only, so every transition is a draw from a known row. The test
+computes each row's distribution in float64 from the model's own logits, independently of the code under test.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ SPECULATING = (
     ("tree-4x3-15", "min_p"),
 )
 FALSE_ALARM = 1e-6 / (2 * len(SETTINGS) + len(SPECULATING))
-"""Of one test: first tokens and decode tokens of every setting are tested, and decode tokens of some with drafts;
-together they may err once in 10^6.
+"""False-alarm probability of one test. First tokens and decode tokens of every setting are tested, and decode tokens of
+some settings with drafts; all of them together may fail by chance once in 10^6 runs.
 """
 
 Matrix = NDArray[np.float64]
@@ -61,7 +62,9 @@ def logits(last_token_model_dir: Path) -> Matrix:
 
 
 def distribution(logits: Matrix, sampling: ResolvedSampling) -> Matrix:
-    """[vocab, vocab]: row t is the exact distribution after token t. Asserts that no cut lies within rounding."""
+    """The exact distributions [vocab, vocab]: row t applies after token t. Asserts that no top-k or top-p cut lies
+    within rounding error.
+    """
     scaled = logits / sampling.temperature
     order = np.argsort(-scaled, axis=1, kind="stable")
     ordered = np.take_along_axis(scaled, order, axis=1)
@@ -89,7 +92,9 @@ def normalised(weights: Matrix) -> Matrix:
 
 
 def p_value(counts: Matrix, exact: Matrix) -> float:
-    """Chi-square over all source rows together; cells expecting fewer than 5 draws are pooled within their row."""
+    """The p-value of a chi-square test over all source rows together. Cells that expect fewer than 5 draws are pooled
+    within their row.
+    """
     assert counts[exact == 0].sum() == 0, "a token of probability 0 was drawn"
     statistic, degrees = 0.0, 0
     for observed, probs in zip(counts, exact, strict=True):
@@ -116,7 +121,9 @@ def transition_counts(transitions: list[tuple[int, int]]) -> Matrix:
 def draw(
     pair: InProcessPair, sampling: ResolvedSampling, *, num_requests: int, first_seed: int = FIRST_SEED
 ) -> tuple[Matrix, Matrix]:
-    """Counts of (last prompt token, first token), drawn on prefill, and of every later transition, drawn on decode."""
+    """Two count matrices: (last prompt token, first token), which prefill draws, and all later transitions, which
+    decode draws.
+    """
     sources = [FIRST_SOURCES[number % len(FIRST_SOURCES)] for number in range(num_requests)]
     outcomes = [
         pair.submit(f"{sampling.max_tokens}-{number}", [5, source], replace(sampling, seed=first_seed + number))
@@ -155,7 +162,7 @@ def test_tokens_follow_the_exact_distribution(
 def test_the_test_tells_a_setting_from_no_setting(
     name: str, make_pair: MakePair, last_token_target: TargetModel, logits: Matrix
 ) -> None:
-    """Draws at temperature 0.85 fit none of the settings."""
+    """Tokens drawn at temperature 0.85 must not fit any of the settings' distributions."""
     exact = distribution(logits, SETTINGS[name])
     sampling = ResolvedSampling(seed=0, max_tokens=24, temperature=0.85)
     counts = draw(make_pair(last_token_target, WIDE), sampling, num_requests=NUM_REQUESTS)[1]
@@ -168,7 +175,7 @@ def test_the_test_tells_a_setting_from_no_setting(
 def check_tokens_follow_the_exact_distribution_with_drafts(
     erring: Drafted, shape: str, name: str, logits: Matrix
 ) -> None:
-    """With seeds of their own: others' tokens are tested above."""
+    """The requests use other seeds than the tests without drafts."""
     with pairs_that_keep_all() as make_pair:
         pair = make_pair(erring.target, replace(WIDE, decode_tokens=80 * 90, **SHAPES[shape]), draft=erring.head)
         counts = draw(pair, SETTINGS[name], num_requests=NUM_SPECULATING, first_seed=FIRST_SEED + NUM_FIRST_TOKENS)[1]
@@ -282,7 +289,7 @@ def keyed_by_batch_row(seeds: Tensor, choice_indices: Tensor, positions: Tensor)
 
 
 class KeyedByStep:
-    """Ignores the position: each call of the sampler is one step."""
+    """Noise keys that ignore the position and use the number of the sampler's call instead."""
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -306,7 +313,7 @@ def test_noise_keyed_by_place_or_time_fails_the_comparison(
 def test_noise_without_the_seed_fails_the_distribution(
     make_pair: MakePair, last_token_target: TargetModel, logits: Matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every request then draws with one noise: the draws are no sample of anything."""
+    """All requests then draw with the same noise, so their draws are no independent sample."""
 
     def seedless(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
         return row_keys(torch.zeros_like(seeds), choice_indices, positions)

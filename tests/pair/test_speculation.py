@@ -1,5 +1,5 @@
-"""Speculation changes how fast tokens come, never which: greedy output in every mode (I12, I13), by kernels and by
-operators.
+"""Speculation changes how fast tokens come, never which tokens: greedy output in every mode (invariants I12, I13), with
+fused kernels and with PyTorch operators.
 
 Seeded output is in test_speculation_sampled.py.
 """
@@ -27,11 +27,13 @@ from tests.support.pair import InProcessPair, MakePair, PairOptions, pairs_that_
 
 Engines = tuple[tuple[TargetModel, PagedHead | None], ...]
 MAX_TOKENS = 4096
-"""Of a forward: of every prompt at once."""
+"""Tokens of one forward: enough for all prompts at once."""
 
 MODES = [(mode, overlap, chunk) for mode in ("alone", "crowd") for overlap in (True, False) for chunk in (16, 512)]
 OPPOSITES = [(MODES[number], MODES[-1 - number]) for number in range(4)]
-"""Of two opposite modes each value of each setting is in one. Whoever takes the next two in turn has all of MODES."""
+"""Pairs of opposite modes. Every value of every setting occurs in one mode of each pair, and the four pairs together
+are all MODES.
+"""
 ONE_LAYER = [(head, shape) for head in ("copying", "guessing") for shape in SHAPES]
 LAYERS = [*(("copying_layers", shape) for shape in CHAINS), ("guessing_layers", "chain-5")]
 
@@ -51,12 +53,14 @@ CASES = [
     *in_opposite_modes("operators", ONE_LAYER, 1),
     *in_opposite_modes("operators", LAYERS, 2),
 ]
-"""Every head and shape, by kernels and by operators, with every value of every setting; any two values together."""
+"""Every head and shape, fused and with operators. Each case set has every value of every setting, and all pairs of
+values occur.
+"""
 
 
 @pytest.fixture(scope="module")
 def fused_engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engines]]:
-    """What the decode and the prefill engine run by kernels, by the fixture of the same models by operators."""
+    """A function from the name of a fixture to fused copies of its models, one set for each engine."""
     with ExitStack() as stack:
 
         @cache
@@ -158,7 +162,7 @@ def test_greedy_output_is_the_same_with_and_without_drafts(
 def test_a_request_may_fill_the_context_and_the_pool(
     shape: str, overlap: bool, copying: Drafted, make_pair: MakePair
 ) -> None:
-    """Drafts past the last token have slots of their own, and no step is launched for them alone."""
+    """Drafts after the last token have slots of their own, and no step is launched for them alone."""
     sizes = PairOptions(overlap=overlap, context_tokens=64, **SHAPES[shape])
     options = replace(sizes, decode_tokens=64 + sizes.spec_info.num_slots - 1)
     for max_tokens in range(20, 32):

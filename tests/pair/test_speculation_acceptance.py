@@ -1,8 +1,8 @@
-"""How often drafts are accepted: by position, against what the two distributions allow.
+"""The acceptance rate of drafts at each position, compared with what the two distributions allow.
 
-The target's next token and the head's guess of it depend on the last token only, so both distributions p and q are
-known exactly. Independent draws would agree with probability sum(p q); no coupling agrees more often than 1 - TV(p, q);
-draws that share their noise agree with probability sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x), which is
+Both the target's next token and the head's guess depend on the last token only, so their distributions p and q are
+known exactly. Independent draws would agree with probability sum(p q). No coupling agrees more often than 1 - TV(p, q).
+Draws that share their noise agree with probability sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x), which is
 never below (1 - TV) / (1 + TV).
 """
 
@@ -36,8 +36,8 @@ NEW_TOKENS = 48
 NUM_POSITIONS = 4
 RUNS = (("erring", 1.0), ("erring", 0.7), ("erring_layers", 1.0))
 FALSE_ALARM = 1e-6 / (2 * NUM_POSITIONS * len(RUNS) + 1)
-"""Of one comparison: each position of each run is compared from both sides, a tree's first level from one, and together
-they may err once in 10^6.
+"""False-alarm probability of one comparison. Each position of each run is compared with two bounds and a tree's first
+level with one; all comparisons together may fail by chance once in 10^6 runs.
 """
 
 Matrix = NDArray[np.float64]
@@ -45,7 +45,9 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """[vocab] each: after each token, how often the two next tokens can or will be the same."""
+    """Probabilities that target and draft choose the same next token, [vocab] each, by last token: a lower bound, the
+    expected value, and the optimum.
+    """
 
     lower_bound: Matrix
     coupled: Matrix
@@ -53,7 +55,7 @@ class Agreement:
 
     @classmethod
     def of(cls, p: Matrix, q: Matrix) -> Agreement:
-        """`p`, `q` [vocab, vocab]: row t is the distribution after token t."""
+        """Compute them from `p` and `q` [vocab, vocab], whose rows t are the distributions after token t."""
         distance = np.abs(p - q).sum(axis=1) / 2
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = np.maximum(p[:, None, :] / p[:, :, None], q[:, None, :] / q[:, :, None])
@@ -62,7 +64,7 @@ class Agreement:
 
 
 def distributions(logits: Tensor, token_ids: Tensor, temperature: float) -> Matrix:
-    """[vocab, vocab] softmax over the columns `token_ids`, zero elsewhere."""
+    """Softmax over the columns `token_ids`, [vocab, vocab]; all other columns are zero."""
     probs = np.zeros(logits.shape)
     probs[:, token_ids.numpy()] = (logits[:, token_ids].double() / temperature).softmax(dim=1).numpy()
     return probs
@@ -70,7 +72,9 @@ def distributions(logits: Tensor, token_ids: Tensor, temperature: float) -> Matr
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A draft whose predecessors were all accepted: where in its chain, after which token, and what became of it."""
+    """A draft whose predecessors were all accepted: its position in the chain, the token before it, and whether it was
+    accepted.
+    """
 
     position: int
     source: int
@@ -79,7 +83,7 @@ class Trial:
 
 @contextmanager
 def trials_met() -> Iterator[list[Trial]]:
-    """Every such draft that verification meets, in chains."""
+    """Collect a Trial for every draft that verification reaches, while chains are drafted."""
     met: list[Trial] = []
     nodes: list[list[list[int]]] = []
     window_input, accept = speculative_worker.window_input, DraftTree.accept
@@ -124,14 +128,14 @@ def agreement_of(drafted: Drafted, erring_model_dir: Path, temperature: float) -
 
 
 def margin_of(trials: Sequence[Trial]) -> float:
-    """Hoeffding's, for a mean of so many draws in [0, 1]."""
+    """Hoeffding's margin for the mean of this many draws in [0, 1]."""
     return math.sqrt(math.log(1 / FALSE_ALARM) / (2 * len(trials)))
 
 
 def check_acceptance_is_what_the_distributions_allow(
     drafted: Drafted, erring_model_dir: Path, temperature: float, num_requests: int
 ) -> list[str]:
-    """Returns a line for each position."""
+    """Check every position's acceptance rate, and return a line of text about each."""
     agreement = agreement_of(drafted, erring_model_dir, temperature)
     trials = trials_of(drafted, "chain-4", temperature, num_requests)
     lines = []
@@ -195,9 +199,10 @@ def test_it_is_seen(
 
 
 def check_siblings_are_worth_more_than_any_single_draft(erring: Drafted, erring_model_dir: Path) -> str:
-    """The tokens that the noise favours most are drafted, so one of them is right more often than one draft could be.
+    """Check that a tree's first level is right more often than any single draft could be: it drafts the tokens that the
+    noise favours.
 
-    Returns a line about a tree's first level.
+    Returns a line of text about that level.
     """
     trials = [trial for trial in trials_of(erring, "tree-4x3-15", 1.0, NUM_FOR_A_MUTANT) if trial.position == 0]
     optimum = float(agreement_of(erring, erring_model_dir, 1.0).optimum[[trial.source for trial in trials]].mean())

@@ -1,4 +1,6 @@
-"""What a head accepts does not depend on how its prompts were cut: each chunk ends with the prompt's next token."""
+"""A head's acceptance does not depend on how prompts are split into chunks: each chunk also gets the prompt token after
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ Counts = list[tuple[int, int]]
 
 @pytest.fixture
 def count(make_pair: MakePair, last_token_model_dir: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Verify steps and accepted drafts of each request, its prompt cut into chunks of so many tokens.
+    """Runs requests with prompts split into chunks of `chunk_tokens`, and returns their verify steps and accepted
+    drafts.
 
-    The head is a random one: some of what it guesses is right, and all of it depends on its own KV.
+    The head is random: some of its guesses are right, and all of them depend on its own KV.
     """
     head_dir = save_eagle3_head(tmp_path, target_dir=last_token_model_dir)
     target = load_target(last_token_model_dir, device="cpu", dtype="float32")

@@ -1,4 +1,4 @@
-"""Speculation where slots are short, a head overflows, or a replica hands over drafts that are none."""
+"""Speculation when slots run short, when a head's output overflows, and when a replica hands over invalid drafts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def submit_all(pair: InProcessPair, num_requests: int, *, prompt_tokens: int = 1
 def test_a_tree_that_needs_many_slots_is_served_from_a_small_pool(
     adapts_depth: bool, leaning: Drafted, make_pair: MakePair
 ) -> None:
-    """A step does without drafts where they find no slots: else it would take back those of a handoff, for ever."""
+    """A step without free slots for drafts does not draft. Otherwise it would take back the slots of a handoff, for
+    ever.
+    """
     options = PairOptions(decode_tokens=260, adapts_depth=adapts_depth, **WIDE_TREE)
     plain, pair = make_pair(leaning.target, options), make_pair(leaning.target, options, draft=leaning.head)
     for each in (plain, pair):
@@ -42,7 +44,7 @@ def test_a_tree_that_needs_many_slots_is_served_from_a_small_pool(
 
 
 def test_drafts_are_given_up_before_a_request_is(copying: Drafted, make_pair: MakePair) -> None:
-    """Two requests that fill the pool together, without a slot for drafts at their ends."""
+    """Two requests fill the pool together, and near their ends no slot is left for drafts."""
     options = PairOptions(decode_tokens=112, num_draft_tokens=5)
     pair = make_pair(copying.target, options, draft=copying.head)
     submit_all(pair, 2, prompt_tokens=16, new_tokens=40)
@@ -54,7 +56,7 @@ def test_drafts_are_given_up_before_a_request_is(copying: Drafted, make_pair: Ma
 
 
 class OverflowingHead:
-    """A head whose output is no number in every third row of a tree's levels."""
+    """A head that outputs NaN in every third row of a tree's levels."""
 
     def __init__(self, head: Any) -> None:
         self._head = head

@@ -1,4 +1,4 @@
-"""However deep each step drafts, and whoever wants drafts: the same tokens, and the counts tell what happened."""
+"""Tokens are the same at any draft depth and whichever requests want drafts, and the counts report what was drafted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEW_TOKENS = 40
 
 
 class ScriptedDepth(FixedDepth):
-    """Any depth at any step, and a seed only where the next one drafts."""
+    """Chooses a random depth for each step, and a seed only where the next step drafts."""
 
     def __init__(self, deepest: SpecInfo) -> None:
         numbers = random.Random(5)

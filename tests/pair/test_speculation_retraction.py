@@ -1,4 +1,4 @@
-"""A request that gives its KV back while it speculates: its output is that of an undisturbed run without drafts."""
+"""A request that is retracted while it speculates gives the same output as an undisturbed run without drafts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Seeded requests give, token for token, the output of decoding without speculation (I12, I13).
+"""Seeded requests give, token for token, the output of decoding without speculation (invariants I12, I13).
 
-The target leans on its last token and reads all others: its copy head is right often and wrong often, and a token whose
-KV is not where it belongs changes what is drawn.
+The target depends mostly on its last token, but on all others too. So its copy head is often right and often wrong, and
+misplaced KV changes the tokens drawn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SeededRequest:
 
 
 def seeded_requests(num_requests: int) -> list[SeededRequest]:
-    """Half of them at temperature 0.7, half at 1.0, each with every mixture of options."""
+    """Random requests, half of them at temperature 0.7 and half at 1.0, each half with every mixture of options."""
     numbers = random.Random(17)
     return [
         SeededRequest(

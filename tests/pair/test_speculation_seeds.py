@@ -1,7 +1,8 @@
-"""What a step leaves for the next to draft from is what prefill would hand over for the same tokens.
+"""The seed that a decode step leaves for the next draft equals the one that prefill would hand over for the same
+tokens.
 
-The head is a random one, so that its drafts depend on all of its KV, for a target whose likeliest tokens it sometimes
-guesses.
+The head is random, so its drafts depend on all of its KV. The target's likeliest tokens are such that it sometimes
+guesses them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def random_head(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFac
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The seed of a row that holds `num_tokens` tokens, the newest without KV."""
+    """The seed left for a row that holds `num_tokens` tokens. The newest of these has no KV yet."""
 
     num_tokens: int
     seed: dict[str, torch.Tensor]
@@ -55,7 +56,7 @@ class Left:
 
 @contextmanager
 def seeds_left_in(module: ModuleType) -> Iterator[list[Left]]:
-    """The seed of every draft-extend that `module` runs, of single rows."""
+    """Collects the seeds of every draft-extend that `module` runs, row by row."""
     left: list[Left] = []
     extend_draft: Callable[..., Seed] = module.extend_draft  # type: ignore[attr-defined]
 
@@ -71,7 +72,9 @@ def seeds_left_in(module: ModuleType) -> Iterator[list[Left]]:
 
 
 class LeftBehind(FixedDepth):
-    """Each `num_behind` steps without drafts leave their tokens for the head to read later."""
+    """Chooses depths in a cycle: `num_behind` steps neither draft nor leave a seed, so that the head reads their tokens
+    later. The next step leaves a seed, and the one after it drafts.
+    """
 
     def __init__(self, spec_info: SpecInfo, num_behind: int) -> None:
         nothing = spec_info.at_depth(0).without_seed()
@@ -179,7 +182,9 @@ def test_it_is_seen(mutant: Mutant, shape: str, random_head: Drafted, monkeypatc
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """A tree's first path: the likeliest first draft, the likeliest after it, and all that were drafted after these."""
+    """A tree's first path (its likeliest first draft and the likeliest after that), and all drafts that follow these
+    two.
+    """
 
     first: int
     second: int
@@ -198,7 +203,7 @@ def branches_of(tree: DraftTree) -> Branches:
 
 
 def first_drafts(drafted: Drafted, options: PairOptions) -> list[DraftTree]:
-    """What is drafted first for each of NUM_TREES requests, each alone."""
+    """The first tree drafted for each of NUM_TREES requests, each run alone."""
     trees: list[DraftTree] = []
     draft_tree = EagleWorker.draft_tree
 
@@ -220,7 +225,7 @@ def first_drafts(drafted: Drafted, options: PairOptions) -> list[DraftTree]:
 
 
 def check_the_likeliest_path_is_the_chain(drafted: Drafted) -> None:
-    """What a chain drafts is drafted on the tree's likeliest path too: its siblings change nothing."""
+    """The tree's likeliest path must be what a chain drafts: siblings change nothing."""
     chains = first_drafts(drafted, PairOptions(num_draft_tokens=3))
     trees = first_drafts(drafted, PairOptions(draft_topk=3, num_draft_steps=3, num_draft_tokens=21))
     num_compared = 0
