@@ -21,7 +21,10 @@ PAGE = ROOT / "docs" / "field_rules.md"
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """One row of the page. `tests` are pytest's ids; one without brackets stands for all of its cases."""
+    """A rule in docs/field_rules.md with the tests that check it.
+
+    `tests` are pytest ids; an id without brackets stands for all parameter sets of the test.
+    """
 
     number: str
     text: str
@@ -29,7 +32,7 @@ class FieldRule:
 
 
 def rules_in(page: str) -> list[FieldRule]:
-    """The rows of the page's tables, in order."""
+    """Returns the rules in the page's tables, in order."""
     return [
         FieldRule(number, text.strip(), tuple(re.findall(r"`(tests/[^`]+)`", tests)))
         for number, text, tests in re.findall(
@@ -39,7 +42,7 @@ def rules_in(page: str) -> list[FieldRule]:
 
 
 class _Results:
-    """A pytest plugin that records what became of each case, in any phase."""
+    """A pytest plugin that records which test cases passed, failed (in any phase) or were skipped."""
 
     def __init__(self) -> None:
         self.passed: set[str] = set()
@@ -67,7 +70,7 @@ class _Results:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Runs the tests and prints the table. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the tests and run none")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""A contract for import-linter: which libraries a part of the code may need."""
+"""A contract type for import-linter: it limits the libraries that a part of the code may import."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from importlinter.domain.helpers import pop_import_expressions
 
 
 class OnlyExternals(Contract):
-    """`modules`, and the modules of ours that they reach, import no library but `allowed_externals`.
+    """The contract that `modules`, and our modules that they import, import no library but `allowed_externals`.
 
-    The standard library is always allowed. Imports under `if TYPE_CHECKING` count. Those in `ignore_imports` do not; an
-    entry that does not exist is an error.
+    The standard library is always allowed. Imports under `if TYPE_CHECKING` count. Imports in `ignore_imports` do not;
+    an entry there that matches no import is an error.
     """
 
     type_name = "only_externals"
@@ -42,7 +42,11 @@ class OnlyExternals(Contract):
 
 
 def _with_descendants(graph: ImportGraph, modules: list[str]) -> list[str]:
-    """Raises ValueError for a module that does not exist: a renamed one must not leave the contract empty."""
+    """Returns the modules with all their submodules.
+
+    Raises ValueError for a module that does not exist, so that a contract does not become empty when a module is
+    renamed.
+    """
     missing = [module for module in modules if module not in graph.modules]
     if missing:
         raise ValueError(f"no such module: {', '.join(missing)}")

@@ -1,12 +1,13 @@
-"""Every causal architecture of transformers, tiny and random: served as transformers computes it or refused.
+"""Checks for every causal architecture of transformers that Baton computes the same as transformers or refuses it.
 
     python -m scripts.model_sweep                  all, as a Markdown table
-    python -m scripts.model_sweep llama mbart      some
+    python -m scripts.model_sweep llama mbart      only these
 
-An architecture is made twice: with its own defaults, and plain, with traits that are not served switched off where its
-config can. Each is saved, loaded as a service does, and driven through the KV pool: prompts side by side, in parts that
-begin in the middle, then token by token. Logits are compared with transformers' own unsplit forward and attention, and
-greedy tokens with those that follow from it. Exit status 1 when one computes something else or fails once loaded.
+Each architecture is built small, with random weights, in two variants: with its own defaults, and plain, with features
+that Baton does not serve switched off where its config can. Each variant is saved, loaded as a service does, and run
+through the KV pool: two prompts together, in chunks of which some begin in the middle of a prompt, then token by token.
+Logits are compared with those of transformers' own forward over the whole sequence, and greedy tokens likewise. The
+exit status is 1 if a variant computes something else, or fails after it was loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tests.model.paged_model import PagedModel
 EQUAL, REFUSED, NOT_BUILT, WRONG, FAILS = "equal", "refused", "could not be built", "wrong", "ready and failing"
 _TIMEOUT_S = 90.0
 _PROMPT_LEN, _CHUNK, _NUM_DECODED = 40, 16, 6
-_TOLERANCE = 2e-3  # of the logits' size, in float32
+_TOLERANCE = 2e-3  # relative to the norm of the logits, in float32
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 320,
@@ -124,7 +125,7 @@ class Outcome:
 
 
 def _configs(model_type: str) -> dict[str, dict[str, Any]]:
-    """Small configs of this architecture: with its own traits, and plain."""
+    """Returns small configs of this architecture by variant: with its own features, and plain."""
     defaults = transformers.CONFIG_MAPPING[model_type]()
     derived = {name for name, member in inspect.getmembers(type(defaults)) if isinstance(member, property)}
     has = [name for name in (*_SMALL, *_PLAIN) if name not in derived and hasattr(defaults, name)]
@@ -137,7 +138,7 @@ def _configs(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def _config(model_type: str, fields: dict[str, Any]) -> Any:
-    """With windows if the architecture requires some."""
+    """Builds a config from `fields`. Keeps the default sliding window if the architecture does not accept None."""
     kind = transformers.CONFIG_MAPPING[model_type]
     try:
         return kind(**fields)
@@ -148,7 +149,7 @@ def _config(model_type: str, fields: dict[str, Any]) -> Any:
 
 
 def _save(config: Any, directory: Path) -> None:
-    """Random weights, wide enough that a wrong position or a lost token shows in the logits."""
+    """Saves a model with random weights, large enough that a wrong position or a lost token shows in the logits."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -194,7 +195,7 @@ def _tokens(seed: int, vocab_size: int) -> list[int]:
 
 @torch.inference_mode()
 def _greedy(model: Any, prompt: Sequence[int]) -> tuple[list[int], Tensor]:
-    """Tokens, and the logits [_NUM_DECODED, vocab] that each was taken from, by a forward of all tokens before it."""
+    """Decodes greedily, without a KV cache. Returns the tokens, and the logits [_NUM_DECODED, vocab] of each."""
     tokens, rows = list(prompt), []
     for _ in range(_NUM_DECODED):
         rows.append(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float())
@@ -203,7 +204,11 @@ def _greedy(model: Any, prompt: Sequence[int]) -> tuple[list[int], Tensor]:
 
 
 def _compare(paged: PagedModel, prompts: list[list[int]], expected: list[tuple[list[int], Tensor]]) -> Outcome:
-    """The second prompt begins after the first one's first chunk, so rows are at different places throughout."""
+    """Runs the prompts through the KV pool, and compares logits and tokens with the expected ones.
+
+    The second prompt begins after the first one's first chunk, so that the rows of a forward are at different
+    positions.
+    """
     chunks = [prompts[0][:_CHUNK], prompts[0][_CHUNK:-1], prompts[0][-1:]]
     paged.extend({1: chunks[0]})
     paged.extend({1: chunks[1], 2: prompts[1][:7]})
@@ -238,7 +243,10 @@ def _in_child(model_type: str, answers: Connection) -> None:
 
 
 def sweep(model_type: str) -> dict[str, Outcome]:
-    """Results by variant. Runs in a process of its own, because some crash and some take all memory."""
+    """Tests one architecture and returns the outcome of each variant.
+
+    It runs in a process of its own, because some architectures crash and some take all memory.
+    """
     context = multiprocessing.get_context("fork")
     answers, ours = context.Pipe(duplex=False)
     child = context.Process(target=_in_child, args=(model_type, ours))
@@ -280,7 +288,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _best(outcomes: dict[str, Outcome]) -> str:
-    """A fault if there is one, else how far the type got."""
+    """Returns one outcome for both variants: a fault if there is one, else the better result."""
     kinds = {outcome.kind for outcome in outcomes.values()}
     return next(kind for kind in (WRONG, FAILS, EQUAL, REFUSED, NOT_BUILT) if kind in kinds)
 

@@ -1,4 +1,7 @@
-"""Prints a requirement of pyproject.toml, to install it ahead of the others: `python scripts/requirement.py torch`."""
+"""Prints one requirement of pyproject.toml, so that it can be installed before the others.
+
+python scripts/requirement.py torch
+"""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md: every setting and every fast path, as the code describes them.
+"""Writes the tables of docs/configuration.md, which describe every setting and every fast path, from the code.
 
 python -m scripts.settings_tables
 """
@@ -26,11 +26,11 @@ KINDS: dict[str, type[ProcessSettings]] = {
     "Decode": DecodeSettings,
     "Gateway": GatewaySettings,
 }
-"""By heading: the class whose own settings its table has."""
+"""The settings class for each heading. The heading's table lists the settings that this class itself declares."""
 
 
 def with_tables(page: str) -> str:
-    """`page` with each table as the code has it now. Raises ValueError for a heading that has no table."""
+    """Returns `page` with each table rewritten from the code. Raises ValueError for a heading that has no table."""
     tables = {heading: _settings_table(kind) for heading, kind in KINDS.items()}
     for heading, table in {**tables, "Fast paths": _fast_paths_table()}.items():
         page, num_tables = re.subn(

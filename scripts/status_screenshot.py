@@ -1,7 +1,7 @@
-"""Takes docs/status-page.png: the status page of a pair under load, in a real browser (Debian's chromium).
+"""Takes docs/status-page.png: a picture of the status page while a pair is under load, with Debian's chromium.
 
-Two prefill services and a decode service serve the demo model with its draft head. The last figures that the page was
-given go to stdout, with what the services expose, to be compared with the picture.
+Two prefill services and a decode service serve the demo model with its draft head. To compare with the picture, the
+last figures that the page received are printed, and the metrics of each service.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUESTIONS = (
 LONG_PROMPTS = Workload(concurrency=4, num_requests=1000, num_prompt_tokens=1000, num_new_tokens=4)
 BROWSER_TIMEOUT_S = 60.0
 BROWSED_MS = 6000
-"""Time that passes for the page before it is photographed."""
+"""How long the browser shows the page before it takes the picture, in milliseconds of its virtual time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def main() -> None:
 
 @contextmanager
 def serve_pair() -> Iterator[Served]:
-    """Two prefill services, a decode service and the gateway, each a process of its own."""
+    """Runs two prefill services, a decode service and the gateway, each as a process of its own."""
     with LocalPair(
         num_prefill=2, prefill_args=SHARED_ARGS, decode_args=SHARED_ARGS, gateway_listen="127.0.0.1:0"
     ) as pair:
@@ -95,7 +95,7 @@ async def ask(client: AsyncClient, first: int) -> None:
 
 
 async def look(viewer: httpx2.AsyncClient, url: str) -> None:
-    """Look like an open page does, so that the window is full when a browser comes."""
+    """Polls the figures as an open page does, so that they cover a full time window when the browser opens the page."""
     while True:
         await viewer.get(f"{url}status.json")
         await asyncio.sleep(INTERVAL_S)

@@ -3,7 +3,8 @@
     python -m scripts.stubs            write them
     python -m scripts.stubs --check    exit 1, naming each file that differs
 
-The compiler decides the oldest protobuf and grpcio that the stubs run with: protoc-requirements.txt beside this file.
+The compiler's version, in protoc-requirements.txt beside this file, decides the oldest protobuf and grpcio that the
+stubs run with.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def generate(out_dir: Path) -> None:
 
 
 def differences(expected_dir: Path, committed_dir: Path) -> list[str]:
-    """Names of generated files that are missing, left over or different, sorted."""
+    """Returns the names of generated files that are missing, left over or different, sorted."""
     expected, committed = _generated(expected_dir), _generated(committed_dir)
     return sorted(name for name in expected.keys() | committed.keys() if expected.get(name) != committed.get(name))
 

@@ -1,9 +1,11 @@
-"""Attention of the training-time test: what a chain of draft steps sees, for all positions at once.
+"""Attention for training a draft head with the training-time test, for all positions of a sequence at once.
 
-Query i of step s stands for the token at position i + s of a chain that left the target's states at i. It attends
+In the training-time test every position i of a sequence starts a chain of draft steps, and each step but the first
+works on the output of the step before instead of the target's states. Query i of step s stands for position i + s of
+the chain that started at i. It attends
 
-    step 0   to the keys at positions up to i, which were made of the target's states
-    step s   to these, and of each step from 1 to s to the one key that its own chain made: the diagonal
+    step 0   to the keys of step 0 at positions up to i, which are made from the target's states
+    step s   to these, and for each step from 1 to s to one more key: the one that its own chain made
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class ChainAttention:
-    """For one batch. Give the steps in order."""
+    """The attention of all draft steps of one batch. Call `attend` once per step, in order."""
 
     def __init__(self, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._future = torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu(1)
@@ -22,7 +24,10 @@ class ChainAttention:
         self._values: list[Tensor] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The next step. `query` [B, heads, L, d], `key` and `value` [B, kv_heads, L, d]. Returns [B, heads, L, d]."""
+        """Computes the attention of the next step. Returns [B, heads, L, d].
+
+        `query` is [B, heads, L, d]; `key` and `value` are [B, kv_heads, L, d].
+        """
         self._keys.append(key)
         self._values.append(value)
         if len(self._keys) == 1:
@@ -31,7 +36,7 @@ class ChainAttention:
 
     def _attend_chain(self, query: Tensor) -> Tensor:
         length, dim = query.shape[2:]
-        # Query heads that share a KV head become rows, so that keys are not repeated.
+        # Query heads that share a KV head are stacked along the length, so that keys need not be repeated.
         grouped = query.unflatten(1, (self._keys[0].shape[1], -1))
         rows = grouped.flatten(0, 1).flatten(1, 2)
         num_shared = grouped.shape[2]

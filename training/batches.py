@@ -1,4 +1,4 @@
-"""Makes the tensors of each training step from conversations and features, and orders the steps."""
+"""Makes the tensors of each training step from conversations and features, and decides the order of the steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ _BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B conversations, padded to the longest of L tokens; S steps of the training-time test.
+    """B conversations padded to L tokens, for S draft steps of the training-time test.
 
-    Row (b, i) of the head's output, b * L + i when flat, drafts at step s the token at position i + 2 + s.
+    Position i of conversation b is row b * L + i of the flattened head output. At draft step s this row predicts the
+    token at position i + 2 + s.
 
-    `token_ids` [B, L + S]; `aux` [B, L, layers * H] bfloat16. For the loss, N positions of the target whose most likely
-    next token is an answer's and has a draft id: their states `final` [N, H] bfloat16, and `rows` [N], the flat rows
-    that stand for them at step 0; at step s it is those s rows before. For the evaluation, M flat rows `chain_rows`
-    whose S drafts are all answer tokens, and the draft ids `chain_ids` [M, S] that the target finds most likely there.
+      token_ids    [B, L + S]           the conversations' tokens
+      aux          [B, L, layers * H]   the target's hidden states at the captured layers, bfloat16
+      final        [N, H]               for the loss: the target's final states at N positions, bfloat16; the token
+                                        after each is in the answer, and the likeliest one has a draft id
+      rows         [N]                  for each of them the row that predicts the same token at step 0; at step s
+                                        the row s before it does
+      chain_rows   [M]                  for the evaluation: the rows whose S drafts all belong to the answer
+      chain_ids    [M, S]               for each of them the draft ids of the target's most likely tokens
     """
 
     token_ids: Tensor
@@ -60,7 +65,10 @@ class BatchSource:
         self._device = device
 
     def grouped(self, chosen: Ints) -> list[Ints]:
-        """Groups of conversations for one batch each, of similar length within blocks of `chosen`."""
+        """Returns groups of conversations, one group per batch.
+
+        Within each block of `chosen`, conversations of similar length are grouped.
+        """
         lengths = self._conversations.lengths
         groups = []
         for block_start in range(0, len(chosen), _BLOCK):
@@ -76,7 +84,7 @@ class BatchSource:
         return groups
 
     def epoch(self, chosen: Ints, *, seed: int, epoch: int) -> list[Ints]:
-        """The groups of one pass over `chosen`, in an order that depends on `seed` and `epoch` only."""
+        """Returns the groups of one pass over `chosen`. Their order depends only on `seed` and `epoch`."""
         random = np.random.default_rng((seed, epoch))
         groups = self.grouped(random.permutation(chosen))
         return [groups[index] for index in random.permutation(len(groups))]
@@ -94,7 +102,8 @@ class BatchSource:
             token_ids[row, :own_length] = torch.from_numpy(self._conversations.tokens[place])
             aux[row, :own_length] = _states(self._features.aux[place])
             draft_ids = self._draft_ids[self._features.argmax[place]]
-            # Positions before `num_steps` would have their rows of later steps before the conversation.
+            # At the last step, positions before `num_steps` would be predicted by a row before the conversation's
+            # start.
             learned = np.arange(max(num_steps, answer - 1), own_length - 1)
             learned = learned[draft_ids[learned] != UNKNOWN]
             finals.append(self._features.final[start + learned])

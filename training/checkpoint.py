@@ -1,7 +1,7 @@
-"""Checkpoints of a run, and which of them a run may continue from.
+"""Saves and loads the checkpoints of a training run, and decides from which one a run may continue.
 
-last.pt is the newest. stable.pt is from the start of the decay: until there the learning rate does not depend on the
-run's length.
+last.pt is the newest. stable.pt is from the moment before the learning rate begins to decay. Until then the learning
+rate does not depend on the length of the run, so a run of another length may continue from it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ LAST, STABLE = "last.pt", "stable.pt"
 
 @dataclass(slots=True)
 class RunState:
-    """How far a run has come. `epoch` and `group` name the next batch; `loss_sums` cover the `num_losses` steps since
-    the last evaluation.
+    """The progress of a run. `epoch` and `group` name the next batch.
+
+    `loss_sums` adds up the loss of each draft step over the `num_losses` training steps since the last evaluation.
     """
 
     num_tokens: int = 0
@@ -37,8 +38,9 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`identity` is what a run that continues from it must share. `head` and `optimizers` are their state
-    dictionaries.
+    """A saved run. `identity` holds the settings that a run must share to continue from it.
+
+    `head` and `optimizers` are state dictionaries.
     """
 
     identity: dict[str, Any]
@@ -49,7 +51,7 @@ class Checkpoint:
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
-    """The file appears whole or not at all."""
+    """Saves a checkpoint. The file is replaced as a whole, so it is never incomplete."""
     unfinished = path.with_suffix(".new")
     torch.save(
         {
@@ -65,10 +67,10 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def find(directory: Path, identity: dict[str, Any], schedule: Schedule) -> Checkpoint | None:
-    """The checkpoint in `directory` that a run continues from; None if there is none.
+    """Returns the checkpoint in `directory` from which a run continues; None if there is none.
 
-    Raises ConfigError, naming the setting, for checkpoints of another run, and if all have begun a decay that is not
-    this schedule's.
+    Raises ConfigError, naming the setting, if the checkpoints are of another run, or if all of them are from after the
+    start of a decay that differs from this schedule's.
     """
     found = [load(directory / name) for name in (LAST, STABLE) if (directory / name).exists()]
     for checkpoint in found:
@@ -89,7 +91,7 @@ def find(directory: Path, identity: dict[str, Any], schedule: Schedule) -> Check
 
 
 def load(path: Path) -> Checkpoint:
-    """Raises ConfigError."""
+    """Loads a checkpoint. Raises ConfigError if the file cannot be read."""
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
         return Checkpoint(

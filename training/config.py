@@ -15,11 +15,11 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Token amounts count answer tokens. Raises ConfigError, naming the setting that is out of range.
+    """The settings of a training run. Raises ConfigError, naming a setting that is out of range.
 
-    `layers` are the target's layers whose entering streams the head reads; None for the format's default.
-    `batch_tokens` is conversations times the longest of them, in one step of the optimisers. `dtype` is that of the
-    computation; weights are float32.
+    Amounts of tokens count answer tokens only. `layers` are the target's layers whose input the head reads; None means
+    the EAGLE-3 format's default. `batch_tokens` limits the size of a training step: its number of conversations times
+    the longest one's length. `dtype` is the type of the computation; weights are float32.
     """
 
     layers: tuple[int, ...] | None = None
@@ -55,8 +55,9 @@ class TrainConfig:
         return Schedule(min(self.warmup_tokens, decay_start), decay_start, self.max_tokens)
 
     def identity(self) -> dict[str, Any]:
-        """The settings that must be equal for a run to continue from a checkpoint. checkpoint.py treats the
-        schedule.
+        """Returns the settings that must be equal for a run to continue from a checkpoint.
+
+        The decay of the learning rate is not among them; checkpoint.py compares it.
         """
         return {name: value for name, value in dataclasses.asdict(self).items() if name in _IDENTITY}
 

@@ -1,4 +1,4 @@
-"""The course of a run: a JSON line for each evaluation, and a picture of them."""
+"""The learning curve of a run: a JSON line for each evaluation, and a plot of all."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """After `tokens` answer tokens and `minutes`. `train_loss`: of each step, the mean since the evaluation before.
+    """The results of an evaluation, after `tokens` answer tokens and `minutes` of training.
 
-    `accuracy` and `cumulative`: on held-out conversations, by position in the chain. `tau`: tokens per verification.
+    `train_loss` is the mean loss of each draft step since the evaluation before. `accuracy` and `cumulative` are
+    measured on held-out conversations, for each draft step (see `Acceptance`). `tau` is the mean number of tokens per
+    forward of the target.
     """
 
     tokens: int
@@ -38,7 +40,10 @@ class Evaluation:
 
 
 class Curve:
-    """The evaluations in `directory`/curve.jsonl. Those past `num_tokens`, where the run continues, are dropped."""
+    """The evaluations of a run, stored in `directory`/curve.jsonl.
+
+    A run that continues from `num_tokens` drops the evaluations after that.
+    """
 
     def __init__(self, directory: Path, *, num_tokens: int) -> None:
         self._file = directory / "curve.jsonl"
@@ -67,7 +72,7 @@ def _parse(line: str) -> Evaluation:
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError, which names the extra that installs it."""
+    """Raises ConfigError if matplotlib is not installed. The message names the extra that installs it."""
     if find_spec("matplotlib") is None:
         raise ConfigError("training draws its curves with matplotlib: install Baton with its extra `training`")
 

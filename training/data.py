@@ -1,4 +1,4 @@
-"""Conversations to train on, as they lie in .npz files.
+"""Reads conversations to train on from .npz files.
 
 | array | dtype, shape | meaning |
 |---|---|---|
@@ -6,7 +6,7 @@
 | `offsets` | int64 [C + 1] | conversation c is `tokens[offsets[c]:offsets[c + 1]]` |
 | `answer_start` | int32 [C] | where in a conversation the answer begins: the loss belongs to tokens from there on |
 
-Other arrays are passed over.
+Other arrays are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """`tokens` [T], `offsets` [C + 1], `answer_start` [C], all int64 and valid."""
+    """C conversations with T tokens in all, in the arrays of the file format: `tokens` [T], `offsets` [C + 1],
+    `answer_start` [C].
+
+    All are int64 and have been checked.
+    """
 
     tokens: Ints
     offsets: Ints
@@ -35,12 +39,12 @@ class Conversations:
 
     @property
     def lengths(self) -> Ints:
-        """[C]"""
+        """Returns the number of tokens of each conversation, [C]."""
         return np.diff(self.offsets)
 
     @property
     def digest(self) -> str:
-        """Covers tokens and offsets, which the target's states depend on."""
+        """Returns a digest of tokens and offsets, which decide the target's states. `answer_start` does not count."""
         digest = hashlib.blake2b(digest_size=16)
         for array in (self.tokens, self.offsets):
             digest.update(array.tobytes())
@@ -50,7 +54,7 @@ class Conversations:
         return int((self.lengths[chosen] - self.answer_start[chosen]).sum())
 
     def answer_tokens(self, chosen: Ints) -> Ints:
-        """The answers of the conversations `chosen`, end to end."""
+        """Returns the tokens of the answers in the conversations `chosen`, end to end."""
         answers = [
             self.tokens[start + first : end]
             for start, first, end in zip(
@@ -61,7 +65,7 @@ class Conversations:
 
 
 def load_conversations(path: Path, *, vocab_size: int) -> Conversations:
-    """Raises ConfigError, which names the file and the wrong array."""
+    """Loads and checks a file of conversations. Raises ConfigError, which names the file and the wrong array."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             named = {name: _integers(path, arrays, name) for name in ("tokens", "offsets", "answer_start")}
@@ -73,7 +77,7 @@ def load_conversations(path: Path, *, vocab_size: int) -> Conversations:
 
 
 def join(parts: Sequence[Conversations]) -> Conversations:
-    """Put the conversations of all `parts`, one at least, end to end."""
+    """Returns the conversations of all `parts` in one, end to end. There must be at least one part."""
     lengths = np.concatenate([part.lengths for part in parts])
     return Conversations(
         np.concatenate([part.tokens for part in parts]),
@@ -85,9 +89,10 @@ def join(parts: Sequence[Conversations]) -> Conversations:
 def split(
     parts: Sequence[Conversations], names: Sequence[object], *, num_held_out: int, seed: int
 ) -> tuple[Ints, Ints]:
-    """Indices into what `join` makes: those to train on, and `num_held_out` of each part.
+    """Divides the conversations of each part into those to train on and `num_held_out` others.
 
-    A part's do not depend on the others. Raises ConfigError, naming the part, if a part has nothing to train on.
+    Returns two arrays of indices into the result of `join`. The choice in one part does not depend on the other parts.
+    Raises ConfigError, naming the part, if a part has nothing to train on.
     """
     train, held_out, num_before = [], [], 0
     for part, name in zip(parts, names, strict=True):

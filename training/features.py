@@ -1,9 +1,10 @@
-"""The target's states for every token of the data, computed once and kept in a directory.
+"""Features: the target's states for every token of the data, computed once and kept in a directory.
 
-aux.bin       bfloat16 [T, layers * H]   the streams entering the captured layers, side by side
-final.bin     bfloat16 [T, H]            what leaves the final norm
+aux.bin       bfloat16 [T, layers * H]   the inputs of the captured layers, concatenated
+final.bin     bfloat16 [T, H]            the output of the final norm
 argmax.bin    int32 [T]                  the target's most likely token after each
-complete.json what they were computed from; written last, so that they are complete whenever it is there
+complete.json                            names the data and the target; it is written last, so the others are complete
+                                         if it exists
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ARGMAX_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class FeaturesKey:
-    """What features, and so their shape, depend on."""
+    """Everything that the features and their shapes depend on."""
 
     num_tokens: int
     hidden_size: int
@@ -48,7 +49,10 @@ class FeaturesKey:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Memory maps of the files. bfloat16 is mapped as its bits, uint16, because numpy lacks it."""
+    """The features as memory-mapped arrays.
+
+    bfloat16 values appear as uint16 with the same bits, because numpy has no bfloat16.
+    """
 
     aux: NDArray[np.uint16]
     final: NDArray[np.uint16]
@@ -66,7 +70,9 @@ def features_key(conversations: Conversations, target: Target, layers: tuple[int
 
 
 def mark_complete(directory: Path, key: FeaturesKey) -> None:
-    """Record what the files in `directory` were computed from. Raises ConfigError if their sizes contradict it."""
+    """Writes complete.json, which records what the features were computed from. Raises ConfigError if a file's size is
+    wrong.
+    """
     _check_sizes(directory, key)
     unfinished = directory / f"{_MARKER}.new"
     unfinished.write_text(json.dumps(key.as_json(), indent=2))
@@ -74,7 +80,10 @@ def mark_complete(directory: Path, key: FeaturesKey) -> None:
 
 
 def is_complete(directory: Path, key: FeaturesKey) -> bool:
-    """Raises ConfigError, naming the difference, for features of other data, another target or other layers."""
+    """Returns whether the directory holds complete features. False means that complete.json is missing.
+
+    Raises ConfigError, naming the difference, if they are of other data, another target or other layers.
+    """
     try:
         found = json.loads((directory / _MARKER).read_text())
     except FileNotFoundError:
@@ -89,13 +98,16 @@ def is_complete(directory: Path, key: FeaturesKey) -> bool:
 
 
 def open_features(directory: Path, key: FeaturesKey) -> Features:
-    return _map(directory, key, "c")  # writable for torch's sake, and never written
+    return _map(directory, key, "c")  # torch wants writable arrays, but nothing writes to them
 
 
 def compute_features(
     directory: Path, key: FeaturesKey, conversations: Conversations, target: Target, progress: Progress
 ) -> None:
-    """An interrupted computation's files are replaced, not written to: they may be links to another's."""
+    """Computes the features of all conversations into `directory`.
+
+    Files of an interrupted computation are deleted first, because they may be hard links to another directory's.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for name in _FILES:
         (directory / name).unlink(missing_ok=True)
@@ -112,7 +124,7 @@ def compute_features(
 def _compute(
     features: Features, conversations: Conversations, chosen: Ints, target: Target, layers: tuple[int, ...]
 ) -> int:
-    """Features of the conversations `chosen` in one forward. Returns their number of tokens."""
+    """Computes the features of the conversations `chosen` in one forward. Returns the number of their tokens."""
     lengths = conversations.lengths[chosen]
     token_ids = torch.zeros(len(chosen), int(lengths.max()), dtype=torch.int64)
     places = [slice(conversations.offsets[each], conversations.offsets[each + 1]) for each in chosen]
@@ -129,7 +141,7 @@ def _compute(
 
 
 def _forwards(conversations: Conversations) -> Iterator[Ints]:
-    """Conversations for each forward, of similar length, the shortest first."""
+    """Yields the conversations of each forward, which are of similar length. The shortest come first."""
     lengths = conversations.lengths
     order = np.argsort(lengths, kind="stable")
     first = 0

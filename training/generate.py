@@ -1,8 +1,8 @@
-"""Makes training conversations: the target's own, through a running pair.
+"""Makes training conversations by letting the target model, served by a running pair, ask and answer questions.
 
-A question is sampled from the chat template's opening of the user's turn, or read from a file, and then answered.
-Conversation number i depends only on the options and i, so an unfinished file is continued as if it had never been
-interrupted. The file records the options.
+The model makes up each question by continuing the chat template's start of a user message, or the question is read from
+a file. Then the model answers it. Conversation number i depends only on the options and on i, so an interrupted file
+can be continued with the same result. The file records the options.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _SAVE_EVERY = 50
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One turn: `prompt` is the question in its template; `answer` includes its end token, if it ended."""
+    """One question with its answer, as token ids.
+
+    `prompt` is the question in the chat template. `answer` ends with the end token, unless it was cut off.
+    """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -48,7 +51,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Openings:
-    """How questions begin: the model continues one of `lines`. `digest` is the file's."""
+    """The beginnings of questions: the model continues one of `lines`. `digest` is the file's."""
 
     lines: tuple[str, ...]
     digest: str
@@ -56,14 +59,14 @@ class Openings:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Conversation i answers `texts[i]`. `digest` is the file's."""
+    """Given questions: conversation i answers `texts[i]`. `digest` is the file's."""
 
     texts: tuple[str, ...]
     digest: str
 
 
 def read_openings(path: Path) -> Openings:
-    """The non-blank lines of a text file, without the blanks around them. Raises ConfigError."""
+    """Reads the lines of a text file, stripped, without blank ones. Raises ConfigError if it cannot be read."""
     text, digest = _read_text(path, "--openings")
     lines = tuple(line.strip() for line in text.split("\n") if line.strip())
     if not lines:
@@ -72,18 +75,18 @@ def read_openings(path: Path) -> Openings:
 
 
 def read_questions(path: Path) -> Questions:
-    """From a file of JSON lines; blank lines are skipped. Raises ConfigError, naming the wrong line."""
+    """Reads questions from a file of JSON lines. Blank lines are skipped. Raises ConfigError, naming the wrong line."""
     text, digest = _read_text(path, "--questions")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     return Questions(tuple(_parse_question(path, number, line) for number, line in lines), digest)
 
 
 class SelfChat:
-    """Asks `client` for conversations. `encoder` is the tokenizer of the model that it serves, `model_digest` that
-    model's digest.
+    """Makes conversations with the model that `client` serves.
 
-    `source` says where questions come from; None is the model alone. Raises ConfigError for a model without a chat
-    template, and for openings and questions with special tokens.
+    `encoder` is that model's tokenizer, and `model_digest` its digest. `source` gives the questions or their
+    beginnings; with None the model makes up whole questions. Raises ConfigError for a model without a chat template,
+    and for questions or beginnings that contain special tokens.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class SelfChat:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What conversations depend on."""
+        """Returns the options that decide the conversations."""
         return {
             "model": self._model_digest,
             "seed": self._seed,
@@ -123,14 +126,14 @@ class SelfChat:
         }
 
     def require_questions(self, num_conversations: int) -> None:
-        """Raises ConfigError if a file of questions has fewer."""
+        """Raises ConfigError if questions come from a file that has fewer than `num_conversations`."""
         if isinstance(self._source, Questions) and num_conversations > len(self._source.texts):
             raise ConfigError(
                 f"--conversations: {num_conversations} are more than the {len(self._source.texts)} of --questions"
             )
 
     async def conversation(self, number: int) -> Conversation:
-        """Raises ConfigError if the model asks no question that ends."""
+        """Makes the conversation with this number. Raises ConfigError if the model asks no question that ends."""
         random = np.random.default_rng((self._seed, number))
         if isinstance(self._source, Questions):
             return await self._answered(self._source.texts[number], random)
@@ -141,7 +144,7 @@ class SelfChat:
         raise ConfigError(f"model: {_NUM_TRIES} sampled questions were empty, or longer than {_QUESTION_TOKENS} tokens")
 
     async def _sampled_question(self, random: np.random.Generator) -> str:
-        """Empty if the model's question does not end."""
+        """Lets the model make up a question. Returns "" if the question does not end in time."""
         line, begun = self._openings[random.integers(len(self._openings))] if self._openings else ("", ())
         sampled = await self._client.complete(
             token_ids=self._user_opening + begun,
@@ -154,7 +157,7 @@ class SelfChat:
             return ""
         if not line:
             return sampled.text.strip()
-        # Alone, the continuation's tokens may decode without the space that they begin with.
+        # Decoded alone, the continuation may lose the space that it begins with.
         whole = self._encoder.decode(begun + sampled.token_ids)
         return (line + whole[len(self._encoder.decode(begun)) :]).strip()
 
@@ -174,10 +177,11 @@ class SelfChat:
 async def write_self_chat(
     out: Path, self_chat: SelfChat, *, num_conversations: int, vocab_size: int, concurrency: int, progress: Progress
 ) -> int:
-    """Add conversations to `out` until it has `num_conversations`. An interruption keeps what was made.
+    """Adds conversations to the file `out` until it has `num_conversations`. Those made before an interruption are
+    kept.
 
-    Returns how many there were before. Raises ConfigError for a file of another format or other options, and for more
-    conversations than questions.
+    Returns how many were in the file before. Raises ConfigError if the file has another format or other options, and if
+    there are fewer questions than conversations.
     """
     self_chat.require_questions(num_conversations)
     options = self_chat.options
@@ -194,7 +198,7 @@ async def write_self_chat(
     with progress.stage("self-chat", num_conversations, "conversations", num_done=num_before) as stage:
         try:
             while True:
-                # Twice as many as run at a time, so that a long one does not hold up those after it.
+                # Keeps twice as many tasks as run at a time, so that a long conversation does not delay those after it.
                 pending.extend(
                     asyncio.create_task(make(number)) for number in islice(numbers, 2 * concurrency - len(pending))
                 )
@@ -214,7 +218,9 @@ async def write_self_chat(
 
 
 def _user_opening(encoder: PromptEncoder) -> tuple[int, ...]:
-    """The tokens before a user's words: what two conversations with different words have in common."""
+    """Returns the tokens before a user's text in the chat template: the common prefix of two prompts with different
+    texts.
+    """
     try:
         first, second = (encoder.encode_chat([ChatMessage("user", word)]) for word in ("What", "how"))
     except ValueError as error:
@@ -223,7 +229,9 @@ def _user_opening(encoder: PromptEncoder) -> tuple[int, ...]:
 
 
 def _plain_tokens(encoder: TextTokenizer, line: str, option: str) -> tuple[int, ...]:
-    """Without the special tokens that the tokenizer adds. Raises ConfigError if the line holds others."""
+    """Encodes a line without the special tokens that the tokenizer adds. Raises ConfigError if the line contains
+    others.
+    """
     encoded = encoder.encode(line)
     plain = tuple(token_id for token_id in encoded if token_id not in encoder.special_ids)
     if len(encoded) - len(plain) != len(encoder.encode("")):
@@ -232,7 +240,7 @@ def _plain_tokens(encoder: TextTokenizer, line: str, option: str) -> tuple[int, 
 
 
 def _read_text(path: Path, option: str) -> tuple[str, str]:
-    """The text and its digest."""
+    """Returns the text of a file, and its digest."""
     try:
         data = path.read_bytes()
         return data.decode(), hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -271,7 +279,7 @@ def _read(path: Path, vocab_size: int, options: dict[str, Any]) -> list[Conversa
 
 
 def _check_options(path: Path, arrays: Mapping[str, NDArray[Any]], options: dict[str, Any]) -> None:
-    """Raises ConfigError, which names the first difference."""
+    """Raises ConfigError, which names the first option that differs from the file's."""
     if "options" not in arrays:
         raise ConfigError(f"{path}: the array options is missing: it cannot be told how the file was begun")
     try:
@@ -285,7 +293,7 @@ def _check_options(path: Path, arrays: Mapping[str, NDArray[Any]], options: dict
 
 
 def _write(path: Path, made: list[Conversation], vocab_size: int, options: dict[str, Any]) -> None:
-    """The file is replaced whole."""
+    """Writes the conversations to the file, which is replaced as a whole."""
     tokens = [each.prompt + each.answer for each in made]
     unfinished = path.with_name(f"{path.name}.new")
     with unfinished.open("wb") as file:

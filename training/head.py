@@ -1,4 +1,4 @@
-"""The head during training. Its parameters have the EAGLE-3 format's names."""
+"""The draft head as a trainable module. Its parameters have the names of the EAGLE-3 format."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Layer(nn.Module):
 
 
 class TrainableHead(nn.Module):
-    """Weights in float32, computation in `dtype`. Positions go up to `max_length`."""
+    """The draft head for training: weights in float32, computation in `dtype`, positions below `max_length`."""
 
     def __init__(self, spec: Eagle3Spec, *, max_length: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ class TrainableHead(nn.Module):
         self.register_buffer("_sines", angles[1][0], persistent=False)
 
     def matrices(self) -> list[nn.Parameter]:
-        """All two-dimensional weights except the output layer's."""
+        """Returns all two-dimensional weights except the output layer's."""
         return [weight for weight in self.parameters() if weight.dim() == 2 and weight is not self.lm_head.weight]
 
     def chain(self, aux: Tensor, embedded: Callable[[int], Tensor], num_steps: int) -> Iterator[Tensor]:
-        """The outputs [B, L, h] of `num_steps` draft steps, before the norm.
+        """Runs `num_steps` draft steps and yields the output [B, L, h] of each, before the final norm.
 
-        `aux` [B, L, layers * H] are the target's states; `embedded(s)` [B, L, H] the embeddings of the tokens that
-        step s is fed: row i's is token i + 1 + s.
+        `aux` [B, L, layers * H] are the target's states. `embedded(s)` returns the embeddings [B, L, H] of the input
+        tokens of step s; at position i that is the token i + 1 + s.
         """
         attn, mlp = self.midlayer.self_attn, self.midlayer.mlp
         qkv = self._cast(attn.q_proj, attn.k_proj, attn.v_proj)
@@ -105,7 +105,7 @@ class TrainableHead(nn.Module):
             yield hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, Vd] from outputs [N, h] of `chain`."""
+        """Returns the logits [N, Vd] over the draft vocabulary for outputs [N, h] of `chain`."""
         return linear(self.norm(hidden), self._cast(self.lm_head))
 
     def _cast(self, *layers: nn.Linear) -> Tensor:
@@ -119,10 +119,11 @@ class TrainableHead(nn.Module):
 
 @torch.no_grad()
 def initialize(head: TrainableHead, target: Target, token_ids: Tensor, *, seed: int) -> bool:
-    """Start from the target: its output rows of the draft vocabulary `token_ids`, and its last layer if that fits.
+    """Initialises the head from the target. Returns whether it took over the target's last layer.
 
-    Then the head begins as that layer over the last captured stream. Returns whether it fitted: a layer that computes
-    as Llama's and has its names and shapes. Otherwise the layer begins at random.
+    The output layer gets the target's output rows of the draft vocabulary `token_ids`. The decoder layer gets the
+    weights of the target's last layer, if that computes like Llama's and has its names and shapes; then the head starts
+    as that layer, applied to the last captured state. Otherwise the decoder layer starts with random weights.
     """
     generator = torch.Generator().manual_seed(seed)
     for weight in head.matrices():
@@ -147,7 +148,9 @@ def initialize(head: TrainableHead, target: Target, token_ids: Tensor, *, seed: 
 
 
 def _goals(head: TrainableHead) -> dict[str, Tensor]:
-    """Where a Llama layer's weights go, by their names in it."""
+    """Returns the head's parameters to which a Llama layer's weights are copied, by the weights'
+    names in that layer.
+    """
     layer = head.midlayer
     size = layer.hidden_norm.weight.shape[0]
     attn = layer.self_attn

@@ -1,4 +1,4 @@
-"""The config.json of a head for a target, from the target's own: the same widths, heads and rope."""
+"""Derives the config.json of a head from the target's: the same widths, heads and rope."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _NEEDED = (
 
 
 def head_config(target: Any, *, draft_vocab: int, layers: tuple[int, ...] | None) -> dict[str, Any]:
-    """In the EAGLE-3 format. `target` is a transformers config; `layers` None for those the format implies.
+    """Returns the config of a head in the EAGLE-3 format. `target` is a transformers config.
 
-    UnsupportedModel for a config without what a Llama layer has.
+    `layers` are the target's layers whose input the head reads; None means the format's default. Raises
+    UnsupportedModel if the target's config lacks a value that a Llama layer needs.
     """
     for key in _NEEDED:
         if getattr(target, key, None) is None:
@@ -55,10 +56,10 @@ def head_config(target: Any, *, draft_vocab: int, layers: tuple[int, ...] | None
 
 
 def head_spec(config: dict[str, Any], target: Any, directory: Path) -> Eagle3Spec:
-    """How the services will read `config`. Raises ConfigError for layers that the target lacks.
+    """Reads `config` as the services will read it. `directory` is the target's.
 
-    Raises UnsupportedModel or DraftMismatch, naming `directory`, the target's, if a head of its shape would not be
-    served.
+    Raises ConfigError for layers that the target does not have, and UnsupportedModel or DraftMismatch, naming
+    `directory`, if the services would not serve such a head.
     """
     spec = read_spec(config, (), directory=str(directory), num_target_layers=target.num_hidden_layers)
     assert isinstance(spec, Eagle3Spec)

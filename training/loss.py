@@ -1,4 +1,4 @@
-"""Soft cross-entropy against the target's distribution."""
+"""The loss: soft cross-entropy against the target's distribution."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn.functional import log_softmax
 
 
 class SoftCE(torch.autograd.Function):
-    """Mean over N of the cross-entropy of `logits` [N, Vd] against `probs` [N, Vd] float32, rows of which sum to 1.
+    """Cross-entropy of `logits` [N, Vd] against the probabilities `probs` [N, Vd] float32, averaged over N.
 
-    The gradient is computed with the loss, in one buffer that is kept in the logits' dtype: a third of what autograd
-    keeps of the plain formula.
+    Each row of `probs` sums to 1. The gradient is computed together with the loss, and one buffer in the logits' dtype
+    is kept for it: a third of the memory that autograd would keep.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a head is trained for and measured by: its chains of draft steps over one batch."""
+"""The training loss of a head and its acceptance, both computed from chains of draft steps over a batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _STEP_DECAY = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """By position in the chain: how often a draft is the target's most likely token, and how often it and all before
-    are.
+    """How often drafts are right, for each draft step.
+
+    `accuracy` is the share of drafts that are the target's most likely token. `cumulative` is the share of chains that
+    are right in this step and all before it.
     """
 
     accuracy: tuple[float, ...]
@@ -27,12 +29,15 @@ class Acceptance:
 
     @property
     def tau(self) -> float:
-        """Tokens per forward of the target, had every draft been verified greedily."""
+        """The mean number of tokens per forward of the target, if every chain were verified greedily."""
         return 1 + sum(self.cumulative)
 
 
 class Objective:
-    """`output_rows` [Vd, H]: the target's output layer for the draft vocabulary."""
+    """Computes the loss and the acceptance of a head.
+
+    `output_rows` [Vd, H] are the target's output layer for the draft vocabulary.
+    """
 
     def __init__(self, head: TrainableHead, embedding: nn.Module, output_rows: Tensor, *, num_steps: int) -> None:
         self._head = head
@@ -42,7 +47,7 @@ class Objective:
         self._weights = [_STEP_DECAY**step for step in range(num_steps)]
 
     def losses(self, batch: Batch) -> Tensor:
-        """[S]: each step's mean over the batch's positions."""
+        """Returns the loss of each draft step, [S], averaged over the positions of the batch."""
         with torch.no_grad():
             probs = linear(batch.final.to(self._output_rows.dtype), self._output_rows).float().softmax(-1)
         losses = [
@@ -56,7 +61,7 @@ class Objective:
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Batch]) -> Acceptance:
-        """Over all chains of `batches`, which has at least one."""
+        """Measures the acceptance over all chains of `batches`. There must be at least one chain."""
         correct = torch.zeros(2, self._num_steps, dtype=torch.int64, device=self._output_rows.device)
         num_chains = 0
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Muon for the matrices of the layer, AdamW for norms and the output layer."""
+"""The optimisers: Muon for the matrices of the decoder layer, AdamW for norms and the output layer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Optimizers:
         ]
 
     def step(self, factor: float) -> None:
-        """Apply the gradients, clipped, at `factor` of the learning rates, and drop them."""
+        """Clip the gradients, apply them with the learning rates times `factor`, and clear them."""
         torch.nn.utils.clip_grad_norm_(self._weights, _MAX_GRADIENT_NORM)
         for optimizer, rate in self._parts:
             for group in optimizer.param_groups:

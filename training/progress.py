@@ -15,7 +15,7 @@ _LINE_S = 30.0
 
 @dataclass(slots=True)
 class Stage:
-    """`num_done` of `num_total`; `figures` are shown beside."""
+    """The progress of one stage of work: `num_done` of `num_total`. `figures` is text that is shown beside it."""
 
     name: str
     unit: str
@@ -32,7 +32,7 @@ class Stage:
 
 @dataclass(slots=True)
 class Progress:
-    """`clock` is in seconds."""
+    """Shows stages of work on a console. `clock` returns seconds."""
 
     console: Console
     clock: Callable[[], float] = time.monotonic

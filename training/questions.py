@@ -1,9 +1,10 @@
-"""Questions about code, for `baton self-chat --questions`, from the Python that is installed here.
+"""Writes questions about code, for `baton self-chat --questions`, from the Python source that is installed here.
 
-python -m training.questions OUT.jsonl [--seed N] [PACKAGE ...]
+    python -m training.questions OUT.jsonl [--seed N] [PACKAGE ...]
 
-Each is a public function of the standard library, or of a package named, that has a docstring: four in five its
-signature and docstring, to be completed, one in five a request in words. What is read is parsed, never imported.
+Each question is about a public function of the standard library, or of a named package, that has a docstring. Four in
+five show the signature and docstring to be completed; one in five asks for the function in words. Source files are
+parsed, never imported.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """`head`: its source, decorators excepted, to the end of the docstring."""
+    """A function. `head` is its source without decorators, up to the end of the docstring."""
 
     name: str
     head: str
@@ -51,15 +52,19 @@ class Function:
 
 
 def python_files(packages: Sequence[str]) -> list[Path]:
-    """Files of the standard library and of `packages`, without tests. Raises ConfigError for a missing package."""
+    """Returns the source files of the standard library and of `packages`, without tests.
+
+    Raises ConfigError for a missing package.
+    """
     roots = [Path(sysconfig.get_path("stdlib"))]
     roots += [root for package in packages for root in _package_roots(package)]
     return [path for root in roots for path in _files_below(root)]
 
 
 def public_functions(path: Path) -> Iterator[Function]:
-    """The module's own functions, not its classes', with a docstring of the right length. None if it cannot be
-    parsed.
+    """Yields a module's public functions that have a docstring of suitable length; methods do not count.
+
+    Yields nothing if the file cannot be parsed.
     """
     try:
         with tokenize.open(path) as file:
@@ -76,7 +81,7 @@ def public_functions(path: Path) -> Iterator[Function]:
 
 
 def questions(functions: Iterable[Function], *, seed: int) -> list[str]:
-    """One for each docstring, in the seed's order."""
+    """Returns one question for each different docstring. `seed` decides their order and wording."""
     chosen = list({function.docstring: function for function in functions}.values())
     drawn = random.Random(seed)
     drawn.shuffle(chosen)
@@ -99,10 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _package_roots(package: str) -> list[Path]:
-    # finding a.b would import a
+    # Dotted names are refused, because finding a.b would import a.
     try:
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    except ValueError:  # a module without a spec
+    except ValueError:  # raised for a module without a spec
         spec = None
     places = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin or ""])]
     roots = [Path(place) for place in places if place and Path(place).exists()]
@@ -122,7 +127,7 @@ def _is_passed_over(part: str) -> bool:
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Definitions of the module itself, also inside its conditions."""
+    """Yields the functions that a module defines, also under an `if` or `try`, but not in classes or functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child

@@ -1,4 +1,4 @@
-"""Prepares a run from a target and conversations."""
+"""Prepares a training run from a target model and conversations."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ def prepare_training(
     start_from: Path | None = None,
     revises_vocab: bool = False,
 ) -> Trainer:
-    """The run leaves its head in `out`/head, and in `out` what is needed to go on. Features go to `features_dir`, by
-    default in `out` too; they are computed here, which may take longer than anything else.
+    """Loads everything that a run needs, and returns its trainer. Computes the features first if they are missing.
 
-    `data`: files, one at least, whose conversations are put end to end.
-    `start_from`: a directory with a head of the same shape, whose weights and draft vocabulary the run begins with;
-    `revises_vocab`: with the data's draft vocabulary instead; output rows of its new tokens are made of the target's.
+    The run writes its head to `out`/head, and its checkpoints to `out`. The features, which may take longer to compute
+    than anything else, go to `features_dir` (by default `out`/features).
 
-    Raises ConfigError, naming the setting that is wrong, or the file and its array, StartupError and UnsupportedModel
-    for a target that cannot be used.
+      data            the files of conversations, at least one; they are put end to end
+      start_from      a directory with a head of the same shape; the run starts with its weights and draft vocabulary
+      revises_vocab   with `start_from`: choose the draft vocabulary from the data instead; new tokens get output rows
+                      derived from the target's
+
+    Raises ConfigError, naming the wrong setting, or the file and its array; StartupError and UnsupportedModel for a
+    target that cannot be used.
     """
     require_matplotlib()
     if revises_vocab and start_from is None:
@@ -98,7 +101,7 @@ def prepare_training(
         "layers": list(key.layers),
         "start_from": _identity_of(starting, revises_vocab=revises_vocab),
     }
-    del target  # its decoder layers are no longer needed
+    del target  # frees its decoder layers, which are no longer needed
     workplace = Workplace(
         out=out,
         identity=identity,
@@ -114,7 +117,7 @@ def prepare_training(
 def _begin(
     head: TrainableHead, starting: StartingHead | None, target: Target, vocabulary: DraftVocabulary, *, seed: int
 ) -> str:
-    """Give the head its first weights. Returns where they come from."""
+    """Sets the head's first weights. Returns text that says where they come from."""
     token_ids = torch.from_numpy(vocabulary.token_ids)
     if starting is None:
         return "from the target's last layer" if initialize(head, target, token_ids, seed=seed) else "from scratch"

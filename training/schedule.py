@@ -1,4 +1,4 @@
-"""The learning rate: warm-up, constant, linear decay. Only the decay depends on the run's length."""
+"""The learning-rate schedule: warm-up, constant, linear decay. Only the decay depends on the run's length."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ _FLOOR = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """In answer tokens. `factor` multiplies the learning rates."""
+    """The phases of the learning rate, measured in answer tokens."""
 
     warmup_tokens: int
     decay_start: int
     max_tokens: int
 
     def factor(self, num_tokens: int) -> float:
-        """For a step that ends with `num_tokens` tokens seen."""
+        """Returns the factor for the learning rates of a training step after which `num_tokens` answer tokens have been
+        seen.
+        """
         if num_tokens < self.warmup_tokens:
             return num_tokens / self.warmup_tokens
         if num_tokens <= self.decay_start or self.decay_start == self.max_tokens:

@@ -1,4 +1,4 @@
-"""What training needs of the target: its states, embedding and output layer, and a layer to start from."""
+"""The target model, as training uses it: its states, embedding and output layer, and a layer to start from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.model.loader import load_model
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`model` is frozen, in bfloat16. `digest` is of its weights."""
+    """The target model, frozen and in bfloat16. `digest` is the digest of its weights."""
 
     directory: Path
     model: Any
@@ -33,13 +33,14 @@ class Target:
         return module
 
     def output_rows(self, token_ids: Tensor) -> Tensor:
-        """[N, H]: the output layer's rows of these tokens."""
+        """Returns the output layer's rows [N, H] for N tokens."""
         rows: Tensor = self.model.get_output_embeddings().weight[token_ids]
         return rows
 
     @torch.inference_mode()
     def states(self, token_ids: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """The streams entering `layers` side by side [B, L, layers * H], and what leaves the final norm [B, L, H].
+        """Runs the target. Returns the inputs of `layers`, concatenated [B, L, layers * H], and the final norm's output
+        [B, L, H].
 
         `token_ids` [B, L] may be padded at the end.
         """
@@ -49,24 +50,28 @@ class Target:
 
     @torch.inference_mode()
     def argmax(self, final: Tensor) -> Tensor:
-        """The most likely next tokens [N] after states [N, H] that left the final norm."""
+        """Returns the most likely next tokens [N] for outputs [N, H] of the final norm."""
         token_ids: Tensor = self.model.get_output_embeddings()(final).argmax(-1)
         return token_ids
 
     def last_layer(self) -> dict[str, Tensor]:
-        """Weights by their names in the last decoder layer, if the layers are `model.layers`; else none."""
+        """Returns the weights of the last decoder layer, by their names in it. Empty unless the layers are
+        `model.layers`.
+        """
         prefix = f"model.layers.{self.config.num_hidden_layers - 1}."
         tensors: dict[str, Tensor] = self.model.state_dict()
         return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
     def final_norm(self) -> Tensor | None:
-        """[H], if it is `model.norm`."""
+        """Returns the weight [H] of the final norm, or None if the norm is not `model.norm`."""
         weight: Tensor | None = self.model.state_dict().get("model.norm.weight")
         return weight
 
 
 def load_target(directory: Path, *, device: str) -> Target:
-    """Raises UnsupportedModel for a model that the services would not serve, or whose files are damaged."""
+    """Loads the target. Raises UnsupportedModel for a model that the services would not serve, or whose files are
+    damaged.
+    """
     files, model = load_model(directory, dtype=torch.bfloat16, attention="sdpa")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UnsupportedModel(f"{directory.name}: an output layer with a bias is not supported")
@@ -78,7 +83,10 @@ def load_target(directory: Path, *, device: str) -> Target:
 
 @torch.inference_mode()
 def _require_plain_logits(target: Target) -> None:
-    """Raises UnsupportedModel if logits are more than the output layer's (scaled, capped): the loss would be wrong."""
+    """Raises UnsupportedModel if the model changes its output layer's logits, for example scales or caps them.
+
+    The loss would be wrong for such a model.
+    """
     token_ids = torch.tensor([[0, 1]], device=target.model.device)
     theirs = target.model(input_ids=token_ids, use_cache=False).logits.float()
     _, final = target.states(token_ids, (0,))

@@ -1,4 +1,4 @@
-"""The loop: steps, evaluations, checkpoints."""
+"""The training loop: steps, evaluations, checkpoints."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from training.vocabulary import DraftVocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workplace:
-    """What a run reads and writes. `identity` is what its checkpoints must share with it; `head_config` is
-    config.json.
+    """The inputs and outputs of a run.
+
+    `identity` holds the settings that checkpoints must share with the run. `head_config` is the head's config.json.
     """
 
     out: Path
@@ -41,7 +42,7 @@ class Workplace:
 
 @dataclass(slots=True)
 class _Pace:
-    """Tokens per second of the steps alone."""
+    """Measures tokens per second of training steps only, without evaluations."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -53,7 +54,7 @@ class _Pace:
 
 @dataclass(slots=True)
 class Trainer:
-    """`clock` is in seconds."""
+    """Runs the training loop. `clock` returns seconds."""
 
     config: TrainConfig
     workplace: Workplace
@@ -71,10 +72,11 @@ class Trainer:
     _pace: _Pace = field(init=False, default_factory=_Pace)
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> list[Evaluation]:
-        """Continue from the checkpoint in the out directory, to the end or until `should_stop`, asked after each step.
+        """Train until the end or until `should_stop` returns True; it is called after each step.
 
-        Then the head is exported and a checkpoint written. Returns the evaluations, earlier runs' included. Raises
-        ConfigError for a checkpoint of another run.
+        Continues from the checkpoint in the run's directory if there is one. At the end it saves a checkpoint and
+        exports the head. Returns all evaluations, including those of earlier runs. Raises ConfigError for a checkpoint
+        of another run.
         """
         self._optimizers = Optimizers(self.head, self.config)
         self._restore()

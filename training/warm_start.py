@@ -1,4 +1,4 @@
-"""Begins a run with a trained head."""
+"""Starts a run from a head that was trained before."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from common.errors import ConfigError
 from training.vocabulary import UNKNOWN, DraftVocabulary
 
 OUTPUT_LAYER = "lm_head.weight"
-_RIDGE = 0.1  # share of an input's mean sum of squares
+_RIDGE = 0.1  # relative to the mean square sum of the inputs
 
 
 @dataclass(frozen=True, slots=True)
 class StartingHead:
-    """`weights` have the EAGLE-3 format's names. `digest` is the file's. Output row i belongs to the vocabulary's token
-    i; with another vocabulary the rows move along.
+    """A trained head from which a run starts.
+
+    `weights` have the names of the EAGLE-3 format. Row i of the output layer belongs to token i of `vocabulary`.
+    `digest` is the weight file's.
     """
 
     weights: dict[str, Tensor]
@@ -32,12 +34,12 @@ class StartingHead:
     digest: str
 
     def output_rows(self, vocabulary: DraftVocabulary, target_rows: Tensor) -> Tensor:
-        """[Vd, h] float32: for each token of `vocabulary` the head's row, or, if it has none, one made from
-        `target_rows` [Vd, h].
+        """Returns the output rows [Vd, h] float32 for a new draft vocabulary.
 
-        Training moves all rows far from the target's, so an unmoved target row would be drafted far too often. The
-        target's row of a new token is therefore moved as the known tokens' rows were: by the affine map that fits their
-        moves best, and by less the fewer there are.
+        A token that the head knows keeps its row. The row of a new token is made from the target's row in `target_rows`
+        [Vd, h]. Training moves all rows far from the target's, and an unmoved row would be drafted far too often. So
+        the target's row is moved in the same way: by the affine map that best fits the moves of the known tokens' rows.
+        With few known tokens it is moved less.
         """
         own = torch.from_numpy(self.vocabulary.draft_ids()[vocabulary.token_ids])
         is_known = own != UNKNOWN
@@ -50,7 +52,10 @@ class StartingHead:
 
 
 def _affine_fit(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """The map [H + 1, h] from `inputs` [N, H] and a one to `outputs` [N, h], by least squares with a small ridge."""
+    """Fits an affine map from `inputs` [N, H] to `outputs` [N, h] by least squares with a small ridge.
+
+    Returns a matrix [H + 1, h], whose last row is the constant.
+    """
     bases = _with_ones(inputs).double()
     gram = bases.T @ bases
     ridge = _RIDGE * max(1.0, gram.diagonal().mean().item())
@@ -63,7 +68,7 @@ def _with_ones(rows: Tensor) -> Tensor:
 
 
 def read_starting_head(directory: Path, head_config: dict[str, Any]) -> StartingHead:
-    """A head as `export_head` writes it. Raises ConfigError unless its config is `head_config`."""
+    """Reads a head as `export_head` writes it. Raises ConfigError unless its config equals `head_config`."""
     path = directory / "model.safetensors"
     try:
         config = json.loads((directory / "config.json").read_text())
