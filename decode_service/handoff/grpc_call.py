@@ -1,4 +1,4 @@
-"""One Handoff call on one connection."""
+"""One Handoff call: sends rows to a prefill replica over one connection and receives their KV."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ Stream = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 class GrpcCall:
-    """Event loop only. `exchange` is run once, as a task; cancelling it cancels the call."""
+    """Runs one Handoff call. For the event loop only.
+
+    Run `exchange` once, as a task. Cancelling the task cancels the call.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,10 @@ class GrpcCall:
         pool: MappedPool | NixlPool | None,
         track: Track,
     ) -> None:
-        """`num_steps` returns how often the replica's engine had stepped at the last look. `pool` is the replica's, if
-        it can be read. Frames are spans on `track`.
+        """Prepares a call; `exchange` begins it.
+
+        `num_steps` returns how many steps the replica's engine had made at the last poll. `pool` is the replica's KV
+        pool, or None if it cannot be read from here. Received frames become spans on `track`.
         """
         self._track = track
         self._call_id = command.call_id
@@ -80,7 +85,9 @@ class GrpcCall:
         self._commands.put_nowait(encode_release_segments(numbers))
 
     async def exchange(self) -> None:
-        """Post the call's frames until the replica ends it. Raises the BatonError to end it with otherwise."""
+        """Posts the call's frames until the replica ends the call. Raises a BatonError if the call
+        ends in another way.
+        """
         secret = b"" if self._pool is None else self._pool.secret
         start_ns = time.monotonic_ns()
         batch = encode_prefill_batch(self._fingerprint, self._rows, pool_secret=secret)
@@ -110,14 +117,16 @@ class GrpcCall:
             raise PrefillUnavailable(f"{self.replica}: no connection within {timeout_s} s") from None
 
     async def _write_commands(self, stream: Stream, batch: bytes) -> None:
-        # The reader tells why a stream broke.
+        # The reader reports why a stream broke.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await stream.write(batch)
             while True:
                 await stream.write(await self._commands.get())
 
     async def _read_frames(self, stream: Stream) -> None:
-        """While one frame is decoded and posted, the next one is read, if the budget has room for the first at once."""
+        """Reads and posts frames. While one frame is handled, the next is read if the budget has room for the first
+        one.
+        """
         reading = asyncio.ensure_future(stream.read())
         try:
             accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
@@ -138,17 +147,17 @@ class GrpcCall:
             reading.add_done_callback(_forget_failure)
 
     async def _take(self, data: bytes, num_taken: int) -> None:
-        """Post what arrived. The call already has `num_taken` bytes of the budget for it."""
+        """Decodes a frame and posts it. The call already holds `num_taken` bytes of the budget for it."""
         try:
             if num_taken:
-                await asyncio.sleep(0)  # the connection is asked for the next frame before this thread is busy
+                await asyncio.sleep(0)  # asks for the next frame before this thread is busy
             frame = self._decode(data)
             if isinstance(frame, Accepted):
                 raise ProtocolError("accepted", "is not the first frame of a call")
             if isinstance(frame, KvSegment):
                 if frame.num_bytes <= num_taken:
                     num_taken -= frame.num_bytes
-                else:  # of shared memory, or the budget had no room
+                else:  # the KV is in shared memory, or the budget had no room
                     self._budget.give_back(num_taken)
                     num_taken = 0
                     await self._budget.take(self._call_id, frame.num_bytes)
@@ -172,10 +181,11 @@ class GrpcCall:
     async def _arrived(
         self, reading: asyncio.Future[object], timeout_s: float, num_steps: Callable[[], int] | None = None
     ) -> bytes | None:
-        """Returns the frame; None if the replica ended the call well.
+        """Waits for a frame and returns it. Returns None if the replica ended the call without an error.
 
-        A replica whose engine keeps stepping is busy with other rows, not lost, so the bound starts again. Looks are
-        counted, not time, because what came while this process was stopped is read first.
+        Raises PrefillUnavailable after `timeout_s` without a frame, but as long as the replica's engine makes steps,
+        the time-out starts again: it is busy with other rows, not lost. The wait is split into short polls, which are
+        counted. Frames that came while this process was stopped are therefore read before the time-out.
         """
         seen, num_looks = num_steps() if num_steps else 0, 0
         while not reading.done() and not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:
@@ -197,6 +207,6 @@ class GrpcCall:
 
 
 def _forget_failure(reading: asyncio.Future[object]) -> None:
-    """Retrieve the error of a read that nobody waits for any more."""
+    """Retrieves the error of a read that no task waits for any more, so that asyncio does not report it."""
     if not reading.cancelled():
         reading.exception()

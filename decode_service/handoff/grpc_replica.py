@@ -1,4 +1,4 @@
-"""One prefill replica: its connections, and whether it can serve."""
+"""One prefill replica: its connections, its health and its KV pool."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ _CHECK = "/grpc.health.v1.Health/Check"
 _GET_LOAD, _GET_FINGERPRINT = f"/{PREFILL_SERVICE}/GetLoad", f"/{PREFILL_SERVICE}/GetFingerprint"
 _MAX_ANSWER_FIELDS = 1024
 _MAX_DOUBLINGS = 7
-"""Doublings of the time until a lost pool is tried again: each loss costs running calls an attempt."""
+"""The number of times that the wait before a lost pool is opened again may double. Each loss breaks running calls."""
 
 _log = structlog.get_logger(__name__)
 
 
 class GrpcReplica:
-    """Calls take turns on `num_channels` connections. Looks have their own, so that no KV delays them.
+    """The connections to one prefill replica, its state as last polled, and access to its KV pool.
 
-    `metadata` goes with every look.
+    Calls take turns on `num_channels` connections. Polls have a connection of their own, so that no KV delays them.
+    `metadata` is sent with every poll.
     """
 
     def __init__(
@@ -68,25 +69,27 @@ class GrpcReplica:
         self._known_instance_id: str | None = None
         self._mismatch: FingerprintMismatch | None = None
         self._timeouts = timeouts
-        self._pool: MappedPool | NixlPool | None = None  # of the instance last looked at
-        self._retired: list[NixlPool] = []  # calls may use them
+        self._pool: MappedPool | NixlPool | None = None  # that of the instance polled last
+        self._retired: list[NixlPool] = []  # running calls may use them
         self._opening: asyncio.Task[NixlPool] | None = None
-        self._given_up: set[asyncio.Task[NixlPool]] = set()  # openings that are about to end
-        self._is_first_opening = False  # of the instance
+        self._given_up: set[asyncio.Task[NixlPool]] = set()  # opening was cancelled and is about to end
+        self._is_first_opening = False  # whether it is the first for this instance
         self._backoff = self._new_backoff()
         self._retry_pool_at_s = math.inf
-        self.num_steps = 0  # of its engine, when last looked at
+        self.num_steps = 0  # steps of the replica's engine at the last poll
 
     @property
     def pool(self) -> MappedPool | NixlPool | None:
-        """The replica's pool, if it can be read from here."""
+        """The replica's KV pool, or None if it cannot be read from here."""
         return None if isinstance(self._pool, NixlPool) and self._pool.is_lost else self._pool
 
     def next_channel(self) -> grpc.aio.Channel:
         return next(self._turns)
 
     async def look(self, timeout_s: float) -> Replica:
-        """Returns the replica's present state. A new process behind the address has its fingerprint compared first."""
+        """Polls the replica and returns its state. If a new process answers at the address, its fingerprint is compared
+        first.
+        """
         try:
             asked = health_pb2.HealthCheckRequest(service=PREFILL_SERVICE)
             health = await self._ask(_CHECK, asked, health_pb2.HealthCheckResponse, timeout_s)
@@ -103,7 +106,7 @@ class GrpcReplica:
             return self._not_ready(PrefillUnavailable(reason))
         except ProtocolError as error:
             return self._not_ready(PrefillUnavailable(f"{self.address}: answered something else: {error}"))
-        except Exception as error:  # looks must continue
+        except Exception as error:  # polling must continue
             _log.exception("looking at prefill replica %s failed", self.address)
             reason = peer_text(f"{type(error).__name__}: {error}")
             return self._not_ready(PrefillUnavailable(f"{self.address}: {reason}"))
@@ -148,7 +151,10 @@ class GrpcReplica:
             await self._open_pool(response)
 
     async def _open_pool(self, response: prefill_pb2.GetFingerprintResponse) -> None:
-        """Map the pool, or begin to open it, which later looks follow. If neither is possible, KV comes over gRPC."""
+        """Maps the replica's pool if it is shared memory, or starts opening it in the background if it is NIXL's.
+
+        A later poll (`_follow_pool`) takes the opened pool. If neither works, KV comes over gRPC.
+        """
         groups = self._fingerprint.layer_groups
         if response.kv_pool:
             try:
@@ -162,7 +168,7 @@ class GrpcReplica:
             self._retry_pool_later("NIXL: its process is not there now")
 
     def _follow_pool(self) -> None:
-        """Take a pool that was opened since the last look, and let go of a lost one."""
+        """Takes a pool that was opened since the last poll, and drops a lost one."""
         if self._opening is not None and self._opening.done():
             opening, self._opening = self._opening, None
             if (error := opening.exception()) is None:
@@ -183,7 +189,7 @@ class GrpcReplica:
         return Backoff(first_s=self._timeouts.nixl_retry_s, max_doublings=_MAX_DOUBLINGS)
 
     def _let_go_of_pool(self) -> None:
-        """Also lets go of a pool that is being opened."""
+        """Stops using the current pool, including one that is still being opened."""
         if (opening := self._opening) is not None:
             self._opening = None
             if not opening.done():
@@ -198,15 +204,17 @@ class GrpcReplica:
         self._pool = None
 
     async def _ask(self, method: str, request: Message, kind: type[MessageT], timeout_s: float) -> MessageT:
-        """Returns the parsed answer. gRPC gives None for what it cannot parse. Raises ProtocolError."""
+        """Sends a unary request and returns the parsed answer. Raises ProtocolError if it cannot be parsed."""
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._look_channel.unary_unary(method)
         answer = await call(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata)
         require_few_fields(answer, kind, at_most=_MAX_ANSWER_FIELDS)
         return parse(kind, answer)
 
     def _not_ready(self, error: BatonError) -> Replica:
-        """Let go of a dead process's mapped memory; a new process's is mapped again. Memory read through NIXL stays,
-        because reads of a draining or missed replica may be under way.
+        """Returns the state of a replica that cannot serve, and drops its mapped pool, whose process may be dead.
+
+        A new process's memory is mapped again. A pool read through NIXL stays, because a replica that drains or missed
+        one poll may still be read.
         """
         if isinstance(self._pool, MappedPool):
             self._pool = None

@@ -1,4 +1,4 @@
-"""The known prefill replicas: those at fixed addresses, and those found behind names, which come and go."""
+"""The known prefill replicas: those at fixed addresses, and those found by DNS names, which come and go."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.messages import Replica, ReplicasChanged
 
 Connect = Callable[[str, str | None], GrpcReplica]
-"""(address, the name it was found behind) to the replica."""
+"""Connects to the replica at an address. The second argument is the DNS name it was found by, or None."""
 
 _log = structlog.get_logger(__name__)
 
@@ -33,11 +33,11 @@ class _Watched:
 
 
 class GrpcReplicas:
-    """Event loop only. Each replica is looked at again and again; `post` hears of all of them when one changes.
+    """Polls every known replica and calls `post` with all their states when one changes. For the event loop only.
 
-    Of several ways to name one address the first counts, fixed ones before names. A replica that its name no longer has
-    stays while it is ready or `has_calls`. A name behind which nothing was found yet is reported as a replica that is
-    not ready, its address the name.
+    If several entries lead to one address, the first one counts, fixed addresses before names. A replica that its name
+    no longer has is kept while it is ready or `has_calls`. A name that has found nothing yet is reported as a replica
+    that is not ready, with the name as its address.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class GrpcReplicas:
         self._watchers = [asyncio.create_task(name.watch()) for name in self._names]
 
     def get(self, address: str) -> GrpcReplica | BatonError:
-        """Returns the replica, or why no call can be opened to it now."""
+        """Returns the replica, or the reason why no call can be opened to it now."""
         if (watched := self._watched.get(address)) is None:
             return PrefillUnavailable(f"{address}: is not a replica")
         return watched.seen.error or watched.replica
 
     def lost(self, address: str, error: PrefillUnavailable) -> None:
-        """A call lost the replica. It is looked at now, which corrects a wrong report."""
+        """Marks a replica as not ready, because a call lost it. It is polled at once, which corrects a wrong report."""
         if (watched := self._watched.get(address)) is not None:
             self._saw(watched, Replica(address, is_ready=False, error=error))
             watched.look_now.set()
 
     async def close(self) -> None:
-        """Stop looking, and close every connection. Bounded in time."""
+        """Stops polling and closes every connection, within a bounded time."""
         self._is_open = False
         for address in list(self._watched):
             self._let_go(address)
@@ -100,7 +100,7 @@ class GrpcReplicas:
             await asyncio.wait(tasks, timeout=self._timeouts.close_timeout_s)
 
     def _update(self) -> None:
-        """Let go of replicas that no name has and nobody uses, and connect to new ones."""
+        """Drops replicas that no name has and no call uses, and connects to new ones."""
         if not self._is_open:
             return
         wanted = self._wanted()
@@ -114,7 +114,7 @@ class GrpcReplicas:
         self._report()
 
     def _wanted(self) -> dict[str, DnsName | None]:
-        """Each address once, with the name it was found behind."""
+        """Returns every address to poll, each once, with the DNS name it was found by (None for a fixed one)."""
         wanted: dict[str, DnsName | None] = dict.fromkeys(self._fixed)
         known = set(map(numeric_form, self._fixed))
         for watch in self._names:
@@ -144,7 +144,7 @@ class GrpcReplicas:
         while True:
             watched.look_now.clear()
             self._saw(watched, await watched.replica.look(self._timeouts.poll_timeout_s))
-            # Not wait_for: on Python 3.11 it loses a cancellation that meets its time-out.
+            # Not wait_for: on Python 3.11 it loses a cancellation that coincides with its time-out.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.poll_interval_s):
                     await watched.look_now.wait()
@@ -156,7 +156,7 @@ class GrpcReplicas:
         self._update()
 
     def _report(self) -> None:
-        """Post the replicas if they changed. Two errors with the same text are equal."""
+        """Posts the replicas' states if they changed. Two errors with the same text are equal."""
         replicas = [watched.seen for watched in self._watched.values()]
         replicas += [
             Replica(str(watch.name), is_ready=False, error=PrefillUnavailable(watch.error))

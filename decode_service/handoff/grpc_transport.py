@@ -33,12 +33,12 @@ _log = structlog.get_logger(__name__)
 
 
 class GrpcTransport:
-    """A HandoffTransport. Built on the event loop it runs on. `metadata` goes with every call.
+    """A HandoffTransport over gRPC. It is created on the event loop on which it runs. `metadata` is sent with every
+    call.
 
-    `addresses` are "HOST:PORT", one replica each, and "dns:///NAME:PORT", a replica for each address that `look_up`
-    finds; over TLS their certificates must name NAME.
-
-    A call's task reads one frame ahead of the receive budget; the stream's flow control then stops the replica.
+    `addresses` are "HOST:PORT", one replica each, or "dns:///NAME:PORT", a replica for each address that `look_up`
+    finds. With TLS the certificates of the latter must name NAME. A call's task reads one frame ahead of the receive
+    budget; after that the stream's flow control stops the replica.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class GrpcTransport:
         broken = self._break_errors.pop(command.call_id, None)
         error = broken or _error_of(task)
         if broken is None and isinstance(error, PrefillUnavailable | FingerprintMismatch):
-            # The engine must hear of it before it chooses where to try again; the look corrects us if we are wrong.
-            # A mismatch too: a replica has it for good only when the look finds it.
+            # The engine must learn of it before it chooses another replica; the next poll corrects a wrong report. A
+            # fingerprint mismatch also counts as lost for now: only the poll can make it permanent.
             lost = error if isinstance(error, PrefillUnavailable) else PrefillUnavailable(str(error))
             self._replicas.lost(command.replica, lost)
         self._post(CallEnded(command.call_id, error))

@@ -1,4 +1,4 @@
-"""The handoff to a prefill engine in the same process: the same contract, without a wire."""
+"""The handoff to a prefill engine in the same process, with the same contract but without a network."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from decode_service.messages import (
 
 
 class PrefillPort(Protocol):
-    """How the transport talks to the prefill engine; nothing here blocks."""
+    """The calls of the transport to the prefill engine. None of them blocks."""
 
     def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None: ...
 
     def cancel(self, call_id: str, rows: tuple[int, ...]) -> None: ...
 
     def close(self, call_id: str) -> None:
-        """The call is gone: send no further frame; bytes not yet `sent` never will be."""
+        """Ends the call: no further frame is sent, and bytes that `sent` did not report never will be."""
 
     def sent(self, call_id: str, num_bytes: int) -> None: ...
 
 
 class _Call:
-    """Frames that the prefill engine emitted and the decode engine has not received, in order."""
+    """The frames of one call that the decode engine has not received yet, in order."""
 
     def __init__(self) -> None:
         self.frames: deque[Frame] = deque()
@@ -44,17 +44,18 @@ class _Call:
 
 
 class InProcessTransport:
-    """A HandoffTransport whose one replica is a prefill engine. That engine's events enter by the last three methods.
+    """A HandoffTransport whose only replica is a prefill engine in this process.
 
-    Frames wait here while the receive budget is full. The prefill engine's own send budget bounds them: a segment
-    counts as sent when it was handed over, not before.
+    The prefill engine reports by `frame_ready`, `call_done` and `peer_lost`. Frames wait here while the receive budget
+    is full. The prefill engine's send budget bounds them, because a segment counts as sent only after it was handed
+    over.
     """
 
     def __init__(self, *, post: Post, prefill: PrefillPort, address: str, receive_budget_bytes: int) -> None:
         self._post = post
         self._prefill = prefill
         self._address = address
-        # Reentrant: a prefill engine may answer within the call that tells it something.
+        # Reentrant: a prefill engine may answer within a call to it.
         self._lock = threading.RLock()
         self._budget = ReceiveBudget(receive_budget_bytes)
         self._calls: dict[str, _Call] = {}
@@ -96,25 +97,27 @@ class InProcessTransport:
         self._lose(PrefillUnavailable("the in-process handoff is closed"))
 
     def frame_ready(self, call_id: str, frame: Frame) -> None:
-        """The prefill engine emitted a frame, in order; one of a call that was closed is dropped. Any thread."""
+        """Takes a frame from the prefill engine, in order. A frame of a closed call is dropped. Any
+        thread may call it.
+        """
         with self._lock:
             if (call := self._calls.get(call_id)) is not None:
                 call.frames.append(frame)
                 self._hand_over(call_id)
 
     def call_done(self, call_id: str) -> None:
-        """Every row of the call has ended: CallEnded follows its last frame. Any thread."""
+        """Ends a call whose rows have all ended: CallEnded follows its last frame. Any thread may call it."""
         with self._lock:
             if (call := self._calls.get(call_id)) is not None:
                 call.is_done = True
                 self._hand_over(call_id)
 
     def peer_lost(self, reason: str) -> None:
-        """The prefill engine died and answers nothing any more. Any thread."""
+        """Ends every call, because the prefill engine died. Any thread may call it."""
         self._lose(PrefillUnavailable(reason))
 
     def _hand_over(self, call_id: str) -> None:
-        """Post what the budget allows. Frames after a segment that must wait, wait with it."""
+        """Posts the call's frames as far as the budget allows. Frames after a segment that must wait also wait."""
         call = self._calls[call_id]
         while call.frames:
             frame = call.frames[0]

@@ -1,10 +1,10 @@
-"""A prefill replica's KV pool, read through NIXL by a process of its own.
+"""A prefill replica's KV pool that is read through NIXL (a GPU and RDMA transfer library) in a process of its own.
 
-ticket ─▶ ranges of the replica's memory ─read, stamps after it─▶ staging ─▶ the engine's landing copies, as from a
-mapped pool: what comes of it is SharedKv, current or not
+ticket ─▶ ranges of the replica's memory ─read, stamps after it─▶ staging ─▶ the engine's landing copies
 
-It is not read into the engine's own pool: a read that is given up may still write (`common.nixl.agent`) until its
-process has ended, and the slots would be another row's. The staging is of this pool alone, and ends with it.
+As from a mapped pool, the result is SharedKv, whose stamps show whether it is current. KV is not read directly into the
+engine's own pool: an abandoned read may still write until its process has ended (`common.nixl.agent`), and its slots
+could belong to another row by then. The staging memory belongs to this pool alone and ends with it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from common.nixl.child import NixlError, TransferProcess
 from decode_service.handoff.staging import Staging
 
 _STAGING_BYTES = 2 * MAX_LENT_BYTES + (1 << 20)
-"""One segment is read while another lands; and their stamps."""
+"""The size of the staging memory: one segment is read while another lands, each with its stamps."""
 
 
 class NixlPool:
-    """Event loop only. Reads take turns. The first failed read loses the pool."""
+    """Reads KV from one replica's pool through NIXL, one read at a time. For the event loop only.
+
+    The pool counts as lost after the first failed read.
+    """
 
     def __init__(
         self,
@@ -40,8 +43,8 @@ class NixlPool:
         process: TransferProcess,
         staging: Staging,
     ) -> None:
-        """`header` is the beginning of the replica's memory at `address`. The process belongs to the pool from
-        now on.
+        """Describes a pool by its `header`, the first bytes of the replica's memory at `address`. It takes over
+        `process`.
         """
         self.secret, num_slots = split_header(header)
         self._has_failed = False
@@ -57,9 +60,9 @@ class NixlPool:
     async def opened(
         cls, offer: prefill_pb2.NixlPool, *, groups: Sequence[LayerGroupSpec], timeout_s: float
     ) -> NixlPool:
-        """`groups` are the writer's, by its fingerprint. Each read, too, has `timeout_s`.
+        """Opens the pool that the replica offers, and reads its header. Each later read also has `timeout_s`.
 
-        Raises PoolUnusable when it cannot be read from here: what its memory begins with is read.
+        `groups` are the replica's layer groups, by its fingerprint. Raises PoolUnusable if it cannot be read from here.
         """
         try:
             staging = Staging(_STAGING_BYTES)
@@ -87,7 +90,7 @@ class NixlPool:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """While this is open the pool can be read, even if it is retired."""
+        """Marks the pool as used. It can be read until the block ends, even if it is retired."""
         self._num_users += 1
         try:
             yield
@@ -96,13 +99,13 @@ class NixlPool:
             self._end_if_unused()
 
     def retire(self) -> None:
-        """Let no new user have it."""
+        """Retires the pool: it gets no new user and ends after the last one."""
         self._is_retired = True
         self._end_if_unused()
 
     @property
     def is_lost(self) -> bool:
-        """Whether it cannot be read any more."""
+        """Whether the pool cannot be read any more."""
         return self._has_failed or not self._process.is_usable
 
     @property
@@ -110,11 +113,14 @@ class NixlPool:
         return self._process.has_ended
 
     async def close(self) -> None:
-        """Nobody may use it any more."""
+        """Ends the pool's process. The pool must not be used afterwards."""
         await self._process.close()
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> RemoteKv | None:
-        """Where the KV lies; None if there are no such slots. `layers` is a range of the group's."""
+        """Returns where the KV of the ticket's slots lies in the replica's memory, or None if there are no such slots.
+
+        `layers` is a range of the group's layers.
+        """
         if not ticket.is_of(self.num_slots):
             return None
         starts, lengths = (np.array(runs, np.uint64) for runs in runs_of(ticket.slots))
@@ -131,11 +137,10 @@ class NixlPool:
         )
 
     async def fetch(self, remote: RemoteKv) -> SharedKv:
-        """The KV in memory of this process, with the stamps that its slots had afterwards. Raises NixlError, from then
-        on always. It is of one segment: MAX_LENT_BYTES at most.
+        """Reads the KV of one segment (at most MAX_LENT_BYTES) and its slots' stamps into memory of this process.
 
-        A read under way goes on when its task is cancelled: what it writes into is nobody else's before it has ended.
-        One whose turn has not come is not begun.
+        Raises NixlError; after one failure every call raises it. If the task is cancelled while it reads, the read goes
+        on and keeps its memory until it has ended. A read that has not begun is dropped.
         """
         stamps_at = -(-remote.num_bytes // NUMBER_BYTES) * NUMBER_BYTES
         await self._turn.acquire()
@@ -149,7 +154,7 @@ class NixlPool:
         return await asyncio.shield(asyncio.ensure_future(self._read(remote, start, taken, stamps_at)))
 
     async def _read(self, remote: RemoteKv, start: int, taken: NDArray[np.uint8], stamps_at: int) -> SharedKv:
-        """Reads, and ends the turn."""
+        """Performs the read, and lets the next one begin."""
         kv_bytes, num_tokens = remote.num_bytes, len(remote.ticket.slots)
         try:
             await self._process.read(remote.kv, start)
@@ -171,7 +176,7 @@ class NixlPool:
 def _ranges(
     bases: NDArray[np.uint64], starts: NDArray[np.uint64], lengths: NDArray[np.uint64], item_bytes: int
 ) -> NDArray[np.uint64]:
-    """[bases * runs, 2]: the address and the bytes of each run of items behind each base."""
+    """Returns address and size of each run of items, relative to each base: [bases * runs, 2]."""
     addresses = bases[:, None] + starts * np.uint64(item_bytes)
     num_bytes = np.broadcast_to(lengths * np.uint64(item_bytes), addresses.shape)
     return np.stack((addresses.ravel(), num_bytes.ravel()), axis=1)

@@ -1,4 +1,4 @@
-"""The bound on segments that were handed to the engine and have not landed."""
+"""The receive budget: a bound on the bytes of segments that the engine was given and has not copied to its pool."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import asyncio
 
 
 class ReceiveBudget:
-    """Grants bytes to calls in the order they asked; one grant is always allowed, however large. Not thread-safe."""
+    """Grants bytes to calls in the order they asked. One grant is always allowed, however large. Not thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._held_bytes = 0
-        self._waiting: dict[str, None] = {}  # in order
+        self._waiting: dict[str, None] = {}  # calls, in the order they asked
 
     @property
     def next_waiting(self) -> str | None:
-        """The call to be granted next."""
+        """The call that is granted next, or None if none waits."""
         return next(iter(self._waiting), None)
 
     def take_at_once(self, num_bytes: int) -> bool:
-        """Whether the caller has the bytes now: nobody waits, and they keep within the limit."""
+        """Takes the bytes if no call waits and they keep within the limit. Returns whether it took them."""
         if self._waiting or self._held_bytes + num_bytes > self._limit_bytes:
             return False
         self._held_bytes += num_bytes
         return True
 
     def try_take(self, call_id: str, num_bytes: int) -> bool:
-        """Whether the call has the bytes now. If not, it waits in line and asks again at its turn."""
+        """Takes the bytes for the call and returns True, or puts the call in line and returns False.
+
+        The call must ask again when it is `next_waiting`.
+        """
         self._waiting.setdefault(call_id)
         fits = not self._held_bytes or self._held_bytes + num_bytes <= self._limit_bytes
         if not fits or self.next_waiting != call_id:
@@ -36,7 +39,7 @@ class ReceiveBudget:
         return True
 
     def forget(self, call_id: str) -> None:
-        """The call waits no more. Bytes granted before stay held until they have landed."""
+        """Removes the call from the line. Bytes that it was granted stay held until they have landed."""
         self._waiting.pop(call_id, None)
 
     def give_back(self, num_bytes: int) -> None:
@@ -45,7 +48,7 @@ class ReceiveBudget:
 
 
 class AsyncReceiveBudget:
-    """A ReceiveBudget that can be awaited. Event loop only."""
+    """A ReceiveBudget that can be awaited. For the event loop only."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._budget = ReceiveBudget(limit_bytes)
@@ -55,7 +58,7 @@ class AsyncReceiveBudget:
         return self._budget.take_at_once(num_bytes)
 
     async def take(self, call_id: str, num_bytes: int) -> None:
-        """Return once the call has the bytes. One task for each call."""
+        """Waits until the call has the bytes. Only one task per call may wait."""
         turn = self._turns[call_id] = asyncio.Event()
         try:
             while not self._budget.try_take(call_id, num_bytes):

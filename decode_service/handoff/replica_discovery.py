@@ -1,4 +1,4 @@
-"""Looks up what is behind a name, repeatedly."""
+"""Looks up the addresses of a DNS name again and again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _log = structlog.get_logger(__name__)
 
 
 class NameWatch:
-    """`found` is what the last look-up found, kept while further ones fail; `error` says why the last one failed.
+    """Keeps the addresses of one DNS name up to date. For the event loop only.
 
-    Event loop only. `on_look_up` is called after each look-up.
+    `found` are the addresses of the last successful look-up. `error` says why the last one failed, or is empty.
+    `on_look_up` is called after each look-up.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class NameWatch:
         return self._looked_up.error
 
     async def watch(self) -> None:
-        """Runs until it is cancelled."""
+        """Looks the name up repeatedly until the task is cancelled."""
         while True:
             await self._looked_up.refresh()
             self._log_changes()

@@ -1,4 +1,4 @@
-"""Memory that another process writes and this one's engine reads, given out in ranges."""
+"""Staging memory that another process writes and this process reads, given out in ranges."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 
 class Staging:
-    """Event loop only, except that any thread may release what was given out."""
+    """Memory shared with another process. For the event loop only, but any thread may release a range."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError. Pages that are never written take no memory."""
+        """Creates the memory. Raises OSError if it cannot. Pages that are never written use no memory."""
         self.num_bytes = num_bytes
         self.file = os.memfd_create("baton-staging")
         try:
@@ -25,25 +25,26 @@ class Staging:
         except OSError:
             os.close(self.file)
             raise
-        self._held: dict[int, int] = {}  # start to stop
+        self._held: dict[int, int] = {}  # maps each held range's start to its stop
         self._came_back = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     async def take(self, num_bytes: int) -> tuple[int, NDArray[np.uint8]]:
-        """Returns an offset and the memory [num_bytes] there, which is taken until nobody references it. One task at a
-        time.
+        """Waits for a free range. Returns its offset and its memory [num_bytes].
+
+        The range is released when nothing references the memory any more. Only one task may wait at a time.
         """
         assert num_bytes <= self.num_bytes, "there is never so much"
         while (start := self._first_fit(num_bytes)) is None:
             self._came_back.clear()
             await self._came_back.wait()
         self._held[start] = start + num_bytes
-        taken = np.frombuffer(self._memory, np.uint8, num_bytes, start)  # views of it reference this very array
+        taken = np.frombuffer(self._memory, np.uint8, num_bytes, start)  # views of the array reference it
         weakref.finalize(taken, self._come_back, start).atexit = False
         return start, taken
 
     def close(self) -> None:
-        """No further process can map it. What was given out stays."""
+        """Closes the file, so that no further process can map it. Ranges given out stay valid."""
         os.close(self.file)
 
     def _first_fit(self, num_bytes: int) -> int | None:

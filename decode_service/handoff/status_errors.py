@@ -1,4 +1,4 @@
-"""What a failed Handoff call means for its rows."""
+"""Translates the status of a failed Handoff call into an error of its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillU
 from common.peer_text import peer_text
 from common.rpc.errors import connection_words
 
-# Without details of ours the connection or the peer's process is at fault, not the rows: another replica may serve.
+# Without an ErrorInfo the connection or the peer's process is at fault, not the rows: another replica may serve.
 _PEER_LOST = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -25,9 +25,10 @@ _PEER_REFUSES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE
 
 
 def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:
-    """FingerprintMismatch, PrefillUnavailable or EngineFault, by the code and the ErrorInfo.
+    """Returns FingerprintMismatch, PrefillUnavailable or EngineFault, by the status code and the ErrorInfo.
 
-    A message beyond the size bound is RESOURCE_EXHAUSTED without an ErrorInfo: it would be too large for any replica.
+    A message beyond the size limit is RESOURCE_EXHAUSTED without an ErrorInfo. It is an EngineFault, because it would
+    be too large for any replica.
     """
     code, info = failure.code(), error_info(failure)
     details = failure.details() or ""
@@ -43,7 +44,7 @@ def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:
 
 
 def error_info(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
-    """The status's ErrorInfo; None if it has none, or details that do not belong to it."""
+    """Returns the status's ErrorInfo, or None if it has none or its details belong to another status."""
     try:
         status = rpc_status.from_call(cast(grpc.Call, failure))
     except ValueError:

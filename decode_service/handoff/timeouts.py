@@ -1,4 +1,4 @@
-"""Every bound on waiting for a prefill replica."""
+"""The time-outs of everything that waits for a prefill replica."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffTimeouts:
-    """A call is lost when no connection, no Accepted, or no frame while we were ready to read one, comes in time.
+    """Time-outs and intervals of the handoff, in seconds.
 
-    Each replica is looked at every `poll_interval_s`, each look bounded by `poll_timeout_s`; each name is looked up
-    every `look_up_interval_s`, and has failed when there is no answer within `look_up_timeout_s`. Each step of NIXL's,
-    a read of one segment or its process's start, ends within `nixl_timeout_s`; what failed is tried again after
-    `nixl_retry_s`, each time twice as long.
+    A call is lost if it gets no connection, no Accepted or no further frame within the first three. Each replica is
+    polled every `poll_interval_s`, for at most `poll_timeout_s`. Each DNS name is looked up every `look_up_interval_s`,
+    and a look-up without an answer fails after `look_up_timeout_s`. Each NIXL operation (reading a segment, or starting
+    its process) fails after `nixl_timeout_s`. After a failure the pool is opened again after `nixl_retry_s`, a wait
+    that doubles each time.
     """
 
     connect_timeout_s: float = 2.0
@@ -28,6 +29,8 @@ class HandoffTimeouts:
 
     @classmethod
     def of_progress(cls, timeout_s: float) -> HandoffTimeouts:
-        """Accepted and reads, which need no engine, have no more time than other frames."""
+        """Derives the time-outs from that of frames. Accepted and NIXL reads need no engine, so
+        they get 10 s at most.
+        """
         short_s = min(10.0, timeout_s)
         return cls(accept_timeout_s=short_s, nixl_timeout_s=short_s, progress_timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""The seam between the decode engine and the prefill replicas: gRPC, or a prefill engine in the same process.
+"""The interface between the decode engine and prefill replicas, which are remote (gRPC) or in the same process.
 
 engine ──start, cancel_rows, break_call, landed──▶ transport ──▶ replica
 engine ◀─────── post(FrameArrived | CallEnded | ReplicasChanged) ─────── transport
@@ -24,35 +24,37 @@ Post = Callable[[TransportReport], None]
 
 
 class HandoffTransport(Protocol):
-    """Carries Handoff calls. Built with a `Post`; every method but `open` and `close` is for any thread; none blocks.
+    """Carries Handoff calls between the engine and the replicas, and reports by a `Post` that it is created with.
 
-    For each `start`, these are posted in this order, and nothing else of the call: FrameArrived with Accepted, further
-    FrameArrived in the order the replica sent them, exactly one CallEnded. A call that fails early has CallEnded alone.
+    Any thread may call its methods, except `open` and `close`; none of them blocks. For each `start` it posts in this
+    order: FrameArrived with Accepted, a FrameArrived for each further frame as the replica sent them, exactly one
+    CallEnded. A call that fails early has only CallEnded.
 
     Receive budget: the payload bytes of segments posted and not yet `landed`, over all calls, stay within
-    `receive_budget_bytes`, except that one segment is always allowed. While the budget is full a call reads no frame
-    but the next, and the replica's sending stops. The engine answers `landed` for every segment posted, those it drops
-    and those of ended calls included; only `landed` gives bytes back.
+    `receive_budget_bytes`, except that one segment is always allowed. While the budget is full, a call reads only its
+    next frame, and then the replica must stop sending. The engine calls `landed` for every segment posted, even if it
+    drops the segment or the call has ended; only `landed` gives bytes back.
 
-    An error in CallEnded is FingerprintMismatch, PrefillUnavailable (the replica was lost, refused or stalled: another
-    may serve the rows; ReplicasChanged without it came before) or EngineFault (the protocol was broken). No call
-    outlives the loss of its replica, nor a replica that sends nothing for the transport's time-outs.
+    The error in CallEnded is FingerprintMismatch, PrefillUnavailable or EngineFault (the protocol was broken).
+    PrefillUnavailable means that the replica was lost, refused or stalled, and another may serve the rows. A
+    ReplicasChanged without the replica is posted before it. A call ends when its replica is lost or sends nothing for
+    the time-outs.
     """
 
     async def open(self) -> None:
-        """Begin to watch the replicas: ReplicasChanged follows, and again at each change. Waits for none of them."""
+        """Begins to watch the replicas, without waiting for any. ReplicasChanged follows, and again at each change."""
 
     def start(self, command: StartHandoff) -> None:
-        """Open a call. Its `call_id` is new. To a replica that is not ready, the call ends at once."""
+        """Opens a call. Its `call_id` must be new. If the replica is not ready, the call ends at once."""
 
     def cancel_rows(self, command: CancelHandoffRows) -> None:
-        """Tell the replica. Frames of the rows may still arrive; an unknown or ended call is ignored."""
+        """Tells the replica to drop rows. Frames of them may still arrive. An unknown or ended call is ignored."""
 
     def break_call(self, command: BreakCall) -> None:
-        """Cancel the call; CallEnded follows with an EngineFault. An unknown or ended call is ignored."""
+        """Cancels the call; CallEnded follows with an EngineFault. An unknown or ended call is ignored."""
 
     def landed(self, command: SegmentsLanded) -> None:
-        """Give bytes back to the receive budget."""
+        """Gives the bytes of landed segments back to the receive budget."""
 
     async def close(self) -> None:
-        """End every call, each with its CallEnded, and release what the transport holds. Bounded in time."""
+        """Ends every call, each with its CallEnded, and releases the transport's resources, within a bounded time."""
