@@ -1,4 +1,4 @@
-"""Output that a resumed request brings along: whether it is complete already."""
+"""Decides whether the output that a resumed request brings along is already complete."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from decode_service.messages import FinishReason
 def ending_of_brought(
     token_ids: Sequence[int], *, sampling: ResolvedSampling, output: OutputProcessor, num_prompt_tokens: int
 ) -> Ending | None:
-    """How the earlier stream would have ended if it had not broken after its last token; None if the output goes on.
+    """Returns the ending of a resumed request whose output is already complete, or None if the output goes on.
 
-    `output` has replayed `token_ids`. All text went out with the last token, so only the ending is left. Raises
-    InvalidRequest if ids follow the end.
+    The ending is the one that the earlier stream would have sent if it had not broken. `token_ids` is the output
+    brought along, and `output` has replayed it. The earlier stream sent all its text, so only the ending is left.
+    Raises InvalidRequest if tokens follow the end.
     """
     ends = [index + 1 for index, token_id in enumerate(token_ids) if _ends(token_id, index, sampling)]
     ends.append(sampling.max_tokens)

@@ -1,4 +1,4 @@
-"""Writes to a client's stream, which wait for a slow client within a bound."""
+"""Writes to a client's stream. A client that reads nothing for too long counts as gone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from common.errors import RequestCancelled
 
 
 class ClientWrites:
-    """Writes to a client, made by one task until the block ends.
+    """Writes a client's stream with a time-out for slow clients. One task makes all writes, inside a `with` block.
 
-    One timer, set again when it rings, watches all writes, because a timer for each would cost as much as the message.
+    A single timer watches all writes and is set again when it fires, because a timer per write would cost as much as
+    the message.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], *, stall_timeout_s: float) -> None:
@@ -30,7 +31,7 @@ class ClientWrites:
         self._timer = self._loop.call_later(stall_timeout_s, self._look)
 
     async def write(self, event: inference_pb2.GenerateEvent) -> None:
-        """Raises RequestCancelled if the client reads nothing for so long that it counts as gone."""
+        """Writes one event. Raises RequestCancelled if the client reads nothing for `stall_timeout_s`."""
         self._began_s = self._loop.time()
         try:
             await self._context.write(event)

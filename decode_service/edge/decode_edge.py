@@ -1,4 +1,4 @@
-"""What the decode service's life needs to know of its edge."""
+"""The decode service's edge as the service's life uses it: opening, readiness, draining and closing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from decode_service.messages import Command, Drain
 
 
 class DecodeEdge:
-    """A ServiceEdge: requests are open towards clients, and the transport towards prefill replicas. Event loop only."""
+    """A ServiceEdge of the decode service: it serves clients' requests and talks to prefill replicas. For the event
+    loop only.
+    """
 
     def __init__(
         self,
@@ -33,7 +35,10 @@ class DecodeEdge:
 
     @property
     def is_ready(self) -> bool:
-        """A replica is ready only when its fingerprint agreed, so a request admitted now can be computed."""
+        """Whether the service can admit requests: it does not drain, and a prefill replica is ready.
+
+        A replica is ready only if its fingerprint agrees, so an admitted request can be computed.
+        """
         return self._replicas.is_any_ready and not self._live_requests.is_draining
 
     @property
@@ -41,7 +46,7 @@ class DecodeEdge:
         return {"num_requests": len(self._live_requests)}
 
     def drain(self) -> None:
-        """The engine hears of it at the end only: until then it goes on with all that it has."""
+        """Stops admitting requests. The engine is told only at the end; until then it finishes the requests it has."""
         self._live_requests.drain()
 
     async def wait_idle(self) -> None:

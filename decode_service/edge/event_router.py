@@ -1,4 +1,4 @@
-"""Routes an engine's events: those of requests to their streams, those of handoffs to the transport."""
+"""Routes the engine's events: those of requests to their streams, those of handoffs to the transport."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from decode_service.messages import (
 
 
 class EventRouter:
-    """`deliver` and `on_death` are called on the engine's thread; everything else happens on `loop`.
+    """Passes the engine's events on to the event loop `loop`, which routes them.
 
-    One hop per batch of events keeps their order. A loop that has been closed takes nothing any more.
+    The engine's thread calls `deliver` and `on_death`; everything else runs on `loop`. Each batch of events is passed
+    on in one call, which keeps their order. Events are dropped when the loop is closed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The Inference servicer."""
+"""The gRPC servicer of the Inference service."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Runs on the event loop, except for slow work with texts, which `prompts` does."""
+    """Serves Generate, GetModelInfo and GetLoad on the event loop. Slow work with texts is left to `prompts`."""
 
     def __init__(
         self,
@@ -135,7 +135,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort_with(context, error)
 
     async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context, client: ClientWrites) -> Ending:
-        """From admission to the ending, which is left to be written. Cancelled when the client leaves."""
+        """Runs an admitted request and returns its ending, which the caller writes. It is cancelled when the client
+        leaves.
+        """
         with self._request_track.task("tokenize", live.request_id):
             prompt_token_ids = await self._prompts.encode(checked.prompt)
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
@@ -179,7 +181,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             live.trace.output_written()
 
     def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
-        """Ends a call at its deadline even if no byte moves between client and server; gRPC alone would not."""
+        """Starts a timer that ends the call at its deadline. gRPC alone would not end it while no byte is sent or
+        received.
+
+        Returns None if the call has no deadline.
+        """
         remaining_s = _remaining_s(context)
         if remaining_s is None:
             return None
@@ -190,7 +196,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return 0 if remaining_s is None else int((self._unix_time() + remaining_s) * 1000)
 
     async def _replay(self, new_output: Callable[[], OutputProcessor], *, num_tokens: int) -> OutputProcessor:
-        """Detokenises the output that the request brought, not on the event loop."""
+        """Creates the output and replays the tokens that the request brought along, off the event loop if there are
+        any.
+        """
         if num_tokens == 0:
             return new_output()
         return await self._prompts.replay(new_output, num_tokens=num_tokens)

@@ -1,4 +1,4 @@
-"""One live request's output, between the engine's events and the client's stream. Used by the event loop only."""
+"""One live request's output, between the engine's events and the client's stream. For the event loop only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decode_service.messages import Finished, FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a request ended well, as its client sees it."""
+    """The successful end of a request, as its client sees it."""
 
     reason: FinishReason
     num_prompt_tokens: int
@@ -29,10 +29,10 @@ class Ending:
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request from its admission to its end.
+    """One request from its admission to its end, with the output that its client has not read.
 
-    What a slow client has not read yet is merged into one piece, so it never holds more than one request's output.
-    The first terminal event wins; what follows it is dropped.
+    Unread output is merged into one piece, so it holds no more than the request's whole output. The first terminal
+    event counts, and later ones are dropped.
     """
 
     request_id: str
@@ -47,12 +47,12 @@ class LiveRequest:
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, output: OutputProcessor, num_prompt_tokens: int) -> None:
-        """The prompt is known: tokens may come."""
+        """Prepares for tokens, now that the prompt is known."""
         self._output = output
         self._num_prompt_tokens = num_prompt_tokens
 
     def end_at_once(self, output: OutputProcessor, num_prompt_tokens: int) -> None:
-        """The output that the request brought is complete: the engine never hears of it."""
+        """Marks the request as done without the engine, because the output that it brought along is complete."""
         self.begin(output, num_prompt_tokens)
         self.is_done_in_engine = True
 
@@ -65,8 +65,9 @@ class LiveRequest:
         return self._ending
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> StopMatch | None:
-        """Each token with a log-probability, or none has one. Returns the stop string's match once, when these complete
-        one.
+        """Adds output tokens. `logprobs` has one entry per token or is empty.
+
+        Returns the stop string's match if these tokens complete one, and None otherwise.
         """
         if self._ending is not None or self._output is None or self._output.match is not None:
             return None
@@ -94,7 +95,9 @@ class LiveRequest:
         )
 
     def fail(self, error: BatonError) -> None:
-        """End with `error`, unless the output was already complete: then only the engine's figures are lost."""
+        """Ends the request with `error`. If a stop string was matched, it ends well instead, without the engine's
+        figures.
+        """
         if self._ending is not None:
             return
         match = self._output.match if self._output is not None else None
@@ -116,7 +119,10 @@ class LiveRequest:
         self.fail(error)
 
     async def read(self) -> OutputPiece | Ending:
-        """All output since the last read, then the ending. Raises the error it ended with."""
+        """Waits for news and returns it: all output since the last read, or the ending after all output was read.
+
+        Raises the error if the request failed.
+        """
         await self._has_news.wait()
         if self._pending:
             piece, self._pending = self._pending, OutputPiece()

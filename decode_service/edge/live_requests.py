@@ -1,4 +1,4 @@
-"""Every live request of the process: bounded admission, and the way from engine events to streams."""
+"""Every live request of the process: admits a bounded number and passes engine events on to their streams."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ RequestEvent = PhaseBegan | Tokens | Finished | Failed
 
 
 class LiveRequests:
-    """Event loop only.
+    """The live requests of the process. For the event loop only.
 
-    From `admit` to `release` a live request has one of `max_live` places, which clients share, whatever it waits for.
-    The engine knows it by an id that is never reused, so no event of an aborted request can reach a later one with the
-    client's same id.
+    From `admit` to `release` a request takes one of `max_live` places, which clients share fairly. The engine knows a
+    request by an id that is never reused. So no event of an aborted request can reach a later one with the same
+    `request_id`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LiveRequests:
         self._track = (timeline or Timeline()).track(EDGE)
         self._engine = engine
         self._places = FairPlaces(max_live)
-        self._taken: dict[str, tuple[str, float]] = {}  # by engine id: the client of the place, and since when
+        self._taken: dict[str, tuple[str, float]] = {}  # by engine id: the client, and since when it has the place
         self._observer = observer
         self._by_request_id: dict[str, LiveRequest] = {}
         self._by_engine_id: dict[str, LiveRequest] = {}
@@ -62,7 +62,10 @@ class LiveRequests:
         return self._is_draining
 
     def admit(self, request_id: str | None, trace: RequestTrace = UNTRACED, *, client: str = "") -> LiveRequest:
-        """Raises Draining, EngineLost, DuplicateRequest or Overloaded. Each success needs one `release`."""
+        """Admits a request. Each success needs one `release`.
+
+        Raises Draining, EngineLost, DuplicateRequest or Overloaded.
+        """
         if self._is_draining:
             raise Draining("the service is stopping")
         if not self._engine.is_alive:
@@ -96,7 +99,7 @@ class LiveRequests:
         deadline_unix_ms: int,
         wants_drafts: bool,
     ) -> None:
-        """Hand the request to the engine. Raises the error that ended it meanwhile."""
+        """Hands the request to the engine. Raises its error if it has ended since `admit`."""
         if isinstance(live.ending, BatonError):
             raise live.ending
         live.begin(output, len(prompt_token_ids))
@@ -115,11 +118,13 @@ class LiveRequests:
                 is_traced=live.trace.is_recording,
             )
         )
-        if not self._engine.is_alive:  # the engine died after `admit`, perhaps too early for `fail_all` to end this one
+        if not self._engine.is_alive:  # it died after `admit`, maybe too early for `fail_all`
             live.fail(EngineLost("the engine does not run"))
 
     def release(self, live: LiveRequest) -> None:
-        """The stream is over. The engine drops the request if it still has it. Further calls do nothing."""
+        """Removes the request when its stream is over, and aborts it in the engine if needed.
+        Further calls do nothing.
+        """
         if self._by_engine_id.pop(live.engine_id, None) is None:
             return
         del self._by_request_id[live.request_id]
@@ -130,7 +135,7 @@ class LiveRequests:
             self._is_idle.set()
 
     def dispatch(self, event: RequestEvent) -> None:
-        """Take one engine event, in order. Events of requests that are gone are dropped."""
+        """Applies one engine event. Events come in order; those of released requests are dropped."""
         match event:
             case Tokens():
                 with self._track.span("take_tokens", requests=len(event.request_ids), tokens=len(event.token_ids)):
@@ -144,12 +149,12 @@ class LiveRequests:
                 self._apply(event.request_id, lambda live: live.fail_by_engine(event.error))
 
     def fail_all(self, error: BatonError) -> None:
-        """End every live stream with `error`."""
+        """Ends every live stream with `error`."""
         for live in tuple(self._by_request_id.values()):
             live.fail(error)
 
     def drain(self) -> None:
-        """Admit nothing from now on."""
+        """Stops admitting requests."""
         self._is_draining = True
 
     async def wait_idle(self) -> None:
@@ -161,7 +166,7 @@ class LiveRequests:
             return
         try:
             change(live)
-        except Exception as error:  # one request's text must not hold up the others' events
+        except Exception as error:  # one request's text must not delay the others' events
             _log.exception("output_failed", request_id=live.request_id)
             live.fail(EngineFault(f"output: {type(error).__name__}: {error}"))
 

@@ -1,4 +1,4 @@
-"""Builds GetModelInfo's answer, which does not change while the process lives."""
+"""Builds the response of GetModelInfo, which does not change during the process's life."""
 
 from __future__ import annotations
 

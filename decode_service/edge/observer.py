@@ -1,4 +1,4 @@
-"""Measures and logs each request."""
+"""Records metrics and a log line for each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decode_service.edge.live_request import Ending, LiveRequest
 
 
 class RequestObserver:
-    """One INFO line and one count for each admitted request; one count for each refused one."""
+    """Logs one INFO line and counts one outcome for each admitted request. A refused request is only counted."""
 
     def __init__(self, metrics: RequestMetrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
@@ -22,7 +22,9 @@ class RequestObserver:
         self._log = structlog.get_logger("decode_service.requests")
 
     def on_tokens(self, live: LiveRequest, num_tokens: int) -> None:
-        """Tokens that come together share the time since the tokens before."""
+        """Counts new tokens and their latency. Tokens that come together share the time since the
+        tokens before them.
+        """
         if num_tokens == 0:
             return
         now_s = self._clock()
@@ -35,7 +37,7 @@ class RequestObserver:
         self._metrics.requests.labels(error.reason.lower()).inc()
 
     def on_end(self, live: LiveRequest, end: Ending | BatonError | None) -> None:
-        """`end` says how its stream ended; None if the client left."""
+        """Records how the request's stream ended: with an ending, an error, or None if the client left."""
         ending = end if isinstance(end, Ending) else None
         error = None if ending else end or client_left()
         outcome = ending.reason.value if ending else error.reason.lower() if isinstance(error, BatonError) else ""
@@ -76,5 +78,5 @@ class RequestObserver:
 
 
 def client_left() -> RequestCancelled:
-    """How a request ended whose stream was cancelled."""
+    """Returns the error of a request whose stream was cancelled."""
     return RequestCancelled("the client left")

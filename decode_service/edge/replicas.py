@@ -1,4 +1,4 @@
-"""The prefill replicas as GetLoad and health report them."""
+"""The states of the prefill replicas for GetLoad and the health check."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasCh
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """`num_rows` counts this service's rows that the replica has not answered yet."""
+    """One replica's state. `num_rows` counts the rows sent by this service that the replica has not answered yet."""
 
     replica: Replica
     num_rows: int
 
 
 class ReplicaBoard:
-    """Follows the messages between engine and transport. Any thread may use it."""
+    """Tracks the replicas' states and open rows from the messages between engine and transport. Any
+    thread may use it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._replicas: tuple[Replica, ...] = ()
-        self._open_rows: dict[str, tuple[str, set[int]]] = {}  # by call: its replica, rows not answered
+        self._open_rows: dict[str, tuple[str, set[int]]] = {}  # by call: replica address, rows not answered
 
     @property
     def is_any_ready(self) -> bool:

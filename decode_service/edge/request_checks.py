@@ -1,6 +1,6 @@
-"""What a GenerateRequest must satisfy, and the values it becomes. Everything here raises InvalidRequest.
+"""Checks a GenerateRequest and converts it to the edge's values. Everything here raises InvalidRequest.
 
-`check_request` needs no tokenizer and no time; `check_lengths` follows once the prompt's token ids are known.
+`check_request` needs no tokenizer and takes little time. `check_lengths` follows when the prompt's token ids are known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_TOOL_NAME_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """`max_context_tokens` bounds prompt and output together."""
+    """The model's limits that requests must keep. `max_context_tokens` bounds prompt and output together."""
 
     vocab_size: int
     max_context_tokens: int
@@ -50,7 +50,10 @@ Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """`request_id` is None when the client chose none. `generated_token_ids` were delivered by an earlier stream."""
+    """A request whose values were checked, except for lengths that depend on the prompt's tokens.
+
+    `request_id` is None if the client chose none. `generated_token_ids` were delivered by an earlier stream.
+    """
 
     request_id: str | None
     prompt: Prompt
@@ -80,7 +83,10 @@ def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -
 
 
 def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits: ModelLimits) -> ResolvedSampling:
-    """The sampling that both engines use; `max_tokens` defaults to what the context leaves."""
+    """Checks the request's lengths and returns its sampling parameters for both engines.
+
+    `max_tokens` defaults to the rest of the context, and `seed` to a random number.
+    """
     if not prompt_token_ids:
         raise InvalidRequest("prompt", "is empty")
     room = _room(len(prompt_token_ids), limits)
@@ -114,7 +120,7 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
 
 
 def _room(num_prompt_tokens: int, limits: ModelLimits) -> int:
-    """The tokens that the prompt leaves of the context, at least 1."""
+    """Returns how many tokens of the context the prompt leaves for output. Raises ContextExceeded if there is none."""
     room = limits.max_context_tokens - num_prompt_tokens
     if room < 1:
         raise ContextExceeded(
@@ -150,7 +156,7 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Prom
         case "token_ids":
             if not request.token_ids.ids:
                 raise InvalidRequest("prompt", "is empty")
-            _room(len(request.token_ids.ids), limits)  # checked before the ids, of which there may be millions
+            _room(len(request.token_ids.ids), limits)  # checked first, because there may be millions of ids
             return TokenIdsPrompt(check_token_ids("token_ids", request.token_ids.ids, limits.vocab_size))
         case "chat":
             return _chat(request.chat)
@@ -213,9 +219,10 @@ def _in_order_of_calls(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]
 
 
 def _answers(calls: Sequence[ToolCall], answers: Sequence[ChatMessage], first: int) -> Sequence[ChatMessage]:
-    """In the order of the calls, with the functions' names, which identify them in templates that write no ids.
+    """Returns the tool answers in the order of their calls, each with its function's name.
 
-    `first` is the index of the message after the calls.
+    Templates that write no call ids identify an answer by that name. `first` is the index of the first answer's
+    message.
     """
     if not calls and not any(answer.tool_call_id for answer in answers):
         return answers

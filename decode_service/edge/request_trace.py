@@ -1,4 +1,4 @@
-"""One request's spans: Generate, and below it one for each phase, which together fill it.
+"""One request's OpenTelemetry spans: Generate, and a child for each phase. The phases fill Generate without gaps.
 
 Generate ├ tokenize ┼ queue ┼ prefill ┼ transfer ┼ bootstrap ┼ first_decode ┼ decode ┼ delivery ┤
                                                              ├ first_token ┤
@@ -23,9 +23,9 @@ Attributes = Mapping[str, AttributeValue]
 
 
 class RequestTrace:
-    """One request's spans. If tracing is off or does not sample it, only the context is kept.
+    """Writes one request's spans. If tracing is off or does not sample the request, it only keeps the trace context.
 
-    On exit it ends open spans; an error shows on the last phase. Event loop only.
+    On exit it ends open spans and marks the last phase with the error, if any. For the event loop only.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class RequestTrace:
         self._phase_start_s = start_s
         self._phase: Span | None = self._child("tokenize", start_s) if self.is_recording else None
         self._is_in_bootstrap = False
-        self._first_token_s: float | None = None  # when it was out of the engine
+        self._first_token_s: float | None = None  # when the engine posted it
         self._has_written = False
 
     def describe(self, attributes: Callable[[], Attributes]) -> None:
-        """Does not call `attributes` for a span that does not record."""
+        """Adds attributes to the request's span. It does not call `attributes` if the span does not record."""
         if self.is_recording:
             self._span.set_attributes(dict(attributes()))
 
     def submitted(self) -> None:
-        """The engine gets the request now."""
+        """Begins the queue phase, because the engine gets the request now."""
         if self.is_recording:
             self._begin(Phase.QUEUE, self._clock())
 
@@ -76,7 +76,7 @@ class RequestTrace:
             self._phase.set_attributes({"baton.replica": began.replica, "baton.attempt": began.attempt})
 
     def output_written(self) -> None:
-        """The client's stream has taken some output, perhaps the first."""
+        """Notes that the client's stream has taken some output. The first time, it writes the `first_token` span."""
         if self._first_token_s is not None and not self._has_written:
             span = self._child("first_token", self._first_token_s)
             span.end(self._unix_clock.unix_ns(self._clock()))
@@ -104,7 +104,10 @@ class RequestTrace:
         self._phase = None
 
     def _begin(self, phase: Phase, at_s: float) -> None:
-        """No phase begins before the one before it: edge and engine share a clock, but report out of turn."""
+        """Begins a phase's span and ends the one before.
+
+        No phase begins before the previous one: edge and engine share a clock, but their reports may come out of order.
+        """
         self._phase_start_s = at_s = max(at_s, self._phase_start_s)
         if self._phase is not None:
             self._phase.end(self._unix_clock.unix_ns(at_s))

@@ -1,4 +1,4 @@
-"""The edge's values as `baton.v1` messages."""
+"""Converts the edge's values to `baton.v1` messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The range of every sampling value. Everything here raises InvalidRequest naming the field."""
+"""Checks the range of every sampling value. Everything here raises InvalidRequest, naming the field."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ MAX_BIAS = 100.0
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """Checked values. `seed` and `max_tokens` are None if absent; `resolved` has placeholders for them and all other
-    values.
+    """The checked sampling values of a request. `seed` and `max_tokens` are None if the request does not set them.
+
+    `resolved` has all other values, and placeholders for these two.
     """
 
     seed: int | None

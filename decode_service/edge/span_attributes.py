@@ -1,4 +1,4 @@
-"""The attributes of a request's span, with OpenTelemetry's `gen_ai` names where they exist."""
+"""The attributes of a request's span. They have OpenTelemetry's `gen_ai` names where these exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders conversations with the model's chat template, in processes that can be stopped."""
+"""Renders conversations with the model's chat template, in child processes that can be killed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from common.text.chat_template import ChatRefused, TextTooLong
 from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, WaitingBytes
 
 RENDER_CPU_S = 2.0  # a long conversation takes some 10 ms
-_TIMEOUT_S = 60.0  # clock time: reached only if the machine is overloaded or stops the process
+_TIMEOUT_S = 60.0  # clock time: passes only if the machine is overloaded or stops the process
 _PLACES = (4, 2, 2)
-"""Processes at a time for conversations of each lane."""
-_MEMORY_BYTES = 256 << 20  # beyond what Python has mapped
+"""How many processes at a time render conversations of each lane (class of lengths)."""
+_MEMORY_BYTES = 256 << 20  # beyond the memory that Python itself has mapped
 _MEMORY_PER_CHAR = 16
 _MAX_ROOMY_CHARS = 64 << 20
 _BYTES_PER_MESSAGE = 64
-"""Rendering a message or a call without a word takes about as long as so much text."""
+"""The bytes that a message or a tool call counts for, besides its text. Rendering an empty one takes about as long."""
 _MAX_SPARE = 2
 SPARE_S = 60.0
 _RETRY_AFTER_S = 1
@@ -35,14 +35,15 @@ _log = structlog.get_logger(__name__)
 
 
 class ChatRendering:
-    """Event loop only. A process renders one conversation at a time, and is killed when it takes too long over it.
+    """Renders conversations in child processes, one at a time in each. For the event loop only.
 
-    `chat_template` returns source and special tokens, or raises ChatRefused. What the template makes of a probe decides
-    at the start how contents are given to it; a template that fails there refuses every conversation, by that reason.
-    Where there was no process to ask it, the first conversations try again.
+    A process that takes too long is killed. `chat_template` returns the template's source and special tokens, or raises
+    ChatRefused. At the start the template renders a probe, which decides how contents are passed to it. If it fails
+    there, every conversation is refused for that reason. If no process could be started, the first conversations try
+    again.
 
-    As texts of another length do in TextThreads, conversations of each lane wait for none of another, and have bytes
-    of their own that may wait. Of processes that had nothing to do for `spare_s`, two are kept.
+    Conversations are divided by length into the lanes of TextThreads. Those of one lane do not wait for another's, and
+    each lane bounds its own waiting bytes. Two of the processes that had nothing to do for `spare_s` are kept.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ChatRendering:
             for (largest, _), num_places in zip(LANES, _PLACES, strict=True)
         ]
         self._idle: list[AskedProcess] = []
-        self._least_idle = 0  # since spare processes were ended
+        self._least_idle = 0  # the fewest idle processes since spare ones were ended
         self._ending: asyncio.TimerHandle | None = None
         self._renderings: set[asyncio.Task[str | Exception]] = set()
         self._endings: set[asyncio.Task[None]] = set()
@@ -74,12 +75,12 @@ class ChatRendering:
         try:
             self._idle.append(await self._start())
         except ChatRefused:
-            pass  # kept, and said
+            pass  # recorded in `_refusal` and logged
         except ChildFailed as error:
             _log.warning("chat_not_probed", reason=str(error))
 
     async def close(self) -> None:
-        """Ends every process. Nobody may wait for a rendering any more."""
+        """Ends every process. No caller may still wait for a rendering."""
         if self._ending is not None:
             self._ending.cancel()
         renderings = tuple(self._renderings)
@@ -89,10 +90,10 @@ class ChatRendering:
         await asyncio.gather(*(process.close() for process in self._idle), *self._endings)
 
     async def render(self, messages: Sequence[ChatMessage], *, num_bytes: int) -> str:
-        """`num_bytes` counts the contents. Raises ChatRefused, TextTooLong, or Overloaded.
+        """Renders a conversation. `num_bytes` is the size of its contents.
 
-        A cancelled caller takes its conversation back, unless a process has it; then that process goes on, and place
-        and bytes still count.
+        Raises ChatRefused, TextTooLong or Overloaded. If the caller is cancelled, the conversation is dropped, unless a
+        process renders it. That rendering goes on, and its place and bytes still count.
         """
         if self._refusal is not None:
             raise ChatRefused(self._refusal)
@@ -121,11 +122,13 @@ class ChatRendering:
         return result
 
     async def _render(self, command: bytes) -> str | Exception:
-        """Returns the error as a result, because nobody may be there to raise it to."""
+        """Renders a conversation and returns the text or the error. A raised error might have no caller left to receive
+        it.
+        """
         try:
             try:
                 return await self._render_by_one(command)
-            except ChildEnded:  # perhaps before the request reached it
+            except ChildEnded:  # the process may have ended before the request reached it
                 return await self._render_by_one(command)
         except (ChatRefused, TextTooLong) as error:
             return error
@@ -134,7 +137,7 @@ class ChatRendering:
             return Overloaded(message, retry_after_s=_RETRY_AFTER_S)
 
     async def _render_by_one(self, command: bytes) -> str:
-        """Raises ChatRefused, TextTooLong, or ChildFailed."""
+        """Renders a conversation in an idle process or a new one. Raises ChatRefused, TextTooLong or ChildFailed."""
         self._idle = [process for process in self._idle if process.is_usable]
         process = self._idle.pop() if self._idle else None
         self._least_idle = min(self._least_idle, len(self._idle))
@@ -147,7 +150,7 @@ class ChatRendering:
                 self._ending = asyncio.get_running_loop().call_later(self._spare_s, self._end_spare)
 
     def _end_spare(self) -> None:
-        for process in self._idle[: max(self._least_idle - _MAX_SPARE, 0)]:  # the most recent first
+        for process in self._idle[: max(self._least_idle - _MAX_SPARE, 0)]:  # the most recently used processes are kept
             process.kill()
             ending = asyncio.create_task(process.close(), name="end_spare")
             self._endings.add(ending)
@@ -158,7 +161,7 @@ class ChatRendering:
         self._ending = asyncio.get_running_loop().call_later(self._spare_s, self._end_spare) if again else None
 
     async def _start(self) -> AskedProcess:
-        """Raises ChatRefused, or ChildFailed."""
+        """Starts a process and probes the template in it. Raises ChatRefused or ChildFailed."""
         try:
             source, special_tokens = self._chat_template()
             process = await AskedProcess.spawn(protocol.__name__, str(2 * _TIMEOUT_S), timeout_s=_TIMEOUT_S)
@@ -185,7 +188,10 @@ class ChatRendering:
 
 
 async def _answer(process: AskedProcess, command: bytes, *, cpu_s: float) -> str:
-    """Raises ChatRefused, TextTooLong, or ChildFailed when the process has ended or was killed by somebody else."""
+    """Sends a command to the process and returns its answer.
+
+    Raises ChatRefused or TextTooLong, or ChildFailed if the process has ended for another reason than its time limit.
+    """
     try:
         status, content = await process.ask(command)
     except ChildEnded as error:

@@ -11,28 +11,32 @@ from common.text.tokenizer import TokenDecoder
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 32
 _TRIED_CUTS = 4  # the most bytes of a character
-_NUM_PROMPT_TOKENS = 8  # their text has more than a decoder strips, and a whole character or its beginning at the end
+_NUM_PROMPT_TOKENS = 8  # more text than a decoder strips, ending with a whole character or a character's beginning
 _MAX_PROMPT_BYTE_RUN = 256
 _MAX_LOOKED_AT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedText:
-    """`text` is new and final. `tail` follows it if no token comes, but a later token may still change it."""
+    """The text that a token adds. `text` is final.
+
+    `tail` would follow it if no token came, but a later token may still change it.
+    """
 
     text: str
     tail: str = ""
 
 
 class IncrementalDetokenizer:
-    """The texts of all `push` calls and of one `flush`, joined, are what the ids append to the prompt's text.
+    """Detokenises output one token at a time. The texts of all `push` calls and of one `flush` are the text after the
+    prompt.
 
-    That is `decode` of prompt and output without the beginning that it shares with `decode` of the prompt. Only the
-    prompt's last tokens are decoded. A character that the prompt begins and the output completes is the output's.
-    No text splits a character: bytes that may begin one are kept until it is complete, or until `flush`.
+    Together they are `decode` of prompt and output, less the beginning it shares with `decode` of the prompt. Only the
+    prompt's last tokens are decoded. A character that the prompt begins and the output completes belongs to the output.
+    No returned text splits a character: bytes that may begin one are kept until it is complete, or until `flush`.
 
-        ids    ... │ context: final │ pending │        decode(context + pending) minus decode(context) is what
-                   └────── window ────────────┘        pending adds; earlier ids cannot change it
+        ids    ... │ context: final │ pending │        decode(context + pending) minus decode(context) is the text
+                   └────── window ────────────┘        of pending; earlier ids cannot change it
     """
 
     def __init__(self, decoder: TokenDecoder, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -40,9 +44,9 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         self._num_context = 0
         self._num_emitted_chars = 0  # length of the window's text
-        self._run: _ByteRun | None = None  # how much of it is at the window's end
+        self._run: _ByteRun | None = None  # the byte tokens at the end of the window
         self._cut_at_len = _LONG_WINDOW
-        self._prompt_rest = ""  # the prompt's text after what was emitted, which may still change
+        self._prompt_rest = ""  # the prompt's text after the emitted text, which may still change
         self._begin_after(_visible_end(decoder, prompt_token_ids))
 
     @property
@@ -72,7 +76,7 @@ class IncrementalDetokenizer:
         return DecodedText(new)
 
     def flush(self) -> str:
-        """Returns the text kept back. Push nothing afterwards."""
+        """Returns the text that was kept back. Push nothing afterwards."""
         return self._beyond_prompt(self._kept_back())
 
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
@@ -87,7 +91,7 @@ class IncrementalDetokenizer:
         self._prompt_rest = self._kept_back()
 
     def _beyond_prompt(self, text: str) -> str:
-        """The output's part of `text`, which begins where the emitted text ends."""
+        """Returns the part of `text` that belongs to the output. `text` begins where the emitted text ends."""
         rest = self._prompt_rest
         while not text.startswith(rest):
             rest = rest[:-1]
@@ -97,7 +101,10 @@ class IncrementalDetokenizer:
         return self._decoder.decode(self._window)[self._num_emitted_chars :]
 
     def _push_byte(self, token_id: int, byte: int) -> str:
-        """Returns the tail. The next byte may turn the whole run into U+FFFD, so none of it is final before its end."""
+        """Adds a byte token and returns the tail. Nothing is final before the run of byte tokens ends.
+
+        Until then the next byte may turn the whole run into U+FFFD.
+        """
         if self._run is None:
             self._run = _ByteRun(before=self._kept_back())
         self._window.append(token_id)
@@ -106,7 +113,9 @@ class IncrementalDetokenizer:
         return self._run.text.rstrip(_REPLACEMENT)
 
     def _forget(self, recent: Sequence[int]) -> None:
-        """Keep only `recent` as context, unless it is not enough: a decoder may strip the start of a text."""
+        """Keeps only `recent` as context. It keeps all if `recent` has no text alone, because a decoder may strip the
+        start.
+        """
         text = self._decoder.decode(recent)
         if text:
             self._window = list(recent)
@@ -114,10 +123,11 @@ class IncrementalDetokenizer:
             self._num_emitted_chars = len(text)
 
     def _cut(self, text: str) -> None:
-        """Forget what comes before the last few ids of a window whose last character is never whole.
+        """Drops all but the last few ids of a window whose last character is never complete.
 
-        They are enough where no character lies across, that is, where both parts decode to what they do together; or
-        where they have a whole character before the last one: no byte from before it matters to what follows.
+        The last few suffice if no character lies across the cut, so that both parts decode to the same text as
+        together. They also suffice if they contain a whole character before the last one, because no earlier byte then
+        affects what follows.
         """
         num_left = len(text) - self._num_emitted_chars
         for place in range(len(self._window) - 1, len(self._window) - 1 - _TRIED_CUTS, -1):
@@ -131,9 +141,10 @@ class IncrementalDetokenizer:
 
 
 def _visible_end(decoder: TokenDecoder, token_ids: Sequence[int]) -> list[int]:
-    """The last few that have text, and all of a run of byte tokens among them, since its text is one whole: of a very
-    long one as much as begins with a character. Only the last 1,024 are looked at; if all of those are skipped, the
-    prompt counts as one without text.
+    """Returns the last few token ids that have text. Of a run of byte tokens among them it returns all.
+
+    A run of byte tokens is text only as a whole; a very long run is cut where a character begins. Only the last 1,024
+    ids are examined. If all of them are skipped, the prompt counts as one without text.
     """
     end: list[int] = []
     for token_id in reversed(token_ids[-_MAX_LOOKED_AT:]):
@@ -150,23 +161,25 @@ def _visible_end(decoder: TokenDecoder, token_ids: Sequence[int]) -> list[int]:
 
 
 class _ByteRun:
-    """Consecutive byte-fallback tokens. They are text only as a whole: one byte that is not UTF-8 spoils all."""
+    """A run of consecutive byte-fallback tokens. It is text only as a whole: one byte that is not UTF-8 makes all
+    U+FFFD.
+    """
 
     def __init__(self, before: str) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._before = before
         self._chars = ""
         self._num_stripped = 0
-        self._is_text = False  # a character is not complete, or the run is spoilt
+        self._is_text = False  # False while a character is incomplete or the run is invalid
         self._is_spoilt = False
 
     @property
     def text(self) -> str:
-        """The text `before`, and the run's as far as it is text."""
+        """The text `before` the run, followed by the run's own text if it is valid so far."""
         return self._before + self._chars[self._num_stripped :] if self._is_text else self._before
 
     def push(self, byte: int) -> bool:
-        """Returns whether the byte completes the first character."""
+        """Adds a byte. Returns whether it completes the run's first character."""
         if self._is_spoilt:
             return False
         try:
@@ -179,5 +192,8 @@ class _ByteRun:
         return len(self._chars) == 1 and self._is_text
 
     def align(self, decoded: str) -> None:
-        """`decoded` is the text with the first character, or without it if that is a space that begins an output."""
+        """Notes whether the decoder strips the run's first character, a space that begins an output.
+
+        `decoded` is the decoder's text for the first character.
+        """
         self._num_stripped = len(self.text) - len(decoded)

@@ -1,4 +1,4 @@
-"""One request's output as the client sees it: ids, text and logprobs that agree in every ending.
+"""One request's output as the client sees it: token ids, text and log-probabilities that agree in every ending.
 
 engine's tokens ──▶ detokenise ──▶ find stop strings, hold back what may begin one ──▶ pieces
 """
@@ -15,7 +15,10 @@ from decode_service.edge.text.detokenizer import IncrementalDetokenizer
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """`token` and `top_tokens` are the bytes of the chosen token and of `logprobs.top_ids`."""
+    """The log-probabilities of one output token.
+
+    `token` and `top_tokens` are the bytes of the chosen token and of each of `logprobs.top_ids`.
+    """
 
     logprobs: TokenLogprobs
     token: bytes
@@ -24,7 +27,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """New output. Text may lag behind the ids; `logprobs` has one entry per id, or none at all."""
+    """New output. Its text may lag behind its ids. `logprobs` has one entry per id, or none at all."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
@@ -39,19 +42,20 @@ class OutputPiece:
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """`num_output_tokens` counts, from 1, the output token that completed `stop_string`."""
+    """A stop string found in the output. Output token `num_output_tokens`, counted from 1, completed it."""
 
     stop_string: str
     num_output_tokens: int
 
 
 class OutputProcessor:
-    """Ids end with the token that completes a stop string, or with the token that ends the output. The text ends before
-    the stop string, and never has the text of an ending token.
+    """Turns a request's output tokens into text and finds stop strings.
 
-    Of several stop strings the one completed first wins, then the one that begins first, however tokens split the text.
-    The first `min_tokens` tokens complete none. `generated_token_ids` is what an earlier stream of the same request
-    delivered: it is replayed here and not delivered again.
+    The output's ids end with the token that completes a stop string or ends the output. The text ends before the stop
+    string and never contains an ending token's text. If several stop strings match, the one completed first counts,
+    then the one that begins first, however tokens split the text. The first `min_tokens` tokens complete none.
+    `generated_token_ids` were delivered by an earlier stream of the same request: they are replayed and not returned
+    again.
     """
 
     def __init__(
@@ -70,14 +74,15 @@ class OutputProcessor:
         self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
         self._held = ""  # text that may begin a stop string
-        self._num_exempt_chars = 0  # chars of `_held` and after it: a stop string must end later
+        # the text up to here cannot complete a stop string; counted in chars from the start of `_held`
+        self._num_exempt_chars = 0
         self._num_output_tokens = 0
         self._match: StopMatch | None = None
         self.push(generated_token_ids)
 
     @property
     def match(self) -> StopMatch | None:
-        """Set once; later tokens are dropped."""
+        """The stop string's match, or None so far. Tokens after the match are dropped."""
         return self._match
 
     @property
@@ -96,7 +101,9 @@ class OutputProcessor:
         return OutputPiece(tuple(token_ids[: len(texts)]), "".join(texts), tuple(positions))
 
     def finish(self) -> str:
-        """The rest of the text after the engine ended the output: what was held back is text after all."""
+        """Returns the rest of the text after the engine ended the output: no stop string can follow
+        the text held back.
+        """
         if self._match is not None:
             return ""
         rest = self._held + self._detokenizer.flush()
@@ -146,7 +153,7 @@ class OutputProcessor:
 
 
 def _len_of_begun_stop(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` without completing it."""
+    """Returns the length of the longest end of `text` that begins `stop` without completing it."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

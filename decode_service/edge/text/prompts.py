@@ -1,4 +1,4 @@
-"""Turns prompts into token ids. No work is done on prompts that cannot fit the context, and none on the event loop."""
+"""Turns prompts into token ids, off the event loop. A prompt that cannot fit the context is rejected first."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
 
 T = TypeVar("T")
 _BYTES_PER_REPLAYED_TOKEN = 16
-"""Replaying a token takes about as long as tokenising so much text."""
+"""The bytes that a replayed token counts for. Replaying it takes about as long as tokenising so much text."""
 
 
 class Prompts:
-    """Event loop only, in an `async with`. Errors name the request's field.
+    """Turns prompts into token ids. For the event loop only, inside an `async with`. Errors name the request's field.
 
-    A text with more bytes than the context's tokens can have cannot fit, so no work is done on it.
+    A text with more bytes than the longest tokens of a full context is rejected without any work on it.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Prompts:
         self._threads.shut_down()
 
     async def replay(self, work: Callable[[], T], *, num_tokens: int) -> T:
-        """`work` detokenises each of `num_tokens`. Raises Overloaded."""
+        """Runs `work`, which detokenises `num_tokens` tokens, on a text thread. Raises Overloaded."""
         return await self._threads.run("replay", work, num_bytes=num_tokens * _BYTES_PER_REPLAYED_TOKEN)
 
     async def encode(self, prompt: Prompt) -> Sequence[int]:
-        """Raises InvalidRequest, ContextExceeded, or Overloaded."""
+        """Returns the prompt's token ids. Raises InvalidRequest, ContextExceeded or Overloaded."""
         match prompt:
             case TokenIdsPrompt(token_ids):
                 return token_ids
@@ -86,7 +86,7 @@ class Prompts:
             raise self._too_long() from error
 
     def _num_bytes(self, *texts: str) -> int:
-        """Raises ContextExceeded if there are too many."""
+        """Returns the total bytes of `texts`. Raises ContextExceeded if they are too many."""
         num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
         if num_bytes > self._max_bytes:
             raise self._too_long()

@@ -1,4 +1,4 @@
-"""Threads for slow work with texts: prompts to token ids, and output that a request brings to text."""
+"""Threads for slow work with texts: tokenising prompts, and replaying the output of resumed requests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from common.telemetry.timeline import TOKENIZE, Timeline
 T = TypeVar("T")
 
 LANES = ((4 << 10, TOKENIZE), (64 << 10, f"{TOKENIZE}-long"), (None, f"{TOKENIZE}-longest"))
-"""The bytes that each takes at most, and its name."""
+"""The lanes: the most bytes of a text in each, and the lane's name."""
 MAX_WAITING_BYTES = 64 << 20
 _RETRY_AFTER_S = 1
 
 
 class WaitingBytes:
-    """Texts that wait or are in work in one lane: at most `max_bytes`, or a single longer text."""
+    """Counts the bytes of texts that wait or are processed in one lane. It admits `max_bytes`, or one longer text."""
 
     def __init__(self, max_bytes: int, *, purpose: str) -> None:
         self._max_bytes = max_bytes
@@ -29,7 +29,7 @@ class WaitingBytes:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> None:
-        """Raises Overloaded."""
+        """Adds a text of `num_bytes`. Raises Overloaded if there would be too many."""
         with self._lock:
             if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
                 message = f"{self._num_bytes} bytes of prompts wait to be {self._purpose}"
@@ -42,9 +42,9 @@ class WaitingBytes:
 
 
 class TextThreads:
-    """One thread for short texts, one for long ones, one for the longest: no text waits for another lane's.
+    """Three threads, called lanes, for short, long and the longest texts. No text waits for one of another lane.
 
-    At most `max_bytes` of text wait or are in work in each lane, or a single longer text.
+    In each lane at most `max_bytes` of text, or one longer text, wait or are processed.
     """
 
     def __init__(self, *, timeline: Timeline | None, max_bytes: int) -> None:
@@ -60,9 +60,10 @@ class TextThreads:
         ]
 
     async def run(self, name: str, work: Callable[[], T], *, num_bytes: int) -> T:
-        """Returns or raises what `work` does. Raises Overloaded.
+        """Runs `work` in the lane for texts of `num_bytes`, and returns or raises its result. Also raises Overloaded.
 
-        A cancelled caller takes its work back unless that has begun; then it goes on, and its bytes still count.
+        If the caller is cancelled, work that has not begun is dropped. Work that has begun goes on, and its bytes still
+        count.
         """
         executor, track, waiting = next(
             (executor, track, waiting)
@@ -80,6 +81,6 @@ class TextThreads:
         return await asyncio.wrap_future(future)
 
     def shut_down(self) -> None:
-        """Waits for work that has begun."""
+        """Drops work that has not begun, and waits for the rest."""
         for _, executor, *_ in self._lanes:
             executor.shutdown(cancel_futures=True)
