@@ -1,4 +1,4 @@
-"""Puts the prefill service together.
+"""Assembles the prefill service from its parts.
 
 gRPC server ─▶ PrefillServicer ─post─▶ EngineInbox ─▶ PrefillEngine ─deliver─▶ PrefillServicer
 """
@@ -39,15 +39,17 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(settings: PrefillSettings, process: Process) -> None:
-    """Serve until SIGTERM or SIGINT. Raises what `ServiceLife.run` does."""
+    """Serves until SIGTERM or SIGINT. Raises the errors of `ServiceLife.run`."""
     async with assembled(settings, process) as life:
         await life.run_until_signalled()
 
 
 @asynccontextmanager
 async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterator[ServiceLife]:
-    """The parts, each built with those above it: the inbox first, so that the edge can be before the engine that tells
-    it of events. Raises StartupError.
+    """Assembles the service and yields its life. Raises StartupError.
+
+    Each part is built after those it needs. The inbox comes first, so that the edge exists before the engine that sends
+    it events.
     """
     runtime = process.runtime
     check_chunks(settings, runtime.draft)
@@ -141,7 +143,10 @@ def new_engine(
 
 
 def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBeside:
-    """With two forwards under way: of one the activations, of both the states that a head wants."""
+    """Returns the memory that must stay free beside the KV pool while two forwards are in flight.
+
+    It holds the activations of one forward and the hidden states that a draft head needs from both.
+    """
     model, num_tokens = runtime.model, settings.max_batch_tokens
     num_states = 0 if runtime.draft is None else runtime.draft.capture.num_states
     captured_bytes = num_states * model.hidden_size * model.dtype.itemsize
@@ -155,7 +160,9 @@ def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBes
 
 
 def check_chunks(settings: PrefillSettings, draft: DraftHead | None) -> None:
-    """A prompt's last chunk has a token for every layer of the head."""
+    """Raises StartupError if a chunk is too small: a prompt's last chunk needs one token for every layer of the draft
+    head.
+    """
     num_layers = draft.layer_group.num_layers if draft else 1
     if settings.chunk_tokens < num_layers:
         raise StartupError(f"chunk_tokens: {settings.chunk_tokens}, but the draft head has {num_layers} layers")

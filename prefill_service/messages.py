@@ -1,4 +1,4 @@
-"""What the prefill service's edge and its engine exchange: frozen, picklable values."""
+"""The messages between the prefill service's edge (its gRPC side) and its engine: frozen, picklable values."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from common.wire.handoff import Frame, HandoffRow
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """A Handoff call whose fingerprint agreed. The engine answers each row with PrebuiltBatch or RowFailed.
+    """Opens a Handoff call whose fingerprint agrees. The engine answers each row with PrebuiltBatch or RowFailed.
 
-    RowStarted and ChunkComputed are told of `traced_rows` only.
+    RowStarted and ChunkComputed are posted only for `traced_rows`.
     """
 
     call_id: str
@@ -22,20 +22,22 @@ class OpenCall:
 
 @dataclass(frozen=True, slots=True)
 class CancelCallRows:
+    """Cancels rows of a call."""
+
     call_id: str
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CloseCall:
-    """The call's stream is gone. Nothing of it may be left; no further frame is emitted."""
+    """Closes a call whose stream is gone. The engine drops everything of it and emits no further frame."""
 
     call_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentBytesSent:
-    """The transport took `num_bytes` of this call's segment payloads: that much of the send budget is free again."""
+    """Reports that the transport took `num_bytes` of this call's segments: the send budget has that much room again."""
 
     call_id: str
     num_bytes: int
@@ -43,7 +45,7 @@ class SegmentBytesSent:
 
 @dataclass(frozen=True, slots=True)
 class SegmentsReturned:
-    """Nobody reads these segments, which were lent, any more."""
+    """Reports that these lent segments are not read any more."""
 
     call_id: str
     numbers: tuple[int, ...]
@@ -51,7 +53,7 @@ class SegmentsReturned:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Refuse new calls (RowFailed DRAINING, retryable); finish what is there."""
+    """Makes the engine refuse new calls (RowFailed DRAINING, retryable) and finish the others."""
 
 
 Command = OpenCall | CancelCallRows | CloseCall | SegmentBytesSent | SegmentsReturned | Drain
@@ -59,7 +61,7 @@ Command = OpenCall | CancelCallRows | CloseCall | SegmentBytesSent | SegmentsRet
 
 @dataclass(frozen=True, slots=True)
 class FrameReady:
-    """A frame to write to the call. Frames of one call are emitted, and must be written, in this order."""
+    """A frame to write to the call. Frames of one call must be written in the order in which they are emitted."""
 
     call_id: str
     frame: Frame
@@ -67,14 +69,17 @@ class FrameReady:
 
 @dataclass(frozen=True, slots=True)
 class CallDone:
-    """Every row of the call has ended: the transport ends the call after the frames before this."""
+    """Reports that every row of the call has ended. The transport ends the call after the frames before this."""
 
     call_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RowStarted:
-    """A traced row holds what its prompt needs: it is computed from now on. `at_s` is by the engine's clock."""
+    """Reports that a traced row has its pool row and slots, so that its prompt is computed now.
+
+    `at_s` is a time of the engine's clock.
+    """
 
     call_id: str
     row: int
@@ -83,10 +88,11 @@ class RowStarted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkComputed:
-    """Tokens [`token_start`, `token_stop`) of a traced row, in a forward of `num_batch_rows` rows.
+    """Reports that tokens [`token_start`, `token_stop`) of a traced row were computed in a forward of `num_batch_rows`
+    rows.
 
-    From when the forward could begin, which is the end of the one before it, to when its end was seen, by the engine's
-    clock.
+    `start_s` and `end_s` are times of the engine's clock. The former is when the forward could begin, which is the end
+    of the one before it. The latter is when the engine noticed its end.
     """
 
     call_id: str

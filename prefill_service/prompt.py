@@ -16,13 +16,16 @@ from common.wire.handoff import HandoffRow
 class PromptPhase(Enum):
     QUEUED = auto()  # holds nothing
     COMPUTING = auto()  # chunks are left to launch, or the last one is in flight
-    SENDING = auto()  # its PrebuiltBatch entry is out, KV is still leaving the pool, or lent
+    SENDING = auto()  # the decode service has its PrebuiltBatch entry; its KV is still being sent, or is lent
     ENDED = auto()
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """`num_launched_tokens` of `row.token_ids` have been given to a forward; `index` is the row's in its call."""
+    """The engine's record of one prompt: a row of a Handoff call, number `index` in it.
+
+    `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward.
+    """
 
     call_id: str
     index: int
@@ -33,7 +36,7 @@ class Prompt:
     lease: RowLease | None = None
     num_launched_tokens: int = 0
     started_s: float = 0.0
-    token_ids: NDArray[np.int64] = field(init=False)  # the row's
+    token_ids: NDArray[np.int64] = field(init=False)  # those of `row`
 
     def __post_init__(self) -> None:
         self.token_ids = np.array(self.row.token_ids, np.int64)

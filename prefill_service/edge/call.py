@@ -1,4 +1,4 @@
-"""One Handoff call between its engine and its stream."""
+"""One Handoff call on the prefill side: the frames between its engine and its gRPC stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CallError = BatonError | ProtocolError
 
 
 class HandoffCall:
-    """The frames that the engine emitted for one call and its stream has not taken. Event loop only.
+    """The frames of one call that the engine emitted and the stream has not taken. For the event loop only.
 
     The engine's send budget bounds them: it emits no segment beyond the bytes that were not yet sent.
     """
@@ -35,7 +35,7 @@ class HandoffCall:
         self._changed = asyncio.Event()
 
     def take(self, event: Event) -> Sequence[KvSegment]:
-        """Returns the segment if it is not sent because its row was cancelled."""
+        """Takes an event of the engine. Returns the event's segment if it is dropped because its row was cancelled."""
         match event:
             case FrameReady(_, frame):
                 frame = self.numbering.for_call(frame)
@@ -51,7 +51,9 @@ class HandoffCall:
         return ()
 
     def cancel(self, rows: Iterable[int]) -> Sequence[KvSegment]:
-        """Send no further segment of these rows, by the call's numbers. Returns the dropped segments."""
+        """Cancels the rows, by the call's numbers, so that no further segment of them is sent. Returns the dropped
+        segments.
+        """
         rows = tuple(rows)
         self._cancelled.update(rows)
         self.traces.on_cancelled(rows)
@@ -60,23 +62,24 @@ class HandoffCall:
         return dropped
 
     def release(self, numbers: Sequence[int]) -> None:
-        """The receiver has read these segments. Raises ProtocolError if one of them was not lent to it."""
+        """Marks lent segments as read by the receiver. Raises ProtocolError if one of them was not lent to it."""
         for number in numbers:
             require(number in self._lent, "release_segments.numbers", f"{number} is not lent to the call")
             self._lent.discard(number)
         self._changed.set()
 
     def fail(self, error: CallError) -> None:
-        """End the call with `error`, before any frame that is left. The first error stays."""
+        """Ends the call with `error`, before any frame that is left. If it is called again, the first error stays."""
         self._error = self._error or error
         self._changed.set()
 
     async def next_frame(self, stall_timeout_s: float) -> Frame | None:
-        """The next frame to write. None after the engine's last frame, once everything lent is back; ending earlier
-        would tell the receiver that nobody waits for it.
+        """Waits for the next frame to write. Returns None when the engine has ended the call and every lent segment is
+        back.
 
-        Raises the error that the call failed with. Raises TimeoutError if a receiver returns no lent segment for so
-        long while there is no frame for it.
+        Ending earlier would tell the receiver that its reads are no longer expected. Raises the error that the call
+        failed with. Raises TimeoutError if there is no frame and the receiver returns no lent segment for
+        `stall_timeout_s`.
         """
         while True:
             if self._error is not None:

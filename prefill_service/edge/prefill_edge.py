@@ -1,4 +1,4 @@
-"""What the prefill service's life needs to know of its edge."""
+"""The prefill service's edge as the service's life uses it: opening, readiness, draining and closing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _DRAIN_POLL_S = 0.05
 
 
 class PrefillEdge:
-    """A ServiceEdge: calls are open towards decode services, and memory is lent to them. Event loop only."""
+    """A ServiceEdge of the prefill service: it serves the calls of decode services and lends them memory.
+
+    For the event loop only.
+    """
 
     def __init__(self, *, engine: EnginePort[Command], servicer: PrefillServicer, lent: LentMemory) -> None:
         self._engine = engine
@@ -28,7 +31,7 @@ class PrefillEdge:
 
     @property
     def is_ready(self) -> bool:
-        """It needs nobody else."""
+        """Whether the service does not drain. A prefill service depends on no other service."""
         return not self._is_draining
 
     @property
@@ -36,7 +39,9 @@ class PrefillEdge:
         return {"num_calls": self._servicer.num_calls}
 
     def drain(self) -> None:
-        """The engine hears of it at once, and refuses new calls by their rows: those go to another replica."""
+        """Makes the engine refuse new calls at once. It refuses each row, so that the decode service sends it to
+        another replica.
+        """
         if not self._is_draining:
             self._is_draining = True
             self._engine.post(Drain())
@@ -49,7 +54,7 @@ class PrefillEdge:
         self._servicer.fail_calls(error)
 
     def end_rest(self) -> None:
-        """Left to the server's end: a call that breaks has its rows computed elsewhere."""
+        """Does nothing: the server ends the calls that are left, and their rows are computed elsewhere."""
 
     async def close(self) -> None:
-        """The engine still writes into the memory that is lent: it outlives the engine."""
+        """Does nothing: the lent memory must outlive the engine, which still writes to it."""

@@ -1,4 +1,4 @@
-"""Checks a row before the engine hears of it, and renumbers rows if others were refused."""
+"""Checks rows before the engine gets them, and renumbers the accepted rows if others were refused."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the served model can take."""
+    """The limits of the served model."""
 
     vocab_size: int
     max_context_tokens: int
 
 
 def check_row(index: int, row: HandoffRow, limits: ModelLimits) -> HandoffRow | RowFailed:
-    """The row, or why this model cannot compute it. No other replica could either, except for its length: a pool's size
-    depends on its replica's memory.
+    """Checks one row. Returns the row, or a RowFailed that says why this model cannot compute it.
+
+    Only a row that is too long is retryable, because a replica's limit depends on its memory.
     """
     num_tokens = len(row.token_ids)
     if num_tokens > limits.max_context_tokens:
@@ -41,7 +42,9 @@ def _invalid(index: int, message: str) -> RowFailed:
 
 
 class RowNumbering:
-    """Maps the rows of a call, as the receiver numbers them, to the rows the engine was given, and frames back."""
+    """Translates row numbers between the receiver, which counts all rows of a call, and the engine, which has the
+    accepted ones.
+    """
 
     def __init__(self, rows: Sequence[HandoffRow | RowFailed]) -> None:
         self.num_rows = len(rows)
@@ -54,11 +57,11 @@ class RowNumbering:
         return self._call_rows[engine_row]
 
     def row(self, call_row: int) -> HandoffRow:
-        """An accepted row."""
+        """Returns an accepted row by its number in the call."""
         return self.accepted[self._engine_rows[call_row]]
 
     def for_engine(self, call_rows: Sequence[int]) -> tuple[int, ...]:
-        """Leaves out refused rows, which have ended."""
+        """Translates the call's row numbers to the engine's. Refused rows are left out, because they have ended."""
         return tuple(self._engine_rows[row] for row in call_rows if row in self._engine_rows)
 
     def for_call(self, frame: Frame) -> Frame:

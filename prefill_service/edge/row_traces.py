@@ -1,4 +1,4 @@
-"""Spans of a Handoff call's rows, each below the span that its request brought along.
+"""OpenTelemetry spans of a Handoff call's rows. Each is a child of the span that its request brought along.
 
 prefill_row ├ queue ┼ chunk ┼ chunk ┼ chunk ┤
                             ├ send ────────────┤     its KV, from the first segment to the last byte that was taken
@@ -17,9 +17,10 @@ from prefill_service.messages import ChunkComputed, RowStarted, TracedEvent
 
 
 class RowTraces:
-    """Rows whose trace is sampled, by their number in the call; none begins a trace of its own. Event loop only.
+    """Writes the spans of a call's rows whose trace is sampled, by their number in the call. For the event loop only.
 
-    A row's span ends when it has failed, was cancelled, or its last byte was taken; what is left at `close` broke off.
+    It begins no trace of its own. A row's span ends when the row fails or is cancelled, or when its last byte was
+    taken. `close` ends the others with an error.
     """
 
     def __init__(self, tracer: Tracer, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,7 +30,7 @@ class RowTraces:
         self._rows: dict[int, _RowTrace] = {}
 
     def begin(self, rows: Iterable[tuple[int, HandoffRow]]) -> frozenset[int]:
-        """Returns the numbers of traced rows."""
+        """Begins a span for each traced row. Returns the numbers of these rows."""
         for number, row in rows:
             if row.traceparent and (trace := self._begin(row)) is not None:
                 self._rows[number] = trace
@@ -40,7 +41,7 @@ class RowTraces:
             trace.on_event(event)
 
     def on_frame(self, frame: Frame, taken_from_s: float) -> None:
-        """The stream, which received the frame at `taken_from_s`, has taken it."""
+        """Records that the stream has taken the frame, which it was given at `taken_from_s`."""
         if not self._rows:
             return
         match frame:
@@ -137,7 +138,9 @@ class _RowTrace:
         self._span.end(self._unix_clock.unix_ns(now_s))
 
     def _child(self, name: str, start_s: float, end_s: float, attributes: dict[str, int]) -> None:
-        """No child begins before the row does: the edge and the engine tell the same time, but not in turn."""
+        """Writes a child span. It begins no earlier than the row's span: edge and engine share a clock, but report out
+        of order.
+        """
         span = self._tracer.start_span(
             name,
             set_span_in_context(self._span),

@@ -1,4 +1,4 @@
-"""The prefill service's methods on a gRPC server."""
+"""Registers the prefill service's methods on a gRPC server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
 def add_prefill_servicer(servicer: PrefillServicer, server: ServiceServer) -> None:
-    """Handoff takes and gives bytes, so that an unparseable message fails its call by Baton's own rules."""
+    """Registers the methods. Handoff exchanges raw bytes, so that Baton itself handles messages
+    that cannot be parsed.
+    """
     handlers = grpc.method_handlers_generic_handler(
         PREFILL_SERVICE,
         {

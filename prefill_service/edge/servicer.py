@@ -1,4 +1,4 @@
-"""Handoff, GetFingerprint and GetLoad over the prefill engine.
+"""Serves Handoff, GetFingerprint and GetLoad, and connects the calls to the prefill engine.
 
 receiver ──PrefillBatch, CancelRows, ReleaseSegments──▶ servicer
          servicer ──OpenCall, CancelCallRows, SegmentBytesSent, SegmentsReturned, CloseCall──▶ engine
@@ -59,7 +59,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffLimits:
-    """Bounds of one call. A receiver that takes nothing for `stall_timeout_s` while a frame waits loses the call."""
+    """The bounds of one call. It fails if the receiver takes nothing for `stall_timeout_s` while a frame waits."""
 
     max_rows: int = MAX_CALL_ROWS
     first_command_timeout_s: float = 10.0
@@ -67,11 +67,11 @@ class HandoffLimits:
 
 
 class PrefillServicer:
-    """Event loop only, except `deliver` and `engine_died`, which the engine's thread calls.
+    """The gRPC servicer of the Prefill service. For the event loop only, except `deliver` and `engine_died`.
 
-    For every OpenCall the engine hears CloseCall once, unless it ended the call (CallDone) and every frame was written.
-    A frame's payload bytes are returned with SegmentBytesSent once the stream took them; what a closed call had not
-    taken is not returned: CloseCall stands for it.
+    It posts one CloseCall for every OpenCall, unless the engine ended the call (CallDone) and every frame was written.
+    When the stream has taken a frame, SegmentBytesSent returns the frame's payload bytes. The bytes that a closed call
+    had not taken are returned by its CloseCall.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class PrefillServicer:
         shared_pool: SharedPool | None = None,
         nixl_offer: Callable[[], prefill_pb2.NixlPool | None] = lambda: None,
     ) -> None:
-        """`shared_pool` is memory that receivers can read by its name, if it has one, or else through `nixl_offer`."""
+        """`shared_pool` is memory that receivers on this host can read by its name, or others by `nixl_offer` if it has
+        no name.
+        """
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
         self._frame_track = timeline.track(HANDOFF)
@@ -110,15 +112,15 @@ class PrefillServicer:
         return len(self._calls)
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """The engine's events, in order. Any thread."""
+        """Takes the engine's events, in order. Any thread may call it."""
         self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def engine_died(self, error: BaseException) -> None:
-        """Fail every call: the engine answers nothing any more. Any thread."""
+        """Fails every call, because the engine has died. Any thread may call it."""
         self._loop.call_soon_threadsafe(self.fail_calls, EngineLost(f"the prefill engine died: {error!r}"))
 
     def fail_calls(self, error: BatonError) -> None:
-        """End every call with `error`. Event loop only."""
+        """Ends every call with `error`. For the event loop only."""
         for call in self._calls.values():
             call.fail(error)
 
@@ -160,7 +162,7 @@ class PrefillServicer:
     # ---- one call ---------------------------------------------------------------------------------------------------
 
     async def _serve(self, context: HandoffContext) -> None:
-        # Not refused earlier: a client that still writes may be told INTERNAL (grpc/grpc#36066).
+        # Not refused earlier: a client that still writes may see INTERNAL instead (grpc/grpc#36066).
         batch = await self._first_command(context)
         with self._edge_track.span("check_rows", rows=len(batch.rows)):
             numbering = RowNumbering(self._checked_rows(batch))
@@ -198,7 +200,10 @@ class PrefillServicer:
                 self._engine.post(CloseCall(call.call_id))
 
     def _can_read_the_pool(self, batch: PrefillBatch) -> bool:
-        """A pool without a name can be read while NIXL offers it."""
+        """Returns whether the receiver knows the pool's secret, so that it can read the pool.
+
+        A pool without a name can be read only while NIXL offers it.
+        """
         if self._shared_pool is None:
             return False
         if not self._shared_pool.name and ((offer := self._nixl_offer()) is None or not offer.agent_metadata):
@@ -206,7 +211,9 @@ class PrefillServicer:
         return compare_digest(batch.pool_secret, self._shared_pool.secret)
 
     def _require_engine_of(self, call: HandoffCall) -> None:
-        """An engine that died before the call was known never fails it."""
+        """Raises EngineLost if the engine is dead. An engine that died before the call was registered would never fail
+        it.
+        """
         if not self._engine.is_alive:
             del self._calls[call.call_id]
             raise EngineLost("the prefill engine is not running")
@@ -234,7 +241,9 @@ class PrefillServicer:
         ]
 
     async def _follow_commands(self, context: HandoffContext, call: HandoffCall) -> None:
-        """Forward cancellations until the receiver closes its side; a broken command fails the call."""
+        """Forwards cancellations and returned segments until the receiver closes its side. An invalid command fails the
+        call.
+        """
         try:
             while isinstance(data := await context.read(), bytes):
                 command = decode_command(data, max_rows=self._limits.max_rows)
@@ -252,7 +261,7 @@ class PrefillServicer:
                     self._engine.post(CancelCallRows(call.call_id, rows))
         except (ProtocolError, FingerprintMismatch) as error:
             call.fail(error)
-        except Exception as error:  # a stream that broke ends the call by itself; anything else ends it here
+        except Exception as error:  # a broken stream ends the call anyway; other errors end it here
             call.fail(EngineFault(f"reading the call's commands failed: {error!r}"))
 
     def _give_back(self, call: HandoffCall, dropped: Sequence[KvSegment]) -> None:
@@ -274,7 +283,7 @@ class PrefillServicer:
             await self._write(context, call, failed)
 
     async def _write(self, context: HandoffContext, call: HandoffCall, frame: Frame) -> None:
-        """Returns once the stream took the frame, which waits on the receiver's flow control."""
+        """Writes a frame and returns when the stream has taken it, which the receiver's flow control may delay."""
         data = self._encode(call, frame)
         timeout_s = self._limits.stall_timeout_s
         try:

@@ -1,4 +1,4 @@
-"""One prefill forward: chunks of many prompts side by side."""
+"""The input of one prefill forward, which computes chunks of many prompts together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Chunk:
 
     @property
     def num_attended(self) -> int:
-        """The number of pairs of a token and one that it attends, itself included."""
+        """The number of attended pairs: a token of the chunk, and a token it attends (earlier ones and itself)."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     @property
@@ -46,9 +46,10 @@ class Chunk:
         return self.prompt.token_ids[self.start : self.stop]
 
     def next_ids(self, num_ahead: int) -> NDArray[np.int64]:
-        """The prompt's tokens after each of the chunk's and `num_ahead` more, whichever chunk computes them.
+        """Returns the prompt's tokens that follow each token of the chunk, and `num_ahead` more: [num_tokens +
+        num_ahead].
 
-        0 past the prompt's end.
+        They may belong to a later chunk. Past the prompt's end they are 0.
         """
         following = self.prompt.token_ids[self.start + 1 : self.stop + 1 + num_ahead]
         return np.append(following, np.zeros(self.num_tokens + num_ahead - len(following), np.int64))
@@ -57,9 +58,10 @@ class Chunk:
 def cut_chunks(
     prompts: Sequence[Prompt], *, chunk_tokens: int, max_batch_tokens: int, min_last_tokens: int = 1
 ) -> list[Chunk]:
-    """The next forward's chunks: oldest prompts first, at most `chunk_tokens` of each, `max_batch_tokens` together.
+    """Cuts the next forward's chunks, oldest prompts first.
 
-    A prompt's last chunk has `min_last_tokens` at least, or is the whole prompt; `chunk_tokens` is no less.
+    A chunk has at most `chunk_tokens`, and all together have at most `max_batch_tokens`. A prompt's last chunk has at
+    least `min_last_tokens`, or is the whole prompt. `chunk_tokens` must be at least `min_last_tokens`.
     """
     chunks = []
     budget = max_batch_tokens
@@ -75,11 +77,11 @@ def cut_chunks(
 
 @dataclass(frozen=True, slots=True)
 class ChunkBatch:
-    """The tensors of one forward; it owns them all.
+    """The chunks and tensors of one forward. It owns all its tensors.
 
-    `sampled_rows` and `sampled_positions` [R] int64 belong to the chunks that end their prompt, in order: each row's
-    first token is drawn there. `sampled_entries` are those chunks' places in `chunks`. `next_tokens` are the prompts':
-    at the end of one stands 0 for the token to be drawn, and for what is drafted after it.
+    `sampled_entries` are the indices of the chunks that end their prompt. `sampled_rows` and `sampled_positions` [R]
+    int64 are the pool rows and positions at which the first tokens of those prompts are drawn. `next_tokens` are the
+    tokens that follow each token. After a prompt's end they are 0, until the first token and the drafts are known.
     """
 
     chunks: tuple[Chunk, ...]
@@ -146,7 +148,7 @@ class ChunkBatch:
 
 
 def traced_chunks(batch: ChunkBatch, *, start_s: float, end_s: float) -> list[ChunkComputed]:
-    """Events about an ended forward's chunks, for traced prompts that have not ended."""
+    """Returns the events about an ended forward's chunks, for traced prompts that have not ended."""
     return [
         ChunkComputed(
             call_id=chunk.prompt.call_id,

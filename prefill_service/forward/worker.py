@@ -1,4 +1,4 @@
-"""One prefill forward on the stream: the target over the chunks, the first tokens, then the draft head."""
+"""Runs one prefill forward on the stream: the target over the chunks, the first tokens, then the draft head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from prefill_service.forward.chunk_batch import ChunkBatch
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """On the host, for the chunks that end their prompt: first tokens, and the seed columns by name."""
+    """The results of a forward for the chunks that end their prompt, on the host: first tokens, and seed columns by
+    name.
+    """
 
     sampled: Sampled
     seeds: Mapping[str, Tensor]
@@ -33,10 +35,10 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedChunks:
-    """Read `computed` after an event recorded later.
+    """A launched forward. Read `computed` only after an event that is recorded later.
 
-    `layers_written` has (layers, event) in the order of the target's layers, each once; their KV is in the pool after
-    the event. Empty if the caller asked for none.
+    `layers_written` has one (layers, event) for each range of the target's layers, in order. The KV of these layers is
+    in the pool after the event. It is empty if the caller asked for no events.
     """
 
     computed: Cell[Computed]
@@ -44,17 +46,20 @@ class LaunchedChunks:
 
 
 class Meanwhile(Protocol):
-    """Called inside a forward's piece while it is launched. Nothing here may raise: it would fail the forward."""
+    """Callbacks that run while a forward is being launched. They must not raise: an error would fail the forward."""
 
     def layers_written(self, layers: range, event: Event) -> None:
-        """The target's `layers`, in order: their KV is in the pool after `event`."""
+        """Reports a range of the target's layers, in order. Their KV is in the pool after `event`."""
 
     def layer_launched(self) -> None:
-        """One more layer was launched; the driver's queue may be full now."""
+        """Called after each layer is launched. The driver's queue may be full then."""
 
 
 class PrefillWorker:
-    """`forward` runs on the engine thread and only enqueues. `draft_topk` is the number of first drafts kept."""
+    """Launches prefill forwards. `forward` runs on the engine thread and only enqueues work on the stream.
+
+    `draft_topk` is the number of first drafts kept for each prompt.
+    """
 
     def __init__(
         self,
@@ -76,11 +81,11 @@ class PrefillWorker:
         self._stream = stream
 
     def compile_kernels(self, timeout_s: float) -> None:
-        """Compile the kernels that prompts need, before the first prompt. Raises PieceFailed, DeviceTimeout."""
+        """Compiles the kernels that prompts need, before the first prompt. Raises PieceFailed or DeviceTimeout."""
         warm_kernels(
             model=self._model,
             draft=self._draft,
-            draft_topk=1,  # no prompt has a tree
+            draft_topk=1,  # no prompt has a draft tree
             pool=self._pool,
             sampling_state=self._sampling_state,
             device=self._device,
@@ -91,9 +96,10 @@ class PrefillWorker:
     def forward(
         self, batch: ChunkBatch, scope: Scope, *, layers_per_event: int = 0, meanwhile: Meanwhile | None = None
     ) -> LaunchedChunks:
-        """Writes the KV of target and head to the pool. An event reports every `layers_per_event` layers of the target.
+        """Enqueues the forward, which writes the KV of target and draft head to the pool.
 
-        `meanwhile` is the engine's work between layers that it launches itself.
+        An event is recorded for every `layers_per_event` layers of the target; for none if it is 0. `meanwhile` is
+        called while the engine thread launches the layers.
         """
         computed: Cell[Computed] = Cell()
         layers = _ranges(self._model.layer_group.num_layers, layers_per_event) if layers_per_event else []
@@ -133,9 +139,9 @@ class PrefillWorker:
         return LaunchedChunks(computed, list(zip(layers, events, strict=True)))
 
     def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
-        """Runs the draft head over the chunks: writes its KV, and the seeds of prompts that end with them.
+        """Runs the draft head over the chunks: writes its KV and returns the seeds of prompts that end with them.
 
-        Runs inside a piece on the stream.
+        It runs on the forward stream.
         """
         last, following = batch.forward_input.logits_rows, batch.next_tokens
         assert last is not None and following.places is not None

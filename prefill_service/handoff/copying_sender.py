@@ -1,4 +1,4 @@
-"""KV that leaves as bytes: copied out of the pool within a budget, and sent over gRPC."""
+"""Sends KV as bytes: copies it out of the pool, within a budget, for gRPC."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class _Copy:
 
 
 class CopyingSender(PieceSender):
-    """A piece needs the pool until its copy has ended.
+    """Copies pieces of KV out of the pool and makes them segments. A piece needs the pool until its copy has ended.
 
     Bytes copied out and not yet taken by a transport stay within `budget_bytes`, except that each call may always have
     one segment. So a stalled receiver cannot keep the others from sending. While several calls have something to send,
-    none takes more than a quarter of the budget.
+    each takes at most a quarter of the budget.
     """
 
     def __init__(
@@ -45,8 +45,10 @@ class CopyingSender(PieceSender):
         new_framed_kv: NewFramedKv | None,
         on_event: OnEvent | None,
     ) -> None:
-        """`new_framed_kv` says where KV of a pool on the host is gathered, if not into the device's own memory.
-        `on_event` is for the stream that copies, whose events `poll` looks at.
+        """`new_framed_kv` allocates the memory to which a host pool's KV is copied; None means the device's own host
+        buffers.
+
+        `on_event` is called for the events of the copying stream, which `poll` checks.
         """
         super().__init__(max_segment_bytes=max_segment_bytes)
         self._device = device
@@ -57,7 +59,7 @@ class CopyingSender(PieceSender):
         self._queued: dict[str, deque[Piece]] = {}
         self._copying: deque[_Copy] = deque()
         self._unsent: dict[str, int] = {}  # by call
-        self._unsent_bytes = 0  # of all
+        self._unsent_bytes = 0  # sum over all calls
 
     @property
     def is_busy(self) -> bool:
@@ -65,15 +67,15 @@ class CopyingSender(PieceSender):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes copied out of the pool, or being copied, that no transport has taken yet."""
+        """The bytes copied out of the pool, or being copied, that no transport has taken yet."""
         return self._unsent_bytes
 
     def start(self, num_forwards: int) -> None:
-        """Start as many copies as the budget allows; the calls take turns. A call whose next piece may not be copied is
-        not asked again.
+        """Starts as many copies as the budget allows. The calls take turns, until each has a next piece that cannot be
+        copied.
 
-        One stream copies, in order. So pieces written after the first `num_forwards + 1` forwards are not started yet:
-        KV that is ready sooner would wait for them.
+        One stream makes all copies, in order. So it does not start pieces of later forwards than the first
+        `num_forwards + 1`: KV that is ready sooner would wait for them.
         """
         turns = deque(self._queued)
         while turns:
@@ -107,14 +109,14 @@ class CopyingSender(PieceSender):
         self._set_unsent(call_id, left)
 
     def forget(self, prompt: Prompt) -> None:
-        """Send no more of this prompt. Copies under way end and are dropped."""
+        """Sends no more of this prompt. Copies that have started end, and their segments are dropped."""
         super().forget(prompt)
         pieces = self._queued.get(prompt.call_id)
         if pieces is not None:
             self._queued[prompt.call_id] = deque(piece for piece in pieces if piece.prompt is not prompt)
 
     def forget_call(self, call_id: str) -> None:
-        """The call's transport is gone: what it had not taken is dropped, and its budget is free."""
+        """Drops what the call's transport, which is gone, had not taken, and frees the call's budget."""
         self._queued.pop(call_id, None)
         self._set_unsent(call_id, 0)
 
@@ -148,7 +150,9 @@ class CopyingSender(PieceSender):
         self._copying.append(_Copy(piece, scope, segment, done))
 
     def _copied_out(self, piece: Piece) -> KvSegment:
-        """The segment with the piece's KV. From another device the KV is there after the stream's present work."""
+        """Returns the segment with the piece's KV. From another device the KV has arrived after the stream's present
+        work.
+        """
         if self._new_framed_kv is not None and self._device.torch_device.type == "cpu":
             framed = self._new_framed_kv(piece.num_bytes, lambda array: self._gather(piece, from_numpy(array)))
             return replace(piece.segment, framed=framed)

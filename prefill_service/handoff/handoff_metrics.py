@@ -1,4 +1,4 @@
-"""The prefill service's rows and bytes as Prometheus metrics."""
+"""The prefill service's row and byte counts as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 
 
 class HandoffMetrics:
-    """Follows the frames an engine emits. `outcome` is "prebuilt", or a row failure's reason in lower case.
+    """Updates the metrics from the frames that an engine emits.
 
-    Every outcome is exposed from the start: of a series that begins at 500 Prometheus sees no increase.
+    The label `outcome` is "prebuilt", or a row failure's reason in lower case. Every outcome is exposed from the start,
+    because Prometheus sees no increase in a series that begins at 500.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -1,4 +1,4 @@
-"""KV that stays where it was written: receivers get tickets into the pool's memory, and read there."""
+"""Lends KV instead of copying it: receivers get tickets into the pool's memory, and read it there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from prefill_service.prompt import Prompt
 
 
 class LendingSender(PieceSender):
-    """A piece needs the pool until its receiver gave it back: its prompt does not end before, and keeps its slots."""
+    """Sends pieces of KV by lending them. A prompt ends, and frees its slots, only after its receiver gave every piece
+    back.
+    """
 
     def __init__(self, memory: SharedPool) -> None:
         super().__init__(max_segment_bytes=MAX_LENT_BYTES)
@@ -33,13 +35,15 @@ class LendingSender(PieceSender):
             yield SentPiece(piece.prompt, replace(piece.segment, shared=shared), None)
 
     def return_segments(self, numbers: Sequence[int]) -> None:
-        """The receiver reads these segments no more. Segments of ended prompts are ignored."""
+        """Takes segments back that the receiver reads no more. Segments of ended prompts are ignored."""
         for number in numbers:
             if (prompt := self._lent.pop(number, None)) is not None:
                 self._num_pieces[prompt] -= 1
 
     def forget(self, prompt: Prompt) -> None:
-        """Send no more of this prompt, and take back what is lent: its stamps tell those who still read."""
+        """Sends no more of this prompt and takes back what is lent. A receiver that still reads sees it from the slots'
+        stamps.
+        """
         super().forget(prompt)
         self._lent = {number: borrower for number, borrower in self._lent.items() if borrower is not prompt}
 
@@ -47,7 +51,9 @@ class LendingSender(PieceSender):
         self._queued.extend(pieces)
 
     def _written(self) -> list[Piece]:
-        """Lendable pieces, with the layers of the same tokens joined."""
+        """Returns the pieces that are written and can be lent. Adjacent layers of the same tokens are joined to one
+        piece.
+        """
         pieces: list[Piece] = []
         last: dict[tuple[int, str, int], int] = {}
         while self._queued and self._queued[0].written.is_done():
@@ -67,7 +73,9 @@ class LendingSender(PieceSender):
 
 
 def _are_one_loan(first: Piece, following: Piece) -> bool:
-    """Whether the second, of the same tokens, is their next layers, and both are few enough for one loan."""
+    """Returns whether two pieces of the same tokens can be one loan: the layers are adjacent, and
+    the size is allowed.
+    """
     return (
         following.num_tokens == first.num_tokens
         and following.layer_start == first.layers.stop

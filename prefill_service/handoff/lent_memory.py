@@ -1,4 +1,4 @@
-"""Where a prefill service's KV pool lies, so that receivers can read it, as `kv_transport` says."""
+"""Places a prefill service's KV pool in memory that receivers can read, as `kv_transport` says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = structlog.get_logger(__name__)
 
 
 class LentMemory:
-    """`pool` is None if nobody can read it, and all KV goes over gRPC."""
+    """The memory of the KV pool, if receivers can read it. `pool` is None if they cannot, and all KV goes over gRPC."""
 
     def __init__(self, pool: SharedPool | None, lender: NixlLender | None = None) -> None:
         self.pool = pool
@@ -28,8 +28,10 @@ class LentMemory:
     async def opened(
         cls, transport: KvTransport, *, groups: Sequence[LayerGroupSpec], num_slots: int, is_on_host: bool
     ) -> LentMemory:
-        """`auto` means shared memory if possible; if not, that is only logged. What killed processes left is removed.
-        Raises StartupError if NIXL is configured and not available.
+        """Creates the memory for `transport`. It also removes memory that killed processes left.
+
+        `auto` means shared memory if possible; if not, that is only logged. Raises StartupError if NIXL is configured
+        and not available.
         """
         if transport == "grpc":
             return cls(None)
@@ -54,11 +56,14 @@ class LentMemory:
         return cls(pool, lender)
 
     def nixl_offer(self) -> prefill_pb2.NixlPool | None:
-        """What receivers need to read it through NIXL; empty while they cannot, None if they never can."""
+        """Returns the data that receivers need to read the pool through NIXL.
+
+        It is empty while they cannot read it, and None without NIXL.
+        """
         return None if self._lender is None else self._lender.offer
 
     def follow(self, is_serving: Callable[[], bool]) -> None:
-        """Serve receivers' reads, seldom while not `is_serving`."""
+        """Serves receivers' reads from now on, less often while `is_serving` returns False."""
         if self._lender is not None:
             self._lender.follow(is_serving)
 

@@ -1,4 +1,6 @@
-"""The prefill service's end of NIXL: a process that has mapped the KV pool and lets receivers read it."""
+"""Lets receivers read the KV pool through NIXL (a GPU and RDMA transfer library), in a process that has mapped the
+pool.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,24 @@ from common.nixl.backoff import Backoff
 from common.nixl.child import NixlError, TransferProcess
 
 _MAX_DOUBLINGS = 9
-"""Doublings of the time until an ended process restarts: each end costs receivers' calls an attempt."""
+"""The number of times that the wait before a restart may double. Each end of the process breaks receivers' calls."""
 _TIMEOUT_S = 10.0
 _SERVING_INTERVAL_S = 0.0005
-_IDLE_INTERVAL_S = 0.02  # new receivers connect at such a look
+_IDLE_INTERVAL_S = 0.02  # the longest that a new receiver waits for its connection
 
 _log = structlog.get_logger(__name__)
 
 
 class NixlLender:
-    """Event loop only. Baton's receivers only read; the library cannot forbid others to write."""
+    """Runs the NIXL process that serves receivers' reads. For the event loop only.
+
+    Baton's receivers only read; the library cannot prevent others from writing.
+    """
 
     def __init__(self, file: int, *, restart_s: float = 0.5) -> None:
-        """`file` is the pool's memory and stays open as long as this object. `restart_s`: see `follow`."""
+        """`file` is the pool's memory; keep it open while this object exists. `restart_s` is the first wait before a
+        restart.
+        """
         self._file = file
         self._backoff = Backoff(first_s=restart_s, max_doublings=_MAX_DOUBLINGS)
         self._process: TransferProcess | None = None
@@ -32,24 +39,26 @@ class NixlLender:
 
     @property
     def offer(self) -> prefill_pb2.NixlPool:
-        """What a receiver needs to read the pool; empty while nobody can."""
+        """The data that a receiver needs to read the pool. It is empty while the pool cannot be read."""
         if self._process is None or not self._process.is_usable:
             return prefill_pb2.NixlPool()
         return prefill_pb2.NixlPool(agent_metadata=self._process.metadata, address=self._process.address)
 
     async def open(self) -> None:
-        """Raises NixlError."""
+        """Starts the process. Raises NixlError."""
         self._process = await TransferProcess.started(self._file, timeout_s=_TIMEOUT_S)
         self._backoff.succeeded()
 
     def follow(self, is_serving: Callable[[], bool]) -> None:
-        """Serve receivers, less often while not `is_serving`. An ended process restarts after `restart_s`, each time
-        after twice as long, unless it has lasted longer than that.
+        """Serves receivers from now on, less often while `is_serving` returns False.
+
+        If the process ends, it is restarted after `restart_s`. That wait doubles each time, unless the process lasted
+        longer than the wait.
         """
         self._following = asyncio.create_task(self._follow(is_serving), name="nixl")
 
     async def close(self) -> None:
-        """No receiver can read any more."""
+        """Ends the process, after which no receiver can read the pool."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
@@ -70,7 +79,7 @@ class NixlLender:
 
 
 async def _keep_pace(process: TransferProcess, is_serving: Callable[[], bool]) -> None:
-    """Raises NixlError when the process has ended, which it does not by itself."""
+    """Sets how often the process serves, as `is_serving` says. Raises NixlError when the process has ended."""
     told_s = 0.0
     while process.is_usable:
         interval_s = _SERVING_INTERVAL_S if is_serving() else _IDLE_INTERVAL_S

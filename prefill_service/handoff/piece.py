@@ -1,4 +1,4 @@
-"""Parts of prompts' KV, each as large as one segment, and what sends them."""
+"""Pieces of prompts' KV, each as large as one segment, and the interface of their senders."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from prefill_service.prompt import Prompt
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Part of one prompt's KV, which exists once `written` is done. `forward` is the number of the forward that writes
-    it.
+    """A part of one prompt's KV: a range of layers and tokens. The KV is in the pool when the event `written` is done.
 
-    A piece belongs to one sender, which may give it more layers when it takes it out.
+    `forward` is the number of the forward that writes it. A piece belongs to one sender, which may add layers to it.
     """
 
     prompt: Prompt
@@ -46,7 +45,7 @@ class Piece:
 
     @property
     def segment(self) -> KvSegment:
-        """The segment without its KV."""
+        """The piece's segment, without the KV itself."""
         return KvSegment(
             row=self.prompt.index,
             layer_group=self.group.name,
@@ -57,7 +56,9 @@ class Piece:
         )
 
     def split(self, max_segment_bytes: int) -> list[Piece]:
-        """The same KV in pieces of at most so many bytes, or of one token of one layer."""
+        """Splits the piece into pieces of at most `max_segment_bytes`, or of one token of one layer
+        if that is larger.
+        """
         if self.num_bytes <= max_segment_bytes:
             return [self]
         num_layers, num_tokens = segment_shape(self.group, max_segment_bytes, layers=self.num_layers)
@@ -77,7 +78,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SentPiece:
-    """A segment ready for the call's transport, or why it could not be made."""
+    """A segment ready for the call's transport, or the error because of which there is none."""
 
     prompt: Prompt
     segment: KvSegment | None
@@ -85,7 +86,7 @@ class SentPiece:
 
 
 class PieceSender(ABC):
-    """One way for pieces to become segments. Only the engine thread calls it; nothing here blocks."""
+    """Turns pieces of KV into segments. Only the engine thread calls it, and nothing here blocks."""
 
     def __init__(self, *, max_segment_bytes: int) -> None:
         self._max_segment_bytes = max_segment_bytes
@@ -94,10 +95,10 @@ class PieceSender(ABC):
     @property
     @abstractmethod
     def is_busy(self) -> bool:
-        """Whether `poll` may have segments soon that it does not have yet."""
+        """Whether `poll` may soon have segments that it does not have yet."""
 
     def num_pieces(self, prompt: Prompt) -> int:
-        """How many pieces of the prompt still need the pool."""
+        """Returns how many pieces of the prompt still need the pool."""
         return self._num_pieces.get(prompt, 0)
 
     def queue(self, whole: Piece) -> None:
@@ -106,7 +107,7 @@ class PieceSender(ABC):
         self._take(pieces)
 
     def forget(self, prompt: Prompt) -> None:
-        """Send no more of this prompt."""
+        """Sends no more of this prompt."""
         self._num_pieces.pop(prompt, None)
 
     @abstractmethod
@@ -121,13 +122,14 @@ class PieceSender(ABC):
     def _take(self, pieces: Sequence[Piece]) -> None: ...
 
     def _is_wanted(self, piece: Piece) -> bool:
-        """Asked once the piece is written, or its forward has failed."""
+        """Returns whether the piece should be sent. Call it when the piece is written, or its forward has failed."""
         return piece.prompt in self._num_pieces and piece.written.error is None
 
 
 def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int) -> tuple[int, int]:
-    """(layers, tokens) of the largest segment: all `layers` of as many tokens as fit, or else one token of
-    fewer layers.
+    """Returns (layers, tokens) of the largest segment.
+
+    It has all `layers` of as many tokens as fit. If not even one token fits, it has fewer layers of one token.
     """
     num_tokens = max_segment_bytes // (group.layer_token_bytes * layers)
     if num_tokens:

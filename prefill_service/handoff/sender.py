@@ -1,4 +1,4 @@
-"""KV on its way out: layers of a chunk while later ones and the next chunk compute.
+"""Sends KV to the decode services: layers of a chunk leave while later layers and the next chunk compute.
 
 chunk launched ──▶ pieces queued ──budget──▶ copied to the host on the sending stream ──▶ KvSegment frames
                       │            ◀────────── SegmentBytesSent returns the budget ──────────┘
@@ -24,12 +24,13 @@ from prefill_service.prompt import Prompt
 
 
 class KvSender:
-    """Only the engine thread calls it; nothing here blocks.
+    """Sends the KV of prompts, call by call, as copies or as loans. Only the engine thread calls it, and nothing here
+    blocks.
 
     Bytes copied out and not yet taken by a transport stay within `budget_bytes`, except that each call may always have
     one segment. So a stalled receiver cannot keep the others from sending. While several calls have something to send,
-    none takes more than a quarter of the budget. Nothing is copied for calls whose receiver can read `memory`, which
-    the pool lies in.
+    each takes at most a quarter of the budget. Calls whose receiver can read the pool's `memory` get loans; nothing is
+    copied.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class KvSender:
         new_framed_kv: NewFramedKv | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """Arguments other than `memory` are those of a CopyingSender."""
+        """`memory` is the pool's shared memory, or None if no receiver can read it. The others are those of a
+        CopyingSender.
+        """
         self._pool = pool
         self._max_segment_bytes = max_segment_bytes
         self._copying = CopyingSender(
@@ -61,45 +64,52 @@ class KvSender:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes copied out of the pool, or being copied, that no transport has taken yet."""
+        """The bytes copied out of the pool, or being copied, that no transport has taken yet."""
         return self._copying.unsent_bytes
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` may have segments soon that it does not have yet."""
+        """Whether `poll` may soon have segments that it does not have yet."""
         return self._copying.is_busy or (self._lending is not None and self._lending.is_busy)
 
     def layers_per_segment(self, group: LayerGroupSpec, num_tokens: int) -> int:
-        """How many layers of `num_tokens` tokens fill one segment; 1 at least."""
+        """Returns how many layers of `num_tokens` tokens fill one segment, at least 1."""
         return max(1, self._max_segment_bytes // (group.layer_token_bytes * num_tokens))
 
     # ---- calls and prompts ----------------------------------------------------------------------------------------
 
     def open_call(self, call_id: str, *, shares_memory: bool) -> None:
-        """With `shares_memory` the call's receiver can read the pool."""
+        """Registers a call. `shares_memory` means that the call's receiver can read the pool."""
         sender = self._lending if shares_memory else self._copying
         assert sender is not None, "nobody can read the pool"
         self._of_call[call_id] = sender
 
     def num_pieces(self, prompt: Prompt) -> int:
-        """Segments of the prompt that are not frames yet, or are lent."""
+        """Returns how many pieces of the prompt are not sent yet, or are lent."""
         return self._of_call[prompt.call_id].num_pieces(prompt)
 
     def forget(self, prompt: Prompt) -> None:
-        """Send no more of this prompt, whose call is open. Copies under way end and are dropped."""
+        """Sends no more of this prompt, whose call is open. Copies that have started end, and their segments are
+        dropped.
+        """
         self._of_call[prompt.call_id].forget(prompt)
 
     def end_call(self, call_id: str) -> None:
-        """Nothing more of the call will be queued."""
+        """Removes a call for which nothing more will be queued."""
         del self._of_call[call_id]
 
     def forget_call(self, call_id: str) -> None:
-        """The call's transport is gone, maybe after `end_call`: its budget and what it had not taken are freed."""
+        """Drops what the call's transport, which is gone, had not taken, and frees the call's budget. Also valid after
+        `end_call`.
+        """
         self._of_call.pop(call_id, None)
         self._copying.forget_call(call_id)
 
     def give_back(self, returned: SegmentBytesSent | SegmentsReturned) -> None:
-        """A transport took bytes, or a receiver has read segments. Ignored for a call that is gone."""
+        """Frees the budget of bytes that a transport took, or ends the loan of segments that a receiver has read.
+
+        Bytes of a call that is gone are ignored.
+        """
         match returned:
             case SegmentBytesSent(call_id, num_bytes):
                 if call_id in self._of_call or self._copying.owes(call_id):
@@ -117,12 +127,11 @@ class KvSender:
         *,
         layers_written: Mapping[str, Sequence[tuple[range, Event]]],
     ) -> None:
-        """Send a forward's KV: each layer group after `computed`, the forward's end, in the order in which it writes
-        them.
+        """Queues a forward's KV to be sent: each layer group after `computed`, the forward's end.
 
-        For groups in `layers_written`, each range of layers is sent after its own event: all chunks' range before the
-        next range, so that one chunk's last layers do not delay the next one's first ones. Ranges given to
-        `queue_layers` are not among them.
+        The groups follow in the order in which the forward writes them. For groups in `layers_written`, each range of
+        layers is sent after its own event. One range of all chunks comes before the next range, so that one chunk's
+        last layers do not delay the next one's first ones. Leave out ranges that were given to `queue_layers`.
         """
         for name, group in self._pool.groups.items():
             for layers, written in layers_written.get(name, [(range(group.num_layers), computed)]):
@@ -130,7 +139,9 @@ class KvSender:
         self._num_forwards += 1
 
     def queue_layers(self, chunks: Sequence[Chunk], group: LayerGroupSpec, layers: range, written: Event) -> None:
-        """Send a range of a forward's layers while that forward, which `queue` is told of later, is still launched."""
+        """Queues a range of a forward's layers. It may be called while that forward is still being launched, before its
+        `queue`.
+        """
         for chunk in chunks:
             prompt = chunk.prompt
             assert prompt.lease is not None
@@ -148,15 +159,15 @@ class KvSender:
             self._of_call[prompt.call_id].queue(whole)
 
     def forward_ended(self) -> None:
-        """The oldest queued forward that had not ended, has ended."""
+        """Counts one more ended forward. Forwards end in the order in which they were queued."""
         self._num_ended += 1
 
     def start_copies(self) -> None:
-        """Start as many copies as the budget allows; the calls take turns. A call whose next piece may not be copied is
-        not asked again.
+        """Starts as many copies as the budget allows. The calls take turns, until each has a next piece that cannot be
+        copied.
 
-        One stream copies, in order. So a piece that a later forward will write is not started yet: KV that is ready
-        sooner would wait for it.
+        One stream makes all copies, in order. So a piece that a later forward will write is not started yet: KV that is
+        ready sooner would wait for it.
         """
         self._copying.start(self._num_ended)
 

@@ -1,4 +1,4 @@
-"""Turns what a forward computed for prompts that end with it into the frame for the decode service."""
+"""Builds the frame that takes a prompt's first token and draft seeds to the decode service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def first_tokens(
     groups: Sequence[LayerGroupSpec],
     now_s: float,
 ) -> list[PrebuiltBatch]:
-    """A PrebuiltBatch for each call, whose prompts are at these places among the sampled ones. `groups` are sent."""
+    """Returns one PrebuiltBatch for each entry of `calls`, which has the indices of its prompts among the sampled ones.
+
+    `groups` are the layer groups whose KV is sent.
+    """
     prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
     logprobs = unpack_logprobs(computed.sampled, batch.sampling)[:, 0].tolist()
     return [

@@ -1,4 +1,4 @@
-"""One life of a prompt: its phases, what it holds in each, and the one place that moves it from phase to phase.
+"""The phases of a prompt, what the prompt holds in each of them, and the one place that moves it to another phase.
 
 QUEUED ─▶ COMPUTING ─▶ SENDING ─▶ ENDED; every phase may also end at once, when the row fails or its call is closed.
 """
@@ -14,10 +14,10 @@ from prefill_service.prompt import Prompt, PromptPhase
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A phase's rule: the state of the row's lease, and the phases that may come next.
+    """The conditions of one phase: the state of the prompt's row lease, and the phases that may follow.
 
-    `lease` is None where the prompt holds no row. After ENDED a prompt still names the lease that was released, for
-    the forward that it takes part in.
+    `lease` is None if the prompt holds no row. An ended prompt still refers to its released lease, because a forward in
+    flight may use it.
     """
 
     lease: LeaseState | None
@@ -33,9 +33,10 @@ RULES: Mapping[PromptPhase, Rule] = {
 
 
 class PromptLives:
-    """Every live prompt, by phase in the order of entering it, and the only writer of a prompt's phase and lease.
+    """Holds every live prompt by phase, in the order of entering it, and moves prompts from phase to phase.
 
-    Only the engine thread calls it. `ended` is called when a prompt ends, before its row is released.
+    Only the engine thread calls it. It is the only writer of a prompt's phase and lease. `ended` is called when a
+    prompt ends, before its row is released.
     """
 
     def __init__(self, pool: KvPool, *, ended: Callable[[Prompt], None]) -> None:
@@ -44,7 +45,7 @@ class PromptLives:
         self._members: dict[PromptPhase, dict[Prompt, None]] = {phase: {} for phase in PromptPhase}
 
     def admit(self, prompt: Prompt) -> None:
-        """Take in a new prompt, which is queued."""
+        """Adds a new prompt to the queue."""
         self._members[PromptPhase.QUEUED][prompt] = None
 
     def in_phase(self, phase: PromptPhase) -> list[Prompt]:
@@ -54,10 +55,10 @@ class PromptLives:
         return len(self._members[phase])
 
     def enter(self, prompt: Prompt, phase: PromptPhase, *, lease: RowLease | None = None) -> None:
-        """Move the prompt to `phase`, and release a row that this phase does not hold.
+        """Moves the prompt to `phase`, and releases its row if this phase holds none.
 
-        `lease` is the row it holds from now on, if it held none. Raises AssertionError if the phase cannot follow the
-        present one.
+        `lease` is the row that a prompt without a row holds from now on. Raises AssertionError if the phase cannot
+        follow the prompt's current one.
         """
         before, after = RULES[prompt.phase], RULES[phase]
         assert phase in before.following, f"row {prompt.index}: {phase} does not follow {prompt.phase}"

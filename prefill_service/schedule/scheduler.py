@@ -1,4 +1,5 @@
-"""The prefill engine: chunked prefill of many prompts a forward, KV leaving while later layers and chunks compute.
+"""The prefill engine: each forward computes chunks of many prompts, and KV is sent while later layers and chunks
+compute.
 
 step:   commands ─▶ admit ─▶ launch chunks N+1 ─▶ finish chunks N ─▶ first tokens and segments ─▶ events
 stream:            [ ....... chunks N ....... ][ ...... chunks N+1 ...... ]
@@ -58,7 +59,7 @@ _RETRY_AFTER_MS = 200
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A launched forward of chunks. It holds what its pieces use until `end`."""
+    """A launched forward of chunks. It keeps its tensors alive until `end`."""
 
     batch: ChunkBatch
     computed: Cell[Computed]
@@ -69,15 +70,15 @@ class StepInFlight:
 class PrefillEngine:
     """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
 
-    Without `draw_kernels` PyTorch's operators draw tokens. `draft_topk` is the number of first drafts that the decode
-    service starts its trees from. A forward computes at most `max_batch_tokens`, and at most `chunk_tokens` of each
-    prompt. `max_queued_rows` bounds prompts that wait for a row. With `early_sending` layers' KV leaves before their
-    forward ends.
+    Without `draw_kernels` PyTorch operators draw tokens. `draft_topk` is the number of first drafts from which the
+    decode service starts its trees. A forward computes at most `max_batch_tokens`, and at most `chunk_tokens` of each
+    prompt. `max_queued_rows` bounds the prompts that wait for a row. With `early_sending` the KV of layers is sent
+    before their forward ends.
 
-    During long launches `deliver` takes events for the edge; otherwise steps return them. `returned` gives the bytes
-    that transports took since a step began, so that one launch can send more. `clock` is in monotonic seconds.
-    `shared_pool` is memory for the pool that receivers can read. `new_framed_kv` is memory for copies that leave, if
-    the device's own is not to be used.
+    During long launches `deliver` gets events for the edge; otherwise steps return them. `returned` returns the bytes
+    that transports have taken since the step began, so that a launch can send more. `clock` is in monotonic seconds.
+    `shared_pool` is memory for the pool that receivers can read. `new_framed_kv` allocates memory for copies that are
+    sent; None means the device's own host buffers.
     """
 
     def __init__(
@@ -167,14 +168,14 @@ class PrefillEngine:
         self._failed_copies: list[SentPiece] = []
         self._outbox: list[Event] = []
         self._is_draining = False
-        self._has_freed = False  # at the last step's end, so that a queued prompt does not wait for them
+        self._has_freed = False  # at the last step's end; then a queued prompt is tried at once
         self._num_steps = 0
-        self._last_end_s = 0.0  # of the last forward
+        self._last_end_s = 0.0  # end of the last forward
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def step(self, commands: Sequence[Command]) -> Sequence[Event]:
-        """One iteration: launch the next chunks, then finish those that are done.
+        """Runs one iteration: launches the next chunks, then finishes the forwards that have ended.
 
         It never waits for a forward, so cancellations and sent segments are handled while chunks compute.
         """
@@ -219,8 +220,8 @@ class PrefillEngine:
         )
 
     def close(self) -> None:
-        """Let the forwards in flight end and stop the streams; calls still open get no further frame."""
-        with ExitStack() as streams:  # also when a forward does not end
+        """Lets the forwards in flight end and stops the streams. Calls still open get no further frame."""
+        with ExitStack() as streams:  # also if a forward does not end
             streams.callback(self._forward_stream.close, _STEP_TIMEOUT_S)
             streams.callback(self._sender.close, _STEP_TIMEOUT_S)
             while self._in_flight:
@@ -328,8 +329,10 @@ class PrefillEngine:
         return step
 
     def _send_while_launching(self) -> None:
-        """Called between a forward's layers: once the driver's queue is full, launches come no faster than the device
-        computes. Failures are not handled here, because the forward may concern the same prompt.
+        """Sends KV that is ready. It is called between the layers of a forward that is being launched.
+
+        When the driver's queue is full, launches are as slow as the device, so the engine thread uses the time.
+        Failures are handled later, because the forward may concern the same prompt.
         """
         while self._in_flight and (end := self._in_flight[0].end).is_done() and end.error is None:
             self._finish(self._in_flight.popleft())
@@ -343,7 +346,10 @@ class PrefillEngine:
             self._deliver(events)
 
     def _layers_per_event(self, chunks: Sequence[Chunk]) -> int:
-        """As many layers as fill a segment for the longest chunk; 0 if nobody asks before the forward's end."""
+        """Returns after how many layers an event is recorded: as many as fill a segment for the longest chunk.
+
+        It is 0 if KV is sent only after the forward's end.
+        """
         if not self._early_sending:
             return 0
         return self._sender.layers_per_segment(self._layer_group, max(chunk.num_tokens for chunk in chunks))
@@ -356,7 +362,7 @@ class PrefillEngine:
             raise DeviceTimeout(f"a prefill forward did not end within {_STEP_TIMEOUT_S} s")
 
     def _begin_s(self, step: StepInFlight) -> float:
-        """When the oldest forward could begin: one launched ahead waits for the one before it."""
+        """Returns when the oldest forward could begin: a forward launched ahead waits for the one before it."""
         return max(step.launched_s, self._last_end_s)
 
     @recorded("finish")
@@ -438,8 +444,9 @@ class PrefillEngine:
 
 
 class _Sending(Meanwhile):
-    """Goes on sending while a forward is launched, its own first layers too. `num_queued` counts the ranges of layers
-    so far.
+    """Sends KV while a forward is launched, including the forward's own first layers.
+
+    `num_queued` counts the ranges of layers queued so far.
     """
 
     def __init__(self, queue: Callable[[range, StreamEvent], None], send: Callable[[], None]) -> None:
