@@ -1,7 +1,9 @@
-"""Attention on CPUs: few queries a row read the paged pool in place, by a kernel compiled when the model is loaded.
+"""Paged attention for CPUs: a kernel, compiled when the model is loaded, reads keys and values directly from the KV
+pool.
 
-A row's slots may lie anywhere, so the hardware cannot prefetch them. The kernel asks for the memory of later tokens
-while it works on this one. Without that a step of many rows would mostly wait for memory (benchmarks/measurements.md).
+A request's slots may lie anywhere in the pool, so the hardware cannot prefetch them. The kernel therefore prefetches
+the memory of later tokens while it works on the current one. Without that, a step of many requests would mostly wait
+for memory (benchmarks/measurements.md).
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ from common.attention.torch_attention import ExtendPlan
 _TOKENS_AHEAD = 16
 _CACHE_LINE_BYTES = 64
 NUM_LANES = 16
-MAX_QUERIES = 32  # of a row: past it gathering a row once costs less than keys and values read a query at a time
+MAX_QUERIES = 32  # in a row: with more, gathering its KV once costs less than reading it for each query
 
 
 class PagedCpuAttention:
-    """An AttentionBackend for models whose layers all have `num_heads` query heads over `num_kv_heads` of `head_dim`.
+    """An AttentionBackend whose kernel reads the KV pool in place. All layers of the model must have `num_heads` query
+    heads over `num_kv_heads` KV heads, each of `head_dim` numbers.
 
-    Decode and verify forwards need no gathered copies, and a short row costs nothing for a long one beside it.
-    Making one loads its kernel, or compiles it: a second or two, more on slow CPUs.
+    Decode and verify forwards gather no copies of KV, and a short request does not wait for a long one in the same
+    batch. Constructing one loads the kernel from disk or compiles it, which takes a second or two, more on slow CPUs.
     """
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -81,9 +84,11 @@ class _PagedPlan:
 
 
 def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """[T, W], and [B] <= W: of its row's last tokens, so many of each row, which each query attends.
+    """Builds the attention mask of a forward's new tokens, the queries. Returns `attended` [T, W] bool and `num_masked`
+    [B] int64. The mask covers the last `num_masked[b]` tokens (at most W) of row b; each query attends all earlier
+    tokens of its row.
 
-    Of rows of more than MAX_QUERIES queries, which attend all before them and themselves, it says nothing.
+    The mask means nothing for rows with more than MAX_QUERIES queries. Such a query attends all tokens up to itself.
     """
     if batch.tree_mask is not None:
         mask = batch.tree_mask.contiguous().numpy()
@@ -96,8 +101,10 @@ def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[
 
 @jit
 def largest(numbers, num_numbers, lanes):
-    """Of the first `num_numbers`, which are not all NaN. `lanes` [NUM_LANES] is scratch: each keeps its own largest,
-    for a NaN keeps the compiler from turning one running maximum into vector code.
+    """Returns the largest of the first `num_numbers` numbers. NaNs are ignored, but not all numbers may be NaN.
+
+    `lanes` [NUM_LANES] is scratch memory: each lane keeps a maximum of its own. The compiler cannot turn a single
+    running maximum into vector code, because a number may be NaN.
     """
     for lane in range(NUM_LANES):
         lanes[lane] = -np.inf
@@ -116,7 +123,9 @@ def largest(numbers, num_numbers, lanes):
 
 @cache
 def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dtype) -> Kernel:
-    """The kernel for one shape, compiled. The shape is part of the code, so that its loops become vector code."""
+    """Returns the attention kernel for one shape, compiled. The shape is part of the code, so that loops over it become
+    vector code.
+    """
     token_bytes = num_kv_heads * head_dim * dtype.itemsize
 
     def attend(
@@ -135,9 +144,12 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         scaling,
         outputs,
     ):
-        """Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv [2, slots, kv_heads,
-        head_dim]; starts [B + 1], a row's queries are starts[b] .. starts[b + 1] - 1; attended and num_masked as
-        _attended makes them; the rest as in ForwardInput.
+        """Writes the new keys and values to the pool, and attends each query over its row's slots. Results go to
+        `outputs`.
+
+        Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv [2, slots, kv_heads,
+        head_dim]; starts [B + 1]: the queries of row b are starts[b] .. starts[b + 1] - 1. `attended` and `num_masked`
+        come from `attended_tokens`. The other arguments are those of ForwardInput.
         """
         num_queries = 1
         for b in range(starts.shape[0] - 1):

@@ -1,4 +1,4 @@
-"""What `common.cpu_engine.CpuEngine` asks of this package: its border, beside which services import nothing of it."""
+"""The interface of this package: the functions of `common.cpu_engine.CpuEngine`. Services import nothing else of it."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def new_head_programs(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetMo
 
 
 def kv_copy() -> Callable[[Tensor, Tensor], object]:
-    copy_blocks()  # compiled before it is needed
+    copy_blocks()  # compiles the kernel now, not at the first copy
     return copy_kv

@@ -1,5 +1,5 @@
-"""Copies of KV on the host. Large ones go past the caches: a plain store first reads what it overwrites, and takes from
-the caches what the forward that runs meanwhile needs.
+"""Copies KV on the host. Large copies bypass the CPU caches, because a plain store first reads the cache line that it
+overwrites, and evicts data that the forward running at the same time needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton_cpu.compiler.jit import Kernel
 from baton_cpu.compiler.kernel_cache import compiled
 
 LINE_BYTES = 64
-MIN_BYTES = 4 << 20  # smaller ones may still be in a cache when they are first read
+MIN_BYTES = 4 << 20  # a smaller copy may still be in a cache when it is first read
 
 _NUM_VECTORS = 2
 _WORD, _NUMBER = ir.IntType(64), ir.IntType(32)
@@ -28,7 +28,9 @@ _BYTES_AHEAD = 512
 
 
 def copy_kv(target: Tensor, source: Tensor) -> None:
-    """Copy [layers, planes, tokens, ...] of one dtype on the host, whatever their strides. Shapes must be the same."""
+    """Copies `source` to `target`: KV [layers, planes, tokens, ...] of one shape and dtype on the host, with any
+    strides.
+    """
     assert target.shape == source.shape and target.dtype == source.dtype
     num_bytes = target.numel() * target.itemsize
     if num_bytes < MIN_BYTES or not source[0, 0].is_contiguous() or not _is_in_lines(target):
@@ -43,8 +45,11 @@ def copy_kv(target: Tensor, source: Tensor) -> None:
 
 @cache
 def copy_blocks() -> Kernel:
-    """The kernel, compiled: addresses, their strides of layers and planes, numbers of layers and planes, bytes of a
-    block. The target's address and strides, and the bytes, are multiples of LINE_BYTES; others may be any.
+    """Returns the compiled kernel, `_copy_blocks`. It copies one contiguous block of `block_bytes` for each layer and
+    plane.
+
+    The kernel takes addresses and strides in bytes. The target's address and strides, and `block_bytes`, must be
+    multiples of LINE_BYTES. The source's address and strides may be any.
     """
     lines = torch.zeros(3 * LINE_BYTES, dtype=torch.uint8)
     source = lines.data_ptr() + -lines.data_ptr() % LINE_BYTES
@@ -98,7 +103,7 @@ def _copy_line(_context, target, source, ahead):
 @intrinsic
 def _await_stores(_context):
     def generate(target, builder, _signature, _arguments):
-        if platform.machine() == "x86_64":  # its other fences need not wait for such stores
+        if platform.machine() == "x86_64":  # other x86 fences need not wait for stores past the caches
             kind = ir.FunctionType(ir.VoidType(), [])
             builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), kind), [])
         else:
@@ -109,6 +114,10 @@ def _await_stores(_context):
 
 
 copy_line = cast("Kernel", _copy_line)
-"""`copy_line(target, source, ahead)`, in a kernel: LINE_BYTES from address to address; asks for those at `ahead`."""
+"""`copy_line(target, source, ahead)`, for kernels: copies LINE_BYTES from address `source` to address `target`, past
+the caches, and prefetches the line at address `ahead`.
+"""
 await_stores = cast("Kernel", _await_stores)
-"""What was stored past the caches, others see before what this thread stores from now on."""
+"""`await_stores()`, for kernels: a store fence. Other threads see every store that this thread made past the caches
+before any store that it makes from now on.
+"""
