@@ -1,9 +1,9 @@
-"""Blocks of decoder layers on CPUs, computed in fewer kernels than their parts would take.
+"""Blocks of decoder layers for CPUs, computed by fewer kernels than their parts would take.
 
     attention   q, k, v of one linear layer ─▶ (norms) ─▶ rotation ─▶ attention_plan ─▶ out
     gated MLP   down(silu(gate(x)) * up(x)), activation and product inside the linear layers' kernels
 
-Which blocks are known, and that the replacement computes what they do, is common.model.blocks's to say.
+`common.model.blocks` lists the block classes that can be replaced, and checks that a replacement computes the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from common.model.replace import replace_modules
 
 
 class PackedAttention(nn.Module):
-    """What `block`, one of ATTENTIONS, does with our attention registered."""
+    """An attention block with packed weights. It computes what `block` does, an instance of one of ATTENTIONS that uses
+    Baton's paged attention.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -44,7 +46,10 @@ class PackedAttention(nn.Module):
         attention_plan: AttentionPlan,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Shapes: hidden_states [1, T, hidden]; position_embeddings: cosines and sines, [1, T, head_dim]."""
+        """Returns the block's output [1, T, hidden], and None for the attention weights.
+
+        Shapes: hidden_states [1, T, hidden]; position_embeddings: cosines and sines, each [1, T, head_dim].
+        """
         heads = self._qkv(hidden_states)[0].unflatten(-1, (-1, self._head_dim))
         query, key, value = heads.split(self._num_heads, dim=1)
         if self._q_norm is not None:
@@ -57,7 +62,9 @@ class PackedAttention(nn.Module):
 
 
 class PackedGatedMLP(nn.Module):
-    """What `block`, one of MLPS with SiLU, does."""
+    """A gated MLP with packed weights. It computes what `block` does, an instance of one of MLPS with SiLU
+    activation.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -71,8 +78,8 @@ class PackedGatedMLP(nn.Module):
 
 
 def fuse_blocks(model: nn.Module) -> int:
-    """Replace the known blocks of a model on a CPU. Returns how many."""
-    trusted: dict[type[nn.Module], bool] = {}  # one block speaks for those of its class: they differ in weights only
+    """Replaces the known attention and MLP blocks of `model`, which is on a CPU. Returns how many were replaced."""
+    trusted: dict[type[nn.Module], bool] = {}  # by class: one block is compared, as the others differ in weights only
 
     def fused(block: nn.Module) -> nn.Module | None:
         kind = type(block)

@@ -1,4 +1,4 @@
-"""A draft head's kernels on CPUs: those that a target's layers use."""
+"""The operations that draft heads are made of, on CPUs. They use the same kernels as the target's layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from common.draft.kernels import Op, Rotation, TorchKernels, rms_norm
 
 
 class CpuKernels:
-    """Linear layers are PyTorch's own where oneDNN has no kernel for the weights' dtype on this CPU."""
+    """Implements `common.draft.kernels.Kernels` with kernels for CPUs. Linear layers stay PyTorch's own where oneDNN
+    has no kernel for the weights' dtype on this CPU.
+    """
 
     def __init__(self) -> None:
         self._torch = TorchKernels()

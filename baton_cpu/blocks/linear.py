@@ -1,6 +1,6 @@
-"""Linear layers for CPUs: weights reordered once into the layout oneDNN's kernels read, instead of at every call.
+"""Linear layers for CPUs. Weights are reordered once into the layout that oneDNN's kernels read, not at every call.
 
-The figures behind this are in benchmarks/measurements.md.
+The measurements are in benchmarks/measurements.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _linear_with = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class PackedLinear(nn.Module):
-    """Computes what `linear` does, from a reordered copy of its weight."""
+    """A linear layer that computes what `linear` does, from a reordered copy of its weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A copy of what `linear` had, for a model that reads it beside calling the layer."""
+        """A copy of the weight in its original layout, for models that read the weight as well as call the layer."""
         return self._packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,21 +34,21 @@ class PackedLinear(nn.Module):
         return output
 
     def silu(self, x: Tensor) -> Tensor:
-        """SiLU of the output."""
+        """Returns SiLU of the layer's output."""
         output: Tensor = _linear(x, self._packed, self._bias, "swish", [], "")
         return output
 
     def times(self, other: Tensor, x: Tensor) -> Tensor:
-        """The output, multiplied by `other` of its shape."""
+        """Returns the layer's output for `x`, multiplied elementwise by `other`, which has the output's shape."""
         output: Tensor = _linear_with(x, other, self._packed, self._bias, "mul")
         return output
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace every plain nn.Linear of `model`, on a CPU, by a PackedLinear. Returns how many were replaced.
+    """Replaces every plain nn.Linear of `model`, which is on a CPU, by a PackedLinear. Returns how many were replaced.
 
-    A replaced layer's own weight is freed, unless the model also uses it elsewhere (a tied embedding). Where oneDNN has
-    no kernel for the weight's dtype on this CPU, that layer stays as it is.
+    A replaced layer's own weight is freed, unless the model also uses it elsewhere (a tied embedding). A layer stays as
+    it is where oneDNN has no kernel for its weight's dtype on this CPU.
     """
     return replace_modules(model, _packed)
 
@@ -58,11 +58,11 @@ def _packed(module: nn.Module) -> PackedLinear | None:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN has a kernel for the weight's dtype on this CPU."""
+    """Returns whether oneDNN has a kernel for the weight's dtype on this CPU."""
     if weight.device.type != "cpu":
         return False
     try:
         _reorder(weight.detach()[:1])
-    except RuntimeError:  # its way of saying that this CPU lacks the dtype's instructions
+    except RuntimeError:  # oneDNN raises it where the CPU lacks the dtype's instructions
         return False
     return True

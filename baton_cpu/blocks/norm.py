@@ -1,4 +1,4 @@
-"""RMS normalisation on CPUs in one kernel; transformers' own takes eight."""
+"""RMS normalisation for CPUs in one kernel. The module of transformers runs eight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from common.model.replace import replace_modules
 
 
 class CpuRMSNorm(nn.Module):
-    """Computes what `norm` does, with its roundings: mean and root in float32, weight in the model's dtype."""
+    """An RMS norm that computes what `norm` does, with the same roundings. Mean and root are taken in float32; the
+    normalised number is rounded to the model's dtype before it is multiplied by the weight.
+    """
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -35,7 +37,9 @@ class CpuRMSNorm(nn.Module):
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Replace, in a model on a CPU, the norms of the classes known here. Returns how many."""
+    """Replaces every norm of `model` whose class is one of NORMS. `model` is on a CPU. Returns how many
+    were replaced.
+    """
     return replace_modules(model, lambda module: CpuRMSNorm(module) if type(module) in NORMS else None)
 
 
@@ -46,7 +50,7 @@ def _compiled(dtype: torch.dtype) -> Kernel:
 
 
 def _normalise(x, weight, epsilon, output):
-    """Shapes: x, output [T, width]; weight [width]."""
+    """RMS-normalises each row of `x` into `output`. Shapes: x, output [T, width]; weight [width]."""
     for t in range(x.shape[0]):
         total = np.float32(0)
         for i in range(x.shape[1]):

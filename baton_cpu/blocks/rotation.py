@@ -1,4 +1,4 @@
-"""Rotary position embedding on CPUs, one kernel for all heads."""
+"""Rotary position embedding for CPUs, one kernel for all heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from baton_cpu.compiler.numbers import number_format, read, rounded
 
 
 def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """`x` [T, heads, head_dim], each head's halves rotated into each other by cosines and sines [1, T, head_dim]."""
+    """Returns `x` [T, heads, head_dim] with rotary position embedding applied.
+
+    `rotation` holds cosines and sines, each [1, T, head_dim]. Each number of a head's first half is rotated together
+    with its counterpart in the second half.
+    """
     cosines, sines = rotation
     assert cosines.shape == sines.shape == (1, x.shape[0], x.shape[2]), "the rotation is of whole heads"
     output = torch.empty(x.shape, dtype=x.dtype)
