@@ -1,4 +1,4 @@
-"""What kernels for CPUs share: how they are compiled, and what they have beside the language."""
+"""Compiles kernels for CPUs, and gives them two operations that numba lacks: a prefetch, and an exp that vectorises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 Kernel = Callable[..., Any]
 
-_LEAST_EXPONENT = np.float32(-87)  # of a number that is not subnormal
+_LEAST_EXPONENT = np.float32(-87)  # exp of a smaller number would be subnormal, or nearly
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
 
@@ -24,10 +24,12 @@ _OPTIONS: dict[str, Any] = {
 
 
 def jit(function: Kernel, *, is_kept: bool = False) -> Kernel:
-    """Compile at the first call of each signature; runs without the interpreter's lock. `is_kept`: what is compiled is
-    left where numba keeps its cache (by source file, CPU, signature and closure).
+    """Returns `function` as a kernel, compiled at the first call of each signature. Kernels run without the
+    interpreter's lock.
 
-    Sums may be taken in any order; NaN and infinity keep their meaning, or a broken row would look sound.
+    With `is_kept` the compiled code is also written to numba's cache, where it is found by source file, CPU, signature
+    and closure. The compiler may reorder sums. NaN and infinity keep their meaning; otherwise a broken row would look
+    sound.
     """
     return cast("Kernel", numba.njit(cache=is_kept, **_OPTIONS)(function))
 
@@ -48,7 +50,7 @@ def _prefetch(_context, array, offset_bytes):
 
 
 prefetch = cast("Kernel", _prefetch)
-"""`prefetch(array, offset_bytes)`, in a kernel: ask for that cache line of the array. Never faults."""
+"""`prefetch(array, offset_bytes)`, for kernels: prefetches the array's cache line at that offset. Never faults."""
 
 
 @numba.njit(inline="always")
@@ -61,13 +63,13 @@ def _exp(number):
     series = np.float32(1 / 6) + x * series
     series = np.float32(0.5) + x * series
     series = np.float32(1) + x * (np.float32(1) + x * series)
-    whole = np.int32(power if power == power else np.float32(0))  # of a NaN an integer would be anything
+    whole = np.int32(power if power == power else np.float32(0))  # a NaN turned into an integer could be anything
     scale = np.uint32((whole + np.int32(127)) << np.int32(23)).view(np.float32)
     return np.float32(0) if number < _LEAST_EXPONENT else series * scale
 
 
 exp = cast("Kernel", _exp)
-"""`exp(number)`, in a kernel, of a float32 up to 0. Loops over it become vector code.
+"""`exp(number)`, for kernels: returns exp of a float32 that is at most 0. Loops over it become vector code.
 
-Relative error at most 2e-7 + 1e-7 |number|; 0 below -87.
+The relative error is at most 2e-7 + 1e-7 |number|. The result is 0 for numbers below -87.
 """

@@ -1,4 +1,4 @@
-"""Kernels for CPUs, compiled once on a machine: kept in a directory, loaded by every process after the first."""
+"""Keeps compiled kernels in a directory, so that a machine compiles each once and later processes load it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,32 @@ import numba
 from baton_cpu.compiler.jit import Kernel, jit
 from common.cpu_engine import NO_LOG, Log
 
-_choosing = threading.Lock()  # numba has one directory a process
+_choosing = threading.Lock()  # held while numba's cache directory, one for the whole process, is changed
 
 
 class _Cache:
-    directory: Path | None = None  # of this process
+    directory: Path | None = None  # None: kernels are not kept
     log: Log = NO_LOG
 
 
 def keep_kernels(directory: Path | None, log: Log = NO_LOG) -> None:
-    """Keep in `directory` what `compiled` compiles from now on. Until then, with None, and where it cannot be written,
-    each process compiles for itself. `log` is told of what cannot be read or written.
+    """Sets the directory in which `compiled` keeps kernels from now on.
+
+    Each process compiles for itself until this is called, if `directory` is None, and if it cannot be written. Failures
+    to read or write are logged to `log`.
     """
     _Cache.directory, _Cache.log = directory, log
 
 
 def kernels_dir() -> Path | None:
-    """Where `keep_kernels` said; None: nowhere."""
+    """Returns the directory that `keep_kernels` set, or None if kernels are not kept."""
     return _Cache.directory
 
 
 def _key() -> str:
-    """Of their source and where it is, the compiler, the interpreter, the CPU."""
+    """Returns a hash of all that compiled kernels depend on: this package's source and path, the compiler, the
+    interpreter, the CPU.
+    """
     digest = hashlib.sha256()
     package = Path(__file__).resolve().parents[1]
     for source in sorted(package.rglob("*.py")):
@@ -50,18 +54,21 @@ def _key() -> str:
     return digest.hexdigest()[:20]
 
 
-_KEY = _key()  # of the source as this process imports it
+_KEY = _key()  # computed at import, from the source that this process runs
 
 
 def kernels_key() -> str:
-    """Names what compiled kernels depend on."""
+    """Returns the hash that names compiled kernels. It changes with the source, the compiler, the interpreter and the
+    CPU.
+    """
     return _KEY
 
 
 def compiled(function: Kernel, arguments: Sequence[Any], *, name: str) -> Kernel:
-    """`function` as a kernel that has been called with `arguments`, and so is compiled for their types.
+    """Returns `function` as a kernel, compiled for the types of `arguments`. The kernel has been called once with them.
 
-    `name` is of nothing else: what the function's source does not say, as its closure's values, must be in it.
+    `name` must be unique to this kernel. It must include what the function's source does not show, such as values of
+    its closure.
     """
     if _Cache.directory is None:
         return _called(jit(function), arguments)
@@ -71,20 +78,21 @@ def compiled(function: Kernel, arguments: Sequence[Any], *, name: str) -> Kernel
             return _called(kept_in(directory, function), arguments)
         except OSError:
             raise
-        except Exception as error:  # whatever the reader of what is damaged says
+        except Exception as error:  # reading a damaged file may raise anything
             _Cache.log.warning("kernels are compiled once more: %r", error)
             _remove(directory)
             return _called(kept_in(directory, function), arguments)
-    except OSError as error:  # it cannot be written, the disk is full, another process removes what is damaged
+    except OSError as error:  # not writable, a full disk, or another process that removes a damaged one
         _Cache.log.warning("kernels are not kept: %s", error)
         return _called(jit(function), arguments)
 
 
 def kept_in(directory: Path, function: Kernel) -> Any:
-    """`function`, compiled at its first call of each signature, or found in `directory`, where it is left.
+    """Returns `function` as a kernel whose compiled code is kept in `directory`. The first call of each signature loads
+    the code from there, or compiles it and writes it there.
 
-    numba writes there by renaming, so another process finds the whole of it or nothing. Raises OSError when it cannot
-    write there.
+    numba writes files by renaming, so another process finds a whole file or none. Raises OSError if the directory
+    cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _choosing:
@@ -94,13 +102,15 @@ def kept_in(directory: Path, function: Kernel) -> Any:
             kernel: Any = jit(function, is_kept=True)
         finally:
             numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
-    if not Path(kernel.stats.cache_path).is_relative_to(directory):  # there our names do not tell kernels apart
+    if not Path(kernel.stats.cache_path).is_relative_to(directory):  # numba fell back to a directory of its own
         raise PermissionError(f"{directory} cannot be written")
     return kernel
 
 
 def _remove(directory: Path) -> None:
-    """At once for the others, who may be about to write there."""
+    """Removes `directory`. It is renamed first, so that it disappears at once for other processes, which may be about
+    to write there.
+    """
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".damaged-", ignore_cleanup_errors=True) as aside:
         directory.rename(Path(aside) / directory.name)
 

@@ -1,4 +1,4 @@
-"""What a kernel may do with an address: see an array there, change a number that other threads change too."""
+"""Operations on addresses, for kernels: see memory as an array, and change numbers that other threads change too."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _WORD = ir.IntType(64)
 _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [ir.IntType(32)(1)])}
 
 yield_core = cast("Kernel", types.ExternalFunction("sched_yield", types.int32()))
+"""`yield_core()`, for kernels: libc's sched_yield, which lets another thread have the core."""
 read_file = cast("Kernel", types.ExternalFunction("read", types.intp(types.int32, types.intp, types.intp)))
-"""libc's: file descriptor, address of the buffer, its bytes."""
+"""`read_file(fd, address, num_bytes)`, for kernels: libc's read. `write_file` is libc's write."""
 write_file = cast("Kernel", types.ExternalFunction("write", types.intp(types.int32, types.intp, types.intp)))
 
 
@@ -29,7 +30,7 @@ def _pointer(_context, address):
 
 
 pointer = cast("Kernel", _pointer)
-"""`pointer(address)` is what numba.carray takes."""
+"""`pointer(address)`, for kernels: turns an integer into a pointer, which numba.carray takes."""
 
 
 @intrinsic
@@ -45,7 +46,7 @@ def _pause(_context):
 
 
 pause = cast("Kernel", _pause)
-"""Tell the core that this thread spins."""
+"""`pause()`, for kernels: tells the core that this thread is in a spin loop."""
 
 
 @intrinsic
@@ -58,7 +59,9 @@ def _fence(_context):
 
 
 fence = cast("Kernel", _fence)
-"""What this thread wrote and read before it, others see before what it writes and reads after it."""
+"""`fence()`, for kernels: a full memory fence. Other threads see this thread's reads and writes before it as done
+before those after it.
+"""
 
 
 @intrinsic
@@ -97,12 +100,18 @@ def _swap_if(_context, address, expected, number):
 
 
 load_word = cast("Kernel", _load)
-"""Of an aligned int64 that other threads write; so do the following, each ordered among all of them."""
+"""`load_word(address)`, for kernels: atomically reads an aligned int64. Like the operations below, it is sequentially
+consistent.
+"""
 store_word = cast("Kernel", _store)
+"""`store_word(address, number)`, for kernels: atomically writes an aligned int64."""
 add_to_word = cast("Kernel", _add)
-"""Returns what was there before."""
+"""`add_to_word(address, number)`, for kernels: atomically adds to an int64. Returns the number that was there before.
+"""
 swap_word_if = cast("Kernel", _swap_if)
-"""`swap_word_if(address, expected, number)`: write `number` where `expected` is; says whether it was."""
+"""`swap_word_if(address, expected, number)`, for kernels: atomically writes `number` if the int64 there is `expected`.
+Returns whether it was.
+"""
 
 
 def _word(builder: Any, address: Any) -> Any:
@@ -115,4 +124,5 @@ def _declared(module: Any, name: str, kind: ir.FunctionType) -> Any:
 
 @jit
 def address_of(array):
+    """Returns the address of the array's first element."""
     return array.ctypes.data

@@ -1,7 +1,7 @@
-"""Numbers of a model's dtype in kernels for CPUs.
+"""Reads and rounds numbers of a model's dtype in kernels for CPUs.
 
-numba knows no bfloat16 and, on CPUs, no float16: kernels are given the bits of such tensors, of a bfloat16 as uint16,
-of a float16 as int16.
+On CPUs numba knows neither bfloat16 nor float16. Kernels therefore get the bits of such tensors: uint16 for bfloat16,
+int16 for float16.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ _HALF, _BITS, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
 class NumberFormat(NamedTuple):
-    """How a kernel is given tensors of `dtype`."""
+    """The form in which kernels get tensors of `dtype`: as arrays of `numpy_dtype` with the same bits."""
 
     dtype: torch.dtype
     bits_dtype: torch.dtype
     numpy_dtype: DTypeLike
 
     def array(self, tensor: Tensor) -> NDArray[Any]:
-        """The memory of `tensor`, made contiguous, as the kernel reads it. Its dtype must be this format's."""
+        """Returns the memory of `tensor` as an array for kernels, copied if it is not contiguous. `tensor` must have
+        this format's dtype.
+        """
         assert tensor.dtype == self.dtype, f"a kernel for {self.dtype} was given {tensor.dtype}"
         array: NDArray[Any] = tensor.contiguous().view(self.bits_dtype).numpy()
         return array
 
 
 def number_format(dtype: torch.dtype) -> NumberFormat:
+    """Returns the form in which kernels get tensors of `dtype`: float32, bfloat16 or float16."""
     return _FORMATS[dtype]
 
 
@@ -49,7 +52,7 @@ _FORMATS = {
 
 
 class Bfloat16(ir.Type):  # type: ignore[misc]
-    """llvmlite has no name for it."""
+    """LLVM's type bfloat, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -63,7 +66,7 @@ class Bfloat16(ir.Type):  # type: ignore[misc]
 
 @cache
 def has_bfloat16() -> bool:
-    """Whether the CPU multiplies pairs of bfloat16, and rounds to them."""
+    """Returns whether the CPU has instructions that multiply pairs of bfloat16 numbers and that round to bfloat16."""
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
 
 
@@ -84,15 +87,15 @@ def _rounded(_context, number, like):
 
 
 read = cast("Kernel", _read)
-"""`read(element)` is its float32."""
+"""`read(element)`, for kernels: returns the element as a float32."""
 rounded = cast("Kernel", _rounded)
-"""`rounded(number, like)` is the element that an array like `like` keeps of a float32: the nearest, of two as near the
-even one, as PyTorch rounds; a NaN stays one.
+"""`rounded(number, like)`, for kernels: rounds a float32 to an element of `like`'s dtype. It rounds to the nearest, and
+to even where two are as near, as PyTorch does. A NaN stays a NaN.
 """
 
 
 def widened(builder: Any, kind: types.Type, element: Any) -> Any:
-    """Code for the float32 of an element of numba's type `kind`."""
+    """Generates code that turns an element of numba's type `kind` into a float32."""
     if kind == types.float32:
         return element
     if kind == types.uint16:
@@ -102,7 +105,7 @@ def widened(builder: Any, kind: types.Type, element: Any) -> Any:
 
 
 def narrowed(builder: Any, kind: types.Type, number: Any) -> Any:
-    """Code for the element of numba's type `kind` of a float32."""
+    """Generates code that rounds a float32 to an element of numba's type `kind`."""
     if kind == types.float32:
         return number
     if kind == types.uint16:

@@ -1,4 +1,4 @@
-"""Vector code that kernels of this package generate themselves: of LANES float32, as the CPU's registers hold."""
+"""Generates vector code for kernels. A vector has LANES float32 numbers, as many as a register of the CPU holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from numba.extending import intrinsic
 from baton_cpu.compiler.jit import Kernel
 
 HAS_WIDE_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
-"""Whether there are 32 of 16 float32 each. Else of 8 there are 16, by AVX2's count, as with NEON's 32 of 4."""
+"""Whether the CPU has AVX-512, with 32 registers of 16 float32 each. Otherwise kernels count on 16 registers of 8,
+which AVX2 has; NEON's 32 registers of 4 hold as much.
+"""
 LANES = 16 if HAS_WIDE_REGISTERS else 8
 LINE_BYTES = 64
 FLOAT, INT, WORD = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -26,7 +28,9 @@ def declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
 
 
 def prefetch_line(builder: Any, address: Any, *, once: bool = False) -> None:
-    """`once`: what is read there leaves the nearest cache past the others, which keep what they have."""
+    """Generates a prefetch of the cache line at `address`. With `once` the line is marked as read only once, so that
+    the outer caches keep what they have.
+    """
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
     function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
@@ -35,24 +39,29 @@ def prefetch_line(builder: Any, address: Any, *, once: bool = False) -> None:
 
 
 def spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:
-    """One number in every lane."""
+    """Generates a vector with `number` in every lane."""
     undefined = ir.Constant(vector, ir.Undefined)
     lanes = ir.Constant(ir.VectorType(INT, vector.count), [0] * vector.count)
     return builder.shuffle_vector(builder.insert_element(undefined, number, INT(0)), undefined, lanes)
 
 
 def multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """Generates left * right + total, of vectors."""
     kind = ir.FunctionType(FLOATS, [FLOATS, FLOATS, FLOATS])
     return builder.call(declared(builder, f"llvm.fmuladd.v{LANES}f32", kind), [left, right, total])
 
 
 def hidden(builder: Any, word: Any) -> Any:
-    """`word`, of which the compiler does not know that it is the same."""
+    """Returns `word` in a form that the compiler cannot recognise as the same value. So it loads from there again
+    instead of keeping what it loaded before in a register.
+    """
     return builder.asm(ir.FunctionType(WORD, [WORD]), "", "=r,0", [word], False)
 
 
 def load_floats(builder: Any, address: Any, num_vectors: int, element: types.Type) -> list[Any]:
-    """So many vectors, of the numbers from `address` on: float32, or the bits of bfloat16."""
+    """Generates loads of `num_vectors` vectors from `address` on. Memory holds float32 numbers or, if `element` is
+    uint16, the bits of bfloat16 numbers.
+    """
     vectors = []
     for place in range(num_vectors):
         if element == types.float32:
@@ -74,7 +83,7 @@ def store_floats(builder: Any, vector: Any, address: Any) -> None:
 
 
 def sums_of_lanes(builder: Any, vectors: list[Any]) -> Any:
-    """Of four vectors: a vector of their four sums."""
+    """Generates the sum of the lanes of each of four vectors. Returns one vector with the four sums."""
 
     def shuffled(left: Any, right: Any, lanes: list[int]) -> Any:
         return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
@@ -99,7 +108,7 @@ def sums_of_lanes(builder: Any, vectors: list[Any]) -> Any:
 
 
 def switch(builder: Any, number: Any, most: int, generate_for: Callable[[int], None]) -> None:
-    """Code for each number from 1 to `most`, of which one runs."""
+    """Generates a switch over `number`, 1 to `most`. `generate_for(n)` generates the code of case n."""
     cases = [builder.append_basic_block("case") for _ in range(most)]
     after = builder.append_basic_block("after")
     choice = builder.switch(number, cases[-1])
@@ -121,6 +130,6 @@ def _fused(_context, left, right, total):
 
 
 fused_multiply_add = cast("Kernel", _fused)
-"""`fused_multiply_add(left, right, total)`, rounded once wherever it stands. (The compiler is free to round any other
-sum of a product once or twice, in one place so and in another not.)
+"""`fused_multiply_add(left, right, total)`, for kernels: returns left * right + total, rounded once wherever it is
+used. The compiler may round any other such sum once or twice, and differently from place to place.
 """
