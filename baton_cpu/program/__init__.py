@@ -1,1 +1,3 @@
-"""Whole forwards on CPUs as one call: a program of few operations, run by a team of threads without the interpreter."""
+"""Runs whole forwards on CPUs as one call. A forward is a program of few operations, which a team of threads runs
+without the interpreter.
+"""

@@ -1,4 +1,4 @@
-"""A program as it is written down: operations over named buffers, holding the packed weights they read."""
+"""Builds programs: lists of operations over numbered buffers, together with the packed weights that they read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ from baton_cpu.program.weights import WeightMemory, packed
 from common.model.capture import HiddenCapture
 
 _LEAVE_INPUT = (Kind.INPUT_NORM, Kind.PREPARE_CHUNKS, Kind.ATTEND_CHUNKS, Kind.ATTEND)
-"""As gates do: their target is a LINEAR's input."""
+"""Kinds of operations whose target is read by a LINEAR as it is (`input_like`). A LINEAR that stores a gate leaves such
+a target too.
+"""
 
 
 LOGITS, STATES, STREAM = 0, 1, 2
-"""Buffers of every program: logits [R, vocab] float32, the states it gives out beside them, then one that may come from
-outside; of a model's the residual stream, which does not.
+"""The first three buffers of every program. LOGITS [R, vocab] is float32. STATES holds the states that the program
+returns beside the logits. STREAM may be given by the caller; in a model's program it is the residual stream, and is not
+given.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSize:
+    """The sizes of a model's attention, the same in all its layers, and the factor that scales its scores."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -36,9 +41,11 @@ class AttentionSize:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`operations` [n, fields] and `numbers` [n, 2] are what the kernel reads; `widths` are the buffers' rows, in
-    elements, `float_buffers` those of float32; `normed_width` is the widest input that is normed, converted or selected
-    on the way in; `kept` holds what `operations` has addresses of.
+    """A forward as a list of operations, as the kernel reads it.
+
+    `operations` [n, fields] and `numbers` [n, 2] describe the operations. `widths` is the row length of each buffer in
+    elements; `float_buffers` are the buffers of float32. `normed_width` is the width of the widest LINEAR input that
+    must first be normalised, converted or selected. `kept` holds the tensors whose addresses are in `operations`.
     """
 
     operations: NDArray[np.int64]
@@ -53,7 +60,9 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class FusedDecoder:
-    """A model as a program, with the rotation of every position it takes: cosines, sines [positions, head_dim]."""
+    """A model as a program, with the rotary tables of all positions that it takes: cosines and sines, each [positions,
+    head_dim].
+    """
 
     program: Program
     cosines: Tensor
@@ -61,9 +70,11 @@ class FusedDecoder:
 
 
 def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedDecoder:
-    """The same, giving out the states of `capture`, side by side, in buffer STATES.
+    """Returns `decoder` changed so that it also writes the states of `capture`, side by side, to buffer STATES. Returns
+    it unchanged if `capture` is None.
 
-    The program's layers begin with the operations that show it, and its last LINEAR norms what leaves the last.
+    The first operation of each of the program's layers must have Field.SHOWS_LAYER set, and its last LINEAR must
+    normalise the output of the last layer.
     """
     if capture is None:
         return decoder
@@ -98,8 +109,10 @@ def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedD
 
 
 class ProgramBuilder:
-    """Buffers are numbers; weights are [outputs, inputs] in `dtype`. `check` is called between parts of them, and may
-    raise.
+    """Collects the operations, buffers and weights of a program. Buffers are numbers. Weights are [outputs, inputs] in
+    `dtype`.
+
+    `check` is called between parts of the packing of weights. It may raise an exception to stop it.
     """
 
     def __init__(self, dtype: torch.dtype, check: Callable[[], None] = lambda: None) -> None:
@@ -121,8 +134,10 @@ class ProgramBuilder:
         return len(self._operations)
 
     def buffer(self, width: int, *, is_float: bool = False, is_input: bool = False) -> int:
-        """A buffer with a row of `width` for each token, in the model's dtype, float32, or as a LINEAR reads its input:
-        what ATTEND and a gate leave.
+        """Adds a buffer with a row of `width` elements for each token. Returns its number.
+
+        The buffer's dtype is the model's, float32 with `is_float`, or with `is_input` the one of a LINEAR's input.
+        Attention and gates write to buffers with `is_input`.
         """
         number = len(self._widths)
         self._widths.append(width)
@@ -133,16 +148,21 @@ class ProgramBuilder:
         return number
 
     def embed(self, weight: Tensor, target: int) -> None:
+        """Adds an EMBED: writes each token's row of `weight` to `target`."""
         self._add(Kind.EMBED, {Field.WEIGHT: self._address(weight), Field.WIDTH: weight.shape[1], Field.TARGET: target})
 
     def norm(self, source: int, target: int, weight: Tensor, *, epsilon: float, offset: int = 0) -> None:
-        """Rows of `source`, normed, to `target` from its element `offset` on."""
+        """Adds a NORM: RMS-normalises the rows of `source`, and writes them to the rows of `target`, from element
+        `offset` on.
+        """
         fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset}
         fields |= {Field.NORM: self._address(weight), Field.WIDTH: weight.shape[0]}
         self._add(Kind.NORM, fields, epsilon=epsilon)
 
     def copy(self, source: int, target: int, *, width: int, offset: int = 0) -> None:
-        """Rows of `source`, the first `width` elements, likewise."""
+        """Adds a copy of the first `width` elements of each row of `source` to the rows of `target`, from element
+        `offset` on.
+        """
         fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset, Field.WIDTH: width}
         self._add(Kind.NORM, fields)
 
@@ -159,6 +179,12 @@ class ProgramBuilder:
         selected_rows: bool = False,
         shows_layer: bool = False,
     ) -> None:
+        """Adds a LINEAR: multiplies the rows of `source` by `weight`, adds `bias`, and stores the result in `target` as
+        `store` says.
+
+        With `norm` the rows are RMS-normalised first. With `selected_rows` only the rows whose logits are wanted are
+        computed. `shows_layer` marks the first operation of a layer.
+        """
         num_outputs, width = weight.shape
         num_panels = -(-num_outputs // PANEL_WIDTH)
         normed = 0
@@ -188,10 +214,13 @@ class ProgramBuilder:
         self._add(Kind.LINEAR, fields, epsilon=epsilon)
 
     def largest(self, logits: int) -> None:
+        """Adds a LARGEST: finds the largest logit of each row."""
         self._add(Kind.LARGEST, {Field.SOURCE: logits, Field.WIDTH: self._widths[logits]})
 
     def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:
-        """silu(gate(x)) * up(x): each panel has half a panel of either."""
+        """Adds a LINEAR that computes silu(gate(x)) * up(x) of the RMS-normalised rows of `source`. Each panel of its
+        weight holds half a panel of `gate` and half a panel of `up`.
+        """
         half = PANEL_WIDTH // 2
         both = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
         self.linear(source, target, both.flatten(0, 2), norm=norm, epsilon=epsilon, store=Store.GATE)
@@ -207,6 +236,9 @@ class ProgramBuilder:
         key_norm: Tensor | None = None,
         epsilon: float = 0.0,
     ) -> None:
+        """Adds the attention of a layer. Each row of `source` holds a token's query, key and value heads, in this
+        order.
+        """
         assert self._attention in (None, size), "the layers' attention is of one size"
         self._attention = size
         fields = {
@@ -223,6 +255,7 @@ class ProgramBuilder:
             self._add(kind, fields, epsilon=epsilon, scaling=size.scaling)
 
     def program(self) -> Program:
+        """Returns the program built so far."""
         assert self._attention is not None
         return Program(
             np.array(self._operations, np.int64),

@@ -1,4 +1,4 @@
-"""How far a program is from the modules it was written down from: it is used only where both compute the same."""
+"""Compares a program with the modules that it was built from. It is used only if both compute the same."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from common.model.forward_program import ForwardProgram
 from common.model.target import TargetModel
 
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
-"""Of the whole difference, relative to the logits: sums are taken in another order, and rounded."""
+"""The largest relative difference (`relative`) that is accepted, by dtype. It is not 0, because a program adds in
+another order than PyTorch, and so rounds differently.
+"""
 
 _COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40), (47, 20), (67, 1))
-"""Tokens before and new ones, of either of two rows: a window, steps, a chunk, a window and a step over two parts."""
+"""The forwards that are compared, as (tokens before, new tokens) of each of two rows: a window, two steps, a chunk, a
+window, and a step whose attention takes two parts.
+"""
 
 _CHUNK = 40
-"""Tokens of each of two rows, compared as a prompt's chunk behind a prefix."""
+"""New tokens of each of two rows in a forward that compares a head on a chunk of a prompt, after a prefix."""
 
 
 def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[], None] = lambda: None) -> float:
-    """Of `forward`'s logits and states from those of `model`, which does not run it yet: the largest of a few forwards,
-    each relative to the model's. `check` is called between them, and may raise.
+    """Returns how far the results of `forward` are from those of `model`: the largest relative difference of logits,
+    states and KV in a few forwards. It is infinite if a largest logit is another token's.
+
+    `model` must not run the program yet. `check` is called between the forwards, and may raise.
     """
     generator = torch.Generator().manual_seed(0)
     group = model.layer_group
@@ -64,8 +70,10 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
 
 
 def head_difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dtype: torch.dtype) -> float:
-    """Of `program`'s logits and outputs from those of `head`, which does not run it yet: the largest of an extend of
-    several rows and the steps behind it, each relative to the head's. `captured_size`: states * H.
+    """Returns how far the results of `program` are from those of `head`: the largest relative difference of logits,
+    hidden states and KV in an extend of several rows, two steps after it, and an extend by a chunk.
+
+    `head` must not run the program yet. `captured_size` is the width of the captured states: number of states * H.
     """
     generator = torch.Generator().manual_seed(0)
     group, num_rows, num_read = head.layer_group, 2, 4
@@ -115,10 +123,13 @@ def _apart(expected: DraftOutput, seen: DraftOutput) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
+    """Returns the largest relative difference that is accepted between a program and its modules."""
     return _TOLERANCE[dtype]
 
 
 def relative(seen: Tensor, expected: Tensor) -> float:
-    """How far `seen` is from `expected`, by its size."""
+    """Returns the norm of the difference of both tensors, divided by the norm of `expected`. It is infinite if `seen`
+    is not finite.
+    """
     distance, size = (seen.float() - expected.float()).norm(), expected.float().norm()
     return float("inf") if not torch.isfinite(distance) else float(distance / size)

@@ -1,6 +1,7 @@
-"""`python -m baton_cpu.program.compile DTYPE DIRECTORY PARENT NICENESS`: compile the kernels, keep them in DIRECTORY.
+"""`python -m baton_cpu.program.compile DTYPE DIRECTORY PARENT NICENESS` compiles the kernels for DTYPE and keeps them
+in DIRECTORY.
 
-Ends with process PARENT, whose child it is.
+PARENT is the process id of the parent. The process ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _end_with_parent(parent: int) -> None:
 if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, args=(int(sys.argv[3]),), daemon=True).start()
     os.nice(int(sys.argv[4]))
-    import torch  # seconds, in which the parent may end
+    import torch  # it takes seconds, in which the parent may end
 
     from baton_cpu.program.fusing import load_kernels
 

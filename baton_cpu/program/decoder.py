@@ -1,4 +1,4 @@
-"""A decoder-only model of transformers, written down as a program."""
+"""Writes down a decoder-only model of transformers as a program."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from common.host.memory import require_room
 from common.model.forward_program import NewProgram
 
 _MAX_POSITIONS = 131_072  # 64 MB of cosines and sines at a head_dim of 128 in bfloat16
-_MORE_POSITIONS = 64  # drafted past the model's last
+_MORE_POSITIONS = 64  # for drafts past the model's last position
 _KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
 
 def can_fuse(model: nn.Module) -> bool:
-    """Whether `decoder_of` knows the model's class, dtype and sizes. That it computes what the model does is to be
-    seen by running both.
+    """Returns whether `decoder_of` knows the model's class, dtype and sizes. Only running both shows whether the
+    program computes what the model does.
     """
     if type(model) not in _KNOWN:
         return False
@@ -44,15 +44,19 @@ def can_fuse(model: nn.Module) -> bool:
 
 
 def decoder_of(model: nn.Module) -> NewProgram:
-    """What writes down `model`, which `can_fuse`, as it is now: it may be changed before that is called. The decoder
-    has packed weights of its own and shares embedding and norms.
+    """Returns a function that writes down `model` as a program. `can_fuse(model)` must be true.
+
+    The function uses the weights that the model has now, so the model's modules may be replaced before it is called.
+    The program has packed weights of its own, and shares the embedding and the norms.
     """
     base = _base(model)
     return partial(_write, _parts(model), base.rotary_emb, num_positions=_config(model).max_position_embeddings)
 
 
 def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, head_dim] of a model that has so many positions, and of drafts past them."""
+    """Returns the rotary tables of a model with `num_positions` positions, and of drafts past them: cosines and sines,
+    each [positions, head_dim].
+    """
     positions = torch.arange(min(num_positions + _MORE_POSITIONS, _MAX_POSITIONS))
     cosines, sines = rope(torch.zeros((1, 1, 1), dtype=dtype), positions.unsqueeze(0))
     return cosines[0].contiguous(), sines[0].contiguous()
@@ -60,7 +64,7 @@ def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class _LayerParts:
-    """The weights of a layer."""
+    """The weights of one layer."""
 
     heads: tuple[Tensor, ...]
     head_biases: tuple[Tensor, ...]
@@ -80,7 +84,7 @@ class _LayerParts:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The weights of a model, wherever it keeps them by now."""
+    """The weights of a model, held independently of its modules."""
 
     embedding: Tensor
     layers: Sequence[_LayerParts]
@@ -91,7 +95,7 @@ class _Parts:
 
     @property
     def needed_bytes(self) -> int:
-        """To pack them: what is packed, and the two of a gate side by side meanwhile."""
+        """The memory that packing needs: the packed weights, and a layer's gate and up weights joined for a moment."""
         packed = self.head.nbytes + sum(layer.packed_bytes for layer in self.layers)
         return packed + max(layer.gate.nbytes + layer.up.nbytes for layer in self.layers)
 
@@ -128,7 +132,7 @@ def _layer_parts(layer: Any) -> _LayerParts:
 
 @torch.no_grad()
 def _write(parts: _Parts, rope: nn.Module, check: Callable[[], None], *, num_positions: int) -> FusedDecoder:
-    require_room(parts.needed_bytes)  # before any of it is taken from what others use
+    require_room(parts.needed_bytes)  # raises before memory is taken that others need
     return FusedDecoder(_program(parts, check), *rotation(rope, parts.embedding.dtype, num_positions))
 
 
@@ -188,7 +192,7 @@ def _attention_size(attention: Any) -> AttentionSize:
 
 
 def _biased(model: nn.Module) -> Sequence[nn.Module]:
-    """The layers whose biases a program can have."""
+    """Returns the linear layers of `model` that may have a bias in a program: q, k and v."""
     attentions = [layer.self_attn for layer in _base(model).layers]
     return [part for block in attentions for part in (block.q_proj, block.k_proj, block.v_proj)]
 

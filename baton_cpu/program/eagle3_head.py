@@ -1,4 +1,6 @@
-"""An EAGLE-3 head, written down as two programs: over what the target captured, and over its own outputs."""
+"""Writes down an EAGLE-3 head as two programs: one reads the states that the target captured, one the head's own
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,27 @@ from common.model.forward_program import NewProgram
 from common.model.target import TargetModel
 
 _OUTPUT, _INPUT = STATES, STREAM
-"""Buffers: what the head gives out, which until then is its residual stream; and what it reads beside the tokens."""
+"""Buffers of a head's programs. _OUTPUT holds the head's residual stream and, at the end, what the head returns. _INPUT
+holds the states that it reads beside the tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPrograms:
-    """A head with one layer as programs: over the states that the target captured, and over its own outputs."""
+    """The programs of a one-layer head. `extend` reads the states that the target captured; `step` reads the head's own
+    outputs.
+    """
 
     extend: FusedDecoder
     step: FusedDecoder
 
 
 def programs_of(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewProgram | None:
-    """What writes down the head in `checkpoint`, whose tensors fit `spec` and `target`. None where it is of another
-    dtype or sizes than kernels know, norms each captured state by itself, or has the target's output head.
+    """Returns a function that writes down the head in `checkpoint` as programs, or None if kernels cannot run it. The
+    tensors in `checkpoint` must fit `spec` and `target`.
+
+    Kernels cannot run heads of unknown dtype or sizes, heads that normalise each captured state by itself, and heads
+    that use the target's output head.
     """
     block, dtype = spec.block, target.dtype
     widths = (block.hidden_size, spec.target_hidden_size, block.intermediate_size, block.num_heads * block.head_dim)
@@ -56,7 +65,7 @@ def programs_of(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -
 
 @torch.no_grad()
 def _write(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel, check: Callable[[], None]) -> HeadPrograms:
-    require_room(checkpoint.num_bytes)  # before any of it is taken from what others use
+    require_room(checkpoint.num_bytes)  # raises before memory is taken that others need
     tables = rotation(LlamaRotaryEmbedding(spec.block.rope), target.dtype, target.max_context_tokens)
     table: Tensor = target.input_embeddings.weight.detach()  # type: ignore[operator]
     extend, step = _programs(checkpoint.untaken(), spec, table, ProgramBuilder(target.dtype, check))
@@ -66,7 +75,9 @@ def _write(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel, check:
 def _programs(
     checkpoint: Checkpoint, spec: Eagle3Spec, embedding: Tensor, builder: ProgramBuilder
 ) -> tuple[Program, Program]:
-    """Programs with the same weights, which begin otherwise. `embedding` is the target's."""
+    """Builds the programs `extend` and `step`. They have the same weights, and differ in their first operations.
+    `embedding` is the target's; it is used if the checkpoint has none.
+    """
     block, size, epsilon = spec.block, spec.block.hidden_size, spec.block.norm_epsilon
     prefix = "midlayer." if checkpoint.has_prefix("midlayer.") else "layers.0."
     heads_size, kv_size = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim

@@ -1,4 +1,4 @@
-"""Forwards of a model by its program: what TargetModel calls instead of the model's layers."""
+"""Runs a model's forwards by its program. TargetModel calls this instead of the model's layers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from common.sampling.operators import Largest
 _MAX_BUFFERS = 12
 NUM_CALL_WORDS = Call.BUFFERS + 2 * _MAX_BUFFERS
 _ALIGNMENT = 64
-_ITEMS_A_THREAD = 4  # of ATTEND, so that threads end together
-_MOST_PARTS = 16  # of an item: a long request beside short ones is not one thread's
+_ITEMS_A_THREAD = 4  # of ATTEND: several, so that threads end together
+_MOST_PARTS = 16  # in an item, so that a long request among short ones is shared by threads
 _MAX_PARTS_BYTES = 64 << 20
 _COLUMNS = np.array(
     [
@@ -80,13 +80,12 @@ _OF_WINDOWS = np.array(
 
 @dataclass(frozen=True, slots=True)
 class _ChunkParts:
-    """How the attention of one forward's chunks is cut into items.
+    """How the attention of a forward's chunks is cut into items. A chunk is a row with more than MAX_QUERIES new
+    tokens. Rows are given by their index in the batch.
 
-    Of the rows with more than MAX_QUERIES new tokens, each by its place in the batch.
-
-    Shapes: key_parts [n, 2] int64, a row and the position of a panel's first key; query_parts [n, 2] int64, a row and
-    the first of some new tokens, those with most to attend first, so that threads end together; packed_starts [B + 1]
-    int64, where each row's panels begin, in tokens.
+    `key_parts` [n, 2] int64: a row, and the position of the first key of a panel. `query_parts` [n, 2] int64: a row,
+    and the index of the first of up to QUERY_TOKENS new tokens. Those with most tokens to attend come first, so that
+    threads end together. `packed_starts` [B + 1] int64: where each row's panels begin, in tokens.
     """
 
     key_parts: NDArray[np.int64]
@@ -95,7 +94,7 @@ class _ChunkParts:
 
     @property
     def num_tokens(self) -> int:
-        """Whose keys and values are packed."""
+        """The number of tokens whose keys and values are packed. It includes the tokens that pad panels."""
         return int(self.packed_starts[-1])
 
     @classmethod
@@ -122,7 +121,9 @@ class _ChunkParts:
 
 
 class _Windows:
-    """Where the new tokens of each request begin, and which they attend: of a window by a mask, of a chunk in parts."""
+    """Where each row's new tokens begin, and which tokens they attend. A row with few new tokens, a window, has a mask.
+    A chunk attends in parts.
+    """
 
     def __init__(self, batch: ForwardInput) -> None:
         self.extend_lens = extend_lens = _extend_lens(batch)
@@ -138,16 +139,19 @@ class _Windows:
             *(len(chunks.query_parts), _address(chunks.query_parts)),
             _address(chunks.packed_starts),
         )
-        """As a call has them by _OF_WINDOWS."""
+        """The values of a call's words, in the order of _OF_WINDOWS."""
 
     def are_of(self, batch: ForwardInput) -> bool:
+        """Returns whether these windows also describe `batch`."""
         return self.is_for_any and batch.tree_mask is None and self.extend_lens == _extend_lens(batch)
 
 
 class FusedForward:
-    """A ForwardProgram. Forwards of more than `max_tokens` are not taken. One thread prepares at a time, one computes.
+    """A ForwardProgram: runs a program by a team of threads. Forwards of more than `max_tokens` tokens are not taken.
+    One thread at a time may prepare, and one may compute.
 
-    It keeps rows of its buffers for the most tokens it has met, and one layer's K and V of the longest chunks.
+    It keeps buffers for the most tokens of any forward so far, and memory for one layer's packed K and V of the longest
+    chunks so far.
     """
 
     def __init__(self, decoder: FusedDecoder, team: Team, *, max_tokens: int) -> None:
@@ -171,7 +175,7 @@ class FusedForward:
         self._layer_stops = {int(program.operations[place, Field.LAYER]): place + 1 for place in attends}
 
     def close(self, timeout_s: float) -> bool:
-        """End the team. False when a thread did not end within `timeout_s`."""
+        """Ends the team's threads. Returns False if one of them did not end within `timeout_s`."""
         return self._team.close(timeout_s)
 
     @property
@@ -291,8 +295,9 @@ class FusedForward:
         addresses[inner.start : inner.stop, 0] = [buffer.data_ptr() for buffer in self._buffers]
 
     def _groups(self, extend_lens: tuple[int, ...], max_seq_len: int) -> tuple[int, int]:
-        """In how many each request's parts are taken, and the bytes that parts leave: threads share few requests, and
-        long ones.
+        """Returns into how many groups the parts of each request's attention are divided, and how many bytes the
+        results of all parts take. Several groups let threads share few requests, and long ones. With one group no
+        part's result is stored: (1, 0).
         """
         attention = self._program.attention
         num_queries = attention.num_heads * sum(num for num in extend_lens if num <= MAX_QUERIES)
@@ -310,7 +315,7 @@ class FusedForward:
         )
 
     def _scratch_bytes(self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...], max_seq_len: int) -> int:
-        """Of each thread; a multiple of 64."""
+        """Returns the scratch memory of each thread in bytes, a multiple of 64."""
         attention, itemsize = self._program.attention, input_dtype(self._program.dtype).itemsize
         num_few = max((num for num in extend_lens if num <= MAX_QUERIES), default=0)
         wanted = attending.scratch_bytes(
@@ -325,8 +330,10 @@ class FusedForward:
 
 
 class FusedHead(HeadProgram):
+    """A draft head that runs by its two programs."""
+
     def __init__(self, extend: ForwardProgram, step: ForwardProgram) -> None:
-        """Of HeadPrograms."""
+        """`extend` and `step` run the two programs of a HeadPrograms."""
         self._extend = extend
         self._step = step
 
@@ -347,7 +354,7 @@ def _output(program: ForwardProgram, batch: ForwardInput, beside: Tensor) -> Dra
 
 
 class _Memory:
-    """`num_bytes` at `address`, a multiple of 64, for as long as this is kept."""
+    """Memory of `num_bytes` at `address`, a multiple of 64. It stays allocated as long as this object is referenced."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -356,12 +363,13 @@ class _Memory:
 
 
 class _Room:
-    """Memory that grows, and whose content means nothing from one use to the next."""
+    """Memory that grows. Its content is not kept from one use to the next."""
 
     def __init__(self) -> None:
         self._memory = _Memory(0)
 
     def of(self, num_bytes: int) -> _Memory:
+        """Returns memory of at least `num_bytes`."""
         if self._memory.num_bytes < num_bytes:
             self._memory = _Memory(2 * num_bytes)
         return self._memory

@@ -1,4 +1,5 @@
-"""From models written down to programs in use: kernels compiled once on a machine, seen to compute what the model does.
+"""Turns models into programs in use: compiles the kernels once on a machine, and checks that a program computes what
+its model does.
 
 model.new_decoder ──▶ packed weights, operations ─┐
 compiled kernel, made or found on the disk ───────┼─▶ FusedForward ─▶ compared with the model ─▶ model.run_program
@@ -36,10 +37,10 @@ from common.model.target import TargetModel
 
 _BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 _CLOSE_TIMEOUT_S = 5.0
-_COMPILE_TIMEOUT_S = 900.0  # it takes some 20 s of a core that it has for itself, at the lowest priority
+_COMPILE_TIMEOUT_S = 900.0  # compiling takes some 20 s of a core of its own, at low priority
 
 _KERNELS: dict[torch.dtype, Kernel] = {}
-"""Of this process."""
+"""The kernels that this process has loaded, by the model's dtype."""
 
 Check = Callable[[], None]
 
@@ -54,13 +55,18 @@ def fuse(
     check: Check = lambda: None,
     log: Log = NO_LOG,
 ) -> float:
-    """As `CpuEngine.fuse` says. A head whose programs differ too much from its layers goes on by its layers."""
+    """Makes `model` run its forwards as one program, and `draft` as well if it has programs. Returns the relative
+    difference between the program's logits and the model's.
+
+    `CpuEngine.fuse` explains the arguments and exceptions. A head whose programs differ too much from its layers goes
+    on running its layers.
+    """
     dtype = model.dtype
     try:
         _load_kernels(dtype, niceness, check, log)
         decoders = _decoders(model, draft, check, log)
     finally:
-        model.new_decoder = None  # and with it weights that operators have packed for themselves
+        model.new_decoder = None  # also frees weights that operators have packed for themselves
         if draft is not None:
             draft.new_programs = None
     forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
@@ -80,7 +86,9 @@ def fuse(
 
 
 def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Log) -> list[FusedDecoder]:
-    """The target's; then the head's for extend and for step, where it has programs and there is room for them."""
+    """Returns the target's program. The head's programs for extend and for step follow if it has any and memory
+    suffices.
+    """
     assert model.new_decoder is not None
     decoder = model.new_decoder(check)
     assert isinstance(decoder, FusedDecoder), "another engine's"
@@ -89,7 +97,7 @@ def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Lo
         return [target]
     try:
         programs = draft.new_programs(check)
-    except OSError as error:  # no room
+    except OSError as error:  # too little memory
         log.warning("fused_draft_head_failed", error=str(error))
         return [target]
     assert isinstance(programs, HeadPrograms), "another engine's"
@@ -99,7 +107,9 @@ def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Lo
 def _compared_head(
     draft: PagedHead, forwards: Sequence[ForwardProgram], model: TargetModel, log: Log
 ) -> HeadProgram | None:
-    """None, logged, when it computes something else than `draft` does, which goes on as it was."""
+    """Returns the head that runs by its programs, or None if they compute something else than `draft`. That is logged,
+    and `draft` goes on as it was.
+    """
     head = FusedHead(*forwards)
     captured_size = draft.capture.num_states * model.hidden_size
     apart = head_difference(draft, head, captured_size=captured_size, dtype=model.dtype)
@@ -110,7 +120,9 @@ def _compared_head(
 
 
 def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_tokens: int) -> list[ForwardProgram]:
-    """With one team of `num_threads`, so only one of them runs at a time. After `load_kernels`."""
+    """Returns a ForwardProgram for each decoder. They share one team of `num_threads`, so only one of them may run at a
+    time. Call `load_kernels` before.
+    """
     dtype = decoders[0].program.dtype
     kernel, like = _KERNELS[dtype], np.zeros(1, _BITS[dtype])
     team = Team(
@@ -127,8 +139,11 @@ def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_toke
 
 
 def _load_kernels(dtype: torch.dtype, niceness: int, check: Check, log: Log) -> None:
-    """From where this process keeps kernels, once they are there; what is damaged there is made anew, and what cannot
-    be kept there is made for this process. Raises StartupError.
+    """Loads the kernels for `dtype` from the directory in which this process keeps kernels, and compiles them first if
+    they are not there or damaged.
+
+    Kernels that cannot be kept there are compiled for this process alone. Raises StartupError if they cannot be
+    compiled.
     """
     if (kept := kernels_dir()) is not None:
         try:
@@ -171,7 +186,7 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Che
     kernels = made()
     try:
         is_from_cache = load_kernels(kernels, dtype)
-    except Exception as error:  # whatever its reader says
+    except Exception as error:  # reading a damaged file may raise anything
         log.warning("kernels_damaged", error=repr(error))
         shutil.rmtree(directory, ignore_errors=True)
         is_from_cache = load_kernels(made(), dtype)
@@ -180,9 +195,10 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Che
 
 
 def load_kernels(directory: Path, dtype: torch.dtype) -> bool:
-    """Load what `directory` holds of them, or compile them and leave them there. False when they had to be compiled.
+    """Loads the kernels for `dtype` from `directory`, or compiles them and keeps them there. Returns False if they had
+    to be compiled.
 
-    What is damaged there raises whatever its reader does.
+    A damaged file there may raise any exception.
     """
     array, word = numba.types.Array, numba.types.int64
     words, like = array(word, 1, "C"), array(numba.from_dtype(np.dtype(_BITS[dtype])), 1, "C")

@@ -1,7 +1,7 @@
-"""Weights in the panels that `dot_products` reads, in large pages where the system has them.
+"""Packs weights into the panels that `dot_products` reads, in large memory pages if the system has them.
 
-A step reads them from one end to the other: with pages of 4 KiB it looks up tens of thousands of them, in a virtual
-machine twice.
+A decode step reads all weights from one end to the other. With pages of 4 KiB the CPU looks up tens of thousands of
+pages, and looks up each twice in a virtual machine.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from common.host.untouched_memory import untouched_zeros
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
-_PART_BYTES = 64 << 20  # packed between two checks
+_PART_BYTES = 64 << 20  # of weights, packed between two calls of `check`
 
 
 class WeightMemory:
-    """Hands out tensors, which keep their memory for as long as they live."""
+    """Allocates memory for weights. It is cut from large chunks, and a chunk lives as long as a tensor in it."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used_bytes = 0
 
     def zeros(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """A [num_elements] tensor of zeros at a multiple of 64 bytes."""
+        """Returns a tensor [num_elements] of zeros, whose address is a multiple of 64."""
         num_bytes = num_elements * dtype.itemsize
         if self._used_bytes + num_bytes + _ALIGNMENT > self._chunk.shape[0]:
             chunk_bytes = max(num_bytes + _ALIGNMENT, _CHUNK_BYTES)
@@ -38,12 +38,15 @@ class WeightMemory:
 
 
 def step_of(dtype: torch.dtype) -> int:
-    """Numbers of a row in a step. `dtype` is bfloat16 or float32."""
+    """Returns how many numbers of a weight's row make a step, the unit of 4 bytes in panels. `dtype` is bfloat16 or
+    float32.
+    """
     return {torch.bfloat16: 2, torch.float32: 1}[dtype]
 
 
 def packed(weight: Tensor, memory: WeightMemory, check: Callable[[], None]) -> Tensor:
-    """`weight` [outputs, inputs], whose inputs are whole steps, in panels. Missing outputs of the last are 0.
+    """Returns `weight` [outputs, inputs] packed into panels: [panels, steps, PANEL_WIDTH, numbers of a step]. A row's
+    inputs must be a whole number of steps. Outputs that the last panel lacks are 0.
 
     `check` is called before each 64 MiB, and may raise.
     """
@@ -53,7 +56,7 @@ def packed(weight: Tensor, memory: WeightMemory, check: Callable[[], None]) -> T
     num_panels = -(-num_outputs // PANEL_WIDTH)
     storage = memory.zeros(num_panels * PANEL_WIDTH * num_inputs, weight.dtype)
     whole = num_outputs // PANEL_WIDTH
-    steps = weight.contiguous().view(torch.int32)  # steps are moved as one number: several times faster than as two
+    steps = weight.contiguous().view(torch.int32)  # a step is moved as one number, several times faster than as two
     panels = storage.view(torch.int32).view(num_panels, num_inputs // step, PANEL_WIDTH)
     in_part = max(1, _PART_BYTES // (PANEL_WIDTH * num_inputs * weight.itemsize))
     for first in range(0, whole, in_part):
