@@ -1,8 +1,10 @@
-"""Attention of one request of few new tokens: rotate, write their KV to the pool, attend over its slots.
+"""Attention of requests with few new tokens: rotate queries and keys, write the new KV to the pool, attend over the
+request's slots.
 
-A request's tokens are taken in parts of PART_TOKENS: scores, weights and sums of values of each as if there were no
-other, joined in their order. An item is a group of parts, so that threads share even one request; who ends the last
-group of a request joins them. What comes out depends neither on the number of groups nor on who joined.
+A request's tokens are divided into parts of PART_TOKENS. Each part has scores, weights and sums of values as if there
+were no other part, and the parts' results are joined in order. An item is a group of parts, so that threads can share
+even a single request. The thread that ends a request's last group joins its parts. The result depends neither on the
+number of groups nor on the thread that joins them.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ PART_TOKENS = 64
 
 
 def part_bytes(num_queries: int, head_dim: int) -> int:
-    """Of what a part leaves, for so many queries: their sums of values, then highest scores, then sums of weights."""
+    """Returns the bytes of one part's result for `num_queries` queries. The result holds their sums of values, then
+    their highest scores, then their sums of weights.
+    """
     return 4 * num_queries * (head_dim + 2)
 
 
 def scratch_bytes(num_queries: int, num_of_head: int, head_dim: int) -> int:
-    """Of a thread that attends, of the request with most queries: of all heads, and of one KV head."""
+    """Returns the scratch memory of one thread in bytes, for the request with most queries. A query is one head of one
+    new token. `num_queries` counts those of all heads, `num_of_head` those of one KV head.
+    """
     return 2 * part_bytes(num_queries, head_dim) + 4 * (
         (num_queries + 1) * head_dim + num_of_head * PART_TOKENS + NUM_LANES
     )
@@ -35,7 +41,9 @@ def scratch_bytes(num_queries: int, num_of_head: int, head_dim: int) -> int:
 
 @jit
 def rotate(source, weight, epsilon, cosines, sines, target, like):
-    """One head, as float32 of what the model's dtype holds, to `target`; normed before where there is a `weight`."""
+    """Applies rotary embedding to one head, and writes it to `target` [head_dim] float32, rounded to the model's dtype.
+    If `weight` is an address, the head is RMS-normalised first; 0 means that there is no norm.
+    """
     head_dim = target.shape[0]
     half = head_dim // 2
     if weight:
@@ -57,19 +65,23 @@ def rotate(source, weight, epsilon, cosines, sines, target, like):
 
 @jit
 def _angles(call, token, head_dim, like):
+    """Returns the cosines and sines of a token's position, each [head_dim]."""
     place = words(call[Call.POSITIONS], call[Call.NUM_TOKENS])[token] * head_dim * like.itemsize
     return elements(call[Call.COSINES] + place, head_dim, like), elements(call[Call.SINES] + place, head_dim, like)
 
 
 @jit
 def _qkv(call, fields, token, like):
+    """Returns a token's query, key and value heads, one after the other."""
     numbers = (fields[Field.NUM_HEADS] + 2 * fields[Field.NUM_KV_HEADS]) * fields[Field.HEAD_DIM]
     return buffer_row(call, fields[Field.SOURCE], token, numbers, 0, like)
 
 
 @jit
 def _rotate_queries(call, fields, epsilon, scaling, first, num_new, queries, like):
-    """To `queries`: [KV heads, new tokens, query heads of each, head_dim]."""
+    """Rotates and scales the request's queries, and writes them to address `queries`: [KV heads, new tokens, query
+    heads of each, head_dim] float32.
+    """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_shared = fields[Field.NUM_HEADS] // num_kv_heads
     for m in range(num_new):
@@ -87,7 +99,7 @@ def _rotate_queries(call, fields, epsilon, scaling, first, num_new, queries, lik
 
 @jit
 def _write_kv(call, fields, epsilon, token, keys, values, scratch, like):
-    """Of a new token, to its slot."""
+    """Rotates a new token's keys, and writes its keys and values to its slot."""
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     qkv = _qkv(call, fields, token, like)
     cosines, sines = _angles(call, token, head_dim, like)
@@ -107,7 +119,9 @@ def _write_kv(call, fields, epsilon, token, keys, values, scratch, like):
 
 @jit
 def _mask(call, first, num_new, num_shared, begin, num_unmasked, num_tokens, scores):
-    """Of a part's tokens, from `begin` on, those that a query does not attend. Says whether there are any."""
+    """Sets to -inf the scores of the tokens that a query does not attend, in the part that begins at token `begin`.
+    Returns whether there are any.
+    """
     width = call[Call.ATTENDED_WIDTH]
     attended = array_at(pointer(call[Call.ATTENDED]), (call[Call.NUM_TOKENS] * width,), np.bool_)
     masks = False
@@ -122,7 +136,9 @@ def _mask(call, first, num_new, num_shared, begin, num_unmasked, num_tokens, sco
 
 @jit
 def _weigh(scores, num_tokens, lanes):
-    """One query's scores of a part, to weights. Returns the highest score and the weights' sum; -inf and 0 of none."""
+    """Turns one query's scores of a part into weights, in place. Returns the highest score and the sum of the weights,
+    or -inf and 0 if the query attends none of the part's tokens.
+    """
     for t in range(num_tokens, PART_TOKENS):
         scores[t] = -np.inf
     highest = largest(scores, PART_TOKENS, lanes)
@@ -137,7 +153,9 @@ def _weigh(scores, num_tokens, lanes):
 
 @jit
 def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):
-    """Adds the values of tokens some queries of which do not attend: of those nothing is read."""
+    """Adds the weighted values of the tokens `begin` .. `end` - 1, which some queries do not attend. A value that has a
+    weight of 0 is not read.
+    """
     places = words(slots, end)
     for t in range(begin, end):
         value = elements(plane + places[t] * token_bytes, sums.shape[1], like)
@@ -150,7 +168,9 @@ def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):
 
 @jit
 def _join(joined, part, num_queries, head_dim):
-    """Adds a part to those before it. Rounds alike wherever it is called."""
+    """Adds the result of one part to `joined`, the result of the parts before it. It rounds the same wherever it is
+    called.
+    """
     own = array_at(pointer(part), (num_queries * (head_dim + 2),), np.float32)
     all_ = array_at(pointer(joined), (num_queries * (head_dim + 2),), np.float32)
     highest, total = num_queries * head_dim, num_queries * (head_dim + 1)
@@ -170,7 +190,9 @@ def _join(joined, part, num_queries, head_dim):
 def _attend_part(
     call, fields, b, first, num_new, begin, num_own, num_near, keys, values, slots, queries, part, weights_at, like
 ):
-    """The `num_own` tokens from `begin` on, as if there were no other, to `part`."""
+    """Attends the `num_own` tokens from `begin` on as if there were no others, and writes the result to address `part`.
+    The `num_near` tokens from `begin` on belong to the same item, and may be prefetched.
+    """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_queries = num_new * fields[Field.NUM_HEADS]
     num_shared = fields[Field.NUM_HEADS] // num_kv_heads
@@ -217,7 +239,9 @@ def _attend_part(
 
 @jit
 def _few_tokens_before(starts, b):
-    """New tokens of the requests before `b` that attend here, and not as chunks: what they leave lies before."""
+    """Returns the number of new tokens of the requests before `b`, without those that attend as chunks. The results of
+    their parts lie in memory before those of `b`.
+    """
     total = np.int64(0)
     for other in range(b):
         num_new = starts[other + 1] - starts[other]
@@ -227,13 +251,16 @@ def _few_tokens_before(starts, b):
 
 @jit
 def _num_unmasked(call, b):
-    """Of the request's tokens: those that all its queries attend."""
+    """Returns how many of the request's tokens all of its queries attend."""
     num_rows = call[Call.NUM_ROWS]
     return words(call[Call.SEQ_LENS], num_rows)[b] - words(call[Call.NUM_MASKED], num_rows)[b]
 
 
 @jit
 def attend(call, fields, epsilon, scaling, item, scratch, like):
+    """Computes an item of ATTEND: a group of parts of one request. Does nothing for a request with more than
+    MAX_QUERIES new tokens, which attends as a chunk.
+    """
     num_groups = call[Call.NUM_GROUPS]
     b, group = item // num_groups, item % num_groups
     starts = words(call[Call.STARTS], call[Call.NUM_ROWS] + 1)
@@ -307,6 +334,7 @@ def attend(call, fields, epsilon, scaling, item, scratch, like):
 
 @jit
 def _clear(joined, num_queries, head_dim):
+    """Sets `joined` to the result of no parts: sums of 0, and highest scores of -inf."""
     numbers = array_at(pointer(joined), (num_queries * (head_dim + 2),), np.float32)
     numbers[:] = 0
     numbers[num_queries * head_dim : num_queries * (head_dim + 1)] = -np.inf
@@ -314,6 +342,7 @@ def _clear(joined, num_queries, head_dim):
 
 @jit
 def _give_out(call, fields, first, num_new, joined, like):
+    """Divides each query's sum of values by its sum of weights, and writes the result to the target buffer."""
     num_heads, head_dim = fields[Field.NUM_HEADS], fields[Field.HEAD_DIM]
     num_shared = num_heads // fields[Field.NUM_KV_HEADS]
     num_queries, inputs = num_new * num_heads, input_like(like)

@@ -1,16 +1,18 @@
-"""Attention of chunks, of more new tokens than a decode step has: matrix products over keys and values in panels.
+"""Attention of chunks, which have more new tokens than a decode step: matrix products over keys and values in panels.
 
 PREPARE_CHUNKS   an item: the tokens of one panel of keys, of one request and all its KV heads
                  new ones: (norm) ▸ rotate ▸ write KV      all: K and V from the pool to panels, for all queries
 ATTEND_CHUNKS    an item: one KV head of one request, some new tokens
                  (norm) ▸ rotate queries ▸ for a block of keys at a time: scores ▸ weights ▸ sums of values
 
-    packed, of one request and KV head, with T its tokens in whole panels and D the head_dim in whole panels
+Keys and values are packed for each request and KV head. T is its number of tokens and D is head_dim, both rounded up to
+whole panels. A step is 4 bytes of a row: two bfloat16 numbers or one float32.
+
     keys     [T / PANEL_WIDTH, head_dim / step, PANEL_WIDTH, step]
     values   [D / PANEL_WIDTH, T / step, PANEL_WIDTH, step]
 
-Softmax is in float32, its maximum and sum running over the blocks; weights are rounded to the model's dtype before
-they meet the values, and divided by their sum behind them.
+Softmax is computed in float32. Its maximum and sum are updated from block to block. Weights are rounded to the model's
+dtype before they are multiplied by the values; the result is divided by the sum of the weights at the end.
 """
 
 from __future__ import annotations
@@ -25,25 +27,26 @@ from baton_cpu.program.kernel.numbers import input_like, kept, rounded
 from baton_cpu.program.kernel.operations import Call, Field, array_at, buffer_row, copy_elements, elements, words
 
 QUERY_TOKENS = 64
-"""New tokens of an item: so many that the panels they read stay a small part of the work, so few that threads end
-together."""
+"""New tokens of an item. They are so many that reading the panels is a small part of the work, and so few that threads
+end together.
+"""
 BLOCK_KEYS = 512
-"""Of an item's pass: their panels stay in a core's second cache for all its queries."""
+"""Keys that an item reads at a time. Their panels stay in a core's second-level cache for all queries of the item."""
 _BLOCK_PANELS = BLOCK_KEYS // PANEL_WIDTH
 
 
 def packed_tokens(num_tokens: int) -> int:
-    """Tokens that a request of so many takes in the packed panels."""
+    """Returns `num_tokens` rounded up to whole panels."""
     return -(-num_tokens // PANEL_WIDTH) * PANEL_WIDTH
 
 
 def packed_numbers(num_packed_tokens: int, num_kv_heads: int, head_dim: int) -> int:
-    """Of keys and values together."""
+    """Returns how many numbers the packed keys and values take together."""
     return num_packed_tokens * num_kv_heads * (head_dim + packed_tokens(head_dim))
 
 
 def scratch_bytes(num_shared: int, head_dim: int, input_itemsize: int) -> int:
-    """Of a thread that attends, for `num_shared` query heads a KV head."""
+    """Returns the scratch memory of one thread in bytes. `num_shared` is the number of query heads of each KV head."""
     num_queries = num_shared * QUERY_TOKENS
     width = packed_tokens(head_dim)
     floats = num_queries * (width + 2) + MAX_ROWS * (BLOCK_KEYS + PANEL_WIDTH) + head_dim
@@ -52,7 +55,9 @@ def scratch_bytes(num_shared: int, head_dim: int, input_itemsize: int) -> int:
 
 @jit
 def _packed_head(call, fields, b, h, like):
-    """Address of a request's keys of a KV head, of its values, and its tokens in whole panels."""
+    """Returns where KV head `h` of request `b` is packed: the address of its keys, the address of its values, and the
+    request's number of tokens in whole panels.
+    """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     width = (head_dim + PANEL_WIDTH - 1) // PANEL_WIDTH * PANEL_WIDTH
     starts = words(call[Call.PACKED_STARTS], call[Call.NUM_ROWS] + 1)
@@ -64,6 +69,9 @@ def _packed_head(call, fields, b, h, like):
 
 @jit
 def prepare_chunks(call, fields, epsilon, item, scratch, like):
+    """Computes an item of PREPARE_CHUNKS: writes the KV of its new tokens to the pool, and packs all its tokens into
+    panels.
+    """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     size = like.itemsize
     step = 4 // size
@@ -110,7 +118,7 @@ def prepare_chunks(call, fields, epsilon, item, scratch, like):
                 for d in range(0, head_dim, step):
                     for e in range(step):
                         panel[(d * PANEL_WIDTH) + j * step + e] = key[d + e]
-            else:  # zeros: weights of 0 make 0 of them
+            else:  # zeros, which weights of 0 leave 0; other memory might be NaN
                 for d in range(0, head_dim, step):
                     for e in range(step):
                         panel[(d * PANEL_WIDTH) + j * step + e] = 0
@@ -127,7 +135,9 @@ def prepare_chunks(call, fields, epsilon, item, scratch, like):
 
 @jit
 def _mask(scores, num_panels, num_visible):
-    """Of a row's scores, `num_panels` panels with those of MAX_ROWS rows in each, the ones from `num_visible` on."""
+    """Sets a row's scores from `num_visible` on to -inf. The scores are in `num_panels` panels, each of which holds
+    scores of MAX_ROWS rows.
+    """
     for p in range(num_visible // PANEL_WIDTH, num_panels):
         first = p * MAX_ROWS * PANEL_WIDTH
         for i in range(max(0, num_visible - p * PANEL_WIDTH), PANEL_WIDTH):
@@ -136,7 +146,9 @@ def _mask(scores, num_panels, num_visible):
 
 @jit
 def _highest(scores, num_panels, lanes):
-    """That is no NaN. `lanes` [PANEL_WIDTH]: as in attention_cpu.largest."""
+    """Returns a row's highest score, ignoring NaN. `lanes` [PANEL_WIDTH] is scratch memory: each lane keeps a maximum
+    of its own, because the compiler cannot turn a single running maximum into vector code.
+    """
     for i in range(PANEL_WIDTH):
         lanes[i] = -np.inf
     for p in range(num_panels):
@@ -151,7 +163,9 @@ def _highest(scores, num_panels, lanes):
 
 @jit
 def _weigh(scores, num_panels, highest, scaling, weights, like):
-    """Rounded to `weights`; returns their sum before that."""
+    """Turns a row's scores into weights, and writes them to `weights`, rounded to the model's dtype. Returns their sum
+    before rounding.
+    """
     total = np.float32(0)
     for p in range(num_panels):
         panel = scores[p * MAX_ROWS * PANEL_WIDTH : p * MAX_ROWS * PANEL_WIDTH + PANEL_WIDTH]
@@ -165,6 +179,7 @@ def _weigh(scores, num_panels, highest, scaling, weights, like):
 
 @jit
 def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):
+    """Computes an item of ATTEND_CHUNKS: some new tokens of one request attend with the query heads of one KV head."""
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_shared = fields[Field.NUM_HEADS] // num_kv_heads
     size, inputs = like.itemsize, input_like(like)
@@ -210,7 +225,7 @@ def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):
             highest[q] = -np.inf
             totals[q] = 0
     for block in range(0, num_before + num_queries, BLOCK_KEYS):
-        for start in range(0, num_rows, MAX_ROWS):  # rows of several heads may meet here
+        for start in range(0, num_rows, MAX_ROWS):  # a block may have rows of several query heads
             num_block_rows = min(MAX_ROWS, num_rows - start)
             num_keys = 0
             for r in range(num_block_rows):

@@ -1,11 +1,13 @@
-"""Products of a request's queries with the keys, and of their weights with the values, of a run of its tokens.
+"""Computes the scores of a request's queries with the keys of some of its tokens, and the sums of their values by the
+queries' weights.
 
-A token's numbers are read where they lie in the pool, in vectors, once for a pass of a few queries; nothing is
-gathered. A pass takes as many numbers of each head as registers allow, or a vector of them where there are no more,
-and the rest of a head one by one.
+Keys and values are read as vectors where they lie in the pool; nothing is gathered. They are loaded once for each pass,
+which computes a few queries. A pass takes as many numbers of each head as registers can hold. Where fewer are left it
+takes one vector of them, and the last ones are computed one by one.
 
-Of all functions: `plane` is the address of slot 0's numbers of one KV head, slots lie `token_bytes` apart; `slots` is
-the address of the tokens' slots (int64); other arrays are float32, of `stride` or `head_dim` a query.
+Arguments of all functions: `plane` is the address of slot 0's numbers of one KV head, and slots lie `token_bytes`
+apart. `slots` is the address of the tokens' slots (int64). Other arrays are float32, with `stride` or `head_dim`
+numbers for each query.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ from baton_cpu.compiler.vectors import (
 )
 from baton_cpu.program.kernel.operations import array_at, elements, words
 
-_OF_SCORES = 64  # numbers of a head in a pass
+_OF_SCORES = 64  # numbers of a head that a pass of scores takes; _OF_SUMS: a pass of sums
 _OF_SUMS = 64 if HAS_WIDE_REGISTERS else 32
-_QUERIES = 4 if HAS_WIDE_REGISTERS else 3  # of a pass, at most
-_SCORES_TOGETHER = 4  # tokens; a query's scores have room for whole fours
+_QUERIES = 4 if HAS_WIDE_REGISTERS else 3  # in a pass, at most
+_SCORES_TOGETHER = 4  # tokens; a query's row of scores has room for a multiple of four
 TOKENS_AHEAD = 16
 
 _FOUR = ir.VectorType(FLOAT, _SCORES_TOGETHER)
@@ -57,12 +59,14 @@ def _prefetch(_context, address):
 
 
 prefetch_at = cast("Kernel", _prefetch)
-"""`prefetch_at(address)`: ask for that cache line. Never faults."""
+"""`prefetch_at(address)`, for kernels: prefetches that cache line. Never faults."""
 
 
 @jit
 def ask_for_tokens(plane, token_bytes, slots, num_tokens):
-    """All heads of them, before they are needed: they lie anywhere, which hardware cannot foresee."""
+    """Prefetches all KV heads of `num_tokens` tokens. Their slots may lie anywhere, so the hardware cannot foresee
+    which memory is needed.
+    """
     places = words(slots, num_tokens)
     for t in range(num_tokens):
         for offset in range(0, token_bytes, LINE_BYTES):
@@ -70,6 +74,8 @@ def ask_for_tokens(plane, token_bytes, slots, num_tokens):
 
 
 def _scores_of(num_vectors: int) -> Any:
+    """Returns an intrinsic that computes scores from `num_vectors` vectors of each head, for 1 to _QUERIES queries."""
+
     @intrinsic
     def scores(
         _context, plane, token_bytes, slots, num_tokens, num_near, x, head_dim, num_queries, out, stride, adds, like
@@ -87,7 +93,9 @@ def _scores_of(num_vectors: int) -> Any:
 
 
 def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: Any) -> None:
-    """Four tokens at a time, the last of them again where there are no four."""
+    """Generates a loop over the tokens that computes their scores, four tokens at a time. If the last four are not
+    complete, the last token is repeated.
+    """
     plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, out, stride, adds = arguments
     starts = [builder.add(queries, builder.mul(head_dim, WORD(4 * query))) for query in range(num_queries)]
     wanted = [load_floats(builder, start, num_vectors, types.float32) for start in starts]
@@ -101,7 +109,7 @@ def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries
         token = builder.select(builder.icmp_signed("<", token, last), token, last)
         addresses.append(_token_address(builder, plane, token_bytes, slots, token))
     products = [[ir.Constant(FLOATS, [0.0] * LANES)] * _SCORES_TOGETHER for _ in range(num_queries)]
-    for vector in range(num_vectors):  # of all tokens and queries in turn: what is loaded is soon done with
+    for vector in range(num_vectors):  # in the outer loop, so that a loaded vector is needed only briefly
         offset = WORD(vector * LANES * element.bitwidth // 8)
         for place, address in enumerate(addresses):
             (key,) = load_floats(builder, builder.add(address, offset), 1, element)
@@ -118,6 +126,8 @@ def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries
 
 
 def _sums_of(num_vectors: int) -> Any:
+    """Returns an intrinsic that sums `num_vectors` vectors of the values of each head, for 1 to _QUERIES queries."""
+
     @intrinsic
     def sums(
         _context, plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like
@@ -135,7 +145,9 @@ def _sums_of(num_vectors: int) -> Any:
 
 
 def _generate_sums(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: Any) -> None:
-    """The sums of all tokens stay in registers."""
+    """Generates a loop over the tokens that adds their values, multiplied by the queries' weights. The sums stay in
+    registers until the loop ends.
+    """
     plane, token_bytes, slots, num_tokens, num_near, weights, stride, out, head_dim = arguments
     token, loop, before = _begin_loop(builder)
     totals = [builder.phi(FLOATS) for _ in range(num_queries * num_vectors)]
@@ -163,6 +175,7 @@ def _generate_sums(builder: Any, arguments: Any, num_vectors: int, num_queries: 
 
 
 def _begin_loop(builder: Any) -> tuple[Any, Any, Any]:
+    """Begins a loop. Returns its counter, its block, and the block before it. `_end_loop` ends it."""
     before, loop = builder.block, builder.append_basic_block("tokens")
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -170,7 +183,9 @@ def _begin_loop(builder: Any) -> tuple[Any, Any, Any]:
 
 
 def _end_loop(builder: Any, place: Any, loop: Any, before: Any, step: int, end: Any) -> None:
-    """`place` from 0 on; at least once."""
+    """Ends the loop: adds `step` to its counter `place`, which begins at 0, and repeats the loop while that is below
+    `end`. The loop runs at least once.
+    """
     after = builder.append_basic_block("after")
     following = builder.add(place, WORD(step))
     place.add_incoming(WORD(0), before)
@@ -180,6 +195,7 @@ def _end_loop(builder: Any, place: Any, loop: Any, before: Any, step: int, end: 
 
 
 def _ask_ahead(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any, num_near: Any, *size: Any) -> None:
+    """Generates a prefetch of the token TOKENS_AHEAD after `token`, or of the last of the `num_near` tokens."""
     num_vectors, element = size
     later, last = builder.add(token, WORD(TOKENS_AHEAD)), builder.sub(num_near, WORD(1))
     later = builder.select(builder.icmp_signed("<", later, last), later, last)
@@ -190,6 +206,7 @@ def _ask_ahead(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: An
 
 
 def _token_address(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any) -> Any:
+    """Generates the address of a token's numbers: `plane` + its slot * `token_bytes`."""
     slot = builder.load(builder.gep(builder.inttoptr(slots, WORD.as_pointer()), [token]))
     return builder.add(plane, builder.mul(slot, token_bytes))
 
@@ -200,7 +217,9 @@ _wide_sums, _narrow_sums = _sums_of(_OF_SUMS // LANES), _sums_of(1)
 
 @jit
 def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, num_queries, out, stride, like):
-    """To `out`: of each query each token's score, and anything up to the next whole four."""
+    """Writes each query's score of each token to `out`. Up to three scores after a query's last token, to the next
+    multiple of four, are overwritten too and mean nothing.
+    """
     size = np.int64(like.itemsize)
     for q in range(0, num_queries, _QUERIES):
         num, y = min(_QUERIES, num_queries - q), out + q * stride * 4
@@ -220,6 +239,9 @@ def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_d
 
 @jit
 def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, stride, begin, like):
+    """Adds the products of the last numbers of a head, from `begin` on, to the scores. They are too few for
+    a vector.
+    """
     rest = head_dim - begin
     places = words(slots, num_tokens)
     for m in range(num):
@@ -235,7 +257,7 @@ def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, s
 
 @jit
 def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like):
-    """To `out`: of each query the tokens' values by its weights."""
+    """Writes to `out`, for each query, the sum of the tokens' values multiplied by the query's weights."""
     size = np.int64(like.itemsize)
     for q in range(0, num_queries, _QUERIES):
         num, x = min(_QUERIES, num_queries - q), weights + q * stride * 4
@@ -255,6 +277,7 @@ def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride,
 
 @jit
 def _rest_of_sums(values, token_bytes, slots, num_tokens, x, stride, num, y, head_dim, begin, like):
+    """Writes the sums of the last numbers of a head, from `begin` on. They are too few for a vector."""
     rest = head_dim - begin
     places = words(slots, num_tokens)
     for m in range(num):

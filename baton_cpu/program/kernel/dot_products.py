@@ -1,12 +1,14 @@
-"""Products of few rows with a panel of a packed weight: the one loop in which a decode step spends its time.
+"""Multiplies few rows by a panel of a packed weight. A decode step spends its time in this one loop.
 
     packed weight   [panels, steps, PANEL_WIDTH, step]   a step: two bfloat16 or one float32, 4 bytes of a row
     out [rows, PANEL_WIDTH] float32 = x [rows, steps * step] times one panel
 
-A pass takes as many of a panel's outputs and rows of x as the CPU's vector registers hold sums of: with AVX-512 whole
-panels, each number of which is read once and in the order of memory, else half of each step and then the other.
-Where the CPU has no products of bfloat16 pairs they are made of float32 ones, and x is float32 (`input_like`).
-A sum is taken in the order of the steps whatever the pass, so that it does not depend on the rows beside it.
+A pass is one run over the panel. It sums as many of the panel's outputs, for as many rows of x, as the CPU's vector
+registers can hold. With AVX-512 that is a whole panel, each number of which is read once and in the order of memory.
+Otherwise more than _MAX_WHOLE_ROWS rows take two passes, each over half of every step.
+
+Where the CPU has no products of bfloat16 pairs, x is float32 (`input_like`), and products are float32 too. A sum is
+always taken in the order of the steps, so it does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -38,14 +40,18 @@ from baton_cpu.compiler.vectors import (
 
 PANEL_WIDTH = 32
 MAX_ROWS, _MAX_WHOLE_ROWS = (8, 8) if HAS_WIDE_REGISTERS else (5, 2)
-_BYTES_AHEAD = 1024  # of the panel, asked for before they are needed
+_BYTES_AHEAD = 1024  # how far ahead the panel is prefetched
 
 _PANEL_VECTORS = PANEL_WIDTH // LANES
 _BFLOATS = ir.VectorType(Bfloat16(), 2 * LANES)
 
 
 def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -> Any:
-    """An intrinsic as `panel_products` is: for 1 to `max_rows` rows, of whole steps for up to `max_whole_rows`."""
+    """Returns an intrinsic like `panel_products`, for 1 to `max_rows` rows. Up to `max_whole_rows` rows are computed in
+    one pass over the panel, and more rows in two passes, each over half of the outputs.
+
+    `multiplies_pairs` says that the CPU multiplies pairs of bfloat16 numbers.
+    """
 
     @intrinsic
     def products(_context, panel, x, x_stride, num_steps, num_rows, out, like):
@@ -59,7 +65,7 @@ def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -
                 num_vectors = _PANEL_VECTORS if num_rows <= max_whole_rows else _PANEL_VECTORS // 2
                 for first in range(0, _PANEL_VECTORS, num_vectors):
                     outputs = range(first, first + num_vectors)
-                    # Of the passes over a panel: of as many rows as there can be another may follow.
+                    # A block of `max_rows` rows may be followed by another, which reads the panel again.
                     is_last = num_rows < max_rows and num_vectors == _PANEL_VECTORS
                     _generate_pass(builder, arguments[:4] + arguments[5:6], num_rows, outputs, multiply, is_last)
 
@@ -73,12 +79,13 @@ def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -
 
 
 class _Step:
-    """What one step of a pass reads."""
+    """Generates the loads of one step of a pass: the panel's weights, and the numbers of x."""
 
     def __init__(self, builder: Any, vectors: Any, rows: list[Any], outputs: range, number: Any) -> None:
         self._builder, self._vectors, self._rows, self._outputs, self._number = builder, vectors, rows, outputs, number
 
     def weights(self) -> list[Any]:
+        """Generates the loads of the step's weights. Returns a vector for each of the pass's outputs."""
         first = self._builder.mul(self._number, WORD(_PANEL_VECTORS))
         loaded = []
         for vector in self._outputs:
@@ -88,8 +95,10 @@ class _Step:
         return loaded
 
     def numbers(self, kind: ir.Type, *, size: int = 1, place: int = 0) -> Iterator[Any]:
-        """Of each row, in every lane: number `place` of the step's `size`. Loaded just before it is wanted: few
-        registers are left for it.
+        """Yields a vector for each row, with the row's number `place` of this step in every lane. A step has `size`
+        numbers.
+
+        Each number is loaded just before it is needed, because few registers are left.
         """
         place = self._builder.add(self._builder.mul(self._number, WORD(size)), WORD(place))
         for row in self._rows:
@@ -97,12 +106,16 @@ class _Step:
             yield spread(self._builder, self._builder.load(self._builder.gep(start, [place])), kind)
 
     def again(self) -> _Step:
-        """The same, to be loaded once more."""
+        """Returns the same step, whose numbers the compiler will load once more."""
         return _Step(self._builder, self._vectors, self._rows, self._outputs, hidden(self._builder, self._number))
 
 
 def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, multiply: Any, is_last: bool) -> None:
-    """`outputs`: which vectors of each step. `is_last`: the panel is not read again in this forward."""
+    """Generates one pass: a loop over the panel's steps that sums products.
+
+    `outputs` says which vectors of each step are computed. `is_last` says that this forward does not read the panel
+    again.
+    """
     panel, x, x_stride, num_steps, out = arguments
     vectors = builder.inttoptr(panel, INTS.as_pointer())
     rows = [builder.add(x, builder.mul(x_stride, WORD(row))) for row in range(num_rows)]
@@ -115,7 +128,7 @@ def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, 
     for total in sums:
         total.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
     if outputs[0] == 0:
-        for offset in range(0, 4 * PANEL_WIDTH, LINE_BYTES):  # what the other pass reads, too
+        for offset in range(0, 4 * PANEL_WIDTH, LINE_BYTES):  # a first pass prefetches for the second one too
             ahead = builder.add(builder.mul(number, WORD(4 * PANEL_WIDTH)), WORD(offset + _BYTES_AHEAD))
             prefetch_line(builder, builder.inttoptr(builder.add(panel, ahead), INTS.as_pointer()), once=is_last)
     new = multiply(builder, _Step(builder, vectors, rows, outputs, number), sums)
@@ -134,7 +147,7 @@ def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, 
 
 
 def _multiply_pairs(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
-    """New sums, of each row's vectors in turn."""
+    """Generates the new sums of one step by products of bfloat16 pairs. Returns each row's vectors in turn."""
     name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(FLOATS, [FLOATS, _BFLOATS, _BFLOATS])
     function = declared(builder, name, kind)
     weights, old = [builder.bitcast(weight, _BFLOATS) for weight in step.weights()], iter(sums)
@@ -143,7 +156,11 @@ def _multiply_pairs(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
 
 
 def _multiply_halves(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
-    """Weights are loaded twice: registers that kept them from one half to the other would be too many."""
+    """Generates the new sums of one step of bfloat16 weights by float32 products. Returns each row's vectors in turn.
+
+    Weights are loaded twice, once for each half of a pair. To keep them for the other half would take too many
+    registers.
+    """
     for place, half in enumerate((_lower, _upper)):
         weights, old = [half(builder, weight) for weight in step.weights()], iter(sums)
         numbers = step.numbers(FLOATS, size=2, place=place)
@@ -153,16 +170,19 @@ def _multiply_halves(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
 
 
 def _multiply_floats(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
+    """Generates the new sums of one step of float32 weights. Returns each row's vectors in turn."""
     weights, old = [builder.bitcast(weight, FLOATS) for weight in step.weights()], iter(sums)
     numbers = step.numbers(FLOATS)
     return [multiply_add(builder, weight, number, next(old)) for number in numbers for weight in weights]
 
 
 def _lower(builder: Any, pairs: Any) -> Any:
+    """Generates the first bfloat16 of each pair, as float32."""
     return builder.bitcast(builder.shl(pairs, ir.Constant(INTS, [16] * LANES)), FLOATS)
 
 
 def _upper(builder: Any, pairs: Any) -> Any:
+    """Generates the second bfloat16 of each pair, as float32."""
     return builder.bitcast(builder.and_(pairs, ir.Constant(INTS, [0xFFFF0000] * LANES)), FLOATS)
 
 
@@ -171,7 +191,10 @@ _products = products_of(MAX_ROWS, _MAX_WHOLE_ROWS, multiplies_pairs=has_bfloat16
 
 @jit
 def panel_products(panel, x, x_stride, num_steps, num_rows, out, like):
-    """Of addresses: `x_stride` bytes from one row of x to the next, 1 .. MAX_ROWS rows, of `input_like` numbers.
-    `like` is an array of the weights' bits: uint16 for bfloat16, or float32.
+    """Multiplies `num_rows` rows of x, 1 to MAX_ROWS, by a panel, and writes the products to `out` [rows, PANEL_WIDTH]
+    float32.
+
+    `panel`, `x` and `out` are addresses. Rows of x have `input_like` numbers and lie `x_stride` bytes apart. `like` is
+    an array of the weights' bits: uint16 for bfloat16, or float32.
     """
     _products(panel, x, x_stride, num_steps, num_rows, out, like)

@@ -1,5 +1,7 @@
-"""What a product reads, in kernels that are written once for all dtypes: rounded to the model's, kept wider where the
-CPU multiplies no bfloat16.
+"""Rounds and stores numbers in kernels that are written once for all dtypes.
+
+Results are rounded to the model's dtype. Numbers that products read are stored as float32 where the CPU does not
+multiply bfloat16.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _array_at = cast("Kernel", numba.carray)  # type: ignore[attr-defined]
 
 
 def input_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the rows that meet weights of `dtype`: float32 where they would be made that for each product."""
+    """Returns the dtype of rows that are multiplied by weights of `dtype`. It is float32 where the CPU does not
+    multiply bfloat16, because each product would otherwise convert the rows again.
+    """
     return dtype if has_bfloat16() else torch.float32
 
 
@@ -53,7 +57,9 @@ def _copied(_context, element, target):
 
 
 def _narrowed(builder: Any, kind: types.Type, number: Any) -> Any:
-    """By the CPU's own instruction where it has one, which makes 0 of what is smaller than any normal number."""
+    """Generates code that rounds a float32 to an element of numba's type `kind`. For bfloat16 it uses the CPU's own
+    instruction if there is one, which turns subnormal numbers into 0.
+    """
     if kind == types.uint16 and has_bfloat16():
         return builder.bitcast(builder.fptrunc(number, Bfloat16()), ir.IntType(16))
     return narrowed(builder, kind, number)
@@ -70,13 +76,17 @@ def _inputs_like(like):
 
 
 rounded = cast("Kernel", _rounded)
-"""`rounded(number, like)` is the element that an array like `like` keeps of a float32: the nearest."""
+"""`rounded(number, like)`, for kernels: rounds a float32 to the nearest element of `like`'s dtype."""
 kept = cast("Kernel", _kept)
-"""`kept(number, target, like)` is the element of array `target` for a float32 that is rounded to `like`'s dtype."""
+"""`kept(number, target, like)`, for kernels: rounds a float32 to `like`'s dtype, and returns it as an element of array
+`target`.
+"""
 copied = cast("Kernel", _copied)
-"""`copied(element, target)` is the element of array `target` that holds the same number, of the same bits or wider."""
+"""`copied(element, target)`, for kernels: returns the element as one of array `target`, whose dtype is the same or
+wider.
+"""
 input_like = cast("Kernel", _input_like)
-"""`input_like(like)`: an array without elements, of `input_dtype`."""
+"""`input_like(like)`, for kernels: returns an empty array of the dtype that products read; see `input_dtype`."""
 
 
 @jit

@@ -1,17 +1,18 @@
-"""What a program's operations do, each cut into items that threads take as they come.
+"""The operations of programs. Each is cut into items, which threads take one after the other.
 
-    EMBED    rows of a table                              an item: some rows
-    NORM     RMS norm, or a copy                          an item: some rows
+    EMBED    rows of a table                               an item: some rows
+    NORM     RMS norm, or a copy                           an item: some rows
     LINEAR   (norm) ▸ product ▸ store, add, gate or logits an item: a panel of the weight, up to ITEM_ROWS
     LARGEST  the first largest of the logits               an item: a row of them
     ATTEND   (norm) ▸ rotate ▸ write KV ▸ attend           an item: parts of one request of few new tokens
-    INPUT_NORM, PREPARE_CHUNKS, ATTEND_CHUNKS              what many tokens have of their own; else without items
+    INPUT_NORM, PREPARE_CHUNKS, ATTEND_CHUNKS              only for many tokens; otherwise they have no items
 
-What a LINEAR norms of few tokens each thread norms for itself: that is faster than one more wait for each other. From
-MANY_TOKENS on INPUT_NORM does it for all. Requests of more than MAX_QUERIES new tokens attend as chunks.
+A LINEAR may normalise its input. With few tokens each thread does that for itself, which is faster than waiting for the
+other threads once more. With MANY_TOKENS or more, INPUT_NORM does it before, for all threads. Requests with more than
+MAX_QUERIES new tokens attend as chunks.
 
-Where the CPU has no products of bfloat16 pairs, what a LINEAR reads is float32 (`input_like`): norms, attention and
-gates leave it so, rounded to bfloat16, and rows of other buffers are made so on the way in.
+A LINEAR reads float32 where the CPU has no products of bfloat16 pairs (`input_like`). Norms, attention and gates then
+leave float32 numbers that are rounded to bfloat16, and rows of other buffers are converted first.
 
 Numbers are rounded to the model's dtype where the model's own layers round them: after a norm, a linear layer, a sum.
 """
@@ -33,6 +34,8 @@ from baton_cpu.program.kernel.numbers import copied, input_like, kept, rounded, 
 
 
 class Kind(IntEnum):
+    """The kinds of operations that a program consists of."""
+
     EMBED = 0
     NORM = 1
     LINEAR = 2
@@ -44,8 +47,8 @@ class Kind(IntEnum):
 
 
 class Store(IntEnum):
-    """What a LINEAR does with its output: keep it; add it to what is there; make silu(first) * second of two halves of
-    each panel; keep it as float32.
+    """What a LINEAR does with its output. KEEP stores it. ADD adds it to the target. GATE stores silu(first) * second
+    of the two halves of each panel. LOGITS stores it as float32.
     """
 
     KEEP = 0
@@ -55,32 +58,34 @@ class Store(IntEnum):
 
 
 class Field(IntEnum):
-    """Of an operation's row of int64; addresses of weights, 0 where there is none."""
+    """Indices into an operation's row of int64. Weights are given by their addresses; 0 means that there is none."""
 
     KIND = 0
-    SOURCE = 1  # buffers, by number
+    SOURCE = 1  # the number of a buffer, as TARGET is
     TARGET = 2
     TARGET_OFFSET = 3  # in elements
     WEIGHT = 4
     BIAS = 5
     NORM = 6
     KEY_NORM = 7
-    WIDTH = 8  # of the input
+    WIDTH = 8  # of the input's rows, in elements
     NUM_OUTPUTS = 9
     NUM_PANELS = 10
     STORE = 11
-    SELECTED_ROWS = 12  # whether only the rows whose logits are wanted
+    SELECTED_ROWS = 12  # whether only the rows whose logits are wanted are computed
     LAYER = 13
     NUM_HEADS = 14
     NUM_KV_HEADS = 15
     HEAD_DIM = 16
     SHOWS_LAYER = 17
     NORMED = 18  # the buffer that INPUT_NORM fills
-    COPIED = 19  # whether the source's rows are no input yet: to be normed, or made `input_like`
+    COPIED = 19  # whether the source's rows must first be normalised or converted to `input_like`
 
 
 class Call(IntEnum):
-    """Of the int64 that describe one run; addresses of arrays of int64 unless ForwardInput says otherwise."""
+    """Indices into the int64 words that describe one run of a program. Arrays are given by their addresses, and hold
+    int64 unless ForwardInput says otherwise.
+    """
 
     OPERATIONS = 0
     NUM_OPERATIONS = 1
@@ -106,27 +111,27 @@ class Call(IntEnum):
     COSINES = 21
     SINES = 22
     SCRATCH = 23
-    SCRATCH_BYTES = 24  # of a thread
+    SCRATCH_BYTES = 24  # for each thread
     NUM_KEY_PARTS = 25
-    KEY_PARTS = 26  # [n, 2]: a row of more than MAX_QUERIES new tokens, the position of the first key
+    KEY_PARTS = 26  # [n, 2]: a row with more than MAX_QUERIES new tokens, the position of its panel's first key
     NUM_QUERY_PARTS = 27
-    QUERY_PARTS = 28  # [n, 2]: such a row, the first of its new tokens
+    QUERY_PARTS = 28  # [n, 2]: such a row, the index of the first of some new tokens
     PACKED = 29
     PACKED_STARTS = 30  # [NUM_ROWS + 1], in tokens
-    LARGEST = 31  # [NUM_SELECTED], as Largest has them; the second are bytes
-    NOT_FINITE = 32
-    NUM_GROUPS = 33  # of a request's parts, in ATTEND
-    PARTS = 34  # what they leave, with more than one group: of each request in turn, [parts of MAX_SEQ_LEN, ...]
-    GROUPS_ENDED = 35  # [NUM_ROWS], 0 between two operations
+    LARGEST = 31  # [NUM_SELECTED] int64, for `common.sampling.operators.Largest`
+    NOT_FINITE = 32  # [NUM_SELECTED] bool, for Largest too
+    NUM_GROUPS = 33  # into which ATTEND divides a request's parts
+    PARTS = 34  # the parts' results, if there are several groups: for each request [parts of MAX_SEQ_LEN, ...]
+    GROUPS_ENDED = 35  # [NUM_ROWS], how many groups of a request have ended; 0 between two operations
     NUM_THREADS = 36
-    BUFFERS = 37  # address and elements of a row, of each
+    BUFFERS = 37  # two words for each buffer: its address, and the elements of a row
 
 
-ITEM_TOKENS = 16  # of EMBED and NORM
-ITEM_ROWS = 256  # of LINEAR: their inputs stay in a core's second cache for all its panels
+ITEM_TOKENS = 16  # tokens of an item of EMBED or NORM
+ITEM_ROWS = 256  # rows of an item of LINEAR: they stay in a core's second-level cache for all its panels
 MANY_TOKENS = 64
 _LARGEST_BLOCK = 512
-_INFINITY = np.int32(0x7F800000)  # as bits
+_INFINITY = np.int32(0x7F800000)  # the bits of infinity
 _NAN_ORDER = np.int32(0x7FFFFFFF)
 _WORDS = np.int64
 
@@ -136,6 +141,7 @@ array_at = cast("Kernel", numba.carray)  # type: ignore[attr-defined]
 
 @jit
 def words(address, number):
+    """Returns `number` int64 at `address`, as an array."""
     return array_at(pointer(address), (number,), _WORDS)
 
 
@@ -150,12 +156,14 @@ def _elements_like(address, number, like):
 
 
 elements = cast("Kernel", _elements)
-"""`elements(address, number, like)`: so many elements of `like`'s dtype, there."""
+"""`elements(address, number, like)`, for kernels: returns `number` elements of `like`'s dtype at `address`, as an
+array.
+"""
 
 
 @jit
 def _normalise(source, weight, epsilon, target, like):
-    """One row, arrays of its width."""
+    """RMS-normalises one row, `source`, into `target`. Both and the weight are arrays of the row's width."""
     total = np.float32(0)
     for i in range(source.shape[0]):
         number = read(source[i])
@@ -167,6 +175,7 @@ def _normalise(source, weight, epsilon, target, like):
 
 @jit
 def buffer_row(call, number, row, width, offset, like):
+    """Returns `width` elements of a row of buffer `number`, from element `offset` on."""
     base = call[Call.BUFFERS + 2 * number]
     length = call[Call.BUFFERS + 2 * number + 1]
     return elements(base + (row * length + offset) * like.itemsize, width, like)
@@ -174,13 +183,16 @@ def buffer_row(call, number, row, width, offset, like):
 
 @jit
 def copy_elements(source, target):
-    """Assigning slices does the same, and the check of their shapes takes a second to compile."""
+    """Copies `source` to `target`, and converts elements where dtypes differ. It replaces an assignment of slices,
+    whose check of shapes takes a second to compile.
+    """
     for i in range(source.shape[0]):
         target[i] = copied(source[i], target)
 
 
 @jit
 def embed(call, fields, item, like):
+    """Computes an item of EMBED: copies the table's rows of some tokens to the target buffer."""
     width = fields[Field.WIDTH]
     ids = words(call[Call.INPUT_IDS], call[Call.NUM_TOKENS])
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
@@ -191,7 +203,9 @@ def embed(call, fields, item, like):
 
 @jit
 def norm(call, fields, epsilon, item, target_like, like):
-    """To a buffer of elements like `target_like`."""
+    """Computes an item of NORM or INPUT_NORM: RMS-normalises or copies the rows of some tokens. The target buffer has
+    elements of `target_like`'s dtype.
+    """
     width = fields[Field.WIDTH]
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
         source = buffer_row(call, fields[Field.SOURCE], token, width, 0, like)
@@ -204,7 +218,9 @@ def norm(call, fields, epsilon, item, target_like, like):
 
 @jit
 def normalise_input(call, fields, epsilon, scratch, like):
-    """The rows that a LINEAR reads, where they are normed or selected or not yet its input, to `scratch`."""
+    """Writes the rows that a LINEAR reads to `scratch`, one after the other. It normalises them, takes only the
+    selected ones, and converts them to a LINEAR's input, as the operation needs.
+    """
     width, inputs = fields[Field.WIDTH], input_like(like)
     num_rows = call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
     selected = words(call[Call.SELECTED], num_rows)
@@ -221,7 +237,11 @@ def normalise_input(call, fields, epsilon, scratch, like):
 
 @jit
 def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):
-    """`x`: the address of the input's rows, `x_stride` bytes apart; `sums_address`: scratch for one block's sums."""
+    """Computes an item of LINEAR: multiplies up to ITEM_ROWS rows by one panel, and stores the products.
+
+    `x` is the address of the input's rows, which lie `x_stride` bytes apart. `sums_address` is scratch memory for one
+    block's sums.
+    """
     width, num_outputs = fields[Field.WIDTH], fields[Field.NUM_OUTPUTS]
     num_steps = width * like.itemsize // 4
     panel_bytes = num_steps * PANEL_WIDTH * 4
@@ -240,6 +260,7 @@ def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):
 
 @jit
 def _store(call, fields, store, row, panel, num_outputs, sums, like):
+    """Stores a row's products with one panel in the target buffer, as Store says."""
     base = call[Call.BUFFERS + 2 * fields[Field.TARGET]]
     length = call[Call.BUFFERS + 2 * fields[Field.TARGET] + 1]
     if store == Store.GATE:
@@ -272,7 +293,9 @@ def _store(call, fields, store, row, panel, num_outputs, sums, like):
 
 @jit
 def _order(bits):
-    """Of a float32 by its bits: integers in the same order, both zeros alike, NaN above all."""
+    """Returns an integer for the bits of a float32. The integers have the order of the numbers; both zeros are equal,
+    and NaN is above all.
+    """
     magnitude = np.int32(bits & np.int32(0x7FFFFFFF))
     signed = magnitude if bits >= 0 else np.int32(-magnitude)
     return _NAN_ORDER if magnitude > _INFINITY else signed
@@ -280,7 +303,9 @@ def _order(bits):
 
 @jit
 def find_largest(bits):
-    """The place of the first of the largest float32, or of the first NaN, of an array of their bits."""
+    """Returns the index of the first NaN or, if there is none, of the first largest number. `bits` holds the bits of
+    float32 numbers.
+    """
     best, best_start = np.int32(-_NAN_ORDER), 0
     for start in range(0, bits.shape[0], _LARGEST_BLOCK):
         block = bits[start : min(bits.shape[0], start + _LARGEST_BLOCK)]
@@ -297,6 +322,9 @@ def find_largest(bits):
 
 @jit
 def largest(call, fields, row):
+    """Computes an item of LARGEST: writes the index of a row's largest logit to Call.LARGEST, and to Call.NOT_FINITE
+    whether that logit is infinite or NaN.
+    """
     base = call[Call.BUFFERS + 2 * fields[Field.SOURCE]]
     length = call[Call.BUFFERS + 2 * fields[Field.SOURCE] + 1]
     bits = array_at(pointer(base + row * length * 4), (fields[Field.WIDTH],), np.int32)

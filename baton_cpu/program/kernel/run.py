@@ -1,4 +1,6 @@
-"""A program's one kernel: take items of each operation in turn until there is none, then go on together."""
+"""The one kernel that runs programs. Each thread takes items of an operation until none is left, and waits until all
+are done before it goes on to the next operation.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +44,21 @@ from baton_cpu.program.kernel.team import (
 
 NUM_FIELDS = len(Field)
 SUMS_BYTES = 4 * MAX_ROWS * PANEL_WIDTH
-"""Of a thread's scratch, for one block of a LINEAR's sums."""
-_TURNS_A_THREAD = 2  # in which the items that are left could be taken
-_MOST_BYTES = 1 << 20  # of weights that a thread takes at once, some 60 us
-_AHEAD_BYTES = 128 << 10  # of the following weights, asked for while a thread waits
+"""Bytes at the beginning of each thread's scratch memory, for the sums of one block of a LINEAR."""
+_TURNS_A_THREAD = 2  # a thread takes 1 / (2 * threads) of the items that are left
+_MOST_BYTES = 1 << 20  # of weights that a thread takes at once, some 60 us of work
+_AHEAD_BYTES = 128 << 10  # of the next operation's weights, prefetched while a thread waits
 
 
 @jit
 def _num_rows(call, fields):
-    """Of a LINEAR."""
+    """Returns the number of rows that a LINEAR computes."""
     return call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
 
 
 @jit
 def _num_items(call, fields):
+    """Returns the number of items of an operation."""
     kind = fields[Field.KIND]
     if kind == Kind.LINEAR:
         return fields[Field.NUM_PANELS] * ((_num_rows(call, fields) + ITEM_ROWS - 1) // ITEM_ROWS)
@@ -74,12 +77,15 @@ def _num_items(call, fields):
 
 @jit
 def _panel_bytes(fields, like):
+    """Returns the bytes of one panel of a LINEAR's weight."""
     return PANEL_WIDTH * fields[Field.WIDTH] * like.itemsize
 
 
 @jit
 def _most_items(call, fields, like):
-    """That a thread takes at once: of weights long runs of memory, of anything else one."""
+    """Returns how many items a thread takes at once, at most. Items of a LINEAR are taken in long runs of its weight,
+    others one by one.
+    """
     if fields[Field.KIND] != Kind.LINEAR:
         return np.int64(1)
     num_passes = (min(_num_rows(call, fields), ITEM_ROWS) + MAX_ROWS - 1) // MAX_ROWS
@@ -88,6 +94,9 @@ def _most_items(call, fields, like):
 
 @jit
 def _run(board, run, call, thread, like):
+    """Runs the program that `call` describes, as one of the threads. Returns when the program has ended, or early if
+    the leader has begun another run.
+    """
     num_operations = call[Call.NUM_OPERATIONS]
     operations = words(call[Call.OPERATIONS], num_operations * NUM_FIELDS)
     numbers = array_at(pointer(call[Call.NUMBERS]), (num_operations * 2,), np.float64)
@@ -151,10 +160,11 @@ def _run(board, run, call, thread, like):
 
 
 def take_part(board, run, call, shared_address, thread, wake_or_sleep_fd, like):
-    """Thread 0 leads: runs the program that `call` describes to its end, with the helpers. Another helps with every
-    program that is begun from now on, until the team stops; its `run` and `call` are scratch.
+    """Runs programs as one thread of a team. Thread 0 leads: it runs the program that `call` describes to its end, and
+    returns. Another thread helps with every program that is begun from now on, until the team stops; its `run` and
+    `call` are scratch memory.
 
-    One function for both, so that it is compiled once; `load_kernels` does.
+    Leading and helping are one function, so that it is compiled once, by `load_kernels`.
     """
     shared = words(shared_address, call.shape[0])
     if thread == 0:

@@ -1,14 +1,15 @@
-"""Threads that run one program together, without the interpreter and without waiting for each other in turns.
+"""Threads that run one program together, without the interpreter, and without a fixed share of the work for each.
 
-An operation is cut into items. Whoever comes takes the next ones, many while many are left; when all are done
-everybody goes on. A thread whose core is taken away holds up the items it has, nothing else: the others take the rest.
-(OpenMP gives each thread its share beforehand and waits for all of them.) When those are the last, all wait for them;
-so threads offer their cores between turns.
+An operation is cut into items. A thread takes the next items, many at once while many are left, until none is left.
+When all items are done, all threads go on to the next operation. A thread whose core is taken away delays only the
+items that it has taken; the others take the rest. (OpenMP gives each thread its share beforehand and waits for all of
+them.) If the delayed items are the last ones, all threads wait for them. So threads offer their cores to other threads
+of the system between two turns; a turn is the items that a thread takes at once.
 
-    caller    begin_run ─▶ run ────────────────────────────▶ all items of the last operation are done
+    caller    announce ──▶ run ────────────────────────────▶ all items of the last operation are done
     helpers   asleep ────▶ run ─▶ spin a little ─▶ asleep
 
-A helper that is late finds items of another run, which it must not take: every counter carries the run's number.
+A helper that is late may find items of another run, which it must not take. So every counter carries the run's number.
 """
 
 from __future__ import annotations
@@ -37,34 +38,36 @@ from baton_cpu.compiler.memory import (
 from common.host.cores import compute
 
 _LINE_BYTES = 64
-_LINE = 8  # words; what threads write often lies on cache lines of its own
+_LINE = 8  # words of a cache line; each word that threads write often has a line of its own
 _RUN, _NUM_ASLEEP, _PROGRESS = 0, _LINE, 2 * _LINE
 _COUNTERS = 3 * _LINE
-_COUNTER_WORDS = 2 * _LINE  # of an operation: the next item, and the number done
+_COUNTER_WORDS = 2 * _LINE  # for each operation: the next item, and how many are done
 _RUN_SHIFT = 32
 STOP = -1
 _MAX_RUNS = (1 << 31) - 1
 _LEADER = 0
 _NO_RUN = 0
 _NO_ITEM = (1 << 31) - 1
-_SPINS_FOR_RUN = 16_000  # some 400 us, longer than what lies between two steps: to wake a thread holds up who does it
+_SPINS_FOR_RUN = 16_000  # some 400 us, longer than between two steps: waking threads delays the leader
 _SPINS_BETWEEN_OFFERS = 256
-_TURNS_BETWEEN_OFFERS = 8  # of a thread; some 60 us of weights, and a yield to nobody takes half a microsecond
+_TURNS_BETWEEN_OFFERS = 8  # a turn takes some 60 us, a yield that no thread wants half a microsecond
 _SPINS_BEFORE_YIELD = 4_000
 
 
 @jit
 def share_of(num_left, share, most):
-    """How many of the items that are left a thread takes at once: a `share`th, so that long runs of neighbours come
-    first and threads end together, but at most `most`, and one at least.
+    """Returns how many of the `num_left` items a thread takes at once: 1 / `share` of them, at most `most`, and at
+    least one.
+
+    So long runs of neighbouring items are taken first, and threads end together.
     """
     return max(np.int64(1), min(num_left // share, most))
 
 
 @jit
 def take_items(board, run, operation, num_items, share, most):
-    """The first item of `operation` that is this thread's now, and their number; -1 and 0 when none is left, or the run
-    is over.
+    """Takes the next items of `operation` for this thread. Returns the first item and how many were taken, or -1 and 0
+    if none is left or the run is over.
     """
     counter = board + 8 * (_COUNTERS + operation * _COUNTER_WORDS)
     while True:
@@ -79,13 +82,14 @@ def take_items(board, run, operation, num_items, share, most):
 
 @jit
 def end_items(board, operation, num_taken):
+    """Counts `num_taken` items of `operation` as done."""
     add_to_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS + _LINE), num_taken)
 
 
 @jit
 def offer_core(num_turns):
-    """Between two turns, every so often: who waits for this core takes it here, where nobody waits for this thread, and
-    not in the middle of one.
+    """Yields the core every few turns, for other threads of the system that wait for it. Called between two turns, when
+    no thread of the team waits for items of this one.
     """
     if num_turns % _TURNS_BETWEEN_OFFERS == 0:
         yield_core()
@@ -93,8 +97,8 @@ def offer_core(num_turns):
 
 @jit
 def await_operation(board, run, operation, num_items, ahead, ahead_bytes):
-    """Until all its items are done. False when the run is over. Who waits asks for memory meanwhile: `ahead_bytes` from
-    the start of array `ahead` on.
+    """Waits until all items of the operation are done. Returns False if the run is over instead. While it waits it
+    prefetches the first `ahead_bytes` of array `ahead`.
     """
     offset = np.int64(0)
     counter = board + 8 * (_COUNTERS + operation * _COUNTER_WORDS + _LINE)
@@ -118,12 +122,15 @@ def await_operation(board, run, operation, num_items, ahead, ahead_bytes):
 
 @jit
 def show_progress(board):
+    """Counts progress by one, which `Team.num_shown` reports."""
     add_to_word(board + 8 * _PROGRESS, 1)
 
 
 @jit
 def close_items(board, run, num_operations):
-    """From now on nobody finds an item of an earlier run, and none of `run` yet; what describes it may be written."""
+    """Prepares the counters for `run`. From now on no thread finds items of an earlier run, nor yet of this one. The
+    words that describe the run may then be written.
+    """
     store_word(board + 8 * _RUN, _NO_RUN)
     for operation in range(num_operations):
         counter = board + 8 * (_COUNTERS + operation * _COUNTER_WORDS)
@@ -134,6 +141,7 @@ def close_items(board, run, num_operations):
 
 @jit
 def open_items(board, run, num_operations, wake_fd):
+    """Lets threads take the items of `run`, and announces it to the helpers."""
     for operation in range(num_operations):
         store_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS), np.int64(run) << _RUN_SHIFT)
     announce(board, run, wake_fd)
@@ -141,6 +149,7 @@ def open_items(board, run, num_operations, wake_fd):
 
 @jit
 def announce(board, run, wake_fd):
+    """Makes `run` the present run, and wakes the helpers that sleep."""
     store_word(board + 8 * _RUN, run)
     num_asleep = load_word(board + 8 * _NUM_ASLEEP)
     if num_asleep > 0:
@@ -150,7 +159,9 @@ def announce(board, run, wake_fd):
 
 @jit
 def await_run(board, last_run, sleep_fd):
-    """The number of a run after `last_run`; STOP when there will be none."""
+    """Waits for a run other than `last_run`: spins for a while, and then sleeps. Returns its number, or STOP if there
+    will be no more.
+    """
     token = np.zeros(1, np.uint8)
     while True:
         for spin in range(1, _SPINS_FOR_RUN + 1):
@@ -170,16 +181,20 @@ def await_run(board, last_run, sleep_fd):
 
 @jit
 def is_run(board, run):
-    """Whether `run` is still the one; what was read of its description before this call then was all its own."""
+    """Returns whether `run` is still the present run. If so, all that this thread has read of its description belongs
+    to it.
+    """
     fence()
     return load_word(board + 8 * _RUN) == run
 
 
 class Team:
-    """`num_threads` threads, the caller's among them, for programs of at most `max_operations`.
+    """A team of `num_threads` threads, the caller's among them. It runs programs of at most `max_operations`
+    operations.
 
-    `take_part(board, run, call, shared, thread, fd)` leads as thread 0 and helps as another; `call` are the
-    `num_call_words` that describe a run, `shared` the address where helpers find them. One thread at a time leads.
+    Each thread calls `take_part(board, run, call, shared, thread, fd)`: thread 0 leads a run, others help. `call` has
+    the `num_call_words` words that describe the run, and `shared` is the address where helpers find them. `board` is
+    the address of the counters. Only one thread at a time may lead.
     """
 
     def __init__(
@@ -202,20 +217,24 @@ class Team:
             helper.start()
 
     def run(self, call: NDArray[np.int64], addressed: object) -> None:
-        """Run what `call` describes to its end. `addressed` holds what it has addresses of until then."""
+        """Runs the program that `call` describes to its end. `addressed` keeps alive, until then, the objects whose
+        addresses are in `call`.
+        """
         self._num_runs = self._num_runs % _MAX_RUNS + 1
         self._take_part(self._board.ctypes.data, self._num_runs, call, self._shared.ctypes.data, _LEADER, self._wake_fd)
 
     @property
     def num_shown(self) -> int:
-        """How often a program showed progress. May be asked from any thread."""
+        """How often programs have shown progress. Any thread may ask."""
         return int(self._board[_PROGRESS])
 
     def close(self, timeout_s: float) -> bool:
-        """End the helpers; nobody may lead any more. False when one did not end within `timeout_s`. Idempotent."""
+        """Ends the helpers; no thread may call `run` any more. Returns False if a helper did not end within
+        `timeout_s`. May be called again.
+        """
         if self._is_closed:
             return True
-        self._board[_RUN] = STOP  # what `announce` does, which would be compiled for this call alone
+        self._board[_RUN] = STOP  # as `announce` does, which would be compiled for this call alone
         os.write(self._wake_fd, bytes(len(self._helpers)))
         deadline_s = time.monotonic() + timeout_s
         for helper in self._helpers:
