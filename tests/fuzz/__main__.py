@@ -1,4 +1,6 @@
-"""`make fuzz`: each target for its share of the time. Exit status 1 when an input broke a contract; it is kept."""
+"""`make fuzz`: runs each target for its share of the time. Exits with status 1 when an input broke a target's
+contract; that input is kept.
+"""
 
 from __future__ import annotations
 

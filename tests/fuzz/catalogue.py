@@ -1,4 +1,4 @@
-"""Every target."""
+"""The list of all fuzz targets."""
 
 from __future__ import annotations
 

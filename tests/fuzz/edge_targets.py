@@ -1,4 +1,6 @@
-"""What reads a peer's bytes from a network: both edges, and the decode service as a replica answers it."""
+"""Fuzz targets that receive a peer's bytes over the network: the edges of both services, and the decode service when
+a replica answers it.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,11 @@ FAST = HandoffTimeouts(
 )
 GENERATE, HANDOFF = "/baton.v1.Inference/Generate", "/baton.v1.Prefill/Handoff"
 LONGEST_STREAM = 64
-"""Events to read at most, before the client leaves."""
+"""The most events that a fuzzed client reads before it leaves."""
 _WRITE_FAILED = "Internal error from Core"
-"""What gRPC makes of a write to a call that has ended meanwhile: the server's status is lost to its client."""
+"""gRPC's text when a server writes to a call that has meanwhile ended. The client does not get the server's own
+status then.
+"""
 
 GENERATE_REFUSALS = {
     (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED"),
@@ -65,7 +69,7 @@ BROKEN_REPLICA = {
 
 
 def assert_refused(failure: grpc.aio.AioRpcError, allowed: set[tuple[grpc.StatusCode, str]]) -> None:
-    """With a code and a reason that are documented, and the field where one is promised."""
+    """Assert that a call failed with a documented code and reason, and names the field where one is promised."""
     error = error_from_rpc(failure)
     assert (failure.code(), error.reason) in allowed, f"{failure.code()} {error.reason}: {failure.details()!r}"
     assert len((failure.details() or "").encode()) <= MAX_STATUS_BYTES
@@ -76,7 +80,9 @@ def assert_refused(failure: grpc.aio.AioRpcError, allowed: set[tuple[grpc.Status
 async def generate(
     channel: grpc.aio.Channel, request: bytes, num_events: int, allowed: set[tuple[grpc.StatusCode, str]]
 ) -> None:
-    """One call, left after `num_events`; else its events are in order and it ends once."""
+    """Make one Generate call. Leave it after `num_events`, or else check that its events are in order and that it
+    ends once.
+    """
     call: Any = channel.unary_stream(GENERATE, response_deserializer=inference_pb2.GenerateEvent.FromString)(request)
     order = EventOrder()
     try:
@@ -95,7 +101,7 @@ async def generate(
 
 
 def settled(loop: WatchedLoop, *services: Prefill | Decode) -> None:
-    """Nothing is held, the engines run, and nothing went wrong out of sight."""
+    """Wait until the services hold nothing. Assert that the engines run and that nothing failed in the background."""
     wait_until(
         lambda: all(service.holds_nothing() for service in services),
         lambda: [service.thread.inbox.load for service in services],
@@ -107,7 +113,9 @@ def settled(loop: WatchedLoop, *services: Prefill | Decode) -> None:
 
 @contextmanager
 def decode_edge() -> Iterator[Run]:
-    """The first byte: events to read before leaving, 0 for all. Then a Generate request."""
+    """The target for Generate. Its first byte is the number of events to read before leaving (0 reads all); the rest
+    is a request.
+    """
     with tiny_target() as (model, tokenizer), loop_under_watch() as loop:
         prefill = loop.run(start_prefill(model))
         decode = loop.run(start_decode(model, tokenizer, prefill.address, FAST))
@@ -129,8 +137,11 @@ def decode_edge() -> Iterator[Run]:
 
 @contextmanager
 def prefill_edge() -> Iterator[Run]:
-    """The first byte: frames to read before leaving, 0 for all; its top bit keeps our side open, the next one leaves
-    versions and checksums as they are. Then the commands.
+    """The target for Handoff calls.
+
+    The low bits of the first byte are the number of frames to read before leaving; 0 reads all. Its top bit keeps the
+    client's side of the call open, and the next bit leaves versions and checksums as they are. The rest is the
+    commands.
     """
     with tiny_target() as (model, _), loop_under_watch() as loop:
         service = loop.run(start_prefill(model))
@@ -156,7 +167,7 @@ def prefill_edge() -> Iterator[Run]:
 
 
 async def _handoff(channel: grpc.aio.Channel, commands: Sequence[bytes], *, num_frames: int, half_closes: bool) -> None:
-    """A call that ends well has ended each of its rows once."""
+    """Make one Handoff call. If it ends without an error, each of its rows must have ended exactly once."""
     call: Any = channel.stream_stream(HANDOFF)()
     rows: list[int] = []
     try:
@@ -190,8 +201,10 @@ def _ended_rows(data: bytes) -> list[int]:
 
 @contextmanager
 def replica() -> Iterator[Run]:
-    """The first byte: odd leaves the frames' versions and checksums as they are. Then messages: answers to health,
-    GetFingerprint and GetLoad, empty for right ones; then the frames of each call.
+    """The target for answers of a prefill replica to the decode service.
+
+    An odd first byte leaves the frames' versions and checksums as they are. Then come the answers to health checks,
+    GetFingerprint and GetLoad, where an empty one stands for a correct answer, and then the frames of each call.
     """
     with tiny_target() as (model, tokenizer), loop_under_watch() as loop:
         raw = RawReplica(fingerprint=fingerprint_of(model, None))
@@ -209,11 +222,11 @@ def replica() -> Iterator[Run]:
             if not control & 1:
                 frames = [checksummed(prefill_pb2.HandoffFrame, frame) for frame in frames]
             raw.answers = {"Check": health, "GetFingerprint": fingerprint, "GetLoad": load}
-            raw.instance_id = str(raw.num_looks)  # its fingerprint is asked for anew
+            raw.instance_id = str(raw.num_looks)  # makes the decode service ask for the fingerprint again
             raw.frames = frames
             _looked_at_twice(raw)
             loop.run(generate(channel, request, LONGEST_STREAM, BROKEN_REPLICA))
-            loop.faults[:] = [fault for fault in loop.faults if "cannot serve: " not in fault]  # as it should be told
+            loop.faults[:] = [fault for fault in loop.faults if "cannot serve: " not in fault]  # this error is expected
             settled(loop, decode)
 
         try:
@@ -225,7 +238,9 @@ def replica() -> Iterator[Run]:
 
 
 def _looked_at_twice(raw: RawReplica) -> None:
-    """The second look began after the answers were changed, and ended before the third."""
+    """Wait until a whole poll of the replica has seen the changed answers: the second of three began after the
+    change and ended before the third.
+    """
     num_before = raw.num_looks
     wait_until(lambda: raw.num_looks >= num_before + 3, lambda: raw.num_looks)
 

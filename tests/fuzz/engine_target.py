@@ -1,4 +1,6 @@
-"""A replica's frames, as the decode engine takes them: codec, landing zone and the real engine on a tiny model."""
+"""Fuzz target of a replica's frames as the decode engine takes them: the codec, the landing zone and the real engine
+on a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class _Clock:
 
 @dataclass
 class EngineUnderFire:
-    """One decode engine, fed by hand. `attack` gives every call that it opens the same frames."""
+    """A decode engine whose transport is played by the target. `attack` answers every call the engine opens with the
+    same frames.
+    """
 
     engine: DecodeEngine
     codec: FrameCodec
@@ -60,7 +64,9 @@ class EngineUnderFire:
     endings: dict[str, int] = field(default_factory=dict)
 
     def attack(self, frames: Sequence[bytes], *, ends_well: bool) -> None:
-        """Two requests, each of which ends once, whatever their replica says; then nothing is held."""
+        """Submit two requests and answer them with these frames. Each request must end exactly once, and afterwards
+        nothing may be held.
+        """
         self.number += 1
         self.endings = {f"{self.number}/{index}": 0 for index in range(len(PROMPTS))}
         commands: list[decode.Command] = [decode.ReplicasChanged((decode.Replica(REPLICA, is_ready=True),))]
@@ -93,7 +99,9 @@ class EngineUnderFire:
     def _play(
         self, call_id: str, rows: Sequence[HandoffRow], frames: Sequence[bytes], *, ends_well: bool
     ) -> list[decode.Command]:
-        """As the transport would: the first frame that breaks the protocol ends the call."""
+        """The commands that a transport would post for these frames. The first frame that breaks the protocol ends
+        the call.
+        """
         reports: list[decode.Command] = []
         end: BatonError | None = None if ends_well else PrefillUnavailable("the replica was lost")
         try:
@@ -141,7 +149,9 @@ def _under_fire(model: TargetModel, head: DraftHead | None) -> EngineUnderFire:
 
 @contextmanager
 def replica_frames() -> Iterator[Run]:
-    """The first byte: odd with speculation; its second bit, whether the call ends well. Then the frames."""
+    """The target for a replica's frames. An odd first byte selects the engine with speculation, its second bit says
+    whether the call ends well, and the rest is the frames.
+    """
     with tempfile.TemporaryDirectory() as directory:
         target_dir = save_tiny_model(Path(directory, "target"), "llama")
         head_dir = save_eagle3_head(Path(directory, "head"), target_dir=target_dir)
@@ -163,7 +173,7 @@ def replica_frames() -> Iterator[Run]:
 
 
 def _sequences(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
-    """A seed's frames, some of them replaced, left out, repeated or swapped."""
+    """Draws inputs from a seed's frames, some of them replaced, left out, repeated or swapped."""
     frames = tuple({frame: None for seed in seeds for frame in split(seed[1:])})
     one = st.one_of(
         st.sampled_from(frames), st.sampled_from(frames), hostile_messages(prefill_pb2.HandoffFrame.DESCRIPTOR, frames)

@@ -1,4 +1,6 @@
-"""`python -m tests.fuzz.guided TARGET KEPT CORPUS [flags]`: one target under atheris; libFuzzer ends the process."""
+"""`python -m tests.fuzz.guided TARGET KEPT CORPUS [flags]`: fuzzes one target with atheris. libFuzzer ends the
+process.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Inputs for one target until the time is over, or until one breaks its contract.
+"""Runs inputs through one target until the time is over or an input breaks the target's contract.
 
-structured: hypothesis draws inputs that know the format.  guided: atheris changes bytes, keeps what reaches new code.
+In structured mode, hypothesis draws inputs that follow the format. In guided mode, atheris mutates bytes and keeps
+inputs that reach new code.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.fuzz.target import Run, Target
 
 KEPT = Path(".fuzz")
-"""What reached new code in guided runs, by target: later ones start from it too."""
+"""Directory of the inputs that reached new code in guided runs, by target. Later runs start from them too."""
 MAX_INPUT_BYTES = 4096
 INPUT_TIMEOUT_S = 60
 _EXAMPLES_A_ROUND = 200
 _START_ALLOWANCE_S = 120.0
-# Of what a target runs. (Where numba compiles a function it must find it as it was written.)
+# The modules of a target that atheris instruments. Functions that numba compiles are left as they were written.
 INSTRUMENTED = (
     "common.errors",
     "common.rpc.errors",
@@ -52,7 +53,7 @@ class Findings:
 
 
 def save(target: Target, data: bytes) -> Path:
-    """Into the corpus, so that the test suite sees it until it is mended."""
+    """Save a failing input in the corpus, so that the test suite runs it until it is fixed."""
     path = target.corpus / f"crash-{hashlib.sha256(data).hexdigest()[:12]}"
     path.write_bytes(data)
     return path
@@ -60,7 +61,7 @@ def save(target: Target, data: bytes) -> Path:
 
 @contextlib.contextmanager
 def bounded_input() -> Iterator[None]:
-    """TimeoutError in an input that hangs. Main thread only."""
+    """Raises TimeoutError inside an input that hangs. It works in the main thread only."""
 
     def expire(_number: int, _frame: object) -> None:
         raise TimeoutError(f"one input took more than {INPUT_TIMEOUT_S} s")
@@ -117,7 +118,7 @@ def structured(target: Target, seconds: float) -> Findings:
 
 
 def guided(target: Target, seconds: float) -> Findings:
-    """In a process of its own: libFuzzer ends the one it runs in."""
+    """Fuzz the target with coverage guidance, in a process of its own, since libFuzzer ends the process it runs in."""
     kept = KEPT / target.name
     kept.mkdir(parents=True, exist_ok=True)
     num_before = len(list(kept.iterdir()))

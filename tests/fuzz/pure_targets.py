@@ -1,4 +1,4 @@
-"""What reads a peer's bytes without a network or an engine: request checks, codecs, tokenizers."""
+"""Fuzz targets without network or engine: request checks, codecs and tokenizers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,19 @@ from tests.wire.strategies import PLAIN, SPECULATIVE, VOCAB_SIZE
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
 
 CORPUS_VERSION = 1
-"""Of the protocol, in the corpus' bytes: what it reaches must not change with the version that is ours."""
+"""The protocol version written in the corpus. It stays the same when ours changes, so that the corpus keeps reaching
+the same code.
+"""
 PAYLOAD_FIELD = 8
-"""Of the corpus' segments, which have their payload in them, as that of its version had."""
+"""The protobuf field in which the corpus' segments hold their payload, as in the protocol version of the corpus."""
 MAX_STATUS_BYTES = 4096
-"""Of a status with its details. gRPC carries 8 KiB of metadata for certain, and a status is in it twice."""
+"""The largest status with its details, in bytes. gRPC guarantees room for 8 KiB of metadata, and carries a status
+twice in it.
+"""
 
 
 def assert_travels(error: BatonError) -> None:
-    """The error reaches its peer: small enough for gRPC's metadata, INVALID_ARGUMENT with its field."""
+    """Assert that the error reaches its peer: its status fits gRPC's metadata, and INVALID_ARGUMENT names its field."""
     status = status_of(error)
     assert status.ByteSize() <= MAX_STATUS_BYTES, f"a status of {status.ByteSize()} bytes"
     if isinstance(error, InvalidRequest):
@@ -48,7 +52,7 @@ def assert_travels(error: BatonError) -> None:
 
 @contextmanager
 def generate_request() -> Iterator[Run]:
-    """A GenerateRequest's checks, up to the tokens and sampling that the engine would be given."""
+    """The target for a GenerateRequest: its checks, up to the tokens and sampling options for the engine."""
     tokenizer = byte_level()
     limits = ModelLimits(vocab_size=vocab_size(tokenizer), max_context_tokens=64, eos_token_ids=(eos_id(tokenizer),))
 
@@ -81,7 +85,9 @@ def generate_request() -> Iterator[Run]:
 
 @contextmanager
 def handoff_command() -> Iterator[Run]:
-    """A HandoffCommand, its checksum put right, its rows' checks, and how rows are renumbered around those refused."""
+    """The target for a HandoffCommand: its checksum is corrected, its rows are checked, and rows are renumbered
+    around refused ones.
+    """
     limits = row_checks.ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256)
 
     def run(data: bytes) -> None:
@@ -112,7 +118,7 @@ def handoff_command() -> Iterator[Run]:
 
 @contextmanager
 def handoff_frame() -> Iterator[Run]:
-    """A frame, as it is and with its checksum put right, without and with speculation."""
+    """The target for a frame, both as it is and with a corrected checksum, with and without speculation."""
     rows = (PLAIN_ROW, LOGPROBS_ROW)
     codecs = [FrameCodec(fingerprint=fingerprint, vocab_size=VOCAB_SIZE) for fingerprint in (PLAIN, SPECULATIVE)]
 
@@ -132,13 +138,15 @@ def handoff_frame() -> Iterator[Run]:
 
 
 def checksummed(kind: type[MessageT], data: bytes) -> bytes:
-    """With a trailer that is right and, for the corpus', our protocol version: what is behind them is reached."""
+    """Returns the bytes with a correct checksum, and with our protocol version in place of the corpus', so that the
+    code after those checks is reached.
+    """
     try:
         message = kind.FromString(data)
     except DecodeError:
         return seal_bytes(data)
     payload = b""
-    for field, part in message.ListFields():  # none, or the one of the oneof
+    for field, part in message.ListFields():  # at most one: the field set in the oneof
         if field.name in ("prefill_batch", "accepted") and part.HasField("fingerprint"):
             raise_version(part.fingerprint)
         if field.name == "kv_segment":
@@ -155,7 +163,7 @@ def raise_version(message: types_pb2.Fingerprint) -> None:
 
 @contextmanager
 def fingerprint() -> Iterator[Run]:
-    """Any fingerprint of few entries is a value, and its difference from ours a short text."""
+    """The target for a fingerprint. Any with few entries decodes, and its difference from ours is a short text."""
 
     def run(data: bytes) -> None:
         try:
@@ -176,7 +184,9 @@ def fingerprint() -> Iterator[Run]:
 
 @contextmanager
 def text() -> Iterator[Run]:
-    """(role, content) messages through tokenizers and chat template, and any token ids back into text."""
+    """The target for text: (role, content) messages through tokenizers and chat templates, and any token ids back
+    into text.
+    """
     tokenizers = [byte_level(), byte_fallback()]
 
     def run(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Both services in this process: real edges, real engines on a tiny model, loopback between them."""
+"""Both services in this process, with real edges and real engines on a tiny model, connected over loopback."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HANDOFF_ROWS = 8
 
 
 class WatchedLoop(LoopThread):
-    """It remembers what goes wrong while nobody waits for it, as it does errors logged."""
+    """An event loop that remembers errors which nobody awaits, and errors that are logged."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -70,7 +70,9 @@ class _Errors(logging.Handler):
 
 @contextmanager
 def loop_under_watch() -> Iterator[WatchedLoop]:
-    """Errors of our code are logged with structlog, those of libraries as the standard library does."""
+    """A loop that also remembers logged errors: our code logs them with structlog, libraries with the standard
+    library.
+    """
     loop = WatchedLoop()
 
     def remember(_logger: Any, method: str, line: EventDict) -> EventDict:

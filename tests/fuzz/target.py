@@ -1,4 +1,4 @@
-"""What is fuzzed: one function of bytes for each place where a peer's bytes come in."""
+"""The type of a fuzz target: a function of bytes for one place where a peer's bytes come in."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 CORPUS = Path(__file__).with_name("corpus")
 
 Run = Callable[[bytes], None]
-"""Put one input through; raises when the contract is broken. Bounded in time."""
+"""A function that runs one input, in bounded time. It raises when the contract is broken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`inputs` draws inputs that know the format, from seeds. `is_pure`: no network, so that coverage can guide."""
+    """A fuzz target. `inputs` draws inputs that follow the format, given seeds. `is_pure` means no network, so that
+    coverage can guide it.
+    """
 
     name: str
     inputs: Callable[[tuple[bytes, ...]], st.SearchStrategy[bytes]]
@@ -29,7 +31,7 @@ class Target:
         return CORPUS / self.name
 
     def seeds(self) -> tuple[bytes, ...]:
-        """The corpus, in a fixed order."""
+        """The contents of the corpus, in a fixed order."""
         return tuple(path.read_bytes() for path in self.corpus_files())
 
     def corpus_files(self) -> Iterator[Path]:
@@ -37,12 +39,12 @@ class Target:
 
 
 def join(messages: list[bytes] | tuple[bytes, ...]) -> bytes:
-    """Several messages as one input: each behind its length, 4 bytes."""
+    """Joins several messages into one input. Each message follows its length in 4 bytes."""
     return b"".join(len(message).to_bytes(4, "big") + message for message in messages)
 
 
 def split(data: bytes, *, at_most: int = 16) -> list[bytes]:
-    """The messages of any input: a length beyond the end is cut."""
+    """Splits any input into messages. A length that goes beyond the end is cut."""
     messages, position = [], 0
     while position < len(data) and len(messages) < at_most:
         length = int.from_bytes(data[position : position + 4], "big")

@@ -1,6 +1,7 @@
-"""Whatever bytes come: an answer or a status that is documented, nothing held afterwards, and everyone else is served.
+"""For any bytes received, a service gives an answer or a documented status, holds nothing afterwards, and keeps serving
+others.
 
-`make fuzz` runs the same targets for as long as it is given.
+`make fuzz` runs the same targets for as long as it is told to.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def test_every_input_of_the_corpus(opened: tuple[Target, Run]) -> None:
 
 @pytest.mark.parametrize("name", ["accepted", "segment", "prebuilt"])
 def test_well_formed_seeds_are_still_understood(name: str) -> None:
-    """A corpus that no longer gets past the first check finds nothing behind it."""
+    """A corpus that fails the first check would no longer reach the code after it."""
     codec = FrameCodec(fingerprint=PLAIN, vocab_size=VOCAB_SIZE)
     frame = (CORPUS / "handoff_frame" / name).read_bytes()
     codec.decode(checksummed(prefill_pb2.HandoffFrame, frame), (PLAIN_ROW, LOGPROBS_ROW))
@@ -64,7 +65,7 @@ def replay(target: str, name: str) -> None:
 
 
 def test_the_corpus_still_cancels_rows_over_the_real_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine starts on the call when it has heard what comes behind it."""
+    """The engine starts the call only after it has received the command that follows it."""
     heard: list[object] = []
     step: Step = PrefillEngine.step
 
@@ -96,7 +97,7 @@ def test_the_corpus_still_yields_tokens_from_a_replicas_frames(monkeypatch: pyte
 
 
 def test_new_inputs(opened: tuple[Target, Run]) -> None:
-    """The same ones in every run."""
+    """The inputs are the same in every run."""
     target, run = opened
 
     @settings(

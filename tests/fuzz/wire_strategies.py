@@ -1,4 +1,6 @@
-"""Protobuf bytes, right and wrong: each field absent, extreme, repeated, of another wire type, or unknown."""
+"""Strategies for valid and invalid protobuf bytes, whose fields may be absent, extreme, repeated, of another wire
+type, or unknown.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ _ANY_PAYLOAD = (
     | st.tuples(st.just(FIXED64), _fixed64s)
     | st.tuples(st.just(LENGTH), _blobs.map(delimited))
     | st.tuples(st.just(FIXED32), _fixed32s)
-    | st.tuples(st.sampled_from((3, 4, 6, 7)), st.just(b""))  # groups and what no wire type is
+    | st.tuples(st.sampled_from((3, 4, 6, 7)), st.just(b""))  # groups, and numbers that are no wire type
 )
 
 
@@ -88,7 +90,9 @@ def _field(field: Any, depth: int) -> st.SearchStrategy[bytes]:
 
 
 def wire_messages(descriptor: Descriptor, *, depth: int = 0) -> st.SearchStrategy[bytes]:
-    """Bytes that begin as this message's; most parse. Later fields override earlier ones, as protobuf has it."""
+    """Bytes that start like this message's; most of them parse. Later fields override earlier ones, as protobuf
+    defines.
+    """
     stranger = st.tuples(
         st.sampled_from((*(field.number for field in descriptor.fields), 8, 9, 99, 2**29 - 1)), _ANY_PAYLOAD
     ).map(lambda drawn: tagged(drawn[0], *drawn[1]))

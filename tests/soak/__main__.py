@@ -1,4 +1,5 @@
-"""Hours in minutes: storms, faults, retractions, restarts; every output checked, and nothing may grow.
+"""Runs storms of requests with faults, retractions and restarts. Every output is checked, and memory, threads and
+descriptors must not grow.
 
 python -m tests.soak [--minutes 30] [--shared-memory]
 """
@@ -22,9 +23,11 @@ from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, une
 
 NUM_CASES = 100
 MIN_WAVES = 48
-"""Fewer say nothing about growth: what comes and goes in memory would be much for so few requests."""
+"""Fewest waves for a verdict on growth. With fewer requests, normal fluctuations of memory would look like growth."""
 SMALL_CACHES = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-"""oneDNN keeps what it compiled for each shape it met, 1,024 of them: hundreds of MiB that come slowly, like a leak."""
+"""Limits oneDNN's cache, which keeps compiled code for up to 1,024 shapes. Unlimited, it slowly takes hundreds of
+MiB, like a leak.
+"""
 
 
 def main() -> int:
@@ -76,7 +79,7 @@ def _soak(directory: Path, setting: Setting, *, minutes: float, seed: int) -> in
 
 
 def _trend(samples: Sequence[Figures]) -> Trend:
-    """A wave is for each of the two services of a role half of what it is for both."""
+    """The trend of one service. Each wave sends REQUESTS_A_WAVE requests for each of the two services of a role."""
     return Trend.of(samples, requests_a_sample=REQUESTS_A_WAVE)
 
 

@@ -1,4 +1,4 @@
-"""What each service process holds over time, and whether it is flat."""
+"""The memory, file descriptors and threads of each service process over time, and whether they stay flat."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import dataclass, fields
 import psutil
 
 MAX_GROWTH_KIB = 1.0
-"""Of memory a request, from the second quarter of a soak to its last: allocators settle in the first."""
+"""Largest allowed growth of memory per request, from the second quarter of a soak to its last. Allocators settle in
+the first quarter.
+"""
 MAX_MORE = 2
-"""File descriptors and threads that may come and go with connections."""
+"""Largest allowed growth in file descriptors and in threads: they may come and go with connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one process, while no request is live."""
+    """Memory, file descriptors and threads of one process at a moment when no request is live."""
 
     rss_mib: float
     num_fds: int
@@ -31,7 +33,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Medians of the second and of the last quarter of one process's samples, and the requests between the two."""
+    """Medians of the second and of the last quarter of one process's samples, and the number of requests between the
+    two.
+    """
 
     before: Figures
     after: Figures
@@ -39,7 +43,7 @@ class Trend:
 
     @classmethod
     def of(cls, samples: Sequence[Figures], *, requests_a_sample: int) -> Trend:
-        """At least 4 samples, one each time the process had served `requests_a_sample` more."""
+        """The trend of at least 4 samples, taken each time the process had served `requests_a_sample` more requests."""
         quarter = len(samples) // 4
         assert quarter > 0, f"{len(samples)} samples have no quarters"
         num_between = len(samples) - 2 * quarter  # from the middle of one quarter to the middle of the other
@@ -49,7 +53,7 @@ class Trend:
 
     @property
     def growth_kib(self) -> float:
-        """Of memory, a request."""
+        """Growth of memory per request."""
         return (self.after.rss_mib - self.before.rss_mib) * 1024 / self.num_requests
 
     @property

@@ -1,4 +1,4 @@
-"""Two prefill and two decode services under storms; the second of each is killed, drained and started again."""
+"""Two prefill and two decode services under storms. The second of each kind is killed, drained and restarted."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.running_pair import RunningPair, wait_until
 RECOVERY_BOUND_S = 120.0
 REQUESTS_A_WAVE = 200
 STEADY = frozenset({"prefill-0", "decode-0"})
-"""Processes that live from the beginning to the end: theirs are the figures that must be flat."""
+"""Processes that live for the whole soak. Their figures must stay flat."""
 
 
 class Blow(StrEnum):
-    """What happens to a replica in the middle of a wave."""
+    """An interruption of one replica in the middle of a wave."""
 
     KILL = "kill -9 and start"
     DRAIN = "SIGTERM, wait and start"
@@ -40,7 +40,7 @@ BLOWS: tuple[tuple[Blow, str], ...] = (
     (Blow.FREEZE, "prefill-1"),
     (Blow.FREEZE, "decode-1"),
 )
-"""One each wave, in turn."""
+"""Interruptions and the services they hit. Each wave takes the next one."""
 
 
 @dataclass(slots=True)
@@ -59,13 +59,15 @@ class SoakReport:
 
 
 KV_TOKENS = 512
-"""Of a decode service."""
+"""KV slots of a decode service."""
 
 
 def soak(
     services: RunningPair, cases: Sequence[Case], *, is_over: Callable[[], bool], seed: int
 ) -> Iterator[SoakReport]:
-    """Wave after wave until `is_over`; yields the report so far after each. AssertionError when something is left."""
+    """Run waves of requests until `is_over()`, and yield the report so far after each. Raises AssertionError if a
+    wave leaves something held.
+    """
     report = SoakReport(by_service={service.name: StormReport() for service in services.processes.decode})
     draw = random.Random(seed)
     while not is_over():
@@ -82,7 +84,9 @@ def soak(
 def _wave(
     services: RunningPair, cases: Sequence[Case], report: SoakReport, *, blow: Blow, name: str, seed: int
 ) -> None:
-    """Requests come from threads of their own: a service started again lives as long as the thread that starts it."""
+    """Run one wave. Its requests come from other threads, because a restarted service lives only as long as the
+    thread that started it.
+    """
     storm = Storm(num_requests=REQUESTS_A_WAVE, concurrency=24, resumes=True, seed=seed)
     with ThreadPoolExecutor(len(services.decodes)) as clients:
         sending = {

@@ -1,4 +1,4 @@
-"""Growth is told from settling."""
+"""The soak's figures tell growth from settling."""
 
 from __future__ import annotations
 

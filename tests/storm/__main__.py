@@ -1,4 +1,4 @@
-"""Storms of requests in every setting, as a table.
+"""Runs storms of requests in every setting, and prints the results as a table.
 
 python -m tests.storm [--requests 1000]
 """

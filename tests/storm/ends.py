@@ -1,7 +1,7 @@
-"""Whether each request ended once in its decode service, and as its client saw it.
+"""Checks that each request ended once in its decode service, and as its client saw it.
 
-A decode service logs one line, `request_finished`, for each call that it admitted. A call that breaks has a successor
-where clients resume, and a process that is killed writes no line.
+A decode service logs one line, `request_finished`, for each call it admitted. Where clients resume, a call that breaks
+is followed by another. A process that is killed writes no line.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from tests.storm.logs import entries
 from tests.storm.storm import LEFT, ClientEnd
 
 PASSING = frozenset({"cancelled", "no_prefill", "draining", "engine_lost", "engine_stalled"})
-"""Outcomes of a call that a client which resumes may follow by another. All others are final."""
+"""Outcomes after which a resuming client may make another call. All other outcomes are final."""
 FINISHED = frozenset({"eos", "stop_token", "stop_string", "length"})
 
 
 @dataclass(frozen=True, slots=True)
 class ServerEnd:
-    """`instance_id` is another one each time that a service is started. `outcome`: a reason to finish or to fail."""
+    """One `request_finished` line of a log. `instance_id` changes each time a service is started, and `outcome` is
+    the reason to finish or to fail.
+    """
 
     request_id: str
     instance_id: str
@@ -30,7 +32,7 @@ class ServerEnd:
 
 
 def ends_of(services: Iterable[ServiceProcess]) -> list[ServerEnd]:
-    """By the services' logs, in their order."""
+    """The ends that the services logged, in the order of their logs."""
     return [
         ServerEnd(entry["request_id"], entry["instance_id"], entry["outcome"], entry.get("error", ""))
         for _, entry in entries(services, "request_finished")
@@ -38,10 +40,10 @@ def ends_of(services: Iterable[ServiceProcess]) -> list[ServerEnd]:
 
 
 def wrong_ends(seen: Sequence[ClientEnd], logged: Sequence[ServerEnd], *, resumes: bool) -> list[str]:
-    """Requests of which a service logged an end too many, none, or another than their client saw.
+    """Describes the requests for which services logged too many ends, none, or another end than the client saw.
 
-    Where clients resume a request may have several lines: in one process at most one that is final, and unless its
-    client left, one as the client saw it.
+    Where clients resume, a request may have several lines: at most one final line per process, and, unless its client
+    left, one that matches what the client saw.
     """
     by_request: dict[str, list[ServerEnd]] = defaultdict(list)
     for end in logged:
@@ -57,14 +59,16 @@ def wrong_ends(seen: Sequence[ClientEnd], logged: Sequence[ServerEnd], *, resume
 
 
 def unseen_failures(seen: Sequence[ClientEnd], logged: Sequence[ServerEnd]) -> list[str]:
-    """Errors of requests whose clients had gone when they failed."""
+    """Errors of requests that failed after their clients had left."""
     left = {client.request_id for client in seen if client.outcome == LEFT}
     passing = PASSING | FINISHED
     return [end.error for end in logged if end.request_id in left and end.outcome not in passing]
 
 
 def needless_cancels(seen: Sequence[ClientEnd], logged: Sequence[ServerEnd]) -> list[str]:
-    """Requests that a service cancelled whose clients stayed. Only one that is killed or drained may."""
+    """Describes the requests that a service cancelled although their clients had stayed. Only a service that is
+    killed or drained may do so.
+    """
     left = {client.request_id for client in seen if client.outcome == LEFT}
     return [
         f"{end.request_id} was cancelled, and its client had stayed"
@@ -74,7 +78,9 @@ def needless_cancels(seen: Sequence[ClientEnd], logged: Sequence[ServerEnd]) -> 
 
 
 def _is_right(client: ClientEnd, ends: Sequence[ServerEnd]) -> bool:
-    """A client may leave before its request is admitted, and while its request finishes or fails."""
+    """Whether the logged ends match the client's. A client may leave before its request is admitted, or while it
+    finishes or fails.
+    """
     if client.outcome == LEFT:
         return len(ends) == 1 or (not ends and not client.has_started)
     return [end.outcome for end in ends] == [client.outcome]

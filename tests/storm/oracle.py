@@ -1,7 +1,7 @@
 """Requests whose every token is known beforehand.
 
-Each ran alone, in one process, without overlap and without drafts; the greedy ones are what transformers' `generate`
-gives, too.
+Each request ran alone in one process, without overlap and drafts. Greedy ones are also compared with transformers'
+`generate`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.pair import InProcessPair, PairOptions
 from tests.support.reference import generate_greedily
 
 LOGPROB_TOLERANCE = 1e-4
-FIRST_ID = 4  # below it are the special tokens
+FIRST_ID = 4  # lower ids are special tokens
 KINDS: tuple[SamplingOptions, ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "top_p": 0.875, "logprobs": 2},
@@ -26,12 +26,14 @@ KINDS: tuple[SamplingOptions, ...] = (
     {"temperature": 0.75, "repetition_penalty": 1.25, "presence_penalty": 0.5, "frequency_penalty": 0.25},
     {"temperature": 1.25, "min_p": 0.03125, "top_k": 40, "logit_bias": {9: 2.0, 11: -3.0}, "logprobs": 0},
 )
-"""Numbers that a float on the wire holds exactly."""
+"""Sampling options whose numbers a float on the wire holds exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request, and what it gives: `logprobs` of the chosen tokens, empty where none are asked for."""
+    """A request and its expected output. `logprobs` are those of the chosen tokens; it is empty where none are asked
+    for.
+    """
 
     number: int
     prompt: tuple[int, ...]
@@ -40,7 +42,9 @@ class Case:
     logprobs: tuple[float, ...]
 
     def check(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_whole: bool) -> str | None:
-        """What is wrong with an output, of which only the beginning came unless it `is_whole`."""
+        """Describes what is wrong with an output, or returns None. Unless it `is_whole`, only the beginning of the
+        output arrived.
+        """
         wanted = self.token_ids if is_whole else self.token_ids[: len(token_ids)]
         if tuple(token_ids) != wanted:
             return f"case {self.number}: tokens {list(token_ids)}, not {list(wanted)}"
@@ -60,7 +64,9 @@ def make_cases(
     output_lens: range = range(8, 73),
     seed: int = 0,
 ) -> list[Case]:
-    """Every length and kind of sampling; greedy choices that nearly tie are left out."""
+    """Cases of every prompt length, output length and kind of sampling. Greedy requests with nearly tied choices are
+    left out.
+    """
     draw = random.Random(seed)
     target = load_target(model_dir, device="cpu", dtype="float32")
     longest = prompt_lens[-1] + output_lens[-1]
@@ -100,7 +106,9 @@ def _run(
 
 
 def _is_generates(model_dir: Path, prompt: list[int], token_ids: list[int]) -> bool:
-    """False where transformers' choice nearly ties. AssertionError where it chooses other tokens."""
+    """Whether `generate` is decisive for this prompt. Returns False where its choices nearly tie, and raises
+    AssertionError where it gives other tokens.
+    """
     try:
         reference = generate_greedily(model_dir, prompt, len(token_ids))
     except AssertionError:
@@ -110,7 +118,7 @@ def _is_generates(model_dir: Path, prompt: list[int], token_ids: list[int]) -> b
 
 
 def _resolved(sampling: SamplingOptions) -> ResolvedSampling:
-    """What the edge makes of the options."""
+    """The options as the edge resolves them for the engine."""
     values = {name: value for name, value in sampling.items() if name not in ("ignore_eos", "logprobs", "logit_bias")}
     return ResolvedSampling(
         **values,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Pairs that storms are sent to: pools that are too small for all, and faults on the way."""
+"""Pairs of services for storms, with pools too small for all requests, and with planned faults."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ FAULT_RATE = 0.05
 DELAY_S = 0.05
 MAX_ROWS = 32
 KV_TOKENS = 130
-"""Of a decode service. MAX_ROWS of the usual requests want twelve times as many, so of 160 a dozen are retracted."""
+"""KV slots of a decode service. MAX_ROWS of the usual requests need twelve times as many, so about a dozen of 160
+are retracted.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Of this target each token depends on all before it; the head is often right about the next."""
+    """Directories of a target and a draft head. Each of the target's tokens depends on all before it, and the head
+    often guesses the next.
+    """
 
     target: Path
     head: Path
@@ -48,7 +52,9 @@ class Setting:
 
     @property
     def prefill_args(self) -> tuple[str, ...]:
-        """A ticket that is lost is missed when the receiver gives nothing back for so long."""
+        """Arguments of the prefill service. With shared memory it gives up a lost ticket when the receiver returns
+        nothing for 2 s.
+        """
         return (
             ("--kv-transport=shared_memory", "--stall-timeout-s=2") if self.shares_memory else ("--kv-transport=grpc",)
         )
@@ -62,11 +68,13 @@ LENT_FAULTS = (
     Fault(point="shared_memory.lent", action=Action.UNLINK, at=50),
     Fault(point="shared_memory.read", action=Action.STALL, rate=0.02, seconds=0.05),
 )
-"""Of KV in shared memory: a loan that another row has by now, one that is late, a pool whose socket is gone."""
+"""Faults of KV in shared memory: a stale loan whose slots now belong to another row, a late loan, and a pool whose
+socket is gone.
+"""
 
 
 def frame_faults(seed: int, rate: float = FAULT_RATE) -> FaultPlan:
-    """So many of all frames, each kind of fault as often."""
+    """A plan that hits this share of all frames, with each kind of fault equally often."""
     share = rate / len(FRAME_ACTIONS)
     seconds = {Action.DELAY: DELAY_S}
     faults = tuple(
@@ -77,14 +85,14 @@ def frame_faults(seed: int, rate: float = FAULT_RATE) -> FaultPlan:
 
 
 def lent_and_frame_faults(seed: int) -> FaultPlan:
-    """Of a pair that shares memory, where nothing is copied out."""
+    """A plan of frame faults and shared-memory faults, for a pair that shares memory and so copies nothing out."""
     return FaultPlan(faults=(*frame_faults(seed).faults, *LENT_FAULTS), seed=seed)
 
 
 def faults_everywhere(seed: int, setting: Setting) -> FaultPlan:
-    """Frames as before, and now and then every other seam too. A failed decode step takes all of its requests along.
+    """A plan with frame faults, and rarer faults at every other point. A failed decode step fails all of its requests.
 
-    A call whose PrefillBatch was dropped waits for it for 10 s.
+    A call whose PrefillBatch was dropped waits 10 s for it.
     """
     step = "stream.forward.verify" if setting.speculates else "stream.forward.decode"
     copied = (
@@ -125,10 +133,11 @@ def disturbed_pair(
     num_each: int = 1,
     kv_tokens: int = KV_TOKENS,
 ) -> Iterator[RunningPair]:
-    """`num_each` services of either role, all of which have the plan; most of its points are in one role only. Their
-    limits differ; `kv_tokens` is that of a decode service.
+    """Run `num_each` services of either role, all with this fault plan. Most of its points exist in one role only.
+    `kv_tokens` is the size of each decode service's pool.
 
-    Their logs stay in `directory`, which no other pair has: the ends of all requests are there once the pair has ended.
+    Their logs stay in `directory`, which no other pair uses. Once the pair has ended, the logs contain the ends of all
+    requests.
     """
     path = plan.write(directory / "faults.json")
     decode_args = [f"--max-kv-tokens={kv_tokens}", "--max-handoff-attempts=20", "--prefill-timeout-s=30"]

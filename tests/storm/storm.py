@@ -1,4 +1,6 @@
-"""Many requests at once, some of which their clients leave, against services that meet faults: every end is counted."""
+"""Sends many requests at once to services with faults. Some clients leave early, and the end of every request is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ REQUEST_BOUND_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storm:
-    """`abort_share` of the requests are left by their clients, at a random event or moment.
+    """A storm of requests. The clients of `abort_share` of them leave, at a random event or moment.
 
-    `resumes`: streams that break go on in another call.
+    With `resumes`, clients continue a broken stream in another call.
     """
 
     num_requests: int
@@ -36,7 +38,11 @@ LEFT = "left"
 
 @dataclass(frozen=True, slots=True)
 class ClientEnd:
-    """`outcome`: the reason to finish or to fail, as a service logs it, or LEFT. `has_started`: it saw an event."""
+    """The end of a request as its client saw it.
+
+    `outcome` is the reason to finish or to fail, as a service logs it, or LEFT if the client left. `has_started` says
+    whether the client saw an event.
+    """
 
     request_id: str
     outcome: str
@@ -45,8 +51,8 @@ class ClientEnd:
 
 @dataclass(slots=True)
 class StormReport:
-    """`ends` is what each request's client saw of its end; `wrong` says what was wrong with outputs; `failed` counts
-    errors by code and reason, `texts` has their texts.
+    """The result of a storm. `ends` holds each request's end as its client saw it, `wrong` describes wrong outputs,
+    `failed` counts errors by code and reason, and `texts` has the errors' texts.
     """
 
     num_finished: int = 0
@@ -78,7 +84,7 @@ class StormReport:
 
 
 async def send_storm(address: str, cases: Sequence[Case], storm: Storm) -> StormReport:
-    """Send the cases, in a random order and again and again, and see how each request ends."""
+    """Send random cases, as many as the storm wants, and report how each request ends."""
     draw = random.Random(storm.seed)
     requests = [(draw.choice(cases), _Leave.draw(draw, storm.abort_share)) for _ in range(storm.num_requests)]
     report = StormReport()
@@ -96,7 +102,7 @@ async def send_storm(address: str, cases: Sequence[Case], storm: Storm) -> Storm
 
 @dataclass(frozen=True, slots=True)
 class _Leave:
-    """When a client goes: after so many events, or after so many seconds; neither: it stays."""
+    """When a client leaves: after a number of events, or after some seconds. With neither, it stays."""
 
     num_events: int | None = None
     seconds: float | None = None

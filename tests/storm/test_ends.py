@@ -1,4 +1,4 @@
-"""An end too many, none, or another than the client saw is told, of calls that resume too."""
+"""Duplicate, missing and mismatched ends are reported, also for calls that resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.storm.storm import LEFT, ClientEnd
 
 
 def problems(outcome: str, *logged: str, has_started: bool = True, resumes: bool = False) -> list[str]:
-    """`logged`: outcomes, behind each the process that logged it, if that is not the first."""
+    """The problems found when a client saw `outcome` and services logged these outcomes. "outcome@2" was logged by
+    process 2; without "@", process 1 logged it.
+    """
     ends = [ServerEnd("r", instance or "1", name) for name, _, instance in (entry.partition("@") for entry in logged)]
     return wrong_ends([ClientEnd("r", outcome, has_started)], ends, resumes=resumes)
 

@@ -1,4 +1,4 @@
-"""Services end at named points in the middle of requests and are started again: clients that resume lose nothing."""
+"""Services die at named points in the middle of requests and are restarted. Clients that resume lose nothing."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ KILLS = {
     ),
     LOANS: (
         Fault(point="stream.landing.land", action=Action.STALL, rate=0.5, seconds=0.02),  # so that loans are out
-        Fault(point="shared_memory.read", action=Action.KILL, at=40),  # in the decode service, which reads one
-        Fault(point="shared_memory.lent", action=Action.KILL, at=60),  # in the prefill service, whose loans are read
+        Fault(point="shared_memory.read", action=Action.KILL, at=40),  # in the decode service, which reads
+        Fault(point="shared_memory.lent", action=Action.KILL, at=60),  # in the prefill service, which lends
     ),
 }
 

@@ -1,4 +1,5 @@
-"""Requests that come, go and are retracted while frames, memory, streams and forwards fail: each ends once, and right.
+"""Requests come, leave and are retracted while frames, memory, streams and forwards fail. Each one ends exactly once,
+and correctly.
 
 `python -m tests.storm` sends 1,000 requests in each of eight settings.
 """

@@ -1,4 +1,4 @@
-"""Whether the ends of a storm are what its faults explain."""
+"""Judges whether a storm's faults explain the way its requests ended."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from tests.storm.pairs import MAX_ROWS
 from tests.storm.storm import StormReport
 
 Faults = Counter[tuple[Role, str, str]]
-"""How many happened, by the service's role, point and action."""
+"""Counts of faults that happened, by the service's role, the point and the action."""
 
 SURE = 10.0
-"""A fault that is expected so often is missed in one run of 20,000."""
+"""Expected number of a fault from which it must have happened: then it fails to happen in one run of 20,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class _FailureClass:
-    """Requests that fail with such a text. One `cause` fails at most so many of them; all other faults cost a retry."""
+    """Requests that fail with a text that matches `text`. Each occurrence of `cause` fails at most `max_requests` of
+    them. All other faults cost only a retry.
+    """
 
     text: re.Pattern[str]
     cause: tuple[Role, str, str]
@@ -42,7 +44,7 @@ _CLASSES = tuple(
         ),
         (r"landing KV failed: stream\.landing\.land", "decode", "stream.landing.land", Action.RAISE, 1),
         (r"landing KV failed: injected at memory\.host", "decode", "memory.host", Action.FAIL, 1),
-        # A decode step takes its requests along.
+        # A failed decode step fails all of its requests.
         (r"a decode step failed: injected at memory\.host", "decode", "memory.host", Action.FAIL, MAX_ROWS),
         (r"a decode step failed: stream\.forward\.decode", "decode", "stream.forward.decode", Action.RAISE, MAX_ROWS),
         (r"a decode step failed: stream\.forward\.verify", "decode", "stream.forward.verify", Action.RAISE, MAX_ROWS),
@@ -51,13 +53,13 @@ _CLASSES = tuple(
 
 
 def faults_of(services: Iterable[ServiceProcess]) -> Faults:
-    """Those that have happened, by the services' logs."""
+    """Counts the faults in the services' logs."""
     return Counter((service.role, entry["point"], entry["action"]) for service, entry in entries(services, "fault"))
 
 
 def visits_of(services: Iterable[ServiceProcess]) -> Counter[str]:
-    """How often each point was visited at least, in the service where that was most often: with the same seed the same
-    visits are hit in each.
+    """Counts the visits of each point in the service that visited it most often. With the same seed, all services
+    are hit at the same visits.
     """
     visits: Counter[str] = Counter()
     for service in services:
@@ -69,9 +71,10 @@ def visits_of(services: Iterable[ServiceProcess]) -> Counter[str]:
 
 
 def dead_points(plan: FaultPlan, faults: Faults, visits: Counter[str], *, is_long: bool = False) -> list[str]:
-    """What is planned and did not happen: points that nothing visited, and faults that so many visits cannot miss.
+    """Describes planned faults that did not happen: points that nothing visited, and faults that so many visits cannot
+    have missed.
 
-    `is_long`: every planned fault should have happened.
+    With `is_long`, every planned fault must have happened.
     """
     problems = [
         f"nothing came by {point}" for point in dict.fromkeys(f.point for f in plan.faults) if not visits[point]
@@ -92,7 +95,7 @@ def dead_points(plan: FaultPlan, faults: Faults, visits: Counter[str], *, is_lon
 
 
 def unexplained(texts: Sequence[str], faults: Faults) -> list[str]:
-    """Of the errors with these texts those that no fault can have caused, where such errors come from."""
+    """Describes the errors among `texts` that no fault can have caused, or that outnumber what the faults explain."""
     problems: list[str] = []
     num_needed: Counter[tuple[Role, str, str]] = Counter()
     classes = {text: _class_of(text) for text in set(texts)}
@@ -121,9 +124,9 @@ def problems_of(
     speculates: bool,
     resumes: bool = False,
 ) -> list[str]:
-    """What is wrong with outputs and ends; and what should have happened in a storm and did not.
+    """Describes all that is wrong: outputs and ends, and things that a storm must contain and this one did not.
 
-    `ends` are the decode services'; `resumes`: clients go on in other calls.
+    `ends` are those of the decode services. With `resumes`, clients continued in other calls.
     """
     problems = [
         *report.wrong,
