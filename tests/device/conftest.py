@@ -1,4 +1,4 @@
-"""A device of each kind, with what a test needs to drive it."""
+"""Fixtures: a device of each kind, with the controls that a test needs to drive it."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture(params=["worker", "schedule"])
 def stream(rig: Rig, request: pytest.FixtureRequest) -> Stream:
-    """Either kind of stream of a device."""
+    """Each kind of stream in turn: a new stream of the device, and its schedule stream."""
     return rig.device.schedule_stream if request.param == "schedule" else rig.device.new_stream("forward")

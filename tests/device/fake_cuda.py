@@ -1,7 +1,8 @@
-"""A stand-in for the part of torch.cuda that common/device uses: streams whose work takes no time unless it is held.
+"""A stand-in for the part of torch.cuda that common/device uses. Work on its streams takes no time unless a test holds
+it.
 
-Work itself runs on the CPU, at once, as pieces of a CudaStream do; what is kept here is how far each stream is, which
-device is current on each thread, and what was asked for while which was.
+The work itself runs on the CPU at once, like the Python code of a CudaStream's pieces. The fake tracks how far each
+stream is, which device is current on each thread, and which device was current at each call.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class FakeEvent:
 
 
 class FakeStream:
-    """`queue`: events to reach, events to wait for (`wait_event`), and gates that hold it."""
+    """A fake CUDA stream. Its `queue` holds events to reach, events to wait for (`wait_event`), and gates that stop
+    it.
+    """
 
     def __init__(self, cuda: FakeCuda, device_index: int) -> None:
         self._cuda = cuda
@@ -57,7 +60,7 @@ class FakeStream:
         return not self.queue
 
     def advance(self) -> bool:
-        """True when something moved."""
+        """Advance the stream as far as it can go. Returns True if it moved."""
         before = len(self.queue)
         while self.queue:
             match self.queue[0]:
@@ -79,7 +82,9 @@ class _Wait:
 
 
 class _Current(threading.local):
-    """CUDA's own are the thread's: a new one begins with device 0 and its default stream."""
+    """The current device and stream of a thread. As in CUDA, a new thread starts with device 0 and its default
+    stream.
+    """
 
     def __init__(self) -> None:
         self.device_index = 0
@@ -88,7 +93,9 @@ class _Current(threading.local):
 
 @dataclass
 class FakeCuda:
-    """`faulted`: what every call is answered with from then on. `asked`: (what, the device current then)."""
+    """A fake torch.cuda. After `faulted` is set, every call fails with that message. `asked` lists (call, device
+    that was current then).
+    """
 
     num_devices: int = 2
     faulted: str = ""
@@ -100,7 +107,7 @@ class FakeCuda:
         self._streams = [*self._default_streams]
 
     def patched(self, patch: pytest.MonkeyPatch) -> FakeCuda:
-        """From now on torch.cuda is this one."""
+        """Replace torch.cuda by this fake."""
         for name in ("device_count", "set_device", "current_stream", "stream", "device"):
             patch.setattr(torch.cuda, name, getattr(self, name))
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(self))
@@ -112,7 +119,9 @@ class FakeCuda:
             raise torch.AcceleratorError(f"CUDA error: {self.faulted}\nCUDA kernel errors might be reported later")
 
     def launch(self, library: str = "Triton Error [CUDA]") -> None:
-        """As a library that calls the driver itself: its errors are its own."""
+        """Launch a kernel as a library does that calls the driver itself, such as Triton. After a fault it raises
+        that library's error.
+        """
         if self.faulted:
             raise RuntimeError(f"{library}: {self.faulted}")
 
@@ -138,7 +147,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        """As torch's: the stream's device is current too."""
+        """A context manager like torch.cuda.stream: it also makes the stream's device current."""
         current = self._current
         before = (current.device_index, current.stream)
         current.device_index, current.stream = stream.device.index, stream
@@ -157,13 +166,13 @@ class FakeCuda:
             self._current.device_index = before
 
     def hold(self) -> threading.Event:
-        """What is put on the current stream from now on runs only once the gate that is returned is set."""
+        """Hold the current stream. Work enqueued from now on runs only after the returned event is set."""
         gate = threading.Event()
         self.current_stream().queue.append(gate)
         return gate
 
     def ask(self, what: str) -> None:
-        """Something that acts on the current device."""
+        """Note an operation that acts on the current device."""
         self.asked.append((what, self.current_device))
 
     def _new_stream(self, device: torch.device) -> FakeStream:
@@ -172,7 +181,7 @@ class FakeCuda:
 
 
 class CudaDeviceOnFake(CudaDevice):
-    """The device as it is, over memory of the host that is not pinned."""
+    """A CudaDevice on the fake. Its host memory is not pinned."""
 
     def __init__(self, cuda: FakeCuda, index: int = 1) -> None:
         super().__init__(index)

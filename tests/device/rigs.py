@@ -1,4 +1,6 @@
-"""A device of each implementation, with what the contract's tests need beside the contract: a way to hold a stream."""
+"""A device of each implementation, together with what the contract tests need beyond the contract: a way to hold a
+stream.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ if torch.cuda.is_available():
 
 
 class Journal:
-    """What pieces wrote, in the device's order. Kept on the device: on CUDA Python's order proves nothing."""
+    """Numbers that pieces write, in the order in which the device runs them. They are kept on the device, since on
+    CUDA the order of Python code proves nothing.
+    """
 
     def __init__(self, torch_device: torch.device) -> None:
         self._entries = torch.zeros(64, dtype=torch.int64, device=torch_device)
@@ -42,7 +46,7 @@ class Journal:
         return lambda: self.write(value)
 
     def read(self) -> list[int]:
-        """Everything written so far; behind an event."""
+        """All numbers written so far. Call it after an event."""
         return self._entries[: int(self._count)].tolist()
 
 
@@ -57,7 +61,9 @@ class Rig:
         return Journal(self.device.torch_device)
 
     def hold(self, stream: Stream) -> None:
-        """What is enqueued next does not run before `release` (on CUDA: not for some hundred milliseconds)."""
+        """Hold the stream: work enqueued next does not run before `release`. On CUDA it is only delayed by some
+        hundred milliseconds.
+        """
         match self.device:
             case ScriptedDevice():
                 self.device.on_synchronize = refuse
@@ -78,7 +84,7 @@ class Rig:
 
 
 def open_rig(kind: str, patch: pytest.MonkeyPatch) -> Rig:
-    """`patch`: for a torch.cuda that is not there."""
+    """Open a device of this kind. `patch` replaces torch.cuda where the kind needs the fake."""
     devices: dict[str, Callable[[], Device]] = {
         "cpu": lambda: CpuDevice(num_threads=1, wait_timeout_s=BOUND_S),
         "scripted": ScriptedDevice,
@@ -90,7 +96,7 @@ def open_rig(kind: str, patch: pytest.MonkeyPatch) -> Rig:
 
 
 def finish(stream: Stream, scope: Scope | None = None) -> Event:
-    """Let everything enqueued so far run."""
+    """Record an event on the stream, wait for it, and return it."""
     event = stream.record(scope)
     event.synchronize(BOUND_S)
     return event

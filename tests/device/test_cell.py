@@ -1,4 +1,4 @@
-"""Cells carry values from piece to piece."""
+"""Cells carry a value from one piece (unit of stream work) to a later one."""
 
 from __future__ import annotations
 

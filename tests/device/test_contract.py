@@ -1,4 +1,4 @@
-"""What every stream promises, run against every implementation."""
+"""The contract of streams and events, run against every implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.device.rigs import BOUND_S, SOON_S, Rig, boom, finish
 
 
 class Payload:
-    """Something that can be watched by a weak reference."""
+    """An object that a weak reference can watch."""
 
 
 # --- order
@@ -337,7 +337,7 @@ def test_a_failure_does_not_keep_the_locals_of_its_piece(stream: Stream) -> None
 
 
 def test_what_goes_to_the_host_is_there(rig: Rig) -> None:
-    """Where the host's memory is the device's nothing is copied."""
+    """Where host memory is the device's memory, nothing is copied."""
     source = torch.arange(6, device=rig.device.torch_device).view(2, 3)
     host = rig.device.to_host(source.t())
     finish(rig.device.schedule_stream)

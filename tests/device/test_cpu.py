@@ -1,4 +1,6 @@
-"""CPU threads, beyond the contract: the work is asynchronous in fact, and no thread's end hangs another."""
+"""CPU streams beyond the contract: work really runs asynchronously, and a stream thread that ends hangs no other
+thread.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def hold(stream: Stream, gate: threading.Event) -> None:
-    """Returns once the stream's thread is inside a piece that ends when `gate` opens."""
+    """Block the stream until `gate` opens. Returns once the stream's thread is inside the blocking piece."""
     entered = threading.Event()
 
     def piece() -> None:
@@ -221,7 +223,7 @@ def test_a_stream_keeps_its_number_of_threads_when_another_is_made(device: CpuDe
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads of the operating system")
 def test_the_threads_of_a_compute_stream_exist(device: CpuDevice) -> None:
-    """The number that torch reports is the number of threads that compute."""
+    """torch reports as many threads as really compute."""
 
     def num_os_threads() -> int:
         return len(list(Path("/proc/self/task").iterdir()))
@@ -250,7 +252,9 @@ def test_grad_mode_is_left_as_torch_has_it(device: CpuDevice) -> None:
 
 
 def test_a_stream_tells_of_each_event_once_it_is_done(device: CpuDevice, gate: threading.Event) -> None:
-    """Of milestones inside a piece too, each when it is come to: who waits for one must not wait for the piece."""
+    """This includes milestones inside a piece: each one is reported when it is reached, so that nobody has to wait
+    for the whole piece.
+    """
     told: SimpleQueue[list[bool]] = SimpleQueue()
     events: list[Event] = []
     stream = device.new_stream("landing", StreamKind.COPY, lambda: told.put([event.is_done() for event in events]))

@@ -1,4 +1,6 @@
-"""What CudaDevice asks of CUDA: on which device, how long it waits, and what it makes of a fault. Seen without one."""
+"""The calls that CudaDevice makes to CUDA, checked on a fake: on which device, how long it waits, and how it reports
+a fault.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 class IdleEngine:
-    """Each step asks something of the device, outside of pieces."""
+    """An engine whose every step uses the device outside of pieces."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
@@ -167,7 +169,7 @@ def test_a_device_that_is_there_and_does_not_work_is_told_in_one_line(cuda: Fake
 
 
 class Clock:
-    """Of time that passes while somebody sleeps, and a microsecond whenever it is asked."""
+    """A clock that advances by the time slept, and by a microsecond each time it is read."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

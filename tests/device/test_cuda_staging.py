@@ -1,4 +1,4 @@
-"""What CudaDevice stages on the host, seen without a device."""
+"""The host memory through which CudaDevice stages its copies, checked without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from common.device.cuda import CudaDevice
 
 
 class HostOnly(CudaDevice):
-    """Its copies stay on the host, in memory that is not pinned; `staged` is what they went through."""
+    """A CudaDevice whose copies stay on the host, in memory that is not pinned. `staged` lists the buffers they went
+    through.
+    """
 
     def __init__(self) -> None:
         self._torch_device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A configured device name becomes a device, or an error that names the key."""
+"""A configured device name gives a device, or an error that names the configuration key."""
 
 from __future__ import annotations
 

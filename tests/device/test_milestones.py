@@ -1,4 +1,4 @@
-"""Work that goes on behind a part of a piece, on every implementation."""
+"""Work that starts after a milestone (a point inside a piece), on every implementation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_work_behind_a_milestone_runs_before_its_piece_has_ended(rig: Rig) -> No
     finish(forward)
     finish(copy)
     assert sorted(journal.read()) == [1, 2, 3]
-    if rig.device.runs_pieces_beside:  # else a piece only enqueues: streams may go either way behind the milestone
+    if rig.device.runs_pieces_beside:  # otherwise the streams may run in any order here
         assert journal.read() == [1, 2, 3]
 
 

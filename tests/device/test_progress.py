@@ -1,4 +1,4 @@
-"""What a watchdog may rely on: how far a stream is, on every implementation."""
+"""The progress that each stream reports to the watchdog, on every implementation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_stream_is_busy_until_what_it_has_is_done_and_its_number_grows_with_it
     rig.release()
     end.synchronize(BOUND_S)
     soon_s = time.monotonic() + BOUND_S
-    while (after := progress_of(rig, "forward")).is_busy:  # the event is told before the stream counts it
+    while (after := progress_of(rig, "forward")).is_busy:  # the event is reported before the stream counts it
         assert time.monotonic() < soon_s
     assert after.num_done > held.num_done
 
@@ -42,7 +42,7 @@ def test_a_stream_that_waits_for_another_is_not_busy(rig: Rig) -> None:
     copy.wait(forward.record())
     copy.enqueue(lambda: None)
     soon_s = time.monotonic() + BOUND_S
-    while progress_of(rig, "copy").is_busy:  # its thread has to get to the wait
+    while progress_of(rig, "copy").is_busy:  # the stream's thread must reach the wait
         assert time.monotonic() < soon_s
     assert progress_of(rig, "forward").is_busy
 

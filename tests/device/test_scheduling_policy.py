@@ -1,4 +1,6 @@
-"""Who computes a forward is scheduled as any process is, whatever began its thread; what else a service does waits."""
+"""Threads that compute a forward keep the normal scheduling policy, whichever thread started them. A service's other
+work runs as SCHED_BATCH.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ BOUND_S = 10.0
 
 
 def policies(work: Callable[[SimpleQueue[int]], object]) -> list[int]:
-    """Of a thread that waits for those that compute, then what `work`, called there, finds out."""
+    """Two scheduling policies: that of a thread after `wait_for_computing`, and the one that `work`, called on that
+    thread, reports.
+    """
     seen: SimpleQueue[int] = SimpleQueue()
 
     def run() -> None:
@@ -73,7 +77,7 @@ def test_what_a_sandbox_refuses_is_gone_without(name: str, monkeypatch: pytest.M
 
 
 def test_a_policy_that_is_not_the_systems_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever starts a service with one has a reason."""
+    """A policy that is not the system's default was chosen on purpose."""
     monkeypatch.setattr(cores, "_ours", set())
     seen: list[int] = []
 

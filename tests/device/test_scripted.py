@@ -1,4 +1,4 @@
-"""The scripted device: a test decides what has run."""
+"""The scripted device: the test decides which work has run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.device.rigs import BOUND_S, boom
 
 
 class Script:
-    """Named pieces that write their names down."""
+    """Pieces that append their names to a list when they run."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -127,7 +127,7 @@ def test_a_refusal_says_what_is_pending(device: ScriptedDevice, script: Script) 
 
 
 def test_a_policy_may_pick_any_order_that_the_events_permit(script: Script) -> None:
-    """Every order of two independent streams is reached, and none that breaks a wait."""
+    """All orders of two independent streams occur, and none that violates a wait."""
     orders: set[tuple[str, ...]] = set()
     for seed in range(100):
         rng = random.Random(seed)
@@ -153,7 +153,7 @@ def test_a_policy_may_pick_any_order_that_the_events_permit(script: Script) -> N
 
 
 def test_streams_may_progress_between_any_two_calls(script: Script) -> None:
-    """The other extreme: everything runs as early as it can."""
+    """Here everything runs as early as it can."""
     device = ScriptedDevice(on_host_call=ScriptedDevice.run_all)
     forward = device.new_stream("forward")
     script.put(forward, "verify")

@@ -1,4 +1,4 @@
-"""Processes for NIXL, and pairs that use them."""
+"""Fixtures: processes for NIXL, pairs that use them, and logged events."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from tests.handoff.nixl_pair import Pair, peers_over_tcp
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[NixlPeers]:
-    """For tests in which no process ends while it reads: over TCP that may end the lender's, too."""
+    """NIXL peers for tests in which no process ends during a read. Over TCP, such an end could also end the lender's
+    process.
+    """
     with peers_over_tcp() as peers:
         yield peers
 
 
 @pytest.fixture
 def logged() -> Iterator[Callable[[], str]]:
-    """The events that our code has logged since the test began, a line each."""
+    """Returns the events that our code has logged since the test began, one per line."""
     with capture_logs() as lines:
         yield lambda: "\n".join(line["event"] for line in lines)
 

@@ -1,4 +1,6 @@
-"""The homes of the handoff that the contract suite runs in: one process, gRPC, and gRPC with shared memory or NIXL."""
+"""The settings (homes) in which the contract suite runs a handoff: one process, gRPC, and gRPC with shared memory or
+NIXL.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,10 @@ class Home(Protocol):
     address: str
     transport: HandoffTransport
     most_under_way: int
-    """Segments that the prefill side may be rid of beyond those the decode side has budget for."""
+    """The most segments that the prefill side can send beyond the decode side's receive budget."""
 
     def lose_peer(self) -> None:
-        """The prefill side is gone, as when its process was killed."""
+        """Lose the prefill side, as if its process had been killed."""
 
     def close_transport(self) -> None: ...
 
@@ -111,12 +113,12 @@ class InProcessHome:
 
 
 class GrpcHome:
-    """The real edge and the real transport around the scripted engine, in one loop."""
+    """A home with the real gRPC edge and transport around the scripted engines, in one event loop."""
 
     shared_pool: SharedPool | None = None
     stall_timeout_s = 60.0
     timeouts = FAST
-    most_under_way = 4  # one read ahead, one window, and what both ends hold of one each
+    most_under_way = 4  # one read ahead, one in the window, and one held at each end
 
     def __init__(
         self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
@@ -176,8 +178,8 @@ class GrpcHome:
 
 
 class LentSegments:
-    """A pool in shared memory, and segments put into slots of it that follow each other: one prefill engine's. The
-    oldest are used again.
+    """A shared-memory pool of one prefill engine, and a way to lend segments from it. They take consecutive slots,
+    and the oldest slots are reused.
     """
 
     def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path | None = DIRECTORY) -> None:
@@ -197,14 +199,14 @@ class LentSegments:
 
 
 def read(shared: SharedKv) -> bytes:
-    """What a receiver copies."""
+    """The bytes that a receiver would copy from these slots."""
     return shared.layers[:, :, list(shared.ticket.slots)].tobytes()
 
 
 class SharedMemoryHome(GrpcHome):
-    """GrpcHome whose segments lie in shared memory. The decode side reads and releases each as it comes."""
+    """A GrpcHome whose segments lie in shared memory. The decode side reads and releases each one as it arrives."""
 
-    most_under_way = 64  # whatever a test sends
+    most_under_way = 64  # more than any test sends
 
     def __init__(
         self,
@@ -247,7 +249,9 @@ class SharedMemoryHome(GrpcHome):
 
 
 class NixlPeers:
-    """A lender's process, and a loop for it and for whoever reads there: they take half a second to start."""
+    """A lender's process, and the event loop for it and its readers. Tests share them, since they take half a second
+    to start.
+    """
 
     def __init__(self, groups: Sequence[LayerGroupSpec]) -> None:
         self.loop = LoopThread()
@@ -257,7 +261,7 @@ class NixlPeers:
         self.loop.call_soon(lambda: self.lender.follow(lambda: True))
 
     def lender_now(self) -> TransferProcess:
-        """Once it was started again, if it has ended."""
+        """The lender's process, once it has been restarted if it had ended."""
         wait_until(lambda: self.lender.offer.agent_metadata != b"")
         assert self.lender._process is not None
         return self.lender._process
@@ -269,7 +273,7 @@ class NixlPeers:
 
 
 class NixlHome(SharedMemoryHome):
-    """SharedMemoryHome whose segments are read through NIXL first."""
+    """A SharedMemoryHome whose segments are read through NIXL before the decode side sees them."""
 
     def __init__(
         self,
@@ -289,4 +293,4 @@ class NixlHome(SharedMemoryHome):
         return self._peers.loop
 
     def _close_loop(self) -> None:
-        """It is the peers'."""
+        """Leave the loop open, since it belongs to the peers."""

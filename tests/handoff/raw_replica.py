@@ -1,4 +1,4 @@
-"""A prefill replica that writes whatever bytes the test gave it, healthy or not."""
+"""A prefill replica that sends whatever bytes the test gave it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _UNBOUNDED = -1
 
 
 class RawReplica:
-    """`frames` are written to each Handoff call, which then ends, unless it `hangs` or fails with `status`.
+    """A prefill replica with scripted answers. It writes `frames` to each Handoff call and then ends the call, unless
+    it `hangs` or fails with `status`.
 
-    `answers` replace what is right of the other calls, by method, where they are not empty.
+    A non-empty entry of `answers` replaces the correct answer to that method.
     """
 
     def __init__(
@@ -38,9 +39,9 @@ class RawReplica:
         self.max_context_tokens = 0
         self.num_queued = 0
         self.num_looks = 0
-        self.peers: list[str] = []  # whose connection each call came on
+        self.peers: list[str] = []  # the connection of each call
         self.num_computing = 0
-        self.is_stepping = False  # once between any two looks at its load, which grows with its steps
+        self.is_stepping = False  # whether a step ends between any two polls of its load
         self.num_steps = 0
         self.frames: Sequence[bytes] = ()
         self.answers: Mapping[str, bytes] = {}
@@ -52,7 +53,7 @@ class RawReplica:
         self.port = port
 
     async def start(self) -> None:
-        """Listen; on `port`, or on that of the last time when there was one, as a restarted process does."""
+        """Listen on `port`, or on the port of the previous start, as a restarted process does."""
         self._server = grpc.aio.server(options=server_options(max_receive_bytes=_UNBOUNDED))
         self._server.add_generic_rpc_handlers(
             (

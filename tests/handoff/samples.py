@@ -35,7 +35,7 @@ def row(request_id: str = "request", num_tokens: int = 128) -> HandoffRow:
 
 
 def segment(row: int = 0, place: int = 0) -> KvSegment:
-    """The row's segment number `place`, all layers, with a payload of its own."""
+    """Segment number `place` of the row, with all layers and a payload that differs from its neighbours'."""
     payload = bytes([place % 256]) * SEGMENT_BYTES
     return KvSegment(row, "target", 0, TARGET.num_layers, place * SEGMENT_TOKENS, SEGMENT_TOKENS, payload)
 

@@ -1,4 +1,4 @@
-"""A name service whose every answer the test gives."""
+"""A name service whose answers the test gives."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.handoff.scripted_prefill import BOUND_S
 
 
 class ScriptedNames:
-    """A LookUp. `hosts` has what is behind each name; a name that is not there is not known."""
+    """A LookUp (function that resolves a name). `hosts` maps each name to its hosts; other names are unknown."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, Sequence[str]] = {}
         self.most_under_way = 0
-        """Look-ups of one name at a time."""
+        """The most look-ups of one name that ran at the same time."""
         self.is_loop_thread = False
         self._num_ended = 0
         self._under_way: Counter[str] = Counter()
@@ -38,7 +38,7 @@ class ScriptedNames:
             return tuple(address_of(number, port) for number in self.hosts[host])
 
     def hold(self, host: str) -> None:
-        """Its look-ups begin and do not end, until `release`."""
+        """Let look-ups of this host start but not end, until `release`."""
         with self._changed:
             self._held.add(host)
 
@@ -51,7 +51,9 @@ class ScriptedNames:
         self._wait(lambda: self._under_way.total() == 0)
 
     def wait_for_more(self, num_further: int = 0) -> None:
-        """Return once a look-up that begins after this call has ended, and what it found was taken; of one name."""
+        """Wait until a look-up that began after this call has ended and its result was taken. Works for look-ups of
+        one name only.
+        """
         wanted = self._num_ended + 3 + num_further  # the first began before; the third begins after the second is taken
         self._wait(lambda: self._num_ended >= wanted)
 

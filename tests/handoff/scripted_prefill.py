@@ -1,4 +1,4 @@
-"""A prefill engine whose every frame the test emits, and a decode engine that writes down what it hears."""
+"""A prefill engine whose every frame the test emits, and a decode engine that records the reports it gets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ValueT = TypeVar("ValueT")
 
 
 class Record(Generic[ValueT]):
-    """Values in the order they came, from any thread, to wait on."""
+    """A list of values in the order of arrival. Any thread may append to it and wait on it."""
 
     def __init__(self) -> None:
         self._values: list[ValueT] = []
@@ -43,7 +43,7 @@ class Record(Generic[ValueT]):
             return list(self._values)
 
     def wait_until(self, holds: Callable[[list[ValueT]], bool]) -> list[ValueT]:
-        """The values once `holds` is true of them; fails the test after a bound."""
+        """Wait until `holds(values)` is True, and return the values. Raises AssertionError after BOUND_S."""
         with self._changed:
             if not self._changed.wait_for(lambda: holds(self._values), BOUND_S):
                 raise AssertionError(
@@ -53,7 +53,7 @@ class Record(Generic[ValueT]):
 
 
 class ScriptedPrefill:
-    """An EnginePort. `deliver` is where its events go."""
+    """A prefill engine (an EnginePort) played by the test. It passes its events to `deliver`."""
 
     def __init__(self) -> None:
         self.commands: Record[Command] = Record()
@@ -72,12 +72,12 @@ class ScriptedPrefill:
         self.deliver([CallDone(call_id)])
 
     def opened(self, count: int = 1) -> list[OpenCall]:
-        """The first `count` calls, once they were opened."""
+        """The first `count` calls that were opened. Waits for them."""
         commands = self.commands.wait_until(lambda values: len(_of(OpenCall, values)) >= count)
         return _of(OpenCall, commands)[:count]
 
     def closed(self, call_id: str) -> None:
-        """Wait until the call was closed; once only."""
+        """Wait until the call is closed, and assert that it was closed only once."""
         commands = self.commands.wait_until(lambda values: CloseCall(call_id) in values)
         assert commands.count(CloseCall(call_id)) == 1
 
@@ -85,14 +85,16 @@ class ScriptedPrefill:
         return len(_of(CloseCall, self.commands.all()))
 
     def sent_bytes(self) -> int:
-        """Of segments that the transport took, or that came back when they were lent. These all have SEGMENT_BYTES."""
+        """Bytes of segments that the transport sent, or that were lent and returned. Each lent segment counts
+        SEGMENT_BYTES.
+        """
         commands = self.commands.all()
         num_returned = sum(len(command.numbers) for command in _of(SegmentsReturned, commands))
         return sum(command.num_bytes for command in _of(SegmentBytesSent, commands)) + num_returned * SEGMENT_BYTES
 
 
 class RecordingDecode:
-    """What a transport posts, seen as a decode engine would."""
+    """Records what a transport posts to a decode engine."""
 
     def __init__(self) -> None:
         self.reports: Record[TransportReport] = Record()
@@ -101,7 +103,7 @@ class RecordingDecode:
         self.reports.add(report)
 
     def frames(self, call_id: str, count: int) -> list[Frame]:
-        """The call's frames, once there are `count`, without the Accepted that comes first."""
+        """The call's frames after the initial Accepted. Waits until there are `count`."""
         reports = self.reports.wait_until(lambda values: len(_frames_of(call_id, values)) > count)
         return _frames_of(call_id, reports)[1:]
 
@@ -118,7 +120,7 @@ class RecordingDecode:
         )
 
     def ended(self, call_id: str) -> CallEnded:
-        """The call's end, once it came; nothing of the call follows it."""
+        """The end of the call. Waits for it, and asserts that nothing of the call follows it."""
         reports = self.reports.wait_until(
             lambda values: any(isinstance(value, CallEnded) and value.call_id == call_id for value in values)
         )
@@ -132,12 +134,12 @@ class RecordingDecode:
         return sum(isinstance(value, CallEnded) and value.call_id == call_id for value in self.reports.all())
 
     def wait_for_replica(self, holds: Callable[[Replica], bool]) -> Replica:
-        """The first state of a replica, from now or before, that `holds`."""
+        """The first state of any replica, past or future, for which `holds` is True."""
         reports = self.reports.wait_until(lambda values: any(map(holds, _replicas_in(values))))
         return next(replica for replica in _replicas_in(reports) if holds(replica))
 
     def latest_replica(self, holds: Callable[[Replica], bool]) -> Replica:
-        """The latest state of the only replica, once it `holds`."""
+        """The latest state of the only replica. Waits until `holds` is True of it."""
         reports = self.reports.wait_until(lambda values: bool(_replicas_in(values)) and holds(_replicas_in(values)[-1]))
         return _replicas_in(reports)[-1]
 

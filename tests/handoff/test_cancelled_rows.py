@@ -1,4 +1,4 @@
-"""A row that the receiver gave up costs the connection nothing any more, and its bytes go back to the send budget."""
+"""After the receiver cancels a row, no more of it is sent, and its bytes return to the send budget."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_segments_of_a_cancelled_row_are_dropped_whether_they_came_before_
 
 
 async def test_rows_are_cancelled_by_the_receivers_numbers() -> None:
-    """The engine does not know of a refused row, so that the rows after it have other numbers there."""
+    """The engine never sees a refused row, so it numbers the rows after it differently from the receiver."""
     call = HandoffCall(CALL_ID, RowNumbering([failed(0), row("cancelled")]), RowTraces(NO_TRACER))
     call.take(FrameReady(CALL_ID, segment(0, 0)))
     assert bytes_of(call.cancel([1])) == SEGMENT_BYTES

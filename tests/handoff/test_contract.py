@@ -1,4 +1,4 @@
-"""What every HandoffTransport promises, run against each of them around one scripted prefill engine."""
+"""The contract of HandoffTransport, run against every implementation around one scripted prefill engine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Pair:
     decode: RecordingDecode
 
     def start(self, *rows: object, call_id: str = "call") -> str:
-        """Start a call over `rows` (one by default); returns the prefill engine's id of it."""
+        """Start a call over `rows` (one by default), and return the prefill engine's id of the call."""
         opened = len([command for command in self.prefill.commands.all() if isinstance(command, OpenCall)])
         self.home.transport.start(StartHandoff(call_id, self.home.address, rows or (row(),)))  # type: ignore[arg-type]
         return self.prefill.opened(opened + 1)[-1].call_id
 
     def exchange_another_call(self, call_id: str) -> None:
-        """A whole call without payload, there and back: whatever was free to move before it has moved."""
+        """Run a whole call without payload, there and back. Everything sent before that could move has then arrived."""
         call = self.start(call_id=call_id)
         self.prefill.emit(call, failed(0))
         self.prefill.finish(call)
@@ -48,7 +48,7 @@ MakePair = Callable[[int], Pair]
 
 @pytest.fixture(scope="module")
 def nixl_peers() -> Iterator[NixlPeers]:
-    """One lender and one reader, which outlive the homes that use them."""
+    """One lender and one reader, shared by all homes that use NIXL."""
     peers = NixlPeers(FINGERPRINT.layer_groups)
     kept: list[NixlPool] = []
     opened, close = NixlPool.opened, NixlPool.close

@@ -1,4 +1,4 @@
-"""Prefill replicas found behind a name: they come, go and return while the transport runs."""
+"""Prefill replicas found through a name: they appear, disappear and return while the transport runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIMEOUTS = replace(FAST, poll_timeout_s=1.0, look_up_interval_s=0.01)
 
 
 class Rig:
-    """Replicas at several hosts and one port, the names that tell of them, and a transport that looks them up."""
+    """Replicas at several hosts and one port, the names that resolve to them, and a transport that looks these up."""
 
     def __init__(self) -> None:
         self.loop = LoopThread()
@@ -75,7 +75,7 @@ class Rig:
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def replicas(self, holds: Callable[[dict[str, Replica]], bool]) -> dict[str, Replica]:
-        """By address, as last posted, once they `hold`."""
+        """The last posted replicas, by address. Waits until `holds` is True of them."""
 
         def last(reports: list[object]) -> dict[str, Replica]:
             changes = [report for report in reports if isinstance(report, ReplicasChanged)]
@@ -84,12 +84,12 @@ class Rig:
         return last(list(self.decode.reports.wait_until(lambda reports: holds(last(list(reports))))))
 
     def others_may_come(self) -> bool:
-        """As last posted."""
+        """Whether further replicas may come, as last posted."""
         changes = [report for report in self.decode.reports.wait_until(bool) if isinstance(report, ReplicasChanged)]
         return changes[-1].others_may_come
 
     def ready(self, *hosts: str) -> None:
-        """Wait until these, and nothing else, are replicas, and ready."""
+        """Wait until exactly these hosts are replicas, and all of them are ready."""
         wanted = {self.at(host) for host in hosts}
         self.replicas(lambda each: set(each) == wanted and all(replica.is_ready for replica in each.values()))
 

@@ -32,7 +32,7 @@ OTHER = replace(FINGERPRINT, target_weights_digest="other")
 
 
 class Rig:
-    """One transport, the decode engine that hears it, and the replicas that the test brings up."""
+    """A transport, the decode engine that gets its reports, and the replicas that the test starts."""
 
     def __init__(self) -> None:
         self.loop = LoopThread()
@@ -62,7 +62,7 @@ class Rig:
         return self.transport
 
     def call(self, replica: RawReplica, *, timeouts: HandoffTimeouts = FAST) -> RecordingDecode:
-        """One call named "call" to the replica, once it is ready."""
+        """Start a replica and, once it is ready, a call named "call" to it. Returns the decode side's record."""
         address = self.bring_up(replica)
         transport = self.connect(address, timeouts=timeouts)
         self.decode.latest_replica(is_ready)

@@ -1,5 +1,6 @@
-"""The handoff through NIXL: what a process that dies costs, and that gRPC takes over where it must. The contract suite
-runs the way that NIXL chooses; here it is TCP.
+"""The handoff through NIXL: the cost of a process that dies, and the fallback to gRPC.
+
+The contract suite runs with the transport that NIXL chooses; here it is TCP.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def test_what_cannot_be_had_at_first_is_asked_for_again(
 
 @pytest.fixture(params=["raise ImportError('no such file')", "import os; os.abort()"], ids=["missing", "aborting"])
 def bad_library(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What every process for NIXL loads; and what is said of it."""
+    """Make every NIXL process load a broken library. Returns a pattern of the error it then reports."""
     (tmp_path / "nixl_cu12").mkdir()
     (tmp_path / "nixl_cu12" / "__init__.py").write_text(request.param)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

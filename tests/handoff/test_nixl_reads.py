@@ -1,4 +1,4 @@
-"""The process that NIXL lives in, and what it reads: the writer's bytes, and nothing after its end."""
+"""The process that hosts NIXL reads exactly the writer's bytes, and nothing after the writer has ended."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.support.running_pair import wait_until
 
 @pytest.fixture(scope="module")
 def opened(peers: NixlPeers) -> Iterator[NixlPool]:
-    """For tests that do not lose it."""
+    """An open NIXL pool, for tests that do not lose it."""
     pool = peers.loop.run(open_pool(peers))
     yield pool
     peers.loop.run(pool.close())
 
 
 def remote(pool: NixlPool, lent: LentSegments, slots: tuple[int, ...]) -> RemoteKv:
-    """Two layers."""
+    """Remote KV of two layers in these slots, lent by `lent` and to be read through `pool`."""
     shared = lent.pool.lend("target", slice(1, 3), slots, lent.pool.stamp(slots))
     remote = pool.read("target", slice(1, 3), shared.ticket)
     assert remote is not None
@@ -118,7 +118,9 @@ def test_a_read_that_passes_its_bound_ends_the_process_and_writes_nothing_any_mo
         await pool.close()
 
     async def read_anew() -> None:
-        """By another process, once the lender's serves, which the end of a reader may have ended."""
+        """Read through a new process once the lender's serves again. The end of a reader may have ended the lender's
+        process too.
+        """
         async with asyncio.timeout(BOUND_S):
             while True:
                 with suppress(AssertionError, PoolUnusable, NixlError):
@@ -170,9 +172,9 @@ def test_a_pool_whose_process_has_ended_is_lost_before_a_read_finds_it_so(peers:
 
 
 class StuckProcess:
-    """In the kernel: no signal ends it."""
+    """A process that is stuck in the kernel, so that no signal ends it."""
 
-    pid = 1 << 30  # nobody's
+    pid = 1 << 30  # no process has this id
     returncode = None
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The prefill service's edge, as seen by a receiver that speaks bytes and by the engine behind it."""
+"""The prefill service's edge, as seen by a receiver that sends raw bytes and by the engine it serves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Edge:
         return call
 
     async def opened(self) -> str:
-        """The engine's id of the one call it was given."""
+        """The engine's id of the only call it was given."""
         return (await asyncio.to_thread(self.prefill.opened))[0].call_id
 
     async def closed(self, call_id: str) -> None:
@@ -78,13 +78,13 @@ async def read(call: Call, rows: tuple[HandoffRow, ...]) -> Frame:
 
 
 async def ends_well(call: Call) -> None:
-    """A stream's status comes after its frames are read; read() raises unless it is OK."""
+    """Read the call to its end. A stream's status comes after its frames, and `read` raises unless the status is OK."""
     while await bounded(call.read()) is not grpc.aio.EOF:
         pass
 
 
 async def status_of(call: Call) -> grpc.aio.AioRpcError:
-    """How the call failed, once everything it had to say was read."""
+    """Read the call to its end, and return the error with which it failed."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         while await bounded(call.read()) is not grpc.aio.EOF:
             pass
@@ -131,7 +131,7 @@ async def test_another_fingerprint_is_a_failed_precondition_naming_the_field(edg
 
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_peer_of_another_protocol_version_is_told_which(edge: Edge, is_first: bool) -> None:
-    """Also one that sums its commands in another way, or not at all."""
+    """This also covers a peer that computes its commands' checksums differently or not at all."""
     theirs = encode_fingerprint(replace(FINGERPRINT, protocol_version=8))
     command = prefill_pb2.HandoffCommand(prefill_batch=prefill_pb2.PrefillBatch(fingerprint=theirs))
     call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
@@ -334,7 +334,7 @@ async def test_a_receiver_may_close_its_side_and_still_be_served(edge: Edge) -> 
 async def test_a_dead_engine_is_unavailable_once_the_command_has_come(edge: Edge) -> None:
     edge.prefill.is_alive = False
     call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
-    await edge.channel.unary_unary("/baton.v1.Prefill/GetLoad")(b"")  # on the same connection: the call is there, too
+    await edge.channel.unary_unary("/baton.v1.Prefill/GetLoad")(b"")  # so the Handoff call has arrived too
     assert not call.done()
     await call.write(encode_prefill_batch(FINGERPRINT, (row(),)))
     assert (await status_of(call)).code() == grpc.StatusCode.UNAVAILABLE

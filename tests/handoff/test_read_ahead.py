@@ -1,4 +1,4 @@
-"""A call reads its next frame while one is decoded and posted, if the receive budget has room for that one."""
+"""A call reads its next frame while the current one is decoded and posted, if the receive budget has room for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FRAMES = (CODEC.encode(Accepted("i")), *(CODEC.encode(segment(place=place)) for 
 
 
 class ArrivedStream:
-    """One whose frames have all arrived."""
+    """A stream whose frames have all arrived."""
 
     def __init__(self) -> None:
         self.num_read = 0
