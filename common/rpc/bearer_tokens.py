@@ -1,4 +1,4 @@
-"""Tokens that a caller shows as `authorization: Bearer <token>`, and the check of them."""
+"""Reads, sends and checks the tokens that callers send as `authorization: Bearer <token>`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,26 @@ _log = structlog.get_logger(__name__)
 
 
 def read_tokens(setting: str, path: Path) -> tuple[str, ...]:
-    """As `read_token_file`. A file that others may read is warned about only: mounted secrets often are so."""
+    """Returns the tokens in the file `path`. Raises ConfigError, which names `setting`.
+
+    If other users may read the file, it only logs a warning, because mounted secrets are often readable.
+    """
     tokens, mode = read_token_file(setting, path)
     warn_if_open(setting, path, mode)
     return tokens
 
 
 def warn_if_open(setting: str, path: Path, mode: int) -> None:
-    """Of a file with a secret, whose mode this is."""
+    """Logs a warning if other users may access a file with a secret. `mode` is the file's mode."""
     if is_open_to_others(mode):
         _log.warning("secret_open_to_others", setting=setting, path=str(path), mode=f"{stat.S_IMODE(mode):o}")
 
 
 def token_in(header: str) -> str:
-    """What `authorization: Bearer TOKEN` shows, or the password of `Basic`, which browsers ask people for; or ""."""
+    """Returns the token in the value of an `authorization` header, or "" if there is none.
+
+    It is the token of `Bearer`, or the password of `Basic`, which browsers ask people for.
+    """
     scheme, _, value = header.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
@@ -51,18 +57,21 @@ def token_in(header: str) -> str:
 
 
 def is_known(token: str, tokens: Sequence[str]) -> bool:
-    """Takes the same time whichever token it is, and however much of one is right."""
+    """Returns True if `token` is one of `tokens`. The time it takes tells nothing about the known tokens."""
     matches = [hmac.compare_digest(token.encode(), known.encode()) for known in tokens]
     return any(matches)
 
 
 def authorization(token: str) -> Metadata:
-    """The metadata that shows `token`."""
+    """Returns the call metadata that sends `token`."""
     return (("authorization", f"{_SCHEME}{token}"),)
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):
-    """Calls without one of `tokens` are UNAUTHENTICATED before anything of them is read; health is open to all."""
+    """Refuses calls without one of `tokens` as UNAUTHENTICATED, before it reads their messages.
+
+    Health checks need no token.
+    """
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self._expected = [f"{_SCHEME}{token}".encode() for token in tokens]
@@ -76,17 +85,19 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         return _refuse_without_token if not shown else _refuse_unknown_token
 
     def _is_known(self, shown: str | bytes) -> bool:
-        """Takes the same time whichever token it is, and however much of one is right."""
+        """Returns True if the header has a known token. The time it takes tells nothing about the tokens."""
         shown_bytes = shown.encode(errors="replace") if isinstance(shown, str) else shown
         matches = [hmac.compare_digest(shown_bytes, expected) for expected in self._expected]
         return any(matches)
 
 
 def _refusal(message: str) -> Any:
+    """Returns a handler that ends any call as UNAUTHENTICATED with `message`."""
+
     async def refuse(_requests: object, context: Context) -> None:
         await abort_with(context, Unauthenticated(message))
 
-    return grpc.stream_stream_rpc_method_handler(refuse)  # whatever kind of call it was
+    return grpc.stream_stream_rpc_method_handler(refuse)  # works for every kind of call
 
 
 _refuse_without_token = _refusal("authorization: no bearer token was shown")

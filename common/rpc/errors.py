@@ -1,6 +1,4 @@
-"""Errors over gRPC: a BatonError travels as a status with google.rpc.ErrorInfo, and what gRPC itself says of a failed
-connection is told in plain words.
-"""
+"""Converts a BatonError to a gRPC status with google.rpc.ErrorInfo, and explains gRPC's own connection errors."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ _WORDS = (
         "service of Baton",
     ),
 )
-"""The first whose part gRPC's text holds."""
+"""Pairs of a part of gRPC's text and our explanation. The first pair whose part occurs in the text is used."""
 _VERDICT = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: (?P<verdict>[^:]+))?")
 _BROKEN = {
     "Socket closed": "the connection broke: the server ended, or cannot be reached any more",
@@ -65,7 +63,7 @@ _RESET = "Connection reset by peer"
 
 
 def status_of(error: BatonError) -> status_pb2.Status:
-    """The status, cut to what gRPC is sure to carry: a peer drops trailers above 8 KiB, and the code with them."""
+    """Returns the gRPC status of `error`. The message is cut: a peer drops trailers above 8 KiB, code included."""
     detail = any_pb2.Any()
     metadata = {key: peer_text(value) for key, value in error.metadata.items()}
     detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata))
@@ -74,9 +72,10 @@ def status_of(error: BatonError) -> status_pb2.Status:
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
-    """End the call with `error`, in time as cancelled: a peer that reads nothing takes no status either.
+    """Ends the call with the status of `error`. Raises CancelledError if that takes longer than STATUS_TIMEOUT_S.
 
-    gRPC keeps the stream of such a peer, a few KiB, until its connection ends; the handler is over.
+    The timeout is for a peer that reads nothing, and so does not take the status either. gRPC keeps a few KiB for its
+    stream until the connection ends.
     """
     status = rpc_status.to_status(status_of(error))
     trailing_metadata = tuple(status.trailing_metadata or ())
@@ -89,7 +88,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonEr
 
 
 def connection_words(details: str) -> str:
-    """`details` of a status that gRPC itself made, in plain words; any other text as it is."""
+    """Returns an explanation of `details`, the text of a status that gRPC itself made; other texts unchanged."""
     if found := _NOT_CONNECTED.fullmatch(details):
         address, why = unquote(found["address"]), found["why"]
         verdict = _VERDICT.search(why)

@@ -1,9 +1,9 @@
-"""Places that clients share: who is alone may have all of them, and nobody keeps the others out.
+"""A limited number of places that clients share fairly: one client alone may have all, without locking out others.
 
-            ├─────────────── num_places ───────────────┤── an eighth ──┤
-one client  ███████████████████████████████████████████
-another     is refused no more than it must be:         ░░░░░  up to its part of the eighth, at once,
-            and as places become free                   up to its share of all
+                ├─────────────── num_places ───────────────┤── an eighth ──┤
+one client      ███████████████████████████████████████████
+a second one    gets some of the extra eighth at once:      ░░░░░
+                and its fair share as places become free
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable
 
 _LATE_S = 1.0
-"""Who was told when to come again may be so late."""
+"""How much later than told a refused client may ask again, and still find a place kept."""
 _MAX_WISHERS = 256
 _MAX_RETRY_AFTER_S = 60
 _NEW_SHARE = 0.1
 
 
 class Full(Exception):
-    """There is no place for this client now; `retry_after_s` is when there may be one."""
+    """There is no place for this client now. There may be one after `retry_after_s` seconds."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__(f"no place for {retry_after_s} s")
@@ -29,11 +29,11 @@ class Full(Exception):
 
 
 class FairPlaces:
-    """One thread only. A client is whoever bears the name.
+    """Gives places to clients, which are identified by name. Call it from one thread only.
 
-    A client that was refused is expected to ask again when it was told to: until then what becomes free is kept for it,
-    up to its share, which is the same for all who hold or want places, and up to an eighth of all places for all who
-    wait. Clients below their share find an eighth more places, which those above it cannot take.
+    A refused client is told when to ask again. Until then, places that become free are kept for it, up to its share,
+    and up to an eighth of all places for all waiting clients together. The share is the same for every client that
+    holds or wants places. There are also an eighth more places than `num_places`, only for clients below their share.
     """
 
     def __init__(self, num_places: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,14 +42,14 @@ class FairPlaces:
         self._clock = clock
         self._held: Counter[str] = Counter()
         self._num_held = 0
-        self._wishes: dict[str, list[float]] = {}  # until when each refused request is waited for; the oldest first
+        self._wishes: dict[str, list[float]] = {}  # for each refused request, until when a place is kept; oldest first
         self._mean_held_s = 0.0
 
     def __len__(self) -> int:
         return self._num_held
 
     def take(self, client: str) -> float:
-        """Returns the time, which `give_back` wants to know. Raises Full."""
+        """Takes a place for `client`. Returns the time, which must be passed to `give_back`. Raises Full."""
         now_s = self._clock()
         self._forget_wishes(now_s)
         if not self._may_take(client):
@@ -69,6 +69,7 @@ class FairPlaces:
         return now_s
 
     def give_back(self, client: str, taken_s: float) -> None:
+        """Gives back a place of `client`. `taken_s` is the result of `take`."""
         self._num_held -= 1
         self._held[client] -= 1
         if not self._held[client]:
@@ -97,7 +98,10 @@ class FairPlaces:
         return max(1, self.num_places // self._num_clients(client))
 
     def _retry_after_s(self) -> int:
-        """When as many places became free as are wanted before this one, as long as they were held lately."""
+        """Returns how long to wait until enough places are free for all waiting requests and this one.
+
+        The estimate assumes that places are held as long as recent ones.
+        """
         num_wanted = 1 + sum(map(len, self._wishes.values()))
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(num_wanted * self._mean_held_s / self.num_places)))
 

@@ -1,18 +1,19 @@
-"""What both ends of every connection agree on: bounded messages, and keepalive that notices a dead peer."""
+"""gRPC options of servers and channels: limits of message sizes, and keepalive pings that detect a dead peer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Room for a PrefillBatch or PrebuiltBatch of many rows; a segment has a bound of its own.
+# Enough for a PrefillBatch or PrebuiltBatch of many rows. KV segments have a lower limit.
 MAX_MESSAGE_BYTES = 16 << 20
-MAX_SEGMENT_BYTES = 8 << 20  # both engines and both event loops take a turn for each
+MAX_SEGMENT_BYTES = 8 << 20  # small, because each occupies both engines and both event loops for a while
 
-# What a sender may have under way to a receiver that does not read. Fixed: the window that gRPC finds by probing grows
-# to many messages, and the receive budget would bound little.
+# How many bytes a sender may send to a receiver that does not read. It is fixed, because gRPC's automatic window grows
+# to many messages, and then the receive budget would limit little.
 STREAM_WINDOW_BYTES = 1 << 20
 
-# Larger is RESOURCE_EXHAUSTED. gRPC's own soft limit refuses at random from here to its hard limit.
+# Calls with more metadata end as RESOURCE_EXHAUSTED. Soft and hard limit are the same: between them gRPC refuses some
+# calls at random.
 MAX_METADATA_BYTES = 16 << 10
 
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -35,11 +36,15 @@ def server_options(
     connection_age_s: float | None = None,
     max_connections: int | None = None,
 ) -> Options:
-    """A larger message fails its call with RESOURCE_EXHAUSTED. The clients' pings never draw a GOAWAY.
+    """Returns the gRPC options of a server.
 
-    A connection that has had no call for `idle_timeout_s` is closed; its client connects again when it has one. After
-    `connection_age_s` a client is asked to connect again: its calls go on where they are, and names are looked up anew.
-    Beyond `max_connections` a new one is closed.
+    - A message above `max_receive_bytes` ends its call as RESOURCE_EXHAUSTED.
+    - A connection without a call for `idle_timeout_s` is closed. The client connects again for its next call.
+    - After `connection_age_s` a client is asked to connect again, which makes it look up the server's name anew.
+      Running calls go on where they are.
+    - New connections beyond `max_connections` are closed.
+
+    Keepalive pings of clients never make the server close the connection.
     """
     age = () if connection_age_s is None else (("grpc.max_connection_age_ms", round(connection_age_s * 1000)),)
     most = () if max_connections is None else (("grpc.max_allowed_incoming_connections", max_connections),)
@@ -61,9 +66,10 @@ def server_options(
 
 
 def channel_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES, server_name: str | None = None) -> Options:
-    """A connection of its own, tried again within a second of each failure.
+    """Returns the gRPC options of a client's channel.
 
-    Over TLS the certificate must name `server_name`, without it the host of the address.
+    The channel shares its connection with no other, and connects again within a second after a failure. Over TLS the
+    server's certificate must be for `server_name`, or if that is None, for the host in the address.
     """
     return (
         *([("grpc.ssl_target_name_override", server_name)] if server_name is not None else []),

@@ -1,4 +1,4 @@
-"""Protobuf messages that a peer sent: parsed, or refused by the field that breaks the protocol."""
+"""Parses protobuf messages from a peer, and refuses invalid ones with an error that names the field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _WIDTHS = {_FIXED64: 8, _FIXED32: 4}
 
 
 class ProtocolError(Exception):
-    """The peer sent what the protocol forbids. `field` is the path of the offending field. Both are peer_text."""
+    """The peer's message breaks the protocol. `field` is the path of the invalid field.
+
+    `field` and `message` are made safe to log and to show, by `peer_text`.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         self.field = peer_text(field)
@@ -27,12 +30,13 @@ class ProtocolError(Exception):
 
 
 def require(condition: bool, field: str, message: str) -> None:
+    """Raises ProtocolError for `field`, unless `condition` is True."""
     if not condition:
         raise ProtocolError(field, message)
 
 
 def parse(kind: type[MessageT], data: bytes) -> MessageT:
-    """The message in `data`. Raises ProtocolError when it holds none of this kind."""
+    """Returns the message of type `kind` in `data`. Raises ProtocolError if it cannot be parsed."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -40,13 +44,13 @@ def parse(kind: type[MessageT], data: bytes) -> MessageT:
 
 
 def require_few_fields(data: bytes, kind: type[Message], *, at_most: int) -> None:
-    """Refuse a message of too many fields before it is parsed: 16 MiB hold 8 million empty ones, seconds to parse.
+    """Raises ProtocolError if the message in `data` has more than `at_most` fields. Call it before parsing.
 
-    Fields are counted where the bytes have them, those of messages inside too. A list of numbers is one field, as all
-    encoders pack it. Raises ProtocolError naming the field at which there are more. What cannot be read, `parse`
-    refuses.
+    16 MiB can hold 8 million empty fields, which take seconds to parse. The count includes fields of nested messages. A
+    packed list of numbers, as all encoders write it, counts as one field. The error names the field at which the limit
+    is exceeded. Malformed bytes are not an error here: `parse` refuses them.
     """
-    if len(data) <= at_most:  # a field has a byte at least
+    if len(data) <= at_most:  # a field takes at least one byte
         return
     num_fields = 0
     inside: list[tuple[str, Any, int, int]] = [("", kind.DESCRIPTOR, 0, len(data))]
@@ -71,7 +75,7 @@ def require_few_fields(data: bytes, kind: type[Message], *, at_most: int) -> Non
 
 
 def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
-    """The number there and the position behind it."""
+    """Returns the varint at `position`, and the position after it."""
     value = shift = 0
     while position < end:
         byte = data[position]

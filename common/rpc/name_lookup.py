@@ -1,4 +1,4 @@
-"""What is behind a name, as the system's resolver says it, without holding up an event loop or its end."""
+"""Looks up a host's addresses with the system's resolver, without blocking the event loop or the process's exit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from contextlib import suppress
 from common.addresses import address_of
 
 LookUp = Callable[[str, int], Sequence[str]]
-"""(host, port) to the addresses behind it, as "HOST:PORT" with numeric hosts. Blocks. Raises OSError without any."""
+"""A function that returns the addresses of (host, port), as "HOST:PORT" with numeric hosts.
+
+It blocks. It raises OSError if there is no address.
+"""
 
 
 def look_up(host: str, port: int) -> tuple[str, ...]:
-    """By the system's resolver. IPv4 addresses where there are any: a server that has both kinds is one server."""
+    """Returns the addresses of a host from the system's resolver. Raises OSError if there is none.
+
+    Returns only IPv4 addresses if there are any, because a server with addresses of both kinds is one server.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # of a label that is empty or too long
+    except UnicodeError as error:  # a label of the name is empty or too long
         raise OSError(f"is no name: {error}") from error
     for family in (socket.AF_INET, socket.AF_INET6):
         numbers = sorted({str(place[0]) for kind, *_, place in found if kind is family})
@@ -28,10 +34,11 @@ def look_up(host: str, port: int) -> tuple[str, ...]:
 
 
 class LookedUpName:
-    """`found` is what the last look-up that succeeded found, kept while further ones fail.
+    """A host name and its addresses, which `refresh` looks up. Use it on the event loop only.
 
-    `error` says why the last one failed, "" when it did not. Event loop only. A look-up runs on a thread of its own,
-    for it blocks as long as it likes; one that takes too long is waited for again, so that there is never a second.
+    `found` has the addresses of the last successful look-up, also while later ones fail. `error` says why the last
+    look-up failed, or is "" if it succeeded. A look-up runs on a thread of its own, because it may block for long. If
+    one takes too long, the next `refresh` waits for the same one, so that there are never two.
     """
 
     def __init__(self, *, host: str, port: int, look_up: LookUp, timeout_s: float) -> None:
@@ -44,7 +51,7 @@ class LookedUpName:
         self._under_way: asyncio.Future[Sequence[str] | Exception] | None = None
 
     async def refresh(self) -> None:
-        """Ask again, for at most `timeout_s`. Raises nothing but a cancellation."""
+        """Looks up the name and updates `found` and `error`. Takes at most `timeout_s`. Raises only CancelledError."""
         answer = await self._answer()
         if isinstance(answer, Exception):
             self.error = f"not found: {answer}"
@@ -52,6 +59,7 @@ class LookedUpName:
             self.found, self.error = tuple(answer), ""
 
     async def _answer(self) -> Sequence[str] | Exception:
+        """Returns the addresses, or the error of the look-up."""
         if self._under_way is None:
             self._under_way = self._begin()
         done, _ = await asyncio.wait({self._under_way}, timeout=self._timeout_s)
@@ -61,6 +69,7 @@ class LookedUpName:
         return answer
 
     def _begin(self) -> asyncio.Future[Sequence[str] | Exception]:
+        """Starts a look-up on a new thread. The future gets its addresses or its error."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sequence[str] | Exception] = loop.create_future()
 
@@ -72,11 +81,11 @@ class LookedUpName:
             answer: Sequence[str] | Exception
             try:
                 answer = self._look_up(self.host, self.port)
-            except Exception as error:  # the looking must go on
+            except Exception as error:  # any error is a result: later look-ups must go on
                 answer = error
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(tell, answer)
 
-        # A daemon, of no pool: a look-up that hangs must not keep the process from its end, nor others from a thread.
+        # A daemon thread outside of any pool: if the look-up hangs, the process can exit and no pool loses a thread.
         threading.Thread(target=look, name=f"look-up-{self.host}", daemon=True).start()
         return future

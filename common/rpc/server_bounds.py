@@ -1,6 +1,4 @@
-"""What a server bounds of its callers: how many streams they have open, and when their one request is there, and how
-large. Each refusal has a name.
-"""
+"""Server interceptors that limit callers: how many streams are open, and how late and how large a request may be."""
 
 from __future__ import annotations
 
@@ -24,16 +22,21 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 ClientOf = Callable[[Context], str]
-"""With whom others share: the name of whoever calls."""
+"""A function that returns the name of a call's client. Clients share a server's streams by name."""
 
 _WATCH = "/grpc.health.v1.Health/Watch"
 MAX_REQUEST_FIELDS = 16_384
-"""Each message of a chat is one. As many empty ones as fit into 4 MiB take a third of a second to parse."""
+"""The most protobuf fields of a request; each message of a chat is a few.
+
+Without this limit, as many empty fields as fit into 4 MiB would take a third of a second to parse.
+"""
 
 
 def clients_told_apart(tokens: Sequence[str]) -> ClientOf:
-    """By the token that they show where there are several; else by their host, which is one however many connections it
-    opens. Of this machine those without a known token are one.
+    """Returns a function that names the client of a call: by its token if there are several tokens, else by its host.
+
+    A host is one client, however many connections it opens. All callers on this machine without a known token are one
+    client.
     """
     numbers = {f"Bearer {token}": f"token {number}" for number, token in enumerate(tokens)} if len(tokens) > 1 else {}
 
@@ -45,6 +48,7 @@ def clients_told_apart(tokens: Sequence[str]) -> ClientOf:
 
 
 def _whose(address: str) -> str:
+    """Returns the client's name for an address: "loopback", or the network of the host."""
     try:
         host, _ = host_and_port(address)
     except ValueError:
@@ -56,12 +60,11 @@ BY_ADDRESS = clients_told_apart(())
 
 
 class StreamLimit(grpc.aio.ServerInterceptor):
-    """Of each method that streams its answer at most `max_streams` at a time, which clients share; more are
-    RESOURCE_EXHAUSTED.
+    """Limits the open streams of each method that streams its answer. Further calls end as RESOURCE_EXHAUSTED.
 
-    The small calls (health, load) are not counted: however many streams there are, they are answered. Nor is Watch, of
-    which each balanced client holds one: health bounds it by host. It must come before BoundedRequests, so that a
-    stream whose request has not come yet counts.
+    Clients share the `max_streams` of a method fairly (FairPlaces). Calls with a single answer (health, load) are not
+    limited. Neither is the health service's Watch, which has a limit per host of its own. This interceptor must come
+    before BoundedRequests, so that a stream counts before its request has arrived.
     """
 
     def __init__(self, *, max_streams: int, client_of: ClientOf) -> None:
@@ -101,6 +104,7 @@ class StreamLimit(grpc.aio.ServerInterceptor):
         )
 
     async def _take(self, method: str, client: str, context: Context) -> float:
+        """Takes a stream of `method` for `client` and returns the time, or aborts the call as Overloaded."""
         places = self._places.setdefault(method, FairPlaces(self._max_streams))
         try:
             return places.take(client)
@@ -110,11 +114,11 @@ class StreamLimit(grpc.aio.ServerInterceptor):
 
 
 class BoundedRequests(grpc.aio.ServerInterceptor):
-    """A call whose request does not come within `timeout_s`, has more than MAX_REQUEST_FIELDS or cannot be parsed, is
-    INVALID_ARGUMENT.
+    """Ends a call as INVALID_ARGUMENT if its request is late, has too many fields, or cannot be parsed.
 
-    gRPC itself waits for it without an end, and reports what it cannot parse as its own fault. To it such a call is a
-    stream of requests from here on, of which the handler gets the first.
+    The limits are `timeout_s` and MAX_REQUEST_FIELDS. gRPC itself would wait without a limit, and report a request that
+    it cannot parse as a fault of the server. To read the request itself, this interceptor declares the call to gRPC as
+    a stream of requests, and passes the first one to the handler.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -124,7 +128,7 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        kind = getattr(handler.request_deserializer, "__self__", None)  # whose FromString it is
+        kind = getattr(handler.request_deserializer, "__self__", None)  # the message class, which has this FromString
 
         async def respond(_requests: object, context: Context) -> Any:
             return await handler.unary_unary(await self._request(context, kind), context)
@@ -137,6 +141,7 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(respond, response_serializer=handler.response_serializer)
 
     async def _request(self, context: Context, kind: type[Message] | None) -> Message | bytes:
+        """Returns the request of a call, parsed as `kind`, or its bytes if `kind` is None. Else aborts the call."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 data = await context.read()

@@ -1,4 +1,4 @@
-"""TLS from files: what servers and clients of a connection show, and whom they trust."""
+"""Makes TLS credentials of servers and clients from certificate files, and checks the files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from common.rpc.bearer_tokens import warn_if_open
 def server_credentials(
     certificate: Path | None, key: Path | None, client_ca: Path | None
 ) -> grpc.ServerCredentials | None:
-    """None without a certificate. With `client_ca`, clients must present a certificate that it signed.
+    """Returns a server's gRPC credentials, or None if there is no certificate or no key.
 
-    Raises ConfigError for files that are none of these.
+    With `client_ca`, clients must present a certificate that this authority signed. Raises ConfigError if a file cannot
+    be used.
     """
     if certificate is None or key is None:
         return None
-    server_tls(certificate, key)  # gRPC would only say that it cannot listen
+    server_tls(certificate, key)  # checks the files: gRPC itself would only report that it cannot listen
     if client_ca is not None:
         _check_authority("tls_ca", client_ca)
     return grpc.ssl_server_credentials(
@@ -31,18 +32,19 @@ def server_credentials(
 
 
 def server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Raises ConfigError."""
+    """Returns an SSL context for a server. Raises ConfigError if a file cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(certificate, key, password="")  # rather than ask for one on a terminal
+        context.load_cert_chain(certificate, key, password="")  # without it, OpenSSL asks for one on a terminal
         mode = key.stat().st_mode
-    except (OSError, ValueError) as error:  # an SSLError too
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise ConfigError(f"tls_cert: {certificate} with tls_key {key}: {error}") from error
     warn_if_open("tls_key", key, mode)
     return context
 
 
 def _check_authority(setting: str, path: Path) -> None:
+    """Raises ConfigError, which names `setting`, if the file holds no certificates of an authority."""
     try:
         ssl.create_default_context().load_verify_locations(path)
     except (OSError, ValueError) as error:
@@ -50,9 +52,10 @@ def _check_authority(setting: str, path: Path) -> None:
 
 
 def channel_credentials(ca: Path | None, certificate: Path | None, key: Path | None) -> grpc.ChannelCredentials:
-    """What a client needs: whom it trusts (None: the system's authorities), and its own certificate where asked for.
+    """Returns a client's gRPC credentials.
 
-    Raises ConfigError for files that are none of these.
+    `ca` is the authority that it trusts (None: the system's authorities). `certificate` and `key` are its own, for
+    servers that ask for them. Raises ConfigError if a file cannot be used.
     """
     if ca is not None:
         _check_authority("prefill_tls_ca", ca)

@@ -1,4 +1,4 @@
-"""Files of tokens and keys: the one parser of what services, the gateway and the command line are given."""
+"""Reads files of tokens, for services, the gateway and the command line alike."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _MIN_TOKEN_CHARS = 8
 
 
 def read_token_file(setting: str, path: Path) -> tuple[tuple[str, ...], int]:
-    """The tokens in a file, one a line, each once, and the file's mode. Raises ConfigError naming `setting`, also for a
-    file that everybody may write to, and never quotes what was read.
+    """Returns the tokens in a file, without duplicates, and the file's mode. The file has one token per line.
+
+    Raises ConfigError, which names `setting`, if the file is invalid or everybody may write to it. The error never
+    quotes the file's contents.
     """
 
     def wrong(reason: str | None) -> ConfigError:
@@ -48,5 +50,5 @@ def read_token_file(setting: str, path: Path) -> tuple[tuple[str, ...], int]:
 
 
 def is_open_to_others(mode: int) -> bool:
-    """Whether others than its owner may do anything with a file of this mode."""
+    """Returns True if users other than the owner may access a regular file of this mode."""
     return stat.S_ISREG(mode) and bool(mode & (stat.S_IRWXG | stat.S_IRWXO))

@@ -1,4 +1,4 @@
-"""A call's commands to and from the bytes of `baton.v1.HandoffCommand`."""
+"""Encodes the commands of a handoff call as bytes of `baton.v1.HandoffCommand`, and decodes them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from common.wire.framing import seal, unseal
 from common.wire.handoff import MAX_CALL_ROWS, MAX_ROW_TOKENS, HandoffRow, RowFailed
 
 _FIELDS_A_ROW = 64
-"""A row and its sampling have about 25, and a few for each layer group."""
+"""The most protobuf fields per row. A row with its sampling has about 25, and a few for each layer group."""
 _OTHER_FIELDS = 1024
-"""Room for a fingerprint of 64 layer groups and seed columns."""
+"""The most protobuf fields besides rows: enough for a fingerprint of 64 layer groups and seed columns."""
 _MAX_HELD_GROUPS = 16
 _MAX_ENTRIES = 65_536
-"""Of the other lists of a row, whose own bounds are for `decode_row` to see."""
+"""The most entries of the other lists of a row. `decode_row` then checks the exact limit of each list."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """A call's first command. A row that cannot be understood is its failure, so that the others can be served."""
+    """The first command of a call: rows to prefill. A row that cannot be decoded is a RowFailed; the others go on."""
 
     fingerprint: Fingerprint
     rows: tuple[HandoffRow | RowFailed, ...]
@@ -34,11 +34,15 @@ class PrefillBatch:
 
 @dataclass(frozen=True, slots=True)
 class CancelRows:
+    """The command to cancel rows of the call, given by index."""
+
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSegments:
+    """The command that gives lent segments back to the sender, by their tickets' numbers."""
+
     numbers: tuple[int, ...]
 
 
@@ -46,6 +50,7 @@ HandoffCommand = PrefillBatch | CancelRows | ReleaseSegments
 
 
 def encode_prefill_batch(fingerprint: Fingerprint, rows: Sequence[HandoffRow], *, pool_secret: bytes = b"") -> bytes:
+    """Returns the bytes of the command to prefill `rows`."""
     batch = prefill_pb2.PrefillBatch(
         fingerprint=encode_fingerprint(fingerprint),
         rows=[encode_row(row) for row in rows],
@@ -55,16 +60,19 @@ def encode_prefill_batch(fingerprint: Fingerprint, rows: Sequence[HandoffRow], *
 
 
 def encode_cancel_rows(rows: Sequence[int]) -> bytes:
+    """Returns the bytes of the command to cancel rows, given by index."""
     return seal(prefill_pb2.HandoffCommand(cancel_rows=prefill_pb2.CancelRows(rows=rows)))
 
 
 def encode_release_segments(numbers: Sequence[int]) -> bytes:
+    """Returns the bytes of the command that gives lent segments back, by their tickets' numbers."""
     return seal(prefill_pb2.HandoffCommand(release_segments=prefill_pb2.ReleaseSegments(numbers=numbers)))
 
 
 def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffCommand:
-    """The command in `data`. Raises ProtocolError naming the field; too many rows are not even parsed.
+    """Returns the command in `data`.
 
+    Raises ProtocolError, which names the field, for an invalid command; one with too many fields is not even parsed.
     Raises FingerprintMismatch for a PrefillBatch of another protocol version.
     """
     most_fields = _FIELDS_A_ROW * max_rows + _OTHER_FIELDS
@@ -97,11 +105,15 @@ def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffComm
 
 
 def _require_at_most(limit: int, field: str, number: int) -> None:
+    """Raises ProtocolError if a list has more entries than `limit`."""
     require(number <= limit, field, f"has {number}, more than {limit}")
 
 
 def _require_short_lists(path: str, row: prefill_pb2.PrefillRow) -> None:
-    """Before anything looks at their entries. How many token ids a row may have is the model's to say."""
+    """Raises ProtocolError if a list of the row is too long to be read at all.
+
+    The model's own limit of token ids is checked later.
+    """
     _require_at_most(MAX_ROW_TOKENS, f"{path}.token_ids", len(row.token_ids))
     _require_at_most(_MAX_HELD_GROUPS, f"{path}.num_held_tokens", len(row.num_held_tokens))
     params = row.sampling.params
@@ -112,6 +124,7 @@ def _require_short_lists(path: str, row: prefill_pb2.PrefillRow) -> None:
 
 
 def _decode_row(index: int, message: prefill_pb2.PrefillRow) -> HandoffRow | RowFailed:
+    """Returns the row, or a RowFailed if it is invalid."""
     try:
         return decode_row(message)
     except ProtocolError as error:

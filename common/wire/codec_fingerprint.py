@@ -1,4 +1,4 @@
-"""Fingerprint to and from `baton.v1`."""
+"""Converts a Fingerprint to its `baton.v1` message and back."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from common.wire.fingerprint import Fingerprint
 _MAX_ENTRIES = 32
 
 PROTOCOL_VERSION: int = types_pb2.PROTOCOL_VERSION_CURRENT
-"""Ours, of the handoff's contract."""
+"""The version of the handoff protocol that this program speaks."""
 
 
 def encode_fingerprint(fingerprint: Fingerprint) -> types_pb2.Fingerprint:
+    """Returns the message of `fingerprint`."""
     return types_pb2.Fingerprint(
         protocol_version=fingerprint.protocol_version,
         config_digest=fingerprint.config_digest,
@@ -42,9 +43,10 @@ def encode_fingerprint(fingerprint: Fingerprint) -> types_pb2.Fingerprint:
 
 
 def decode_fingerprint(message: types_pb2.Fingerprint) -> Fingerprint:
-    """Takes whatever value it is given: one that nobody knows is a difference to report, not a broken message.
+    """Returns the fingerprint in `message`.
 
-    Raises ProtocolError for a list that no fingerprint is long enough to have.
+    Accepts unknown values, such as a new algorithm: they are reported as a difference and not as a broken message.
+    Raises ProtocolError for a list longer than any fingerprint's.
     """
     _require_few("layer_groups", message.layer_groups)
     _require_few("seed_columns", message.seed_columns)

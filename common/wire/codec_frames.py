@@ -1,4 +1,7 @@
-"""A call's frames to and from the bytes of `baton.v1.HandoffFrame`."""
+"""Encodes the frames of a handoff call as bytes of `baton.v1.HandoffFrame`, and decodes them.
+
+Frames are the messages that a prefill service sends to a decode service.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from common.wire.framing import seal, unseal
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 
 _FIELDS_A_ROW = 16
-"""It has the three of its log-probabilities; room for columns that come unpacked."""
+"""The most protobuf fields per row: three for its log-probabilities, and one in each column that is sent unpacked."""
 _OTHER_FIELDS = 1024
-"""Room for a fingerprint of 64 layer groups and seed columns, and the bytes of each group."""
+"""The most other fields: enough for a fingerprint of 64 layer groups and seed columns, and each group's byte counts."""
 
 
 class FrameCodec:
-    """Frames of calls between two services that share `fingerprint`."""
+    """Encodes and decodes the frames of calls between two services that both have `fingerprint`."""
 
     def __init__(self, *, fingerprint: Fingerprint, vocab_size: int) -> None:
         self._fingerprint = fingerprint
@@ -30,7 +33,7 @@ class FrameCodec:
         self._vocab_size = vocab_size
 
     def encode(self, frame: Frame) -> bytes:
-        """The bytes to send, which hold the only copy of a payload that is made; of a FramedKv none is made."""
+        """Returns the bytes to send. Copies a payload once, and a FramedKv not at all."""
         message = prefill_pb2.HandoffFrame()
         match frame:
             case Accepted():
@@ -50,9 +53,10 @@ class FrameCodec:
         return seal(message)
 
     def decode(self, data: bytes, rows: Sequence[HandoffRow], pool: ReadablePool | None = None) -> Frame:
-        """The frame in `data`, of a call over `rows` whose tickets lead into `pool`.
+        """Returns the frame in `data`, which belongs to a call with these `rows`.
 
-        Raises ProtocolError naming the field; FingerprintMismatch when the replica accepted with another fingerprint.
+        `pool` is the sender's pool, if segments may be lent from it. Raises ProtocolError, which names the field, for
+        an invalid frame, and FingerprintMismatch if the sender has another fingerprint.
         """
         most_fields = _FIELDS_A_ROW * len(rows) + _OTHER_FIELDS
         message, payload = unseal(prefill_pb2.HandoffFrame, data, most_fields=most_fields)

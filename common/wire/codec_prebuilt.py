@@ -1,4 +1,7 @@
-"""PrebuiltBatch to and from `baton.v1`: columns, without a Python loop over rows unless logprobs were asked for."""
+"""Converts a PrebuiltBatch to its `baton.v1` message and back.
+
+Whole columns are converted at once. There is a Python loop over rows only for log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,17 @@ SEED_COLUMN_NAMES = ("topk_p", "topk_index", "hidden_states")
 _COLUMN_DTYPES: dict[str, np.dtype[np.generic]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype("<u2"),  # numpy has no bfloat16: its bits
+    "bfloat16": np.dtype("<u2"),  # the bits, because numpy has no bfloat16
     "int64": np.dtype("<i8"),
     "int32": np.dtype("<i4"),
 }
 
 
 def encode_prebuilt(batch: PrebuiltBatch, into: prefill_pb2.PrebuiltBatch) -> None:
-    """Log-probabilities travel as float32; a row that did not ask for any has an empty entry."""
+    """Writes `batch` into the message `into`.
+
+    Log-probabilities are sent as float32. A row that did not ask for any has an empty entry.
+    """
     into.rows.extend(batch.rows.tolist())
     into.seq_lens.extend(batch.seq_lens.tolist())
     into.first_token_ids.extend(batch.first_token_ids.tolist())
@@ -53,7 +59,10 @@ def decode_prebuilt(
     rows: Sequence[HandoffRow],
     vocab_size: int,
 ) -> PrebuiltBatch:
-    """The columns, each checked for its length and range. Raises ProtocolError naming the column."""
+    """Returns the batch in `message`, after it has checked the length and the range of each column.
+
+    `rows` are the rows of the call. Raises ProtocolError, which names the column.
+    """
     num_rows = len(message.rows)
     require(num_rows > 0, "prebuilt_batch.rows", "is empty")
     require(num_rows <= len(rows), "prebuilt_batch.rows", f"has {num_rows} entries for the call's {len(rows)} rows")
@@ -80,10 +89,12 @@ def _num_tokens(row: HandoffRow) -> int:
 
 
 def _require_length(name: str, length: int, num_rows: int) -> None:
+    """Raises ProtocolError unless a column has one entry for each row."""
     require(length == num_rows, f"prebuilt_batch.{name}", f"has {length} entries for {num_rows} rows")
 
 
 def _integers(name: str, values: Sequence[int], num_rows: int, below: int | None = None) -> NDArray[np.int64]:
+    """Returns a column of integers, [num_rows]. Raises ProtocolError if one is not below `below`."""
     _require_length(name, len(values), num_rows)
     column = np.fromiter(values, np.int64, num_rows)
     if below is not None:
@@ -92,6 +103,7 @@ def _integers(name: str, values: Sequence[int], num_rows: int, below: int | None
 
 
 def _durations(name: str, values: Sequence[float], num_rows: int) -> NDArray[np.float64]:
+    """Returns a column of seconds, [num_rows]. Raises ProtocolError if one is negative or not finite."""
     _require_length(name, len(values), num_rows)
     column = np.fromiter(values, np.float64, num_rows)
     require(bool((np.isfinite(column) & (column >= 0)).all()), f"prebuilt_batch.{name}", "has an impossible duration")
@@ -99,6 +111,7 @@ def _durations(name: str, values: Sequence[float], num_rows: int) -> NDArray[np.
 
 
 def _bytes_sent(message: prefill_pb2.PrebuiltBatch, group_names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
+    """Returns the bytes of KV sent for each row, by layer group. Raises ProtocolError if a group lacks its column."""
     sent = {}
     for entry in message.bytes_sent:
         name = f"bytes_sent[{entry.layer_group}]"
@@ -118,6 +131,7 @@ def _bytes_sent(message: prefill_pb2.PrebuiltBatch, group_names: Sequence[str]) 
 def _logprobs(
     message: prefill_pb2.PrebuiltBatch, rows: Sequence[HandoffRow], vocab_size: int
 ) -> tuple[TokenLogprobs | None, ...]:
+    """Returns the first token's log-probabilities of each row, or None for a row that did not ask for them."""
     if all(row.sampling.num_logprobs is None for row in rows):
         require(not message.first_token_logprobs, "prebuilt_batch.first_token_logprobs", "was not asked for")
         require(not message.top_logprobs, "prebuilt_batch.top_logprobs", "was not asked for")
@@ -139,6 +153,7 @@ def _logprobs(
 def _seed_columns(
     message: prefill_pb2.PrebuiltBatch, specs: Sequence[SeedColumnSpec]
 ) -> dict[str, NDArray[np.generic]]:
+    """Returns the columns of the speculative seed by name, each [rows, ...]. They must be those in `specs`."""
     by_name = {spec.name: spec for spec in specs}
     data: Mapping[str, bytes] = {name: getattr(message, name) for name in SEED_COLUMN_NAMES}
     columns: dict[str, NDArray[np.generic]] = {}

@@ -1,4 +1,4 @@
-"""HandoffRow and its sampling to and from `baton.v1`."""
+"""Converts a HandoffRow, with its sampling parameters, to its `baton.v1` message and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EDGE_ONLY = ("stop", "ignore_eos", "n", "response_format", "speculate", "logit_
 
 
 def encode_row(row: HandoffRow) -> prefill_pb2.PrefillRow:
-    """Floats travel as float32, which is what both engines compute with."""
+    """Returns the message of `row`. Floats are sent as float32, because both engines compute with that."""
     return prefill_pb2.PrefillRow(
         request_id=row.request_id,
         attempt=row.attempt,
@@ -39,7 +39,10 @@ def encode_row(row: HandoffRow) -> prefill_pb2.PrefillRow:
 
 
 def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
-    """Raises ProtocolError naming the field. What depends on the model (vocabulary, context) is not checked here."""
+    """Returns the row in `message`. Raises ProtocolError, which names the field, if it is invalid.
+
+    Limits that depend on the model (vocabulary, context length) are not checked here.
+    """
     require(bool(message.request_id), "request_id", "is empty")
     require(len(message.token_ids) > 0, "token_ids", "is empty")
     require(

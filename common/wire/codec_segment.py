@@ -1,4 +1,4 @@
-"""KvSegment to and from `baton.v1`: sizes and bounds."""
+"""Converts a KvSegment to its `baton.v1` message and back, and checks its sizes and bounds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from common.wire.handoff import HandoffRow, KvSegment
 
 
 class ReadablePool(Protocol):
-    """Another process's pool, whose writer's layer groups are the fingerprint's."""
+    """The KV pool of another process, from which this process can read. It has the fingerprint's layer groups."""
 
     @property
     def num_slots(self) -> int: ...
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | RemoteKv | None:
-        """None when there are no such slots."""
+        """Returns the KV of a segment: `layers` of a group, in the ticket's slots. None if there are no such slots."""
 
 
 def encode_segment(segment: KvSegment, into: prefill_pb2.KvSegment) -> None:
-    """All but the payload."""
+    """Writes `segment` into the message `into`, without the payload, which follows the message."""
     into.row = segment.row
     into.layer_group = segment.layer_group
     into.layer_start = segment.layer_start
@@ -51,7 +51,11 @@ def decode_segment(
     rows: Sequence[HandoffRow],
     pool: ReadablePool | None,
 ) -> KvSegment:
-    """The segment, with every bound verified. Raises ProtocolError naming the field. `pool`: where tickets lead."""
+    """Returns the segment in `message`, after it has checked every bound.
+
+    `rows` are the rows of the call. `pool` is the sender's pool, from which a segment with a ticket is read; None if
+    this process cannot read it. Raises ProtocolError, which names the field.
+    """
     require(message.row < len(rows), "kv_segment.row", f"{message.row} is not one of the call's {len(rows)} rows")
     require((message.shard, message.num_shards) == (0, 1), "kv_segment.shard", "is not shard 0 of 1")
     group = groups.get(message.layer_group)
@@ -94,6 +98,7 @@ def decode_segment(
 def _shared(
     message: prefill_pb2.PoolTicket, pool: ReadablePool | None, group_name: str, layers: slice, *, num_tokens: int
 ) -> SharedKv | RemoteKv:
+    """Returns the KV to which a ticket refers. Raises ProtocolError if the ticket is invalid."""
     if pool is None:
         raise ProtocolError("kv_segment.ticket", "is into memory that cannot be read")
     starts, lengths = message.run_starts, message.run_lengths

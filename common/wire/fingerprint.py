@@ -1,4 +1,4 @@
-"""What two services must agree on before KV may move between them."""
+"""The fingerprint of a service: two services exchange KV only if theirs are equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ NO_SPECULATION = "none"
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Equal fingerprints compute and lay out the same KV. A context limit is not part of it: that may differ."""
+    """Everything about a service that decides the values and the layout of its KV.
+
+    Services with equal fingerprints can exchange KV. A limit of the context length is not part of it and may differ.
+    """
 
     config_digest: str
     target_weights_digest: str
@@ -25,10 +28,11 @@ class Fingerprint:
 
 
 def first_difference(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, str, str] | None:
-    """The first field in which they differ, with both values as text, long ones cut; None when KV may move.
+    """Returns the first field in which two fingerprints differ, or None if they are equal.
 
-    The protocol version is compared first: with another version the other fields may not mean the same. Layer groups of
-    the same names differ in a member of one of them, `layer_groups[target].dtype` for instance.
+    The result is (field, our value, their value), as text; long values are cut. The protocol version is compared first,
+    because with another version the other fields may have another meaning. If both have layer groups of the same names,
+    the field is a member of one group, for example `layer_groups[target].dtype`.
     """
     names = sorted((member.name for member in fields(Fingerprint)), key=lambda name: name != "protocol_version")
     for name in names:
@@ -41,6 +45,7 @@ def first_difference(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, str, 
 
 
 def _in_words(value: object) -> str:
+    """Returns the value of a field as text for people."""
     if not isinstance(value, tuple):
         return str(value) or "none"
     names = [
@@ -53,7 +58,10 @@ def _in_words(value: object) -> str:
 def _layer_group_difference(
     ours: tuple[LayerGroupSpec, ...], theirs: tuple[LayerGroupSpec, ...]
 ) -> tuple[str, str, str] | None:
-    """None when they have not the same groups in the same order."""
+    """Returns (field, our value, their value) for the first member of a group that differs.
+
+    Returns None if the groups do not have the same names in the same order.
+    """
     if [group.name for group in ours] != [group.name for group in theirs]:
         return None
     for our_group, their_group in zip(ours, theirs, strict=True):

@@ -1,9 +1,9 @@
-"""A message of a Handoff's streams as bytes: its payload, the message, and a checksum of both as they are sent.
+"""The bytes of one message of a handoff call: a payload, the protobuf message, and a checksum of both.
 
     payload │ HandoffCommand or HandoffFrame, payload_bytes │ crc32c
-    └──────────────── what is summed ───────────────────────┘
+    └──────────────── covered by the checksum ──────────────┘
 
-The payload is first, so that it is aligned as its memory is and may lie there before the rest is known.
+The payload comes first, so that it starts at an aligned address and can be written before the rest is known.
 """
 
 from __future__ import annotations
@@ -27,21 +27,25 @@ MessageT = TypeVar("MessageT", prefill_pb2.HandoffCommand, prefill_pb2.HandoffFr
 _CHECKSUM_BYTES = prefill_pb2.HandoffTrailer(crc32c=0).ByteSize()
 _TRAILER_BYTES = prefill_pb2.HandoffTrailer(payload_bytes=0, crc32c=0).ByteSize()
 _ROOM_BYTES = 64
-"""A segment's message and trailer have some 50; longer ones only cost a copy. What is left over goes back to the
-allocator, and if that is more than its smallest block, the frame's memory no longer fits the next one when it is freed.
+"""Bytes reserved after the payload for the message and the trailer, which take some 50 in a segment.
+
+If they take more, the payload is copied once. The unused rest goes back to the allocator. It must be smaller than the
+allocator's smallest block: else the freed memory of one frame does not fit the next one.
 """
 
 
 class FramePayload:
-    """A FramedKv: to make its frame copies nothing.
+    """KV written directly into the memory of the frame that will be sent, so that no copy is made. It is a FramedKv.
 
-    gRPC sends nothing but `bytes`. A BytesIO lets its memory be written, and hands it out as bytes once nobody can.
+    gRPC sends only `bytes`, which cannot be written. The memory of a BytesIO can be written first, and then be taken
+    out as `bytes` without a copy.
     """
 
     def __init__(self, num_bytes: int, write: WriteKv) -> None:
-        """`write` fills the array [num_bytes] that it is given and keeps no reference to it, or BufferError is raised.
+        """Calls `write` with an array [num_bytes] uint8, which it fills.
 
-        The payload is summed at once, while it is in the caches.
+        Raises BufferError if `write` keeps a reference to the array. The checksum is computed at once, while the
+        payload is in the CPU's caches.
         """
         self._num_bytes = num_bytes
         self._memory = BytesIO(bytes(num_bytes + _ROOM_BYTES))
@@ -55,7 +59,7 @@ class FramePayload:
         return self._num_bytes
 
     def followed_by(self, rest: bytes) -> bytes:
-        """The payload and `rest`. A second call copies the payload: the first one's bytes are given away."""
+        """Returns the payload followed by `rest`. The first call copies nothing; a second one copies the payload."""
         self._memory.seek(self._num_bytes)
         self._memory.truncate()
         self._memory.write(rest)
@@ -63,12 +67,15 @@ class FramePayload:
 
 
 def seal(message: MessageT, payload: Payload | FramedKv = b"") -> bytes:
-    """The bytes to send. Copies the payload once, a FramedKv not at all."""
+    """Returns the bytes to send: the payload, the message and their checksum.
+
+    Copies the payload once, and a FramedKv not at all.
+    """
     return seal_bytes(message.SerializeToString(), payload)
 
 
 def seal_bytes(message: bytes, payload: Payload | FramedKv = b"") -> bytes:
-    """`seal` of a message that is serialised already."""
+    """Like `seal`, for a message that is serialised already."""
     rest = message + prefill_pb2.HandoffTrailer(payload_bytes=len(payload)).SerializeToString()
     if isinstance(payload, bytes | np.ndarray):
         return b"".join((np.frombuffer(payload, np.uint8).data, _summed(rest, crc32c(payload))))
@@ -76,12 +83,12 @@ def seal_bytes(message: bytes, payload: Payload | FramedKv = b"") -> bytes:
 
 
 def unseal(kind: type[MessageT], data: bytes, *, most_fields: int) -> tuple[MessageT, NDArray[np.uint8]]:
-    """Returns the message in `data`, and its payload where it lies there. Nothing is taken for true before the checksum
-    is: a message whose checksum is wrong is parsed for its protocol version alone.
+    """Returns the message in `data`, and its payload as a view of `data`. Checks the checksum first.
 
-    Raises ProtocolError, naming the field, for damaged bytes, and for a message of more than `most_fields` fields,
-    which is not parsed; FingerprintMismatch for a message that names another protocol version, whatever its
-    checksum is: it may sum its bytes in another way.
+    If the checksum is wrong, the message is parsed only to read its protocol version. Raises ProtocolError, which names
+    the field, if the bytes are damaged or the message has more than `most_fields` fields (then it is not parsed).
+    Raises FingerprintMismatch if the message names another protocol version, even if the checksum is wrong, because
+    that version may compute it differently.
     """
     trailer = _trailer(data)
     if trailer is None:
@@ -96,12 +103,12 @@ def unseal(kind: type[MessageT], data: bytes, *, most_fields: int) -> tuple[Mess
 
 
 def _summed(rest: bytes, payload_crc32c: int) -> bytes:
-    """`rest`, which follows a payload of that sum, and the sum of both."""
+    """Returns `rest` with a trailer that has the checksum of the payload and `rest`."""
     return rest + prefill_pb2.HandoffTrailer(crc32c=crc32c(rest, payload_crc32c)).SerializeToString()
 
 
 def _trailer(data: bytes) -> prefill_pb2.HandoffTrailer | None:
-    """None when the bytes are not what was sent."""
+    """Returns the trailer at the end of `data`, or None if it is missing or the checksum is wrong."""
     with suppress(ProtocolError):
         trailer = parse(prefill_pb2.HandoffTrailer, data[-_TRAILER_BYTES:])
         is_whole = trailer.HasField("payload_bytes") and trailer.HasField("crc32c")
@@ -111,12 +118,16 @@ def _trailer(data: bytes) -> prefill_pb2.HandoffTrailer | None:
 
 
 def _parsed(kind: type[MessageT], data: bytes, most_fields: int) -> MessageT:
+    """Parses a message. Raises ProtocolError if it cannot be parsed or has too many fields."""
     require_few_fields(data, kind, at_most=most_fields)
     return parse(kind, data)
 
 
 def _require_own_version(message: MessageT) -> None:
-    """A call's first message in either direction has the version, in the same place whatever the version is."""
+    """Raises FingerprintMismatch if the message has another protocol version than ours.
+
+    Only the first message of a call in each direction has a version. Its field is the same in every version.
+    """
     if isinstance(message, prefill_pb2.HandoffCommand):
         fingerprint = message.prefill_batch.fingerprint
         decode, prefill = fingerprint.protocol_version, PROTOCOL_VERSION

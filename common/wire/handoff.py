@@ -1,7 +1,7 @@
-"""The handoff's values: what the decode engine and a prefill replica exchange, on whichever transport.
+"""The values that a decode engine and a prefill replica exchange in a handoff, on any transport.
 
-Frozen and picklable. A row is named by its index in its call's PrefillBatch; a retry is a new call. The codec maps them
-to `baton.v1` messages one to one; the in-process handoff passes them as they are.
+They are frozen and can be pickled. A row is identified by its index in the PrefillBatch of its call; a retry is a new
+call. The codec converts each value to one `baton.v1` message. The in-process handoff passes the values themselves.
 """
 
 from __future__ import annotations
@@ -24,28 +24,32 @@ MAX_ROW_TOKENS = 1 << 20
 
 Payload = bytes | NDArray[np.uint8]
 WriteKv = Callable[[NDArray[np.uint8]], None]
+"""Writes a segment's KV into the array that it is given."""
 
 
 class FramedKv(Protocol):
-    """KV in the memory of the frame that it is to leave in, which only a codec reads."""
+    """KV that was written directly into the memory of the frame that will send it. Only the codec reads it."""
 
     @property
     def crc32c(self) -> int: ...
 
     def __len__(self) -> int:
-        """In bytes."""
+        """Returns the number of bytes of KV."""
 
     def followed_by(self, rest: bytes) -> bytes:
-        """The frame."""
+        """Returns the whole frame: the KV followed by `rest`."""
 
 
 NewFramedKv = Callable[[int, WriteKv], FramedKv]
-"""Makes one of so many bytes, which the second argument writes into the array that it is given."""
+"""Makes a FramedKv. The arguments are its number of bytes, and a function that writes the KV into an array."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffRow:
-    """One prompt to prefill. `token_ids` past `prompt_len` are output from before a retraction or a resume."""
+    """One sequence to prefill. `token_ids` from `prompt_len` on are output tokens of an earlier run of the request.
+
+    There are such tokens if the decode engine gave up the request's KV (a retraction) or the request was resumed.
+    """
 
     request_id: str
     attempt: int
@@ -60,7 +64,7 @@ class HandoffRow:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The replica took the call. Always the call's first frame."""
+    """Says that the prefill replica accepted the call. It is always the first frame of a call."""
 
     instance_id: str
 
@@ -69,11 +73,13 @@ class Accepted:
 class KvSegment:
     """KV of one row: tokens [token_start, token_start + num_tokens) of layers [layer_start, layer_start + num_layers).
 
-    `payload` is [layers, planes, tokens, heads, head_dim] in the group's dtype, little-endian, contiguous,
-    at most MAX_SEGMENT_BYTES: flat bytes, which nobody writes any more. With `framed` it is empty, and the KV lies
-    there until it leaves. With `shared` it is empty, and the KV lies in the sender's pool: it counts when it was still
-    current after it was read, and its slots stay the row's until the segment is released. A transport fetches what is
-    remote: an engine never sees it.
+    The KV is in one of three places:
+
+    - `payload`: [layers, planes, tokens, heads, head_dim] in the group's dtype, little-endian, as flat bytes, at most
+      MAX_SEGMENT_BYTES. It is not written any more.
+    - `framed`: the memory of the frame that will send it.
+    - `shared`: the sender's pool, whose slots are kept until the segment is released. The reader uses the KV only if
+      `is_current` is still True after reading. The transport fetches a RemoteKv, so an engine never gets one.
     """
 
     row: int
@@ -95,10 +101,12 @@ class KvSegment:
 
 @dataclass(frozen=True, slots=True)
 class PrebuiltBatch:
-    """Finished rows as columns: entry i of each column belongs to rows[i]. May arrive before a row's last segment.
+    """The results of finished rows, as columns: entry i of each column belongs to the row with index rows[i].
+
+    It may arrive before the last KV segment of a row.
 
     Shapes: rows, seq_lens, first_token_ids [B] int64; bytes_sent: [B] int64 for each layer group; seed columns [B, ...]
-    (empty without speculation); queue_s, compute_s [B] float64. `first_token_logprobs`: one entry per row, None where
+    (empty without speculation); queue_s, compute_s [B] float64. `first_token_logprobs` has one entry per row, None if
     the request asked for none.
     """
 
@@ -114,6 +122,8 @@ class PrebuiltBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowFailed:
+    """Says that a row of the call has failed, why, and whether to retry it (after `retry_after_ms`)."""
+
     row: int
     reason: RowFailure
     retryable: bool
@@ -122,7 +132,7 @@ class RowFailed:
 
 
 def segment_flow(request_id: str, attempt: int, layer_group: str, layer_start: int, token_start: int) -> int:
-    """The number of a segment on the timelines of both services; below 2**48."""
+    """Returns a number below 2**48 that identifies a segment on the timelines of both services."""
     name = "\0".join((request_id, str(attempt), layer_group, str(layer_start), str(token_start)))
     return int.from_bytes(blake2b(name.encode(), digest_size=6).digest())
 
@@ -131,7 +141,7 @@ Frame = Accepted | KvSegment | PrebuiltBatch | RowFailed
 
 
 def frame_figures(frame: Frame, row_of: Callable[[int], HandoffRow]) -> dict[str, int]:
-    """What a timeline says of a frame beside its bytes. `row_of` knows the rows by the frame's numbers."""
+    """Returns the figures that a timeline shows for a frame besides its bytes. `row_of` returns the row of an index."""
     match frame:
         case KvSegment():
             row = row_of(frame.row)
