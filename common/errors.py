@@ -1,16 +1,16 @@
-"""Every error a user can meet.
+"""The errors that a user can meet, as a tree.
 
 BatonError
-├── InvalidRequest         a field of the request is wrong: named
+├── InvalidRequest         a field of the request is wrong; the message names it
 │   └── ContextExceeded    prompt and output do not fit the context
-├── DuplicateRequest       the request id is live
+├── DuplicateRequest       a request with this id is in progress
 ├── Overloaded             admission is full
-├── RecordingInProgress    somebody else records the service's timeline
-├── NotServed              another server answers this call
-├── Unauthenticated        the caller showed no token that is known here
+├── RecordingInProgress    another caller records the service's timeline
+├── NotServed              this server does not serve the called method
+├── Unauthenticated        the caller sent no valid token
 ├── DeadlineExceeded       the request's deadline passed
-├── RequestCancelled       the client left, or asked for it
-├── FingerprintMismatch    the two services disagree: the field is named
+├── RequestCancelled       the client left or cancelled the request
+├── FingerprintMismatch    the two services differ in a field, which the message names
 ├── PrefillUnavailable     no prefill replica could serve the request in time
 ├── Draining               the service is stopping
 ├── EngineFault            a step failed, or an invariant broke

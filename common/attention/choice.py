@@ -75,7 +75,7 @@ def new_draw_kernels(kind: AttentionKind, *, torch_device: torch.device) -> Draw
 
 
 def _check_compiler() -> None:
-    """Raises StartupError if Triton cannot compile."""
+    """Raises StartupError if Triton cannot compile kernels on this machine."""
     if (missing := _missing_for_kernels()) is not None:
         raise StartupError(f"attention: kernels for CUDA need {missing}; torch needs nothing")
 

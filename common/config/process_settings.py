@@ -21,7 +21,7 @@ class ProcessSettings(BaseSettings):
         frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True, use_attribute_docstrings=True
     )
     example: ClassVar[str]
-    """Flags of a start that works, for `--help`."""
+    """Example flags with which the service starts, shown by `--help`."""
 
     config: Path | None = None
     """YAML file with any of these keys."""

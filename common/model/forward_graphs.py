@@ -120,7 +120,7 @@ class _RecordedForward:
         self, graph: Graph, forward: Forward, shape: _Shape, like: ForwardInput, beside: Tensor | None
     ) -> None:
         self._shape = shape
-        self._num_used = 0  # rows that hold anything but padding
+        self._num_used = 0  # rows that are not padding
         num_rows, num_tokens = shape.num_rows, shape.num_tokens
         device = like.seq_lens.device
 

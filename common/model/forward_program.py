@@ -37,7 +37,7 @@ class ProgramOutput(NamedTuple):
 
 
 class ForwardProgram(Protocol):
-    """Another way to compute a model's forwards."""
+    """A program: another way to compute a model's forwards than by its modules, such as one kernel for all layers."""
 
     @property
     def num_layers_begun(self) -> int:

@@ -143,12 +143,12 @@ def read_config(directory: Path) -> Any:
     _check_type(raw, place)
     _refuse_counts(raw, place)
     _refuse_ropes(raw, place)
-    _check_sizes(raw.get, place)  # checked before transformers computes with them
+    _check_sizes(raw.get, place)  # before transformers computes with them
     with model_faults(place):
         config: Any = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
         _check_sizes(partial(getattr, config), place)
         _refuse_unread(raw, config, place)
-    config.return_dict = True  # what a forward returns by default
+    config.return_dict = True  # a forward returns named outputs by default
     return config
 
 
@@ -194,7 +194,7 @@ def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool
     allowed.
     """
     if isinstance(value, dict):
-        if isinstance(written := value.get("__float__"), str):  # how transformers writes them
+        if isinstance(written := value.get("__float__"), str):  # transformers writes them so
             value = float(written) if written in ("NaN", "Infinity", "-Infinity") else written
         else:
             for key, each in value.items():
@@ -554,7 +554,7 @@ def load_causal_lm(files: ModelFiles, config: Any, dtype: torch.dtype, *, attent
     try:
         shapes, report = load(empty, "meta")
     except UnsupportedModel:
-        model, _ = load({}, "meta", f"{name}/{CONFIG}")  # raises where it is no tensor's fault
+        model, _ = load({}, "meta", f"{name}/{CONFIG}")  # raises if the config is at fault, and no tensor
         _check_parts(files, _Sources(model, files))
         raise
     _check_report(files, shapes, report)

@@ -72,7 +72,7 @@ def _unsupported_trait(config: Any) -> str | None:
     if value("attn_logit_softcapping") is not None:
         return "attention logit softcapping"
     rope = value("rope_parameters") or {}
-    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # for all layers, or by layer type
+    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # one, or one per layer type
         rope_type = each.get("rope_type", "default")
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             return f"rope of the unknown type {rope_type!r}"

@@ -106,7 +106,7 @@ def _draw_from(
     raw = logits.clone() if batch.with_logprobs.size else logits
     shaped = shape_logits(logits, rows, positions, state, batch, ancestors)
     token_ids = largest(shaped)
-    is_invalid = _are_not_finite(shaped, token_ids)  # checked on the largest: NaN would look finite after top_p
+    is_invalid = _are_not_finite(shaped, token_ids)  # on the largest logit, before top_p, which would hide a NaN
     if batch.sampled.size:
         entries = _index(batch.sampled, logits)
         token_ids[entries] = _draw(shaped, entries, rows, positions, state, batch)
@@ -152,7 +152,7 @@ def _are_not_finite(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Returns whether the logits [B, vocab] at `token_ids` [B] are NaN or infinite: [B] bool."""
     if logits.device.type == "cpu":
         chosen = logits.numpy()[np.arange(token_ids.shape[0]), token_ids.numpy()]
-        return torch.from_numpy(~np.isfinite(chosen))  # between two forwards every torch operation counts
+        return torch.from_numpy(~np.isfinite(chosen))  # numpy is faster here, between two forwards
     return ~torch.isfinite(logits.gather(1, token_ids.unsqueeze(1)).squeeze(1))
 
 

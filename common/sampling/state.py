@@ -106,7 +106,7 @@ class SamplingState:
             return torch.zeros((rows, *shape), dtype=dtype, device=torch_device)
 
         self.vocab_size = vocab_size
-        self._int_params = column(torch.int64, 6)  # separate tables, because two operations write a row
+        self._int_params = column(torch.int64, 6)  # one table per dtype, so that two operations write a row
         self._float_params = column(torch.float32, len(FLOAT_OPTIONS))
         self.seed, self.choice_index, self.min_position, self.top_k = self._int_params[:, :4].unbind(1)
         self.num_bias, self.num_ends = self._int_params[:, 4:].unbind(1)
@@ -221,7 +221,7 @@ class SamplingBatch:
     def repeated(self, num_times: int) -> SamplingBatch:
         """Returns the batch in which each entry is repeated `num_times`, adjacent."""
         if self.is_greedy:
-            return self  # there are no indices
+            return self  # no index to repeat
         places = np.arange(num_times)
 
         def entries(indices: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -432,7 +432,7 @@ class TritonDraws(DrawKernels):
                     "BLOCK": _BLOCK,
                 },
                 num_warps=_NUM_WARPS,
-                fuses_operations=False,  # a CPU rounds after each one
+                fuses_operations=False,  # round after each operation, as a CPU does
             )
         )
 

@@ -38,7 +38,7 @@ _PRINTED_PART = re.compile(rf"""text['"]:\s*['"]{_marker(0)}""")
 """Matches a list of parts as Python or JSON prints it: the template printed the list instead of reading it."""
 _PRINTED_ARGUMENT = re.compile(rf"""'{_marker(1)}':""")
 """Matches an object as Python prints it, which is not JSON."""
-_PROBE_ID = "000000000"  # some templates take no id of another length
+_PROBE_ID = "000000000"  # some templates accept ids of this length only
 _RARE = "\ua66e"
 """A letter that no template has in its own words, so it can be a marker of one character."""
 
@@ -152,7 +152,7 @@ class ChatTemplate:
                     continue
                 if _marker(0) in text and not _PRINTED_PART.search(text):
                     return
-        self.parts_roles = as_strings  # each conversation shows what it keeps of this role
+        self.parts_roles = as_strings  # `render` checks this role in each conversation
         if role == "user":
             raise ChatRefused(
                 reason or "the model's chat template leaves out what a user says, as a string and as a list of parts"
@@ -392,7 +392,7 @@ def _leaves(value: Any) -> Iterator[str | float]:
                 ]
             case list() as entries:
                 waiting += reversed(entries)
-            case bool() | None:  # true, True or yes
+            case bool() | None:  # not checked: templates write true, True or yes
                 pass
             case leaf:
                 yield leaf
@@ -566,7 +566,7 @@ class _Dict:
 class _Namespace(Namespace):
     """The `namespace` object of templates. It refuses names by which Python's own attributes could be reached."""
 
-    def __init__(*args: Any, **entries: Any) -> None:  # `namespace(self=...)` is a name too
+    def __init__(*args: Any, **entries: Any) -> None:  # no named `self`, as templates may call `namespace(self=...)`
         self, *rest = args
         attributes = dict(*rest, **entries)
         for name in attributes:

@@ -63,7 +63,7 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_PROF, 0)
             del command
             asker.answer(status, content)
-    except (EOFError, OSError):  # the service is gone
+    except (EOFError, OSError):  # the service has ended
         os._exit(0)
 
 

@@ -82,7 +82,7 @@ def _decoder_stages(backend: Any) -> frozenset[str]:
 
     if backend.decoder is None:
         return frozenset()
-    return frozenset(kinds(json.loads(backend.decoder.__getstate__())))  # `to_str` would write the vocabulary too
+    return frozenset(kinds(json.loads(backend.decoder.__getstate__())))  # `to_str` would serialise the vocabulary too
 
 
 def _byte_fallback(backend: Any) -> dict[int, int]:

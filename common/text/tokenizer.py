@@ -62,7 +62,7 @@ class PromptEncoder(Protocol):
 
 
 class TextTokenizer(TokenDecoder, PromptEncoder):
-    """A transformers tokenizer with a `tokenizers` backend."""
+    """The TokenDecoder and PromptEncoder of a transformers tokenizer, which must have a `tokenizers` backend."""
 
     def __init__(self, pretrained: Any) -> None:
         backend = getattr(pretrained, "backend_tokenizer", None)
@@ -109,7 +109,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         """Returns the token ids of `text`. `adds_special_tokens` adds those that the model's tokenizer adds by itself.
 
         Raises TextTooLong as soon as it is clear that there are more than `max_tokens`, so of a much longer text only
-        the beginning is encoded. The check is not exact: the result may still have somewhat more than `max_tokens`.
+        the beginning is encoded. The check is rough: the result may still have more than `max_tokens`.
         """
         if max_tokens is not None:
             num_chars = _CHARS_PER_TOKEN * max_tokens
