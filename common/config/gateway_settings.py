@@ -23,33 +23,33 @@ class GatewaySettings(ProcessSettings):
     decode: Targets = ("127.0.0.1:50051",)
     """HOST:PORT of each decode service, with commas, or one dns:///NAME:PORT for all behind a name."""
     decode_tls: bool = False
-    """The decode services speak TLS."""
+    """Connects to the decode services with TLS."""
     decode_tls_ca: Path | None = None
-    """PEM file of the authority that signed their certificates; unset: the system's."""
+    """PEM file of the authority that signed the decode services' certificates; unset: the system's authorities."""
     decode_tls_server_name: str | None = None
-    """Name in their certificates; unset: the address's host."""
+    """Host name in the decode services' certificates; unset: the address's host."""
     decode_token_file: Path | None = None
-    """File whose first token is shown to the decode services."""
+    """File whose first token is sent to the decode services."""
     api_key_file: Path | None = None
-    """File of keys, one a line; HTTP clients must then show one."""
+    """File of keys, one per line; HTTP clients must then send one."""
     cors_origins: Origins = ()
-    """Origins whose pages a browser lets call the gateway, with commas; * for all."""
+    """Web origins whose pages may call the gateway from a browser, with commas; * for all."""
     served_model_name: str = ""
-    """Name of the model over HTTP; unset: that of the decode service."""
+    """Name of the model in the HTTP API; unset: the decode service's name for it."""
     max_request_bytes: RequestBytes = 4 << 20
     """Most bytes of one request, 64 KiB to 16 MiB."""
     max_open_requests: Positive = 512
-    """Open requests at a time, of all clients together."""
+    """Most open requests at a time, of all clients together."""
     max_choices: Choices = 32
-    """Most choices of a request, n for each of its prompts, 1 to 128."""
+    """Most choices of one request, n for each of its prompts, 1 to 128."""
     request_timeout_s: Seconds | None = None
     """Deadline of a request; unset: none."""
     admission_timeout_s: Seconds = 5.0
-    """How long a request looks for a decode service that takes it."""
+    """How long the gateway tries to find a decode service that accepts a request."""
     resume_timeout_s: Seconds = 60.0
-    """How long a broken stream looks for a decode service that goes on with it."""
+    """How long the gateway tries to find a decode service that continues a broken stream."""
     client_stall_timeout_s: Seconds = 30.0
-    """A client that takes nothing for this long is dropped."""
+    """A client that reads nothing for this long is dropped."""
     status_page: bool = True
     """Serves the status page at /."""
     status_needs_key: bool = False
@@ -57,7 +57,7 @@ class GatewaySettings(ProcessSettings):
     metrics_targets: Addresses = ()
     """HOST:PORT of the metrics of each service that the status page shows, with commas."""
     metrics_token_file: Path | None = None
-    """File whose first token is shown to metrics_targets."""
+    """File whose first token is sent to metrics_targets."""
 
     @model_validator(mode="after")
     def _check_decode(self) -> Self:

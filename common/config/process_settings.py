@@ -24,23 +24,23 @@ class ProcessSettings(BaseSettings):
     """Example flags with which the service starts, shown by `--help`."""
 
     config: Path | None = None
-    """YAML file with any of these keys."""
+    """YAML file that may set any of these keys."""
     listen: Address
     """HOST:PORT to listen on."""
     grace_period_s: NonNegativeSeconds = 30.0
     """How long running requests may take to finish after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lines below this level are not written."""
+    """Log lines below this level are not written."""
     log_format: LogFormat = "json"
-    """Lines of the log on stderr: JSON objects, or text for people."""
+    """Format of the log on stderr: JSON objects, or text for people."""
     tls_cert: Path | None = None
-    """PEM file of the server's certificate; with tls_key the server speaks TLS."""
+    """PEM file of the server's certificate; with tls_key, the server uses TLS."""
     tls_key: Path | None = None
-    """PEM file of the key of tls_cert."""
+    """PEM file of the private key of tls_cert."""
     otlp_endpoint: OptionalEndpoint = ""
-    """http://HOST:PORT or https://HOST:PORT of an OTLP collector for traces; unset: nothing is traced."""
+    """http://HOST:PORT or https://HOST:PORT of an OTLP collector for traces; unset: there is no tracing."""
     trace_sample_ratio: Ratio = 1.0
-    """With otlp_endpoint: the share of requests without a trace of their own that begin one, 0 to 1."""
+    """With otlp_endpoint: the share of requests to trace, of those that bring no trace context, 0 to 1."""
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

@@ -60,43 +60,43 @@ class ServiceSettings(ProcessSettings):
     metrics_listen: OptionalAddress = ""
     """HOST:PORT where Prometheus finds /metrics; unset: there are no metrics."""
     metrics_token_file: Path | None = None
-    """File of tokens, one a line; whoever asks for metrics must show one."""
+    """File of tokens, one per line; requests for metrics must then carry one."""
     model: str = DEMO_MODEL
     """The model: "demo", a directory, a GGUF file or a hub id."""
     draft: Annotated[str, Field(validate_default=True)] = ""
     """Draft head: "demo", a directory, a hub id, or "none"; unset: the demo model's own, else none."""
     draft_topk: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOPK)] = 1
-    """1 drafts chains, 2 to 8 trees whose nodes have so many children; both services need the same."""
+    """Children of each draft node: 1 drafts chains, 2 to 8 draft trees; both services need the same value."""
     device: DeviceName = "cpu"
     """cpu, cuda or cuda:N."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Number type of weights and KV; both services need the same."""
+    """Number type of weights and KV; both services need the same value."""
     attention: Literal["kernels", "torch"] = "kernels"
     """Kernels made for the device, or PyTorch's operators: the reference, and slower."""
     tf32: bool = False
     """On CUDA, lets products of float32 use TF32: faster, and less exact."""
     num_threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of a forward; 0: by the cores there are."""
+    """CPU threads of a forward; 0: chosen by the number of cores."""
     max_rows: Positive | None = None
-    """Requests that hold KV at a time; unset: by the memory there is."""
+    """Most requests with KV in the pool at a time; unset: chosen by the memory there is."""
     max_kv_tokens: Positive | None = None
-    """Tokens whose KV fits the pool; unset: by the memory there is."""
+    """Most tokens with KV in the pool; unset: chosen by the memory there is."""
     memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Where max_kv_tokens is unset: the share of the device's memory to take."""
+    """If max_kv_tokens is unset: the share of the device's memory to use."""
     max_context_tokens: Positive | None = None
     """Caps prompt plus output below what the model allows."""
     engine_stall_timeout_s: Seconds = 60.0
-    """An engine that does not move for this long ends the process."""
+    """If the engine makes no progress for this long, the process ends."""
     disabled_fast_paths: FastPaths = ()
-    """Optimisations to do without, with commas."""
+    """Fast paths (optimisations) to switch off, with commas."""
     debug_checks: bool = False
     """Checks the engine's invariants at every step; slow."""
     tls_ca: Path | None = None
     """PEM file of an authority; clients must then present a certificate that it signed."""
     auth_token_file: Path | None = None
-    """File of tokens, one a line; every call but health checks must then show one."""
+    """File of tokens, one per line; every call except health checks must then carry one."""
     max_streams: Positive = 1024
-    """Open streams at a time of each method that streams; more are refused."""
+    """Most open streams of each streaming method; more are refused."""
 
     @field_validator("draft")
     @classmethod
@@ -125,7 +125,7 @@ class PrefillSettings(ServiceSettings):
     max_batch_tokens: Positive = 2048
     """Most tokens of all prompts together in a forward."""
     send_budget_bytes: Positive = 64 << 20
-    """Most bytes of KV copied out of the pool and not yet taken by a receiver."""
+    """Most bytes of KV that are copied out of the pool and not yet read by a receiver."""
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
     """Most bytes of one KV segment, 64 KiB to 8 MiB."""
     kv_transport: KvTransport = "auto"
@@ -133,7 +133,7 @@ class PrefillSettings(ServiceSettings):
     max_queued_rows: Positive = 1024
     """Prompts that may wait for a row; more are refused."""
     stall_timeout_s: Seconds = 30.0
-    """A receiver that takes nothing for this long loses its call."""
+    """If a receiver reads nothing for this long, its call is ended."""
 
     @property
     def max_fused_tokens(self) -> int:
@@ -154,29 +154,29 @@ class DecodeSettings(ServiceSettings):
     prefill: Targets = ("127.0.0.1:50052",)
     """HOST:PORT of each prefill service, with commas, or dns:///NAME:PORT for all that a name resolves to."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
-    """With draft: drafts that a verification covers, 1 to 15; unset: 4."""
+    """With draft: draft tokens that one verification checks, 1 to 15; unset: 4."""
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
-    """With draft_topk above 1: levels of the tree."""
+    """With draft_topk above 1: levels of the draft tree."""
     adaptive_depth: bool = True
-    """Drafts less deep, or not at all, where that gives more tokens a second."""
+    """Drafts fewer levels, or none, whenever that yields more tokens per second."""
     receive_budget_bytes: Positive = 128 << 20
-    """Most bytes of KV received and not yet in the pool."""
+    """Most bytes of KV that are received and not yet in the pool."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
-    """Requests that may wait beyond max_rows; more are refused."""
+    """Most requests that may wait while max_rows others are served; more are refused."""
     max_handoff_attempts: Positive = 3
-    """Prefill services that a request is handed to before it fails."""
+    """Attempts to have a request prefilled before it fails."""
     prefill_timeout_s: Seconds = 10.0
     """How long a request waits for a prefill service to be ready."""
     handoff_progress_timeout_s: Seconds = 30.0
-    """A prefill service that sends nothing for this long loses the call."""
+    """If a prefill service sends nothing for this long, the call to it is ended."""
     client_stall_timeout_s: Seconds = 60.0
     """A client that reads nothing for this long counts as gone."""
     prefill_tls: bool = False
-    """The prefill services speak TLS."""
+    """Connects to the prefill services with TLS."""
     prefill_tls_ca: Path | None = None
-    """PEM file of the authority that signed their certificates; unset: the system's."""
+    """PEM file of the authority that signed the prefill services' certificates; unset: the system's authorities."""
     prefill_token_file: Path | None = None
-    """File whose first token is shown to the prefill services."""
+    """File whose first token is sent to the prefill services."""
     max_request_bytes: RequestBytes = 4 << 20
     """Most bytes of one request, 64 KiB to 16 MiB."""
 
