@@ -34,8 +34,9 @@ class _Step:
 
 
 class StepTimes:
+    """Measured times of decode steps, by depth and number of rows, and estimates from them."""
+
     def __init__(self, *, num_levels: int, max_draft_lag: int) -> None:
-        """Measured times of decode steps, by depth and number of rows."""
         self._plain_s = _Curve(min)  # seconds without drafts, by number of rows
         self._read_s_per_token = _Curve(min)  # of steps without drafts, by number of tokens that the head reads
         self._quotients = [_Curve(median_high) for _ in range(num_levels)]  # per depth from 1, by number of rows
