@@ -1,8 +1,9 @@
 """Stores the inputs that the draft head has not read yet, from steps that drafted nothing and left no seed.
 
-A forward of the head over one token per row mostly reads the head's weights. So a step without drafts only stores the
-target's hidden states and tokens. The head catches up in one forward when a seed is wanted or a row has no room left
-here. The schedule side knows each row's lag, because such a step commits one token per row.
+A seed is the head's first drafts and hidden state, from which the next step drafts. A forward of the head over one
+token per row mostly reads the head's weights. So a step without drafts only stores the target's hidden states and
+tokens. The head catches up in one forward when a seed is wanted or a row has no room left here. The schedule side knows
+each row's lag, because such a step commits one token per row.
 
 steps   no seed   no seed   no seed   seed
 lag        0         1         2       3   ─▶ the head reads 4 tokens

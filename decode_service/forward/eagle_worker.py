@@ -33,7 +33,8 @@ class _ChainStep:
 class EagleWorker(SpeculativeWorker):
     """Speculates with a one-layer head, which is run once more for each level after the first.
 
-    The tokens of one level are the input that drafts the next. The head's KV of drafts is replaced in draft-extend.
+    The tokens of one level are the input that drafts the next. The KV that the head writes meanwhile is temporary:
+    draft-extend, the head's forward over the accepted tokens, replaces it.
     """
 
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
@@ -149,7 +150,7 @@ class EagleWorker(SpeculativeWorker):
 class MultiLayerEagleWorker(SpeculativeWorker):
     """Speculates with a head of several layers: layer i drafts token i + 1 of the chain.
 
-    The KV that a layer wrote for rejected drafts stays.
+    KV that a layer wrote for rejected drafts is not removed.
     """
 
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:

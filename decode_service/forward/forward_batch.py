@@ -25,10 +25,11 @@ class ForwardMode(Enum):
 class ForwardBatch:
     """The input of one forward. It owns its tensors and refers to no request and no ScheduleBatch.
 
-    The target computes M tokens per entry at `positions` [B * M], which are those of a chain. `seq_lens` [B] includes
-    these tokens; `prefix_lens` [B] is the length of the KV before them. `out_cache_loc` [B * S] are the slots after the
-    prefix that the step may write. `undrafted` are the indices of entries whose drafts do not count. `draft_lag` [B]
-    counts the tokens that the head has not read before this step. `seq_lens_sum` is computed only here.
+    The target computes M tokens per entry. `positions` [B * M] follow each entry's prefix without gaps; a tree has
+    others. `seq_lens` [B] includes these tokens; `prefix_lens` [B] is the length of the KV before them. `out_cache_loc`
+    [B * S] are the slots after the prefix that the step may write. `undrafted` are the indices of entries whose drafts
+    do not count. `draft_lag` [B] counts the tokens that the head has not read before this step. `seq_lens_sum` is
+    computed only here.
     """
 
     req_pool_indices: Tensor

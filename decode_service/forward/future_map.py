@@ -30,8 +30,8 @@ _POISON = -1
 class RelayPayload:
     """The values that only the next forward reads.
 
-    `tokens` [B] int64 are the output tokens, or the bonus tokens of speculation. `seeds` are the seed columns [B, ...]
-    of drafting; there are none if the next forward drafts nothing.
+    `tokens` [B] int64 are the last committed tokens, whose KV is not computed yet. `seeds` are columns [B, ...] from
+    which the next forward drafts; there are none if it drafts nothing.
     """
 
     tokens: Tensor
@@ -86,8 +86,7 @@ class FutureMap:
         self._wait_timeout_s = wait_timeout_s
 
     def publish(self, req_pool_indices: Tensor, new_seq_lens: Cell[Tensor], scope: Scope) -> None:
-        """Writes the lengths that the next schedule step needs and records `publish_ready`, the event that step waits
-        for.
+        """Writes the lengths that the next schedule step needs, and records `publish_ready`, for which that step waits.
 
         Shapes: both [B] int64. Enqueues on the forward stream, between verify and draft-extend. For B == 0 it writes
         and records nothing.

@@ -31,7 +31,9 @@ class Recorded:
 
 
 def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo | None], *, vocab_size: int, state_bytes: int) -> int:
-    """Returns the bytes that recorded forwards keep: each shape's logits, and `state_bytes` more per token."""
+    """Returns the bytes that recorded forwards keep: each shape's logits, and `state_bytes` of
+    hidden states per token.
+    """
     tokens_a_row = {num_step_tokens(spec_info) for spec_info in spec_infos}
     num_tokens = sum(batch_sizes(max_rows)) * sum(tokens_a_row)
     return num_tokens * (vocab_size * LOGIT_BYTES + state_bytes)

@@ -33,10 +33,10 @@ class WorkerOutput:
 
     `payload` is stashed for the next step. `sampled` holds the step's tokens, as many per entry as it may commit.
     `accept_lens` [B] int64 says how many of them count; it is not set if `has_one_each`. `is_invalid` [B] bool marks
-    rows whose relayed input was unusable. `prepared` is the event after which only computing remains. `marks` are the
-    events where draft, verify and extend begin and where extend ends; they are empty without speculation. `input_ids`
-    is a tensor made at the launch and filled by a piece. `kept` are objects that the taker of the results frees after
-    the step's end.
+    rows whose relayed input was unusable. `prepared` is the event at which the inputs are ready and only the forward
+    remains. `marks` are the events where draft, verify and extend begin and where extend ends; they are empty without
+    speculation. `input_ids` is a tensor made at the launch and filled by a piece. `kept` holds objects that must live
+    until the step's end.
     """
 
     payload: Cell[RelayPayload]
@@ -57,7 +57,7 @@ class WorkerOutput:
 class Worker(Protocol):
     """Enqueues the steps that the scheduler launches. It runs on the engine thread and computes nothing there.
 
-    The work that it enqueues on the forward stream is ordered only after schedule-side work from before the launch.
+    The enqueued work waits for work that the schedule side enqueued before the launch, and for none enqueued later.
     """
 
     @property
@@ -147,7 +147,7 @@ def window_input(
     positions: Tensor | None = None,
     tree_mask: Tensor | None = None,
 ) -> ForwardInput:
-    """Builds the input of a forward over `tokens` [B, M], which follow each entry's prefix; [B] if M is 1.
+    """Builds the input of a forward over `tokens` [B, M], which follow each entry's prefix. They may be [B] if M is 1.
 
     `num_before` tokens of the same step come between the prefix and `tokens`. `positions` [B, M] is None for a chain;
     for a tree `tree_mask` [B, M, W] says which tokens each one attends.

@@ -183,9 +183,9 @@ class GrpcCall:
     ) -> bytes | None:
         """Waits for a frame and returns it. Returns None if the replica ended the call without an error.
 
-        Raises PrefillUnavailable after `timeout_s` without a frame, but as long as the replica's engine makes steps,
-        the time-out starts again: it is busy with other rows, not lost. The wait is split into short polls, which are
-        counted. Frames that came while this process was stopped are therefore read before the time-out.
+        Raises PrefillUnavailable after `timeout_s` without a frame. The time-out starts again while the replica's
+        engine makes steps, because it is busy with other rows, not lost. The wait consists of counted short waits. So
+        frames that came while this process was stopped are read before the time-out.
         """
         seen, num_looks = num_steps() if num_steps else 0, 0
         while not reading.done() and not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:

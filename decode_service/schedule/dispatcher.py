@@ -1,5 +1,4 @@
-"""Takes a waiting request to a landed row: chooses the replica, and retries or fails the request if the handoff is
-lost.
+"""Gets waiting requests prefilled: chooses a replica, reserves a row, and retries or fails the request if that is lost.
 
 waiting ──reserve──▶ StartHandoff ──frames──▶ landing zone ──▶ ready
    ▲                                   │
@@ -162,9 +161,9 @@ class PrefillDispatcher:
         self._expire(now_s)
 
     def _reserve(self, req: Request, older: Sequence[Request]) -> RowLease | None:
-        """Reserves a row and slots for `req`, but none that the requests in `older`, which are retried soon, will need.
+        """Reserves a row and slots for `req`, or returns None if too few are left.
 
-        Returns None if too few are left.
+        It leaves enough for the requests in `older`, which will be retried soon.
         """
         if self._pool.num_free_rows <= len(older):
             return None

@@ -39,8 +39,8 @@ from decode_service.schedule.schedule_batch import ReadyRows
 
 
 class SlotsReused(Exception):
-    """The replica gave a segment's slots to another row before they were read. This happens when its call had ended
-    there.
+    """The replica gave a segment's slots to another row before they were read, because on its side
+    the call had ended.
     """
 
 
@@ -437,7 +437,10 @@ class LandingZone:
 
 
 def _copy_of(torch_device: torch.device, *, nontemporal: bool) -> Callable[[Tensor, Tensor], object]:
-    """Returns a function that copies its second argument to its first. Both are on the given device."""
+    """Returns a function that copies its second argument to its first. Both are on the given device.
+
+    With `nontemporal`, large copies bypass the CPU's caches if the device is the CPU.
+    """
     engine = cpu_engine(torch_device) if nontemporal else None
     return Tensor.copy_ if engine is None else engine.kv_copy()
 

@@ -23,7 +23,7 @@ _NUM_TOTALS = 2 + len(_PARTS)  # verify steps, drafted tokens, seconds
 
 
 class RunningRows:
-    """The state of all requests from BOOTSTRAP to DECODE or RETRACTING, as columns indexed by pool row.
+    """The state of running requests (phases BOOTSTRAP to RETRACTING), as columns indexed by pool row.
 
     Only the engine thread calls it, and only `Lives` calls `enter` and `leave`. `serials` [rows] holds a number that is
     unique to the request in the row, or 0 if the row is empty. `num_in_flight` [rows] counts launched steps whose
@@ -81,23 +81,26 @@ class RunningRows:
         return RowSeed(req.lease.row, req.sampling, req.choice_index, tuple(req.token_ids), req.prompt_len)
 
     def want_launch(self, rows: Rows) -> NDArray[np.bool_]:
-        """Returns, for each of `rows` [B], whether a further decode step can still add a token."""
+        """Returns, for each of `rows` [B], whether a step launched now can still add a token after those in flight.
+
+        It assumes that each step in flight adds one token.
+        """
         wanted: NDArray[np.bool_] = self.num_in_flight[rows] < self._num_left[rows]
         return wanted
 
     def have_room_after(self, rows: Rows, seq_lens: Rows) -> NDArray[np.bool_]:
-        """Returns, for each of `rows` [B], whether a further decode step can still add a token.
+        """Returns, for each of `rows` [B], whether a step launched now can still add a token after those in flight.
 
-        `seq_lens` [B] are the numbers of tokens with committed KV, steps in flight included.
+        `seq_lens` [B] are the known numbers of tokens with committed KV, including the steps in flight.
         """
         has_room: NDArray[np.bool_] = seq_lens + 1 < self._limits[rows]
         return has_room
 
     def can_have(self, rows: Rows, seq_lens: Rows, *, max_accept_len: int) -> NDArray[np.bool_]:
-        """Returns, for each of `rows` [B], whether the request can have `seq_lens` [B] tokens with committed KV.
+        """Returns, for each of `rows` [B], whether `seq_lens` [B] is a possible number of tokens with committed KV.
 
-        The smallest possible length is every token but the last. Each step in flight adds at most `max_accept_len`
-        tokens, and a failed step adds none.
+        The request's tokens except the last one are the minimum. A step in flight adds at most `max_accept_len` tokens,
+        and none if it failed.
         """
         num_before = self._limits[rows] - self._num_left[rows] - 1
         most = num_before + self.num_in_flight[rows] * max_accept_len

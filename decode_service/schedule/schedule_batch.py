@@ -129,8 +129,9 @@ class ScheduleBatch:
 
     @cached_property
     def sampling(self) -> SamplingBatch:
-        """The indices of entries that need each part of sampling. The sampling parameters are on the device, by pool
-        row.
+        """The indices of the entries that need each optional part of sampling, such as penalties or log-probabilities.
+
+        The sampling parameters themselves are on the device, by pool row.
         """
         return SamplingBatch.of_needs(self.sampling_needs)
 

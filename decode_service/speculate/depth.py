@@ -163,8 +163,9 @@ class AdaptiveDepth:
         self._times.add(spec_info, draft_lag=draft_lag, stats=stats)
 
     def _begin_s(self, draft_lag: NDArray[np.int64]) -> float:
-        """Returns the seconds it costs to leave a seed for the next step. That is 0 if there is a seed or the head
-        reads anyway.
+        """Returns the seconds that it costs to leave a seed, which the next step needs to draft.
+
+        That is 0 if there is a seed already, or if the head must read anyway.
         """
         if self._has_seeds or self._levels[0].must_catch_up(draft_lag):
             return 0.0
@@ -179,7 +180,7 @@ class AdaptiveDepth:
         return (num_steps >= _PROBE_INTERVAL and can_afford) or num_steps >= _LONGEST_PROBE_INTERVAL
 
     def _expected(self, num_rows: int, num_wanted: int, begin_s: float) -> list[_Expected]:
-        """Returns the expectation for a step of the whole batch at each depth, from 0 on."""
+        """Returns the expected tokens and seconds of a step of the whole batch, for each depth from 0 on."""
         plain_s, *drafting_s = self._times.steps_s(num_rows)
         steps = [_Expected.of(num_rows, plain_s)]
         num_accepted, is_reached = 0.0, 1.0

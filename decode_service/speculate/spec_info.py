@@ -16,9 +16,9 @@ class SpecInfo:
 
     `num_steps` is the number of levels; with 0 nothing is drafted. `num_draft_tokens` drafts of a row are verified. In
     a tree each continued node has `topk` children, the `topk` best nodes of each level are continued, and the best of
-    all drafts are verified. `leaves_seed` says whether the next step can draft. Without a seed the head may fall behind
-    by less than `max_draft_lag` tokens a row. That bound keeps small what is stored for the head, and many rows end
-    before it.
+    all drafts are verified. `leaves_seed` says whether the step leaves a seed (first drafts and hidden state), without
+    which the next step cannot draft. Without it the head may fall behind by less than `max_draft_lag` tokens a row.
+    That bound keeps small what is stored for the head, and many rows end before it.
     """
 
     num_steps: int
@@ -58,6 +58,8 @@ class SpecInfo:
     def num_head_tokens(self, draft_lag: NDArray[np.int64]) -> int:
         """Returns how many tokens the head reads after the step: all the step may commit, and the unread ones of
         earlier steps.
+
+        Returns 0 if the head does not read.
         """
         return int(draft_lag.sum()) + len(draft_lag) * self.max_accept_len if self.head_reads(draft_lag) else 0
 

@@ -59,12 +59,12 @@ class StepTimes:
         return (self._quotients[depth - 1] if depth else self._plain_s).num_values(num_rows) >= _NUM_ENOUGH
 
     def has_all(self, depth: int, num_rows: int) -> bool:
-        """Whether a depth with drafts has as many measured ratios for about as many rows as are kept."""
+        """Whether `depth`, at least 1, has as many measurements as are ever kept, for about as many rows."""
         return self._quotients[depth - 1].num_values(num_rows) == _NUM_TIMES
 
     def steps_s(self, num_rows: int) -> list[float]:
-        """Returns the seconds until the next step can begin, for each depth. A depth that was never compared has
-        infinity.
+        """Returns the seconds until the next step can begin, for each depth. They are infinite for a depth never
+        measured.
         """
         plain_s = self._plain_s.at(num_rows)
         drafting_s = [plain_s * curve.at(num_rows) if curve.is_known else math.inf for curve in self._quotients]
