@@ -104,7 +104,7 @@ def network_of(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether "host:port" is reachable from this machine only. Of all names, only localhost counts."""
+    """Whether "host:port" is reachable from this machine only. Of host names, this is assumed of localhost only."""
     host, _ = host_and_port(address.removeprefix("dns:///"))
     try:
         return host == "localhost" or ip_address(host).is_loopback

@@ -66,16 +66,16 @@ class CpuEngine(Protocol):
     def new_decoder(self, model: nn.Module) -> NewProgram | None:
         """Prepares the compilation of `model` as it is now; later changes of its modules have no effect.
 
-        Returns None if the engine does not know its class, dtype or sizes.
+        Returns None if the engine does not know the model's class, dtype or sizes.
         """
 
     def head_kernels(self) -> Kernels:
         """Returns the kernels that the layers of draft heads use."""
 
     def new_head_programs(self, checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewProgram | None:
-        """Prepares the compilation of the head in `checkpoint`, whose tensors fit `spec` and `target`.
+        """Prepares the compilation of the draft head in `checkpoint`, whose tensors fit `spec` and `target`.
 
-        Returns None if the engine does not know its dtype, sizes or variant.
+        Returns None if the engine does not know the head's dtype, sizes or variant.
         """
 
     def fuse(

@@ -148,7 +148,7 @@ _ALIKE = {
     "algorithm": "draft",
     "seed_columns": "draft and draft_topk",
 }
-"""Which setting must be the same on both services, by the fingerprint field that differs if it is not."""
+"""The setting that must be equal on both services, for each fingerprint field that depends on it."""
 
 
 class FingerprintMismatch(BatonError):

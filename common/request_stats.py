@@ -1,4 +1,4 @@
-"""What a request cost: the decode service reports these numbers, and clients read them.
+"""The costs of a request, which the decode service reports and clients read.
 
 The messages `Timings` and `SpeculationCounts` in inference.proto have the same fields. A field that is added both there
 and here reaches the log, the client's events and every program that prints them.
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds per phase of a request by the decode engine's clock, summed over all attempts and retractions, and its
-    costs.
+    """A request's seconds per phase, summed over all attempts and retractions, and its other costs.
+
+    Seconds are measured by the decode engine's clock.
     """
 
     queue_s: float = 0.0

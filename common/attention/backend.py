@@ -66,11 +66,11 @@ class AttentionPlan(Protocol):
     """Attention for one forward. It holds what all layers share, such as slots and masks, computed once."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Writes `key` and `value` to their slots, then lets each row's queries attend the row's tokens up to their
-        own.
+        """Writes `key` and `value` to their slots, then computes attention: each query attends its row's tokens up to
+        itself.
 
-        Shapes: query [T, heads, head_dim]; key, value [T, kv_heads, head_dim]; returns [T, heads, head_dim]. Reads only
-        the rows' own slots and slot 0.
+        With a tree mask, the mask selects among the row's last tokens instead. Shapes: query [T, heads, head_dim]; key,
+        value [T, kv_heads, head_dim]; returns [T, heads, head_dim]. Reads only the rows' own slots and slot 0.
         """
 
 
@@ -86,7 +86,7 @@ class KernelShape:
 class AttentionBackend(Protocol):
     @property
     def follows_lengths(self) -> bool:
-        """Whether a forward's cost depends only on its rows' lengths, and not on `max_seq_len`."""
+        """Whether a forward's cost depends only on the lengths of its rows, and not on `max_seq_len`."""
 
     def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
         """Returns forwards that together use every kernel that any forward needs. Empty if nothing is compiled.

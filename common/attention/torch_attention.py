@@ -15,7 +15,7 @@ from common.attention.backend import AttentionPlan, ForwardInput, KernelShape
 
 _PADDING_SLOT = 0
 _MAX_WINDOW = 32
-"""If all rows have the same number of new tokens, up to this one, all rows are attended in one call."""
+"""The most new tokens per row for which all rows are attended in one call, if they have equally many."""
 
 
 class TorchAttention:
@@ -89,7 +89,7 @@ class _WindowPlan:
 
 
 def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tensor) -> Tensor:
-    """Returns which tokens of its row each query attends, [B, queries, tokens] bool."""
+    """Returns for each query which tokens of its row it attends, [B, queries, tokens] bool."""
     if batch.tree_mask is None:
         first = (batch.seq_lens - num_queries).unsqueeze(1)
         last = first + torch.arange(num_queries, device=places.device)

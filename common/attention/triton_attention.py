@@ -229,7 +229,7 @@ class _PagedPlan:
     def _attend_rows(
         self, kv: Tensor, query: Tensor, output: Tensor, scaling: float, rows: slice, tokens: range
     ) -> None:
-        """Attends the new `tokens` of some `rows`, and writes the result to these tokens in `output` [T, heads,
+        """Computes attention for the new `tokens` of some `rows`. Writes the result to `output` [T, heads,
         head_dim].
         """
         _, num_heads, head_dim = query.shape

@@ -66,7 +66,7 @@ def compute_fingerprint(
     draft: LoadedDraft | None = None,
     cache_dir: Path | None = None,
 ) -> Fingerprint:
-    """Returns the fingerprint of `model`, which was loaded from `directory`, and of its draft head.
+    """Returns the fingerprint of `model`, which was loaded from `directory`, and of its draft head, if it has one.
 
     A draft head's config is digested with its weights, because it says which of the target's states the head reads.
     Raises StartupError if a file of either has changed since it was loaded.

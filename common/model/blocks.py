@@ -50,7 +50,7 @@ def attention_agrees(block: nn.Module, replacement: nn.Module) -> bool:
 
 
 def layer_agrees(layer: nn.Module, replacement: nn.Module) -> bool:
-    """Whether a decoder layer and its replacement compute the same in float32, the attention's inputs included."""
+    """Whether a decoder layer and its replacement compute the same in float32, including the inputs of attention."""
     attention: nn.Module = layer.self_attn  # type: ignore[assignment]
     return all(_attend_alike(layer, replacement, attention, num_tokens) for num_tokens in (1, 3))
 
@@ -95,7 +95,7 @@ def linear_of(block: nn.Module, name: str) -> nn.Linear:
 
 
 def joined(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """Returns one linear layer whose outputs are those of all `linears`, concatenated in order."""
+    """Returns one linear layer whose outputs are the concatenated outputs of all `linears`, in order."""
     first = linears[0]
     num_outputs = sum(linear.out_features for linear in linears)
     whole = nn.Linear(first.in_features, num_outputs, bias=first.bias is not None, device="meta")

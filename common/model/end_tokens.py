@@ -36,7 +36,7 @@ def read_end_tokens(directory: Path) -> dict[int, str]:
 def end_token_ids(
     directory: Path, sources: Mapping[int, str], tokenizer: Any | None, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """Returns the ids in `sources`, which `read_end_tokens` made, and the id of `tokenizer`'s end token, if it has one.
+    """Returns the ids in `sources` (see `read_end_tokens`), and the id of the tokenizer's end token, if it has one.
 
     Raises UnsupportedModel, naming file and field, if an id is past the vocabulary or there are more than a request can
     carry.

@@ -39,8 +39,8 @@ def batch_sizes(max_rows: int) -> tuple[int, ...]:
 class ForwardGraphs:
     """Records and replays forwards over one KV pool. Use it inside pieces (units of work) of one stream.
 
-    A forward that was not recorded runs as it is: one of another shape, or with more rows than the largest of the
-    ascending `batch_sizes`.
+    A forward runs without a graph if its shape was not recorded, or if it has more rows than the largest of
+    `batch_sizes`, which ascend.
     """
 
     def __init__(self, *, recorder: GraphRecorder, batch_sizes: Sequence[int]) -> None:
@@ -69,11 +69,11 @@ class ForwardGraphs:
             self._is_recording = False
 
     def run(self, name: str, forward: Forward, batch: ForwardInput, beside: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Returns `forward(batch, beside)`, from a recording if there is one of this shape.
+        """Returns `forward(batch, beside)`. If its shape was recorded, the recording is replayed.
 
-        Replayed outputs are valid until the same shape, or one that was recorded earlier, is replayed: its intermediate
-        results may share memory with these outputs (see graph.py). `name` identifies `forward`: one name always stands
-        for the same function.
+        Replayed outputs are valid until the same shape, or one that was recorded earlier, is replayed: that replay may
+        overwrite their memory (see graph.py). `name` identifies `forward`: one name always stands for the same
+        function.
         """
         shape = self._shape_of(name, batch)
         if shape is None:

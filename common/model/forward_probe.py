@@ -43,7 +43,7 @@ _ROUTES = re.compile(r"expert|router|moe")
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """How much a token's values may differ from transformers', relative to their size.
+    """The allowed difference between a token's values and those that transformers computes, relative to their size.
 
     The bound grows by `each_layer` from layer to layer, up to `most`, because layers add to the rounding of those
     before them: twelve random layers reach a third of it. In float32, and in the first layer, the bound holds for each

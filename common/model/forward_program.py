@@ -25,10 +25,11 @@ let it raise. Raises OSError if there is no room for the weights.
 
 
 class ProgramOutput(NamedTuple):
-    """The output of one forward.
+    """The output of one forward of T tokens.
 
-    `logits` are [R, vocab] float32. `states` are the captured hidden states [T, states * hidden], None if none are
-    captured. `largest` holds each row's largest logit, None if the program does not look for it.
+    `logits` are [R, vocab] float32, for the R tokens whose logits are wanted. `states` are the captured hidden states
+    [T, states * hidden], None if none are captured. `largest` holds each row's largest logit, None if the program does
+    not look for it.
     """
 
     logits: Tensor

@@ -114,7 +114,7 @@ class GpuLinear(nn.Linear):
 
 @torch.inference_mode()
 def fuse_layers(model: nn.Module, kernels: LayerKernels) -> int:
-    """Replaces the decoder layers of `model` that are known, its other known norms, and its output head.
+    """Replaces the known decoder layers of `model`, its other known norms, and its output head, by fused ones.
 
     Returns the number of replaced layers. The original weights are freed layer by layer.
     """

@@ -1,4 +1,4 @@
-"""Loads a TargetModel from a model directory."""
+"""Loads a TargetModel from a model directory, and checks that it can be served."""
 
 from __future__ import annotations
 

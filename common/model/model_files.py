@@ -153,7 +153,9 @@ def read_config(directory: Path) -> Any:
 
 
 def refuse_broken_links(directory: Path) -> None:
-    """Raises UnsupportedModel for a broken link in `directory`, which would look like an absent file."""
+    """Raises UnsupportedModel for a broken symbolic link in `directory`, which would otherwise look like an absent
+    file.
+    """
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         if _READ.fullmatch(path.name) and path.is_symlink() and not path.exists():
             to = peer_text(os.readlink(path))
@@ -220,9 +222,9 @@ def _refuse_counts(value: object, place: str) -> None:
 
 
 def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
-    """Raises UnsupportedModel if a rope number is invalid, or if two spellings of one contradict each other.
+    """Raises UnsupportedModel if a rope number is invalid, or if it is given in two places with different values.
 
-    transformers would ignore one of the two spellings.
+    transformers would silently ignore one of the two.
     """
     for key in ("rope_theta", *_ROPES):
         _refuse_rope_values(raw.get(key), place, key)
@@ -277,8 +279,7 @@ def _asks_for_nothing(value: object) -> bool:
 
 
 def _refuse_unread(raw: Mapping[str, Any], config: Any, place: str) -> None:
-    """Raises UnsupportedModel for a field that changes the result in some architectures, but that this one's code
-    ignores.
+    """Raises UnsupportedModel for a config field that other architectures compute with, but this one's code ignores.
 
     A field counts as ignored if transformers' code for the architecture does not contain its name.
     """
@@ -638,8 +639,8 @@ class _Sources:
         return name if stored is None else f"{name}/{stored.file.name}"
 
     def twice(self, key: str) -> tuple[str, str] | None:
-        """Returns two stored tensors that both hold `key`, or of which one holds a part and the other the whole; else
-        None.
+        """Returns two stored tensors of which each holds `key`, or one only a part of it. None if nothing is stored
+        twice.
         """
         whole = sorted(self.parts[key].get(None, ()), key=len, reverse=True)
         parts = [tensor for pattern, tensors in self.parts[key].items() if pattern is not None for tensor in tensors]

@@ -24,10 +24,11 @@ _FINAL = -1  # key of the final norm's output among the captured states
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """The output of one forward.
+    """The output of one forward of T tokens.
 
-    `logits` are [R, vocab] float32. `hidden` are the captured states [T, states * hidden_size] in the model's dtype,
-    None if none are captured. `largest` holds each row's largest logit, None if the forward did not look for it.
+    `logits` are [R, vocab] float32, for the R tokens whose logits are wanted. `hidden` are the captured states [T,
+    states * hidden_size] in the model's dtype, None if none are captured. `largest` holds each row's largest logit,
+    None if the forward did not look for it.
     """
 
     logits: Tensor
@@ -148,7 +149,8 @@ class TargetModel:
         return head
 
     def capture_hidden(self, capture: HiddenCapture) -> None:
-        """Makes every later forward return these hidden states. Call it once, before the first forward.
+        """Makes every later forward return the hidden states that `capture` selects. Call it once, before the first
+        forward.
 
         Raises UnsupportedModel if the model has no single list of layers to capture from.
         """
@@ -222,7 +224,8 @@ class TargetModel:
 
 
 class _ToldPlan(AttentionPlan):
-    """An attention plan that also calls `on_layer` before each layer, and the layer's callback once its KV is written.
+    """An attention plan that reports progress: `on_layer` before each layer, and the layer's own callback after its KV
+    is written.
 
     A watchdog can thus tell a long forward from one that hangs.
     """

@@ -42,8 +42,9 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
-    """Returns keys [B] int64 from seeds (their unsigned 64 bits), choice indices and absolute token positions, each [B]
-    int64.
+    """Returns each row's noise key, from its seed, choice index and absolute token position. All are [B] int64.
+
+    A seed's 64 bits are those of an unsigned number.
     """
     keys = _mix64(seeds + _GOLDEN)
     keys = _mix64((keys ^ choice_indices) + _GOLDEN)

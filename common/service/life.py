@@ -28,7 +28,7 @@ from common.telemetry.engine_metrics import EngineMetrics
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 CLOSE_GRACE_S = 1.0
-"""How long calls may take to end in the last phase of stopping, when they have all been answered."""
+"""The time that calls get to end when they have been answered and the server stops."""
 
 _log = structlog.get_logger(__name__)
 
@@ -66,7 +66,7 @@ class ServiceEdge(Protocol):
 
 
 class ServiceLife:
-    """Starts and stops the parts of a service, which are complete when it gets them.
+    """Starts and stops the parts of a service. All of them are completely built before.
 
     `populate` allocates the memory of the engine's KV pool in the background while the service serves.
     """

@@ -91,10 +91,10 @@ def _populate_logged(populate: Work, check: Check) -> None:
 def new_fusing(
     engine: CpuEngine, model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int
 ) -> Work | None:
-    """Returns the work that fuses the forwards of `model` and `draft` by `CpuEngine.fuse`, or None if the model is
-    unknown to it.
+    """Returns the work that fuses the forwards of `model` and `draft` by `CpuEngine.fuse`.
 
-    Its errors are logged, and model and draft head then continue as before.
+    Its errors are logged, and model and draft head then continue as before. Returns None if the model cannot be
+    compiled.
     """
     if model.new_decoder is None:
         if draft is not None:

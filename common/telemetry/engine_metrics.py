@@ -45,8 +45,9 @@ class EngineMetrics:
         is_fused: Callable[[], bool] = lambda: False,
         forward_counts: Mapping[str, ForwardCounts] | None = None,
     ) -> None:
-        """Exposes these values at each scrape. `forward_counts` has an entry for each model: the target and the draft
-        head.
+        """Exposes the engine's load, readiness and forward counts at each scrape.
+
+        `forward_counts` has an entry for each model: the target and the draft head.
         """
         self._registry.register(_LoadCollector(load, is_ready, is_fused, forward_counts or {}))
 

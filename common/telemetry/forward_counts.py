@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ForwardCounts:
-    """A model's forwards since it got a program. `num_fused` ran in the program; `num_declined` it declined, and
-    operators ran.
+    """The number of a model's forwards since it got a program (a faster way to compute them).
 
-    One thread counts; any thread may read.
+    `num_fused` were computed by the program. `num_declined` were computed by operators, because the program declined
+    them. One thread counts; any thread may read.
     """
 
     num_fused: int = 0

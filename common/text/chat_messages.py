@@ -1,4 +1,4 @@
-"""The messages of a conversation, as the client's request has them and the model's chat template gets them."""
+"""The messages of a conversation. The client's request brings them, and the model's chat template renders them."""
 
 from __future__ import annotations
 

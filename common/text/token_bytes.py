@@ -61,9 +61,7 @@ class TokenBytes:
         return str(self._backend.decode(token_ids, skip_special_tokens=True))
 
     def _some_word(self) -> list[int]:
-        """Returns the id of a token whose text does not depend on the tokens after it, in a list; [] if there
-        is none.
-        """
+        """Returns [id] of a token whose text does not depend on the tokens that follow, or [] if there is none."""
         for piece, token_id in sorted(
             self._backend.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]
         ):
