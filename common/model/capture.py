@@ -10,7 +10,7 @@ class HiddenCapture:
     """The hidden states to capture: the input of each of `layers`, in this order, then the final norm's output if
     `final`.
 
-    Layer ids count from 0 to the number of layers; the latter stands for the last layer's output.
+    Layer ids count from 0. The id after the last layer's stands for the last layer's output.
     """
 
     layers: tuple[int, ...] = ()

@@ -233,8 +233,10 @@ def propose_branches(
 def coupled_logits(
     logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
 ) -> Tensor:
-    """Applies, in place, the temperature and noise to the draft head's logits with which the target's token will be
+    """Scales the draft head's logits by the temperature, and adds the noise with which the target's token will be
     drawn.
+
+    Both are applied in place, to rows that are not greedy. The arguments are those of `propose`; returns [B, Vd].
     """
     if state.kernels is not None:
         return state.kernels.couple(logits, token_ids, rows, positions, state)

@@ -28,7 +28,7 @@ from common.telemetry.engine_metrics import EngineMetrics
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 CLOSE_GRACE_S = 1.0
-"""The time that calls get to end when they have been answered and the server stops."""
+"""Seconds that the remaining calls get to end before the stopping server cuts them off."""
 
 _log = structlog.get_logger(__name__)
 
