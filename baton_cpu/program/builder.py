@@ -17,8 +17,8 @@ from baton_cpu.program.weights import WeightMemory, packed
 from common.model.capture import HiddenCapture
 
 _LEAVE_INPUT = (Kind.INPUT_NORM, Kind.PREPARE_CHUNKS, Kind.ATTEND_CHUNKS, Kind.ATTEND)
-"""Kinds of operations whose target is read by a LINEAR as it is (`input_like`). A LINEAR that stores a gate leaves such
-a target too.
+"""Kinds of operations that write to the input of a matrix product (LINEAR), in the dtype in which it is read. A LINEAR
+that stores a gate does so too.
 """
 
 
@@ -44,8 +44,9 @@ class Program:
     """A forward as a list of operations, as the kernel reads it.
 
     `operations` [n, fields] and `numbers` [n, 2] describe the operations. `widths` is the row length of each buffer in
-    elements; `float_buffers` are the buffers of float32. `normed_width` is the width of the widest LINEAR input that
-    must first be normalised, converted or selected. `kept` holds the tensors whose addresses are in `operations`.
+    elements, and `float_buffers` has the numbers of the buffers that are float32. `normed_width` is the width of the
+    widest input of a matrix product that must first be normalised, converted or selected. `kept` holds the tensors
+    whose addresses are in `operations`.
     """
 
     operations: NDArray[np.int64]
@@ -60,8 +61,8 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class FusedDecoder:
-    """A model as a program, with the rotary tables of all positions that it takes: cosines and sines, each [positions,
-    head_dim].
+    """A model written down as a program, with the rotary tables of all positions that it takes: cosines and sines, each
+    [positions, head_dim].
     """
 
     program: Program
@@ -70,8 +71,8 @@ class FusedDecoder:
 
 
 def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedDecoder:
-    """Returns `decoder` changed so that it also writes the states of `capture`, side by side, to buffer STATES. Returns
-    it unchanged if `capture` is None.
+    """Returns `decoder` changed so that its program also writes the hidden states that `capture` names, side by side,
+    to buffer STATES. Returns it unchanged if `capture` is None.
 
     The first operation of each of the program's layers must have Field.SHOWS_LAYER set, and its last LINEAR must
     normalise the output of the last layer.
@@ -109,8 +110,8 @@ def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedD
 
 
 class ProgramBuilder:
-    """Collects the operations, buffers and weights of a program. Buffers are numbers. Weights are [outputs, inputs] in
-    `dtype`.
+    """Collects the operations, buffers and weights of a program. Buffers are given by number. Weights are [outputs,
+    inputs] in `dtype`.
 
     `check` is called between parts of the packing of weights. It may raise an exception to stop it.
     """
@@ -136,8 +137,8 @@ class ProgramBuilder:
     def buffer(self, width: int, *, is_float: bool = False, is_input: bool = False) -> int:
         """Adds a buffer with a row of `width` elements for each token. Returns its number.
 
-        The buffer's dtype is the model's, float32 with `is_float`, or with `is_input` the one of a LINEAR's input.
-        Attention and gates write to buffers with `is_input`.
+        Its dtype is the model's, or float32 with `is_float`. With `is_input` it is the dtype in which a matrix product
+        (LINEAR) reads its input; attention and gates write to such buffers.
         """
         number = len(self._widths)
         self._widths.append(width)
@@ -148,20 +149,20 @@ class ProgramBuilder:
         return number
 
     def embed(self, weight: Tensor, target: int) -> None:
-        """Adds an EMBED: writes each token's row of `weight` to `target`."""
+        """Adds the operation EMBED, which writes each token's row of `weight` to buffer `target`."""
         self._add(Kind.EMBED, {Field.WEIGHT: self._address(weight), Field.WIDTH: weight.shape[1], Field.TARGET: target})
 
     def norm(self, source: int, target: int, weight: Tensor, *, epsilon: float, offset: int = 0) -> None:
-        """Adds a NORM: RMS-normalises the rows of `source`, and writes them to the rows of `target`, from element
-        `offset` on.
+        """Adds the operation NORM, which RMS-normalises the rows of buffer `source` into those of `target`, from
+        element `offset` on.
         """
         fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset}
         fields |= {Field.NORM: self._address(weight), Field.WIDTH: weight.shape[0]}
         self._add(Kind.NORM, fields, epsilon=epsilon)
 
     def copy(self, source: int, target: int, *, width: int, offset: int = 0) -> None:
-        """Adds a copy of the first `width` elements of each row of `source` to the rows of `target`, from element
-        `offset` on.
+        """Adds an operation that copies the first `width` elements of each row of buffer `source` to the rows of
+        `target`, from element `offset` on.
         """
         fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset, Field.WIDTH: width}
         self._add(Kind.NORM, fields)
@@ -179,8 +180,8 @@ class ProgramBuilder:
         selected_rows: bool = False,
         shows_layer: bool = False,
     ) -> None:
-        """Adds a LINEAR: multiplies the rows of `source` by `weight`, adds `bias`, and stores the result in `target` as
-        `store` says.
+        """Adds the operation LINEAR, which multiplies the rows of buffer `source` by `weight`, adds `bias`, and stores
+        the result in buffer `target` as `store` says.
 
         With `norm` the rows are RMS-normalised first. With `selected_rows` only the rows whose logits are wanted are
         computed. `shows_layer` marks the first operation of a layer.
@@ -214,12 +215,12 @@ class ProgramBuilder:
         self._add(Kind.LINEAR, fields, epsilon=epsilon)
 
     def largest(self, logits: int) -> None:
-        """Adds a LARGEST: finds the largest logit of each row."""
+        """Adds the operation LARGEST, which finds the largest logit of each row."""
         self._add(Kind.LARGEST, {Field.SOURCE: logits, Field.WIDTH: self._widths[logits]})
 
     def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:
-        """Adds a LINEAR that computes silu(gate(x)) * up(x) of the RMS-normalised rows of `source`. Each panel of its
-        weight holds half a panel of `gate` and half a panel of `up`.
+        """Adds a matrix product that computes silu(gate(x)) * up(x) of the RMS-normalised rows of `source`. Both
+        weights become one: half of the outputs of each of its panels are those of `gate`, half those of `up`.
         """
         half = PANEL_WIDTH // 2
         both = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
@@ -236,8 +237,8 @@ class ProgramBuilder:
         key_norm: Tensor | None = None,
         epsilon: float = 0.0,
     ) -> None:
-        """Adds the attention of a layer. Each row of `source` holds a token's query, key and value heads, in this
-        order.
+        """Adds the operations of a layer's attention. Each row of `source` holds a token's query, key and value heads,
+        in this order.
         """
         assert self._attention in (None, size), "the layers' attention is of one size"
         self._attention = size

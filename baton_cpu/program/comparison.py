@@ -1,4 +1,4 @@
-"""Compares a program with the modules that it was built from. It is used only if both compute the same."""
+"""Compares a program with the model's own modules. A program is used only if both compute the same."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _CHUNK = 40
 
 def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[], None] = lambda: None) -> float:
     """Returns how far the results of `forward` are from those of `model`: the largest relative difference of logits,
-    states and KV in a few forwards. It is infinite if a largest logit is another token's.
+    states and KV in a few forwards. It is infinite if the two disagree on the token with the largest logit.
 
-    `model` must not run the program yet. `check` is called between the forwards, and may raise.
+    `model` must still compute by its own modules. `check` is called between the forwards, and may raise.
     """
     generator = torch.Generator().manual_seed(0)
     group = model.layer_group
@@ -71,9 +71,11 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
 
 def head_difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dtype: torch.dtype) -> float:
     """Returns how far the results of `program` are from those of `head`: the largest relative difference of logits,
-    hidden states and KV in an extend of several rows, two steps after it, and an extend by a chunk.
+    hidden states and KV. Compared are an extend (a forward over captured states) of several rows, two steps after it,
+    and an extend by a chunk.
 
-    `head` must not run the program yet. `captured_size` is the width of the captured states: number of states * H.
+    `head` must still compute by its own layers. `captured_size` is the width of the captured states: number of states *
+    H.
     """
     generator = torch.Generator().manual_seed(0)
     group, num_rows, num_read = head.layer_group, 2, 4

@@ -1,4 +1,4 @@
-"""Writes down a decoder-only model of transformers as a program."""
+"""Writes down a decoder-only model of transformers as a program: a list of operations that the kernel runs."""
 
 from __future__ import annotations
 

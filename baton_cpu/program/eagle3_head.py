@@ -1,5 +1,5 @@
-"""Writes down an EAGLE-3 head as two programs: one reads the states that the target captured, one the head's own
-outputs.
+"""Writes down an EAGLE-3 draft head as two programs: one reads the states that the target captured, the other the
+head's own outputs.
 """
 
 from __future__ import annotations

@@ -80,12 +80,12 @@ _OF_WINDOWS = np.array(
 
 @dataclass(frozen=True, slots=True)
 class _ChunkParts:
-    """How the attention of a forward's chunks is cut into items. A chunk is a row with more than MAX_QUERIES new
-    tokens. Rows are given by their index in the batch.
+    """How the attention of a forward's chunks is cut into items, the work that a thread takes at once. A chunk is a row
+    with more than MAX_QUERIES new tokens. Rows are given by their index in the batch.
 
-    `key_parts` [n, 2] int64: a row, and the position of the first key of a panel. `query_parts` [n, 2] int64: a row,
-    and the index of the first of up to QUERY_TOKENS new tokens. Those with most tokens to attend come first, so that
-    threads end together. `packed_starts` [B + 1] int64: where each row's panels begin, in tokens.
+    `key_parts` [n, 2] int64: a row, and the position of the first of PANEL_WIDTH keys. `query_parts` [n, 2] int64: a
+    row, and the index of the first of up to QUERY_TOKENS new tokens. Those with most tokens to attend come first, so
+    that threads end together. `packed_starts` [B + 1] int64: where each row's packed keys and values begin, in tokens.
     """
 
     key_parts: NDArray[np.int64]
@@ -94,7 +94,7 @@ class _ChunkParts:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens whose keys and values are packed. It includes the tokens that pad panels."""
+        """The number of tokens whose keys and values are packed. It includes the tokens that are padding."""
         return int(self.packed_starts[-1])
 
     @classmethod
@@ -147,7 +147,7 @@ class _Windows:
 
 
 class FusedForward:
-    """A ForwardProgram: runs a program by a team of threads. Forwards of more than `max_tokens` tokens are not taken.
+    """A ForwardProgram: runs a program on a team of threads. Forwards of more than `max_tokens` tokens are not taken.
     One thread at a time may prepare, and one may compute.
 
     It keeps buffers for the most tokens of any forward so far, and memory for one layer's packed K and V of the longest
@@ -295,9 +295,11 @@ class FusedForward:
         addresses[inner.start : inner.stop, 0] = [buffer.data_ptr() for buffer in self._buffers]
 
     def _groups(self, extend_lens: tuple[int, ...], max_seq_len: int) -> tuple[int, int]:
-        """Returns into how many groups the parts of each request's attention are divided, and how many bytes the
-        results of all parts take. Several groups let threads share few requests, and long ones. With one group no
-        part's result is stored: (1, 0).
+        """Returns into how many groups each request's attention is divided, and the bytes of memory that this takes.
+
+        Attention is computed in parts of a request's tokens, and a thread takes a group of parts at once. So threads
+        share few requests, and long ones. The bytes hold the results of all parts. (1, 0) means one group and no stored
+        results.
         """
         attention = self._program.attention
         num_queries = attention.num_heads * sum(num for num in extend_lens if num <= MAX_QUERIES)
@@ -315,7 +317,7 @@ class FusedForward:
         )
 
     def _scratch_bytes(self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...], max_seq_len: int) -> int:
-        """Returns the scratch memory of each thread in bytes, a multiple of 64."""
+        """Returns the bytes of scratch memory that each thread needs, a multiple of 64."""
         attention, itemsize = self._program.attention, input_dtype(self._program.dtype).itemsize
         num_few = max((num for num in extend_lens if num <= MAX_QUERIES), default=0)
         wanted = attending.scratch_bytes(

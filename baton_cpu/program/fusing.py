@@ -1,5 +1,5 @@
-"""Turns models into programs in use: compiles the kernels once on a machine, and checks that a program computes what
-its model does.
+"""Turns models into programs that run their forwards: compiles the kernels once on a machine, and checks that a program
+computes what its model does.
 
 model.new_decoder ──▶ packed weights, operations ─┐
 compiled kernel, made or found on the disk ───────┼─▶ FusedForward ─▶ compared with the model ─▶ model.run_program
@@ -86,8 +86,8 @@ def fuse(
 
 
 def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Log) -> list[FusedDecoder]:
-    """Returns the target's program. The head's programs for extend and for step follow if it has any and memory
-    suffices.
+    """Returns the programs to run: the target's, and then the draft head's for extend and for step, if it has any and
+    memory suffices.
     """
     assert model.new_decoder is not None
     decoder = model.new_decoder(check)
@@ -121,7 +121,7 @@ def _compared_head(
 
 def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_tokens: int) -> list[ForwardProgram]:
     """Returns a ForwardProgram for each decoder. They share one team of `num_threads`, so only one of them may run at a
-    time. Call `load_kernels` before.
+    time. `load_kernels` must have been called before.
     """
     dtype = decoders[0].program.dtype
     kernel, like = _KERNELS[dtype], np.zeros(1, _BITS[dtype])
@@ -139,8 +139,8 @@ def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_toke
 
 
 def _load_kernels(dtype: torch.dtype, niceness: int, check: Check, log: Log) -> None:
-    """Loads the kernels for `dtype` from the directory in which this process keeps kernels, and compiles them first if
-    they are not there or damaged.
+    """Loads the kernels for `dtype` from the directory in which this process keeps kernels. Compiles them first if they
+    are missing or damaged.
 
     Kernels that cannot be kept there are compiled for this process alone. Raises StartupError if they cannot be
     compiled.
