@@ -24,8 +24,8 @@ PART_TOKENS = 64
 
 
 def part_bytes(num_queries: int, head_dim: int) -> int:
-    """Returns the bytes of one part's result for `num_queries` queries. The result holds their sums of values, then
-    their highest scores, then their sums of weights.
+    """Returns the bytes of the result that attention over one part of the tokens has for `num_queries` queries: their
+    sums of values, then their highest scores, then their sums of weights.
     """
     return 4 * num_queries * (head_dim + 2)
 
@@ -72,7 +72,7 @@ def _angles(call, token, head_dim, like):
 
 @jit
 def _qkv(call, fields, token, like):
-    """Returns a token's query, key and value heads, one after the other."""
+    """Returns a token's query heads, key heads and value heads, one after the other, as one array."""
     numbers = (fields[Field.NUM_HEADS] + 2 * fields[Field.NUM_KV_HEADS]) * fields[Field.HEAD_DIM]
     return buffer_row(call, fields[Field.SOURCE], token, numbers, 0, like)
 
@@ -119,8 +119,8 @@ def _write_kv(call, fields, epsilon, token, keys, values, scratch, like):
 
 @jit
 def _mask(call, first, num_new, num_shared, begin, num_unmasked, num_tokens, scores):
-    """Sets to -inf the scores of the tokens that a query does not attend, in the part that begins at token `begin`.
-    Returns whether there are any.
+    """Sets to -inf the scores of tokens that a query does not attend. The scores are those of one part of the request's
+    tokens, which begins at token `begin`. Returns whether any score was set.
     """
     width = call[Call.ATTENDED_WIDTH]
     attended = array_at(pointer(call[Call.ATTENDED]), (call[Call.NUM_TOKENS] * width,), np.bool_)
@@ -136,8 +136,8 @@ def _mask(call, first, num_new, num_shared, begin, num_unmasked, num_tokens, sco
 
 @jit
 def _weigh(scores, num_tokens, lanes):
-    """Turns one query's scores of a part into weights, in place. Returns the highest score and the sum of the weights,
-    or -inf and 0 if the query attends none of the part's tokens.
+    """Turns one query's scores of up to PART_TOKENS tokens into softmax weights, in place and not yet divided by their
+    sum. Returns the highest score and the sum of the weights, or -inf and 0 if the query attends none of the tokens.
     """
     for t in range(num_tokens, PART_TOKENS):
         scores[t] = -np.inf
@@ -153,8 +153,8 @@ def _weigh(scores, num_tokens, lanes):
 
 @jit
 def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):
-    """Adds the weighted values of the tokens `begin` .. `end` - 1, which some queries do not attend. A value that has a
-    weight of 0 is not read.
+    """Adds to `sums` the values of tokens `begin` .. `end` - 1, multiplied by each query's weights. Some queries do not
+    attend these tokens; a value is not read for a query whose weight is 0.
     """
     places = words(slots, end)
     for t in range(begin, end):
@@ -168,8 +168,8 @@ def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):
 
 @jit
 def _join(joined, part, num_queries, head_dim):
-    """Adds the result of one part to `joined`, the result of the parts before it. It rounds the same wherever it is
-    called.
+    """Merges the attention result of one part of the tokens, at address `part`, into `joined`, the result of the parts
+    before it. It rounds the same wherever it is called.
     """
     own = array_at(pointer(part), (num_queries * (head_dim + 2),), np.float32)
     all_ = array_at(pointer(joined), (num_queries * (head_dim + 2),), np.float32)
@@ -190,8 +190,9 @@ def _join(joined, part, num_queries, head_dim):
 def _attend_part(
     call, fields, b, first, num_new, begin, num_own, num_near, keys, values, slots, queries, part, weights_at, like
 ):
-    """Attends the `num_own` tokens from `begin` on as if there were no others, and writes the result to address `part`.
-    The `num_near` tokens from `begin` on belong to the same item, and may be prefetched.
+    """Computes attention over the `num_own` tokens from `begin` on, as if there were no others. Writes sums of values,
+    highest scores and sums of weights to address `part`. The `num_near` tokens from `begin` on are prefetched
+    meanwhile.
     """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_queries = num_new * fields[Field.NUM_HEADS]
@@ -239,8 +240,8 @@ def _attend_part(
 
 @jit
 def _few_tokens_before(starts, b):
-    """Returns the number of new tokens of the requests before `b`, without those that attend as chunks. The results of
-    their parts lie in memory before those of `b`.
+    """Returns the number of new tokens of the requests before `b` in the batch, without requests that attend as chunks.
+    The stored results of request `b` begin after those of so many tokens.
     """
     total = np.int64(0)
     for other in range(b):
@@ -251,15 +252,15 @@ def _few_tokens_before(starts, b):
 
 @jit
 def _num_unmasked(call, b):
-    """Returns how many of the request's tokens all of its queries attend."""
+    """Returns how many of request `b`'s tokens, from the first on, are attended by all its queries."""
     num_rows = call[Call.NUM_ROWS]
     return words(call[Call.SEQ_LENS], num_rows)[b] - words(call[Call.NUM_MASKED], num_rows)[b]
 
 
 @jit
 def attend(call, fields, epsilon, scaling, item, scratch, like):
-    """Computes an item of ATTEND: a group of parts of one request. Does nothing for a request with more than
-    MAX_QUERIES new tokens, which attends as a chunk.
+    """Computes one item of the operation ATTEND: attention of one request over a group of parts of its tokens. Does
+    nothing for a request with more than MAX_QUERIES new tokens, which attends as a chunk.
     """
     num_groups = call[Call.NUM_GROUPS]
     b, group = item // num_groups, item % num_groups
@@ -334,7 +335,7 @@ def attend(call, fields, epsilon, scaling, item, scratch, like):
 
 @jit
 def _clear(joined, num_queries, head_dim):
-    """Sets `joined` to the result of no parts: sums of 0, and highest scores of -inf."""
+    """Sets `joined` to the attention result over no tokens: sums of 0, and highest scores of -inf."""
     numbers = array_at(pointer(joined), (num_queries * (head_dim + 2),), np.float32)
     numbers[:] = 0
     numbers[num_queries * head_dim : num_queries * (head_dim + 1)] = -np.inf

@@ -1,12 +1,12 @@
-"""Attention of chunks, which have more new tokens than a decode step: matrix products over keys and values in panels.
+"""Attention of chunks, requests with more than MAX_QUERIES new tokens: matrix products over packed keys and values.
 
 PREPARE_CHUNKS   an item: the tokens of one panel of keys, of one request and all its KV heads
                  new ones: (norm) ▸ rotate ▸ write KV      all: K and V from the pool to panels, for all queries
 ATTEND_CHUNKS    an item: one KV head of one request, some new tokens
                  (norm) ▸ rotate queries ▸ for a block of keys at a time: scores ▸ weights ▸ sums of values
 
-Keys and values are packed for each request and KV head. T is its number of tokens and D is head_dim, both rounded up to
-whole panels. A step is 4 bytes of a row: two bfloat16 numbers or one float32.
+Keys and values are packed in panels of PANEL_WIDTH, for each request and KV head. T is the request's number of tokens
+and D is head_dim, both rounded up to whole panels. A step is 4 bytes of a row: two bfloat16 numbers or one float32.
 
     keys     [T / PANEL_WIDTH, head_dim / step, PANEL_WIDTH, step]
     values   [D / PANEL_WIDTH, T / step, PANEL_WIDTH, step]
@@ -27,21 +27,23 @@ from baton_cpu.program.kernel.numbers import input_like, kept, rounded
 from baton_cpu.program.kernel.operations import Call, Field, array_at, buffer_row, copy_elements, elements, words
 
 QUERY_TOKENS = 64
-"""New tokens of an item. They are so many that reading the panels is a small part of the work, and so few that threads
-end together.
+"""New tokens of one item, the work that a thread takes at once. They are so many that reading keys and values is a
+small part of the work, and so few that threads end together.
 """
 BLOCK_KEYS = 512
-"""Keys that an item reads at a time. Their panels stay in a core's second-level cache for all queries of the item."""
+"""The number of keys that are read at a time. They stay in a core's second-level cache while all queries of an item
+read them.
+"""
 _BLOCK_PANELS = BLOCK_KEYS // PANEL_WIDTH
 
 
 def packed_tokens(num_tokens: int) -> int:
-    """Returns `num_tokens` rounded up to whole panels."""
+    """Returns `num_tokens` rounded up to a multiple of PANEL_WIDTH."""
     return -(-num_tokens // PANEL_WIDTH) * PANEL_WIDTH
 
 
 def packed_numbers(num_packed_tokens: int, num_kv_heads: int, head_dim: int) -> int:
-    """Returns how many numbers the packed keys and values take together."""
+    """Returns how many numbers the packed keys and values of all KV heads take together."""
     return num_packed_tokens * num_kv_heads * (head_dim + packed_tokens(head_dim))
 
 
@@ -56,7 +58,7 @@ def scratch_bytes(num_shared: int, head_dim: int, input_itemsize: int) -> int:
 @jit
 def _packed_head(call, fields, b, h, like):
     """Returns where KV head `h` of request `b` is packed: the address of its keys, the address of its values, and the
-    request's number of tokens in whole panels.
+    request's number of tokens, rounded up to a multiple of PANEL_WIDTH.
     """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     width = (head_dim + PANEL_WIDTH - 1) // PANEL_WIDTH * PANEL_WIDTH
@@ -69,8 +71,8 @@ def _packed_head(call, fields, b, h, like):
 
 @jit
 def prepare_chunks(call, fields, epsilon, item, scratch, like):
-    """Computes an item of PREPARE_CHUNKS: writes the KV of its new tokens to the pool, and packs all its tokens into
-    panels.
+    """Computes one item of the operation PREPARE_CHUNKS: PANEL_WIDTH tokens of one request. Writes the KV of the new
+    ones among them to the pool, and packs the keys and values of all.
     """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     size = like.itemsize
@@ -135,8 +137,8 @@ def prepare_chunks(call, fields, epsilon, item, scratch, like):
 
 @jit
 def _mask(scores, num_panels, num_visible):
-    """Sets a row's scores from `num_visible` on to -inf. The scores are in `num_panels` panels, each of which holds
-    scores of MAX_ROWS rows.
+    """Sets a query's scores from key `num_visible` on to -inf. The scores are in `num_panels` panels of PANEL_WIDTH
+    keys; each panel has room for the scores of MAX_ROWS queries.
     """
     for p in range(num_visible // PANEL_WIDTH, num_panels):
         first = p * MAX_ROWS * PANEL_WIDTH
@@ -146,7 +148,7 @@ def _mask(scores, num_panels, num_visible):
 
 @jit
 def _highest(scores, num_panels, lanes):
-    """Returns a row's highest score, ignoring NaN. `lanes` [PANEL_WIDTH] is scratch memory: each lane keeps a maximum
+    """Returns a query's highest score, ignoring NaN. `lanes` [PANEL_WIDTH] is scratch memory: each lane keeps a maximum
     of its own, because the compiler cannot turn a single running maximum into vector code.
     """
     for i in range(PANEL_WIDTH):
@@ -163,8 +165,8 @@ def _highest(scores, num_panels, lanes):
 
 @jit
 def _weigh(scores, num_panels, highest, scaling, weights, like):
-    """Turns a row's scores into weights, and writes them to `weights`, rounded to the model's dtype. Returns their sum
-    before rounding.
+    """Turns a query's scores into softmax weights, not yet divided by their sum. Writes them to `weights`, rounded to
+    the model's dtype. Returns their sum before rounding.
     """
     total = np.float32(0)
     for p in range(num_panels):
@@ -179,7 +181,9 @@ def _weigh(scores, num_panels, highest, scaling, weights, like):
 
 @jit
 def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):
-    """Computes an item of ATTEND_CHUNKS: some new tokens of one request attend with the query heads of one KV head."""
+    """Computes one item of the operation ATTEND_CHUNKS: attention of some new tokens of one request, for the query
+    heads of one KV head.
+    """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_shared = fields[Field.NUM_HEADS] // num_kv_heads
     size, inputs = like.itemsize, input_like(like)

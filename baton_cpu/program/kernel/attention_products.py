@@ -64,8 +64,8 @@ prefetch_at = cast("Kernel", _prefetch)
 
 @jit
 def ask_for_tokens(plane, token_bytes, slots, num_tokens):
-    """Prefetches all KV heads of `num_tokens` tokens. Their slots may lie anywhere, so the hardware cannot foresee
-    which memory is needed.
+    """Prefetches the keys, or the values, of `num_tokens` tokens. Their slots may lie anywhere, so the hardware cannot
+    foresee which memory is needed.
     """
     places = words(slots, num_tokens)
     for t in range(num_tokens):
@@ -74,7 +74,9 @@ def ask_for_tokens(plane, token_bytes, slots, num_tokens):
 
 
 def _scores_of(num_vectors: int) -> Any:
-    """Returns an intrinsic that computes scores from `num_vectors` vectors of each head, for 1 to _QUERIES queries."""
+    """Returns an intrinsic that multiplies 1 to _QUERIES queries by the keys of tokens, over `num_vectors` vectors of a
+    head's numbers.
+    """
 
     @intrinsic
     def scores(
@@ -126,7 +128,9 @@ def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries
 
 
 def _sums_of(num_vectors: int) -> Any:
-    """Returns an intrinsic that sums `num_vectors` vectors of the values of each head, for 1 to _QUERIES queries."""
+    """Returns an intrinsic that sums the values of tokens for 1 to _QUERIES queries, over `num_vectors` vectors of a
+    head's numbers.
+    """
 
     @intrinsic
     def sums(
@@ -239,7 +243,7 @@ def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_d
 
 @jit
 def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, stride, begin, like):
-    """Adds the products of the last numbers of a head, from `begin` on, to the scores. They are too few for
+    """Adds to the scores the products of the last numbers of a head, from `begin` on, which are too few for
     a vector.
     """
     rest = head_dim - begin
@@ -277,7 +281,7 @@ def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride,
 
 @jit
 def _rest_of_sums(values, token_bytes, slots, num_tokens, x, stride, num, y, head_dim, begin, like):
-    """Writes the sums of the last numbers of a head, from `begin` on. They are too few for a vector."""
+    """Writes the sums of values for the last numbers of a head, from `begin` on, which are too few for a vector."""
     rest = head_dim - begin
     places = words(slots, num_tokens)
     for m in range(num):

@@ -1,6 +1,8 @@
 """Multiplies few rows by a panel of a packed weight. A decode step spends its time in this one loop.
 
-    packed weight   [panels, steps, PANEL_WIDTH, step]   a step: two bfloat16 or one float32, 4 bytes of a row
+A weight is packed in panels of PANEL_WIDTH outputs. A step is 4 bytes of a row: two bfloat16 numbers or one float32.
+
+    packed weight   [panels, steps, PANEL_WIDTH, step]
     out [rows, PANEL_WIDTH] float32 = x [rows, steps * step] times one panel
 
 A pass is one run over the panel. It sums as many of the panel's outputs, for as many rows of x, as the CPU's vector
@@ -79,13 +81,15 @@ def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -
 
 
 class _Step:
-    """Generates the loads of one step of a pass: the panel's weights, and the numbers of x."""
+    """One step of a pass over a panel. Generates the loads of the panel's weights and of the numbers of x."""
 
     def __init__(self, builder: Any, vectors: Any, rows: list[Any], outputs: range, number: Any) -> None:
         self._builder, self._vectors, self._rows, self._outputs, self._number = builder, vectors, rows, outputs, number
 
     def weights(self) -> list[Any]:
-        """Generates the loads of the step's weights. Returns a vector for each of the pass's outputs."""
+        """Generates the loads of the step's weights. Returns one vector for each vector of outputs that the pass
+        computes.
+        """
         first = self._builder.mul(self._number, WORD(_PANEL_VECTORS))
         loaded = []
         for vector in self._outputs:
@@ -95,8 +99,8 @@ class _Step:
         return loaded
 
     def numbers(self, kind: ir.Type, *, size: int = 1, place: int = 0) -> Iterator[Any]:
-        """Yields a vector for each row, with the row's number `place` of this step in every lane. A step has `size`
-        numbers.
+        """Generates a vector for each row of x that has number `place` of the row's `size` numbers of this step in
+        every lane.
 
         Each number is loaded just before it is needed, because few registers are left.
         """
@@ -106,12 +110,12 @@ class _Step:
             yield spread(self._builder, self._builder.load(self._builder.gep(start, [place])), kind)
 
     def again(self) -> _Step:
-        """Returns the same step, whose numbers the compiler will load once more."""
+        """Returns the same step, but the compiler will load its weights and numbers once more."""
         return _Step(self._builder, self._vectors, self._rows, self._outputs, hidden(self._builder, self._number))
 
 
 def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, multiply: Any, is_last: bool) -> None:
-    """Generates one pass: a loop over the panel's steps that sums products.
+    """Generates one pass: a loop over the panel's steps that multiplies the rows and sums the products.
 
     `outputs` says which vectors of each step are computed. `is_last` says that this forward does not read the panel
     again.
@@ -147,7 +151,9 @@ def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, 
 
 
 def _multiply_pairs(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
-    """Generates the new sums of one step by products of bfloat16 pairs. Returns each row's vectors in turn."""
+    """Generates the products of one step, of bfloat16 pairs, and adds them to `sums`. Returns the new sums: each row's
+    vectors in turn.
+    """
     name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(FLOATS, [FLOATS, _BFLOATS, _BFLOATS])
     function = declared(builder, name, kind)
     weights, old = [builder.bitcast(weight, _BFLOATS) for weight in step.weights()], iter(sums)
@@ -156,7 +162,8 @@ def _multiply_pairs(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
 
 
 def _multiply_halves(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
-    """Generates the new sums of one step of bfloat16 weights by float32 products. Returns each row's vectors in turn.
+    """Generates the products of one step of bfloat16 weights, by float32 multiplications, and adds them to `sums`.
+    Returns the new sums: each row's vectors in turn.
 
     Weights are loaded twice, once for each half of a pair. To keep them for the other half would take too many
     registers.
@@ -170,7 +177,9 @@ def _multiply_halves(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
 
 
 def _multiply_floats(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
-    """Generates the new sums of one step of float32 weights. Returns each row's vectors in turn."""
+    """Generates the products of one step of float32 weights, and adds them to `sums`. Returns the new sums: each row's
+    vectors in turn.
+    """
     weights, old = [builder.bitcast(weight, FLOATS) for weight in step.weights()], iter(sums)
     numbers = step.numbers(FLOATS)
     return [multiply_add(builder, weight, number, next(old)) for number in numbers for weight in weights]
@@ -191,10 +200,10 @@ _products = products_of(MAX_ROWS, _MAX_WHOLE_ROWS, multiplies_pairs=has_bfloat16
 
 @jit
 def panel_products(panel, x, x_stride, num_steps, num_rows, out, like):
-    """Multiplies `num_rows` rows of x, 1 to MAX_ROWS, by a panel, and writes the products to `out` [rows, PANEL_WIDTH]
-    float32.
+    """Multiplies `num_rows` rows of x, 1 to MAX_ROWS, by one panel of a packed weight. Writes the products to `out`
+    [rows, PANEL_WIDTH] float32.
 
-    `panel`, `x` and `out` are addresses. Rows of x have `input_like` numbers and lie `x_stride` bytes apart. `like` is
-    an array of the weights' bits: uint16 for bfloat16, or float32.
+    `panel`, `x` and `out` are addresses. Rows of x lie `x_stride` bytes apart, and have the dtype of
+    `input_like(like)`. `like` is an array of the weights' bits: uint16 for bfloat16, or float32.
     """
     _products(panel, x, x_stride, num_steps, num_rows, out, like)

@@ -1,4 +1,4 @@
-"""The operations of programs. Each is cut into items, which threads take one after the other.
+"""The operations of programs. Each is cut into items, the units of work that threads take one after the other.
 
     EMBED    rows of a table                               an item: some rows
     NORM     RMS norm, or a copy                           an item: some rows
@@ -12,7 +12,7 @@ other threads once more. With MANY_TOKENS or more, INPUT_NORM does it before, fo
 MAX_QUERIES new tokens attend as chunks.
 
 A LINEAR reads float32 where the CPU has no products of bfloat16 pairs (`input_like`). Norms, attention and gates then
-leave float32 numbers that are rounded to bfloat16, and rows of other buffers are converted first.
+write float32 numbers that are rounded to bfloat16, and rows of other buffers are converted first.
 
 Numbers are rounded to the model's dtype where the model's own layers round them: after a norm, a linear layer, a sum.
 """
@@ -47,8 +47,8 @@ class Kind(IntEnum):
 
 
 class Store(IntEnum):
-    """What a LINEAR does with its output. KEEP stores it. ADD adds it to the target. GATE stores silu(first) * second
-    of the two halves of each panel. LOGITS stores it as float32.
+    """What a matrix product (LINEAR) does with its output. KEEP stores it. ADD adds it to the target. GATE stores
+    silu(first) * second of the two halves of each panel. LOGITS stores it as float32.
     """
 
     KEEP = 0
@@ -58,7 +58,9 @@ class Store(IntEnum):
 
 
 class Field(IntEnum):
-    """Indices into an operation's row of int64. Weights are given by their addresses; 0 means that there is none."""
+    """Indices into the row of int64 that describes an operation. Weights are given by their addresses; 0 means that
+    there is none.
+    """
 
     KIND = 0
     SOURCE = 1  # the number of a buffer, as TARGET is
@@ -175,7 +177,7 @@ def _normalise(source, weight, epsilon, target, like):
 
 @jit
 def buffer_row(call, number, row, width, offset, like):
-    """Returns `width` elements of a row of buffer `number`, from element `offset` on."""
+    """Returns `width` elements of row `row` of buffer `number`, from element `offset` on."""
     base = call[Call.BUFFERS + 2 * number]
     length = call[Call.BUFFERS + 2 * number + 1]
     return elements(base + (row * length + offset) * like.itemsize, width, like)
@@ -192,7 +194,7 @@ def copy_elements(source, target):
 
 @jit
 def embed(call, fields, item, like):
-    """Computes an item of EMBED: copies the table's rows of some tokens to the target buffer."""
+    """Computes one item of the operation EMBED: copies the table's rows of some tokens to the target buffer."""
     width = fields[Field.WIDTH]
     ids = words(call[Call.INPUT_IDS], call[Call.NUM_TOKENS])
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
@@ -203,8 +205,8 @@ def embed(call, fields, item, like):
 
 @jit
 def norm(call, fields, epsilon, item, target_like, like):
-    """Computes an item of NORM or INPUT_NORM: RMS-normalises or copies the rows of some tokens. The target buffer has
-    elements of `target_like`'s dtype.
+    """Computes one item of the operation NORM or INPUT_NORM: RMS-normalises or copies the rows of some tokens. The
+    target buffer has elements of `target_like`'s dtype.
     """
     width = fields[Field.WIDTH]
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
@@ -218,8 +220,8 @@ def norm(call, fields, epsilon, item, target_like, like):
 
 @jit
 def normalise_input(call, fields, epsilon, scratch, like):
-    """Writes the rows that a LINEAR reads to `scratch`, one after the other. It normalises them, takes only the
-    selected ones, and converts them to a LINEAR's input, as the operation needs.
+    """Writes the rows that a matrix product (LINEAR) reads to `scratch`, one after the other. If the operation says so,
+    it takes the selected rows only, normalises them, and converts them to the dtype of the product's input.
     """
     width, inputs = fields[Field.WIDTH], input_like(like)
     num_rows = call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
@@ -237,10 +239,11 @@ def normalise_input(call, fields, epsilon, scratch, like):
 
 @jit
 def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):
-    """Computes an item of LINEAR: multiplies up to ITEM_ROWS rows by one panel, and stores the products.
+    """Computes one item of the operation LINEAR: multiplies up to ITEM_ROWS rows by one panel of the weight, and stores
+    the products.
 
-    `x` is the address of the input's rows, which lie `x_stride` bytes apart. `sums_address` is scratch memory for one
-    block's sums.
+    `x` is the address of the input's rows, which lie `x_stride` bytes apart. `sums_address` is scratch memory for the
+    products of MAX_ROWS rows.
     """
     width, num_outputs = fields[Field.WIDTH], fields[Field.NUM_OUTPUTS]
     num_steps = width * like.itemsize // 4
@@ -260,7 +263,7 @@ def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):
 
 @jit
 def _store(call, fields, store, row, panel, num_outputs, sums, like):
-    """Stores a row's products with one panel in the target buffer, as Store says."""
+    """Stores one row's products with one panel in the target buffer, in the way that `store` says."""
     base = call[Call.BUFFERS + 2 * fields[Field.TARGET]]
     length = call[Call.BUFFERS + 2 * fields[Field.TARGET] + 1]
     if store == Store.GATE:
@@ -322,8 +325,8 @@ def find_largest(bits):
 
 @jit
 def largest(call, fields, row):
-    """Computes an item of LARGEST: writes the index of a row's largest logit to Call.LARGEST, and to Call.NOT_FINITE
-    whether that logit is infinite or NaN.
+    """Computes one item of the operation LARGEST: writes the index of a row's largest logit to Call.LARGEST, and to
+    Call.NOT_FINITE whether that logit is infinite or NaN.
     """
     base = call[Call.BUFFERS + 2 * fields[Field.SOURCE]]
     length = call[Call.BUFFERS + 2 * fields[Field.SOURCE] + 1]

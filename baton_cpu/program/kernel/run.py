@@ -1,5 +1,5 @@
-"""The one kernel that runs programs. Each thread takes items of an operation until none is left, and waits until all
-are done before it goes on to the next operation.
+"""The one kernel that runs programs. Each thread takes items (units of work) of an operation until none is left, and
+waits until all are done before it goes on to the next operation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from baton_cpu.program.kernel.team import (
 
 NUM_FIELDS = len(Field)
 SUMS_BYTES = 4 * MAX_ROWS * PANEL_WIDTH
-"""Bytes at the beginning of each thread's scratch memory, for the sums of one block of a LINEAR."""
+"""Bytes at the beginning of each thread's scratch memory, for the products of MAX_ROWS rows and one panel."""
 _TURNS_A_THREAD = 2  # a thread takes 1 / (2 * threads) of the items that are left
 _MOST_BYTES = 1 << 20  # of weights that a thread takes at once, some 60 us of work
 _AHEAD_BYTES = 128 << 10  # of the next operation's weights, prefetched while a thread waits
@@ -52,13 +52,13 @@ _AHEAD_BYTES = 128 << 10  # of the next operation's weights, prefetched while a 
 
 @jit
 def _num_rows(call, fields):
-    """Returns the number of rows that a LINEAR computes."""
+    """Returns the number of rows that a matrix product (LINEAR) computes."""
     return call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
 
 
 @jit
 def _num_items(call, fields):
-    """Returns the number of items of an operation."""
+    """Returns into how many items, the units of work for threads, an operation is cut."""
     kind = fields[Field.KIND]
     if kind == Kind.LINEAR:
         return fields[Field.NUM_PANELS] * ((_num_rows(call, fields) + ITEM_ROWS - 1) // ITEM_ROWS)
@@ -77,14 +77,14 @@ def _num_items(call, fields):
 
 @jit
 def _panel_bytes(fields, like):
-    """Returns the bytes of one panel of a LINEAR's weight."""
+    """Returns the bytes of one panel (PANEL_WIDTH outputs) of a LINEAR's weight."""
     return PANEL_WIDTH * fields[Field.WIDTH] * like.itemsize
 
 
 @jit
 def _most_items(call, fields, like):
-    """Returns how many items a thread takes at once, at most. Items of a LINEAR are taken in long runs of its weight,
-    others one by one.
+    """Returns how many items of an operation a thread takes at once, at most. For a LINEAR these are neighbouring
+    panels of its weight, some _MOST_BYTES of reading; for other operations it is one.
     """
     if fields[Field.KIND] != Kind.LINEAR:
         return np.int64(1)

@@ -56,7 +56,7 @@ _SPINS_BEFORE_YIELD = 4_000
 
 @jit
 def share_of(num_left, share, most):
-    """Returns how many of the `num_left` items a thread takes at once: 1 / `share` of them, at most `most`, and at
+    """Returns how many of the `num_left` items a thread takes at once: `num_left` / `share`, at most `most`, and at
     least one.
 
     So long runs of neighbouring items are taken first, and threads end together.
@@ -66,8 +66,8 @@ def share_of(num_left, share, most):
 
 @jit
 def take_items(board, run, operation, num_items, share, most):
-    """Takes the next items of `operation` for this thread. Returns the first item and how many were taken, or -1 and 0
-    if none is left or the run is over.
+    """Takes the next items (units of work) of `operation` for this thread. Returns the first item and how many were
+    taken, or -1 and 0 if none is left or the run is over.
     """
     counter = board + 8 * (_COUNTERS + operation * _COUNTER_WORDS)
     while True:
@@ -82,7 +82,7 @@ def take_items(board, run, operation, num_items, share, most):
 
 @jit
 def end_items(board, operation, num_taken):
-    """Counts `num_taken` items of `operation` as done."""
+    """Counts `num_taken` items (units of work) of `operation` as done."""
     add_to_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS + _LINE), num_taken)
 
 
@@ -122,14 +122,14 @@ def await_operation(board, run, operation, num_items, ahead, ahead_bytes):
 
 @jit
 def show_progress(board):
-    """Counts progress by one, which `Team.num_shown` reports."""
+    """Counts one more sign of progress; `Team.num_shown` returns their number."""
     add_to_word(board + 8 * _PROGRESS, 1)
 
 
 @jit
 def close_items(board, run, num_operations):
-    """Prepares the counters for `run`. From now on no thread finds items of an earlier run, nor yet of this one. The
-    words that describe the run may then be written.
+    """Sets the counters for `run`, but lets no thread take items yet. From now on no thread finds items of an earlier
+    run either, so the words that describe the run may be written.
     """
     store_word(board + 8 * _RUN, _NO_RUN)
     for operation in range(num_operations):
