@@ -1,8 +1,9 @@
-"""The benchmarks that `make bench` runs, one after the other, each a process of its own.
+"""Runs the benchmarks of `make bench`, one after the other, each as a process of its own.
 
-python -m benchmarks [--peer PROGRAM] [--no-save]
+    python -m benchmarks [--peer PROGRAM] [--no-save]
 
-What misses a bound, or fails, ends neither those behind it nor what they save. Exit status 1 when one of them did.
+If a benchmark fails or misses a bound, the later ones run nevertheless, and all save their results. The exit status is
+then 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OTHERS = (
     "starts",
 )
 ON_ONE_CORE = ("schedule_side",)
-"""Their one thread stays where its caches are."""
+"""Benchmarks that are pinned to one core, so that their only thread keeps its caches."""
 
 
 def main() -> int:
@@ -43,7 +44,7 @@ def main() -> int:
 
 
 def run(name: str, args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns its exit status."""
+    """Runs the benchmark `name` and returns its exit status."""
     command = [sys.executable, "-m", f"benchmarks.{name}"]
     if name in BESIDE_A_PEER and args.peer:
         command += ["--peer", args.peer]

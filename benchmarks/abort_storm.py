@@ -1,9 +1,10 @@
-"""What 500 requests that are cancelled within a second cost those that stay.
+"""Measures how much 500 requests that are all cancelled within a second slow down the requests that stay.
 
-python -m benchmarks.abort_storm
+    python -m benchmarks.abort_storm
 
-Every round sends the same long requests twice, without and with a storm in their middle, in turn first; figures are
-medians over rounds, ratios are taken within a round. Writes a dated table into benchmarks/results.
+Every round sends the same long requests twice: once with such a storm of cancellations in their middle, once without.
+The order alternates. Figures are medians over rounds; ratios are taken within a round. Writes a dated table into
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ NUM_CANCELLED = 500
 STORM_AFTER_S = 4.0
 STORM_BOUND_S = 1.0
 DURING_S = (STORM_AFTER_S, STORM_AFTER_S + 3.0)
-"""500 requests are sent, admitted, begun to be prefilled and cancelled: work that the same two cores do beside."""
+"""The window around the storm, in seconds after the start.
+
+In it the same two cores also send, admit, start to prefill and cancel 500 requests.
+"""
 AFTER_S = (STORM_AFTER_S + 3.0, STORM_AFTER_S + 8.0)
 LEAST_RATIO = 0.9
 PROMPT_TOKENS = 64
@@ -35,7 +39,9 @@ MAX_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """Seconds by the client's clock. `cancelling_s`: from the first cancellation to the last."""
+    """The times of one storm, in seconds of the client's clock. `cancelling_s` is from the first cancellation to the
+    last.
+    """
 
     num_cancelled: int
     sending_s: float
@@ -44,8 +50,10 @@ class Storm:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The survivors' tokens per second: from the first token of all to the last, which takes `seconds`, and in two
-    windows after the beginning.
+    """The tokens per second of the requests that stay.
+
+    `whole` is from their first token to their last, which takes `seconds`. `during` and `after` cover the windows
+    DURING_S and AFTER_S after the start.
     """
 
     seconds: float
@@ -71,7 +79,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The same requests without and with the storm."""
+    """The rates of the same requests without and with the storm."""
 
     calm: Rates
     stormy: Rates
@@ -103,7 +111,8 @@ def main() -> int:
         decode_args=(*rows, "--max-queued-requests", str(2 * NUM_CANCELLED)),
     ) as pair:
         address = pair.decode_addresses[0]
-        asyncio.run(_run(address, args.new_tokens, None))  # everything runs once before it is measured
+        # A warm-up, so that everything has run once before it is measured.
+        asyncio.run(_run(address, args.new_tokens, None))
         rounds = [_measure(address, args.new_tokens, number) for number in range(args.rounds)]
     run = BenchmarkRun.of("abort_storm")
     table = _table(run, rounds, args)
@@ -146,11 +155,13 @@ async def _run(address: str, num_new_tokens: int, num_cancelled: int | None) -> 
 
 
 async def _storm(client: AsyncClient, num_requests: int, vocab_size: int) -> Storm:
-    """All requests are on their way before the first is cancelled; those that have rows are in prefill."""
+    """Sends requests and cancels them all, once every one has been admitted. Those that have rows
+    are then in prefill.
+    """
     prompts = Workload(1, num_requests, PROMPT_TOKENS, 1, prompt_seed=1).prompts(vocab_size)
     begun_s = time.perf_counter()
     streams = [client.generate(token_ids=prompt, max_tokens=64, ignore_eos=True) for prompt in prompts]
-    await asyncio.gather(*(anext(stream) for stream in streams))  # Started: every request is admitted
+    await asyncio.gather(*(anext(stream) for stream in streams))  # the first event is Started: the request is admitted
     sent_s = time.perf_counter()
     for stream in streams:
         await stream.aclose()

@@ -1,8 +1,8 @@
-"""Rates of a gRPC stream of bytes between two Python processes.
+"""Measures a gRPC stream of bytes between two Python processes, for comparison with a handoff.
 
-The stream is bare, or does to the bytes what a handoff does: each message is copied into a frame and summed before it
-is sent, and summed and copied into a pool before the next one is read. The event loops do that, without engines,
-threads and checks.
+The stream is either bare, or it does to the bytes what a handoff does: the sender copies each message into a frame and
+computes its checksum; the receiver checks the checksum and copies the message into a pool before it reads the next one.
+The event loops do all of this, without engines, threads and validation.
 """
 
 from __future__ import annotations
@@ -36,19 +36,22 @@ _BOUND_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class StreamRates:
-    """Bytes per second by the size of messages in bytes."""
+    """The rates of both kinds of stream in bytes per second, by the size of a message in bytes."""
 
     bare: dict[int, float]
     handling: dict[int, float]
 
 
 async def stream_rates(num_bytes: int, *, kept_bytes: int, first_bytes: int, begins_bare: bool) -> StreamRates:
-    """Rates of streams of `num_bytes` that come out of `kept_bytes` of memory, because a message sent repeatedly would
-    come out of a cache. `first_bytes` are streamed before each. All are whole messages, at least one.
+    """Measures streams of `num_bytes` at each message size, bare and with a handoff's work.
+
+    The messages come from `kept_bytes` of memory, because one message sent again and again would come from a cache.
+    Before each measurement `first_bytes` are streamed as a warm-up. Amounts are rounded to whole messages, at least
+    one. `begins_bare` says which kind of stream goes first.
     """
     kept_bytes, first_bytes = max(kept_bytes, *MESSAGE_BYTES), max(first_bytes, *MESSAGE_BYTES)
     torch.set_num_threads(1)
-    copy_blocks()  # compiled before the measurement
+    copy_blocks()  # so that its kernel is compiled before the measurement
     rates = StreamRates({}, {})
     bare, handling = (rates.bare, None), (rates.handling, torch.zeros(first_bytes, dtype=torch.uint8))
     with peer_process(partial(_serve, kept_bytes)) as address:
@@ -63,7 +66,7 @@ async def stream_rates(num_bytes: int, *, kept_bytes: int, first_bytes: int, beg
 
 
 def at_best_size(rounds: Sequence[dict[int, float]]) -> tuple[int, list[float]]:
-    """The message size with the best median, and its rates."""
+    """Returns the message size with the best median rate, and the rate of each round at this size."""
     best = max(MESSAGE_BYTES, key=lambda size: statistics.median(rates[size] for rates in rounds))
     return best, [rates[best] for rates in rounds]
 
@@ -71,7 +74,10 @@ def at_best_size(rounds: Sequence[dict[int, float]]) -> tuple[int, list[float]]:
 async def _rate(
     call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes], message_bytes: int, num_messages: int, pool: Tensor | None
 ) -> float:
-    """`pool` is where messages are copied to, one after the other; None for a bare stream."""
+    """Streams messages and returns the rate in bytes per second.
+
+    Each message is copied to the next place in `pool`; None makes the stream bare.
+    """
     begun_s = time.perf_counter()
     stream = call(f"{message_bytes} {num_messages} {pool is not None:d}".encode(), timeout=_BOUND_S)
     num_received = 0

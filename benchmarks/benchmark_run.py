@@ -1,4 +1,4 @@
-"""The date, machine and command of a benchmark's figures, and the files that record them."""
+"""Records a benchmark's results with the date, machine and command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRun:
-    """`date` is in ISO format."""
+    """The date, machine and command of a benchmark's run. `date` is in ISO format."""
 
     date: str
     machine: str
@@ -24,7 +24,7 @@ class BenchmarkRun:
 
     @classmethod
     def of(cls, module: str) -> Self:
-        """Today's run on this machine of `benchmarks.<module>` with this process's arguments."""
+        """Describes this process as today's run of `benchmarks.<module>`."""
         return cls(
             date=datetime.date.today().isoformat(),
             machine=describe_machine(),
@@ -32,11 +32,13 @@ class BenchmarkRun:
         )
 
     def heading(self, title: str, about: str) -> list[str]:
-        """The lines before a table, without the blank line after them. `about` ends with a full stop."""
+        """Returns the heading lines of a table. The caller adds a blank line after them. `about` ends
+        with a full stop.
+        """
         return [f"# {title}, {self.date}", "", f"{self.machine}; {about} `{self.command}`"]
 
     def save(self, name: str, table: str, figures: dict[str, Any] | None = None) -> None:
-        """Write `table` to benchmarks/results as `<date>-<name>.md`, and `figures`, if any, as `.json` beside it."""
+        """Writes `table` to benchmarks/results as `<date>-<name>.md`, and `figures`, if given, as `.json` beside it."""
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{self.date}-{name}"
         path.with_suffix(".md").write_text(table + "\n")

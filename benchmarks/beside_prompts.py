@@ -1,7 +1,9 @@
-"""What decoding and prompts cost each other on the same cores: gaps between tokens while prompts are computed.
+"""Measures how decoding and prefill slow each other down on the same cores: gaps between tokens, and prompt tokens/s.
 
-Each configuration of the prefill service is a pair of its own. One stream decodes alone, then beside prompts, which
-come one after the other. `python -m benchmarks.beside_prompts` prints a table and saves it.
+    python -m benchmarks.beside_prompts
+
+Each configuration of the prefill service runs as a pair of its own. A stream decodes first alone, then while prompts
+are computed one after the other. Prints a table and saves it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _NEW_TOKENS = 192
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Gaps in milliseconds, prompts in tokens/s."""
+    """The results of one round: gaps between tokens in milliseconds, and prompts in tokens/s, alone and beside each
+    other.
+    """
 
     alone_p50_ms: float
     beside_p50_ms: float
@@ -101,7 +105,10 @@ def succeeded(records: list[RequestRecord]) -> list[RequestRecord]:
 
 
 def gaps_ms(records: list[RequestRecord], until_s: float = float("inf")) -> list[float]:
-    """Gaps between tokens that came by then, without the first, which the handoff causes."""
+    """Returns the gaps between tokens that came until `until_s`.
+
+    The first gap of each request is left out, because the handoff causes it.
+    """
     times = [record.token_times_s[1:] for record in records]
     return [1e3 * (after - before) for each in times for before, after in pairwise(each) if after <= until_s]
 

@@ -1,4 +1,4 @@
-"""How soon both services hold nothing after a client has left, by the phase of its request.
+"""Measures how soon both services hold nothing more after a client has left, for each phase of its request.
 
 python -m benchmarks.cancellation
 """
@@ -27,24 +27,24 @@ NEW_TOKENS = 2000
 
 
 class Phase(StrEnum):
-    """Where a request is when its client leaves."""
+    """The phase of a request in which its client leaves."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
-    TRANSFERRING = "transferring"  # all of it computed
+    TRANSFERRING = "transferring"  # after the whole prompt was computed
     DECODING = "decoding"
 
 
 @dataclass(frozen=True, slots=True)
 class CancellationRig:
-    """A pair with one row on the decode side, slow enough in every phase to catch a request in it."""
+    """A pair with a single row on the decode side, which is slow enough to catch a request in each phase."""
 
     pair: RunningPair
 
     def catch(self, phase: Phase) -> tuple[EventStream, ...]:
-        """Start with an empty pair, and return when a request is in `phase`: the streams to drop, in order.
+        """Brings a request into `phase` and returns its stream. The pair must be empty before.
 
-        A queued request comes with the one it waits for.
+        For QUEUED it returns two streams to drop in this order: the queued request, and the one that it waits for.
         """
         stream = self.generate()
         match phase:
@@ -62,7 +62,7 @@ class CancellationRig:
         return (stream,)
 
     def generate(self, *, timeout_s: float | None = None) -> EventStream:
-        """A request that takes long in every phase."""
+        """Starts a request that takes long in every phase."""
         prompt = [10 + place % 240 for place in range(PROMPT_TOKENS)]
         return self.pair.client.generate(
             token_ids=prompt, timeout_s=timeout_s, max_tokens=NEW_TOKENS, ignore_eos=True, temperature=0.0
@@ -80,7 +80,10 @@ class CancellationRig:
 
 @contextmanager
 def cancellation_rig(directory: Path) -> Iterator[CancellationRig]:
-    """The model has 64 KiB of KV a token, so that gRPC segments land one by one and outlast computing."""
+    """Runs a pair whose model has 64 KiB of KV per token.
+
+    Its KV segments arrive one at a time over gRPC, so the transfer takes longer than the computation.
+    """
     model = save_tiny_model(directory, "llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=256)
     with running_pair(
         model,
@@ -92,7 +95,7 @@ def cancellation_rig(directory: Path) -> Iterator[CancellationRig]:
 
 
 def measure_cancellation() -> dict[str, float]:
-    """By phase, the median seconds from dropping the stream until neither service's GetLoad shows anything held."""
+    """Returns, for each phase, the median seconds from dropping the stream until both services report an empty load."""
     with tempfile.TemporaryDirectory() as directory, cancellation_rig(Path(directory)) as rig:
         return {phase.value: statistics.median(_samples(rig, phase)) for phase in Phase}
 
@@ -109,7 +112,10 @@ def _samples(rig: CancellationRig, phase: Phase) -> list[float]:
 
 
 def _seconds_until(condition: Callable[[], bool], start_s: float) -> float:
-    """Polls without a pause, because the measured time is only a few polls long."""
+    """Polls `condition` until it is true, and returns the seconds since `start_s`.
+
+    Polls without a pause, because the time is only a few polls long.
+    """
     while not condition():
         assert time.perf_counter() - start_s < FREE_BOUND_S, "what the client left is still held"
     return time.perf_counter() - start_s

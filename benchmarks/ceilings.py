@@ -1,4 +1,4 @@
-"""A machine's best rates: how fast all its cores, or its GPU, read memory and multiply matrices.
+"""Measures a machine's best rates: how fast all its cores, or its GPU, read memory and multiply matrices.
 
 python -m benchmarks.ceilings
 """
@@ -22,8 +22,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """`flops_per_s` is by dtype, two for each multiplication and addition. A CPU without bfloat16 products makes them
-    of float32 ones.
+    """The best rates of a machine.
+
+    `flops_per_s` is by dtype; a multiplication and an addition count as two operations. A CPU without bfloat16
+    multiplication has the rate of float32 there.
     """
 
     read_bytes_per_s: float
@@ -32,7 +34,7 @@ class Ceilings:
 
     @classmethod
     def measured(cls, device: str = "cpu") -> Ceilings:
-        """The best of several tries each, so that other work on the machine matters little."""
+        """Measures the rates. Each is the best of several tries, so that other work on the machine matters little."""
         num_threads = num_cores()
         torch.set_num_threads(num_threads)
         rates = {name: _flops_per_s(device, dtype) for name, dtype in DTYPES.items() if _has_kernel(device, dtype)}
@@ -43,7 +45,7 @@ class Ceilings:
         )
 
     def bound_s(self, *, num_bytes: float, num_flops: float, dtype: str) -> float:
-        """The least time in which that much can be read and computed at once."""
+        """Returns the least time for reading and computing this much, with both done at the same time."""
         return max(num_bytes / self.read_bytes_per_s, num_flops / self.flops_per_s[dtype])
 
     def __str__(self) -> str:
@@ -52,7 +54,10 @@ class Ceilings:
 
 
 def bandwidth_bytes_per_s(device: str, num_bytes: int) -> float:
-    """The best of two reductions over `num_bytes`, which should fit no cache, and a copy, which moves them twice."""
+    """Measures the memory bandwidth: the best of two reductions over `num_bytes`, and of a copy, which counts twice.
+
+    `num_bytes` should be too large for any cache.
+    """
     values = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(values)
     read_s = min(_best_s(device, values.amax), _best_s(device, lambda: torch.dot(values, values)))
@@ -60,7 +65,7 @@ def bandwidth_bytes_per_s(device: str, num_bytes: int) -> float:
 
 
 def _has_kernel(device: str, dtype: torch.dtype) -> bool:
-    """Whether PyTorch multiplies `dtype` there by a real kernel, not by a loop over numbers."""
+    """Returns whether PyTorch multiplies matrices of `dtype` by an optimised kernel on this device."""
     return device != "cpu" or can_pack(torch.ones((2, 2), dtype=dtype))
 
 

@@ -1,9 +1,9 @@
-"""Compiles the Triton kernels for A100 (sm_80), H100 (sm_90) and B200 (sm_100), none of which need be there.
+"""Compiles the Triton kernels for A100 (sm_80), H100 (sm_90) and B200 (sm_100), without any of these GPUs.
 
-What is compiled is what a service would launch: forwards over tensors without memory tell their launches. For each
-kernel: shared memory, registers of a thread, bytes that a thread spills. Exit status 1 where a kernel does not fit the
-device, or spills more than a few numbers. Writes a table into benchmarks/results. `--few` compiles some dozen that
-differ most and saves nothing.
+It compiles what a service would launch: it runs forwards on tensors without memory and records their kernel launches.
+For each kernel it reports the shared memory, the registers of a thread, and the bytes that a thread spills. Writes a
+table into benchmarks/results. The exit status is 1 if a kernel does not fit its GPU, or spills more than a few values.
+`--few` compiles a few dozen kernels that differ most, and saves nothing.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ from common.sampling.state import SamplingState
 from common.sampling.triton_draws import TritonDraws, draw
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
-"""By compute capability: the most that a program may have of a multiprocessor's shared memory."""
-OVERLAPPING = 90  # from here on kernels start while the one before them ends
-NUM_REGISTERS = 65_536  # of a multiprocessor
-MAX_SPILLED_BYTES = 256  # of a thread
+"""The most shared memory of a multiprocessor that one program can have, in bytes, by compute capability."""
+OVERLAPPING = 90  # from this compute capability on, a kernel can start while the one before it ends
+NUM_REGISTERS = 65_536  # registers of a multiprocessor
+MAX_SPILLED_BYTES = 256  # per thread
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEADS = [
     *((32, 8, size) for size in (64, 128, 16, 32, 80, 96)),
     *((32, 32, 128), (28, 4, 128), (64, 8, 128), (48, 1, 128), (71, 1, 64), (71, 1, 128)),
     *((16, 8, 256), (8, 2, 512)),
 ]
-"""Query heads, heads of K and V, and their size: every size that is served at one grouping, then groupings from a head
-of K and V for each query head (Llama 2) to one for all (Falcon).
+"""The attention shapes to compile, as (query heads, KV heads, head size).
+
+They cover every supported head size with one grouping, then groupings from one KV head for each query head (Llama 2) to
+one KV head for all (Falcon).
 """
 
 
@@ -57,12 +59,12 @@ _WORDS = {
     "IS_GATED": "gated",
     "HAS_ADDED": "sum",
 }
-"""What a kernel's constants make of it."""
+"""Words for the report, by the kernel constant that switches the feature on."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """`heads` of the query, of K and V, and their size."""
+    """The sizes of a decoder layer. `heads` are the numbers of query heads and KV heads, and the head size."""
 
     hidden_size: int
     intermediate_size: int
@@ -76,9 +78,11 @@ LLAMA_8B = LayerSizes(4096, 14336, (32, 8, 128), 128256, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """`what` tells one kernel of a case from the others by its constants. `num_shared` query heads read the same K and
-    V; it and `head_dim` are 0 where there are no heads. `reckoned_bytes`: the shared memory that tiles are chosen by,
-    None where there are no tiles.
+    """The resources of one compiled kernel.
+
+    `what` tells it from other variants of the same kernel. `num_shared` is the number of query heads per KV head; it
+    and `head_dim` are 0 for kernels without heads. `reckoned_bytes` is the shared memory that the choice of tile sizes
+    assumed; None for kernels without tiles.
     """
 
     capability: int
@@ -106,7 +110,10 @@ class Compiled:
 def attention_launches(
     heads: HeadShape, shape: KernelShape, shared_bytes: int, *, num_slots: int = 4096, overlaps: bool = False
 ) -> list[Launch]:
-    """The launches of one layer of a forward, over a pool of so many slots. Raises StartupError."""
+    """Returns the kernel launches of attention in one layer, over a pool of `num_slots`.
+
+    Raises StartupError if the kernels do not support such heads.
+    """
     launches: list[Launch] = []
     backend = TritonAttention(heads, shared_bytes=shared_bytes, overlaps=overlaps, launch=launches.append)
 
@@ -170,7 +177,7 @@ def compiled(
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """A thread's registers, and its bytes of local memory, which hold what did not go into them."""
+    """Returns a thread's registers and its bytes of local memory, which hold the spilled values."""
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -184,7 +191,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 def attention_kernels(
     capability: int, heads: HeadShape, shapes: list[KernelShape] | None = None
 ) -> Iterator[Compiled | StartupError]:
-    """Each kernel once, or the words with which such heads are refused on such a device."""
+    """Compiles each attention kernel for these heads once. Yields the StartupError instead if such
+    heads are refused.
+    """
     limit = SHARED_BYTES[capability]
     try:
         wanted = shapes or TritonAttention(heads, shared_bytes=limit).kernel_shapes(with_masks=True)
@@ -198,7 +207,9 @@ def attention_kernels(
 
 
 def sampling_launches(vocab_size: int, draft_vocab_size: int) -> list[Launch]:
-    """A target's draw, a draft's, and a draft's numbers with their noise."""
+    """Returns the kernel launches of sampling: drawing target tokens, drawing draft tokens, and
+    sampling a draft tree.
+    """
     launches: list[Launch] = []
     draws, device = TritonDraws(launches.append), torch.device("meta")
     state = SamplingState(max_rows=8, vocab_size=vocab_size, torch_device=device, kernels=draws)
@@ -216,7 +227,7 @@ def sampling_kernels(capability: int) -> Iterator[Compiled]:
 
 
 def layer_launches(layer: LayerSizes, *, overlaps: bool = False) -> list[Launch]:
-    """The launches of a decoder layer's forwards of one token and of many."""
+    """Returns the kernel launches of a decoder layer, in a forward of one token and in a forward of many."""
     launches: list[Launch] = []
     kernels, dtype = LayerKernels(overlaps=overlaps, launch=launches.append), layer.dtype
 
@@ -253,8 +264,10 @@ def layer_kernels(capability: int, layer: LayerSizes) -> Iterator[Compiled]:
 
 
 def few() -> Iterator[Compiled | StartupError]:
-    """A few dozen: of each target the kernels of decoding, of prompts and of trees, in each dtype; what draws tokens
-    for each, and drafts for one; and a layer's for two.
+    """Compiles a few dozen kernels that differ most.
+
+    These are attention kernels of decoding, prompts and draft trees on each GPU and in each dtype; the sampling of
+    target tokens on each GPU and of drafts on one; and a layer's kernels on two GPUs.
     """
     llama, narrow = HeadShape(32, 8, 128, torch.bfloat16), HeadShape(32, 8, 64, torch.float32)
     wide = HeadShape(16, 8, 256, torch.float16)
@@ -267,12 +280,12 @@ def few() -> Iterator[Compiled | StartupError]:
     small, shared = HeadShape(32, 8, 16, torch.bfloat16), HeadShape(71, 1, 64, torch.float32)
     yield from layer_kernels(80, replace(LLAMA_8B, dtype=torch.float32))
     yield from layer_kernels(90, LLAMA_8B)
-    for capability, heads in ((100, small), (90, shared)):  # what holds the most in registers
+    for capability, heads in ((100, small), (90, shared)):  # the kernels that need the most registers
         yield list(attention_kernels(capability, heads, [KernelShape(64, 64, has_mask=True)]))[-1]
 
 
 def every(head_sizes: Sequence[int]) -> Iterator[Compiled | StartupError]:
-    """The kernels for heads of these sizes."""
+    """Compiles all kernels, with attention for heads of these sizes."""
     for capability in SHARED_BYTES:
         yield from sampling_kernels(capability)
         for dtype in DTYPES:
@@ -318,7 +331,7 @@ def main() -> None:
 
 
 def _table(rows: list[Compiled]) -> Iterator[str]:
-    """A line for each kernel; of each target shared memory / registers / spilled bytes."""
+    """Yields a table with a line for each kernel: shared memory / registers / spilled bytes on each GPU."""
     targets = " | ".join(f"sm_{each}" for each in SHARED_BYTES)
     yield f"| kernel | dtype | query heads to one of K and V | head size | tile | warps | {targets} |"
     yield "|---" * (6 + len(SHARED_BYTES)) + "|"

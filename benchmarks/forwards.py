@@ -1,4 +1,4 @@
-"""Reads an engine's forwards, and what scheduled them, from a recorded timeline."""
+"""Reads an engine's forwards, and the engine steps that scheduled them, from a recorded timeline."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from itertools import pairwise
 from baton.timeline import EventKind, ServiceTimeline, TimelineEvent
 
 _WAITS = ("wait", "resolve_seq_lens")
-"""Inside an engine's step: where it only waits for the stream."""
+"""Spans inside an engine's step in which the engine only waits for the stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The pieces of one step on the forward stream, which take `busy_ns`. `figures` come from the piece that
-    has some.
+    """A forward of the model: all work of one step on the forward stream.
+
+    `busy_ns` is the time in which that work was running. `figures` are the numbers attached to it, such as the rows.
     """
 
     start_ns: int
@@ -27,11 +28,11 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Medians in seconds of consecutive forwards with the same number of rows.
+    """Timing of consecutive forwards that have the same number of rows. Times are in seconds.
 
-    `between_s` is from a forward's end to the next one's begin, whatever the engine did meanwhile; `between_p99_s` is
-    that of the slowest hundredth. `schedule_s` is an engine's step without its waits for the stream. `busy` is the
-    share of pieces in the whole time.
+    `between_s` is the median time from the end of a forward to the start of the next one, and `between_p99_s` the 99th
+    percentile. `schedule_s` is the median time of an engine step without its waits for the stream. `busy` is the share
+    of time in which the forward stream was working.
     """
 
     num_steps: int
@@ -44,7 +45,10 @@ class StepFigures:
 
 
 def forwards(timeline: ServiceTimeline) -> list[Forward]:
-    """In order. The pieces of a step share its scope. Raises ValueError when events were dropped."""
+    """Returns the forwards in a timeline, in the order of time. Events with the same `detail` belong to one forward.
+
+    Raises ValueError when events were dropped from the recording.
+    """
     by_scope: dict[str, list[TimelineEvent]] = {}
     for event in _whole_track(timeline, "forward"):
         if event.detail:
@@ -64,10 +68,12 @@ def forwards(timeline: ServiceTimeline) -> list[Forward]:
 
 
 def step_figures(timeline: ServiceTimeline, *, num_rows: int) -> StepFigures:
-    """For the decode steps with `num_rows` rows. Raises ValueError when no two follow each other, and when events were
-    dropped, because the time between two forwards would be incomplete.
+    """Computes the timing of decode forwards with `num_rows` rows.
+
+    Raises ValueError when no two such forwards follow each other, and when events were dropped, because times between
+    forwards would be wrong.
     """
-    every = forwards(timeline)[1:-1]  # the recording may have cut the first and the last
+    every = forwards(timeline)[1:-1]  # the recording may have cut off the first and the last
     pairs = [
         (one, next_)
         for one, next_ in pairwise(every)
@@ -95,7 +101,7 @@ def _whole_track(timeline: ServiceTimeline, name: str) -> Sequence[TimelineEvent
 
 
 def _schedule_s(timeline: ServiceTimeline) -> Iterable[float]:
-    """For each engine step that launched something."""
+    """Yields the scheduling time of each engine step that launched a forward, in seconds."""
     spans = [event for event in _whole_track(timeline, "engine") if event.kind is EventKind.SPAN]
     steps = [event for event in spans if event.name == "step"]
     launches = _inside(steps, [event for event in spans if event.name == "launch"])
@@ -106,7 +112,7 @@ def _schedule_s(timeline: ServiceTimeline) -> Iterable[float]:
 
 
 def _inside(steps: Sequence[TimelineEvent], events: Sequence[TimelineEvent]) -> dict[int, list[TimelineEvent]]:
-    """`events` by the begin of the step that contains them."""
+    """Groups `events` by the step that contains them. The keys are the steps' start times."""
     found: dict[int, list[TimelineEvent]] = {}
     remaining = iter(sorted(events, key=lambda event: event.start_ns))
     event = next(remaining, None)

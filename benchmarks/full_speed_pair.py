@@ -1,4 +1,4 @@
-"""A pair that is measured once its forwards are fused."""
+"""Starts a pair and waits until it runs at full speed, with fused forwards."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _FULL_SPEED_TIMEOUT_S = 300.0
 
 @contextmanager
 def full_speed_pair(*, fuses_prompts: bool = True, **options: Any) -> Iterator[LocalPair]:
-    """A LocalPair of `options`, entered once its forwards are fused, those of prompts too unless the options say that
-    they are not to be. Raises TimeoutError.
+    """Runs a LocalPair with these options, and yields it once its services have fused their forwards.
+
+    With `fuses_prompts=False` only the decode services are waited for. Raises TimeoutError.
     """
     with LocalPair(**options, exposes_metrics=True) as pair:
         print("waiting for fused forwards", file=sys.stderr)
@@ -25,6 +26,6 @@ def full_speed_pair(*, fuses_prompts: bool = True, **options: Any) -> Iterator[L
 
 
 def wait_full_speed(metrics_addresses: Sequence[str]) -> None:
-    """Wait until all these services have fused their forwards. Raises TimeoutError."""
+    """Waits until all services with these metrics pages have fused their forwards. Raises TimeoutError."""
     if not await_fused(metrics_addresses, timeout_s=_FULL_SPEED_TIMEOUT_S):
         raise TimeoutError(f"forwards were not fused within {_FULL_SPEED_TIMEOUT_S} s")

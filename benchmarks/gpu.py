@@ -1,13 +1,13 @@
-"""Decode on a GPU against its bounds: a model of Llama-3-8B's shape with random weights, bfloat16.
+"""Measures decoding on a GPU against bounds: a model of Llama-3-8B's shape with random weights, in bfloat16.
 
-    weights   a step of one row, against reading the weights once at the bandwidth measured beside it
-    gaps      64 rows: what lies on the stream between one forward and the next
-    peer      64 rows: tokens/s beside transformers' continuous batching on the same weights, in the same run
-    handoff   KV from one pool to the other on this host, of a shape that computes little
+    weights   a step of one row, compared with reading the weights once at the memory bandwidth, measured in this run
+    gaps      64 rows: the time on the stream between one forward and the next
+    peer      64 rows: tokens/s compared with transformers' continuous batching on the same weights, in this run
+    handoff   KV from one pool to the other on this host, for a shape that computes little
 
-Both engines run in one process, and the handoff is without gRPC. A step is the wall's, from one to the next, in a run
-of steps without prefill. Writes a table into benchmarks/results. Exit status 1 when a bound is missed. `--tiny`
-rehearses all of it with a small shape, on any device, without bounds.
+Both engines run in one process, and the handoff does not use gRPC. A step's time is the wall time from one step to the
+next, in a run of steps without prefill. Writes a table into benchmarks/results. The exit status is 1 when a bound is
+missed. `--tiny` tries everything with a small shape, on any device, without bounds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NUM_WARM_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`handoff_config` has KV as wide as the served shape's, and narrow layers."""
+    """The sizes of the benchmark. `handoff_config` is a model with as much KV as `config`, but narrow layers."""
 
     config: LlamaConfig
     handoff_config: LlamaConfig
@@ -104,7 +104,7 @@ TINY = Sizes(_TINY, _TINY, 8, 40, 4, 2, 64, 1 << 24)
 
 @dataclass
 class Clock:
-    """Notes where on the stream decode forwards begin and end."""
+    """Records events on the forward stream at the start and end of each decode forward."""
 
     marks: list[tuple[Event, Event]] = field(default_factory=list)
 
@@ -129,7 +129,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A run of steps in which all rows decoded and nothing else was done. Figures are medians, except tokens/s."""
+    """The timing of a run of steps in which all rows decoded and nothing else was done. Times are medians."""
 
     step_s: float
     forward_s: float
@@ -138,7 +138,7 @@ class Decoded:
 
 
 def prompts(num_rows: int, length: int, vocab_size: int, wave: str = "") -> list[list[int]]:
-    """Equal arguments give equal prompts; different waves have nothing in common."""
+    """Returns random prompts. Equal arguments give equal prompts; prompts of different waves have nothing in common."""
     numbers = random.Random(f"{num_rows} {wave}")
     return [[numbers.randrange(vocab_size) for _ in range(length)] for _ in range(num_rows)]
 
@@ -170,7 +170,7 @@ def in_process(target: TargetModel, sizes: Sizes, num_rows: int, length: int, de
 def decode(target: TargetModel, sizes: Sizes, num_rows: int, device: str) -> Decoded:
     pair = in_process(target, sizes, num_rows, sizes.prompt_len + sizes.new_tokens, device)
     try:
-        # The first rows wait for the last one's prompt, and have no token left to give when they are all there.
+        # Steps are measured from when every row has decoded some tokens until the first row has finished.
         outcomes = [
             pair.submit(str(i), ids, ResolvedSampling(seed=i, max_tokens=sizes.new_tokens, temperature=0.0))
             for i, ids in enumerate(prompts(num_rows, sizes.prompt_len, target.vocab_size))
@@ -198,7 +198,10 @@ def decode(target: TargetModel, sizes: Sizes, num_rows: int, device: str) -> Dec
 
 
 def end_to_end_s(target: TargetModel, sizes: Sizes, device: str) -> float:
-    """From the first submitted prompt to the last token of all rows, after everything was compiled and recorded."""
+    """Returns the seconds from the first submitted prompt to the last token of all rows.
+
+    A first wave, which is not measured, compiles the kernels and records the CUDA graphs.
+    """
     pair = in_process(target, sizes, sizes.num_rows, sizes.prompt_len + sizes.new_tokens, device)
     try:
         for name in ("warm", "timed"):
@@ -213,10 +216,10 @@ def end_to_end_s(target: TargetModel, sizes: Sizes, device: str) -> float:
 
 
 def peer_s(model: Any, sizes: Sizes) -> float:
-    """transformers' continuous batching, from the first prompt's arrival to the last token.
+    """Returns the same time for transformers' continuous batching: from the first prompt's arrival to the last token.
 
-    Its manager, with cache and graphs, comes from a first wave, and its thread runs before the prompts arrive. Waves
-    differ, because it may keep the KV of prompts that it has seen.
+    A first wave, which is not measured, creates the manager with its cache and graphs; its thread is then running
+    already. The waves have different prompts, because the manager may keep the KV of earlier ones.
     """
     generation = GenerationConfig(max_new_tokens=sizes.new_tokens, do_sample=False, eos_token_id=-1)
     try:
@@ -233,7 +236,10 @@ def peer_s(model: Any, sizes: Sizes) -> float:
 
 
 def handoff_bytes_per_s(target: TargetModel, sizes: Sizes, device: str) -> float:
-    """From the first segment's arrival until every row's KV has landed, in the second of two waves."""
+    """Returns the rate of a handoff, from the first segment's arrival until the KV of all rows has arrived.
+
+    The second of two waves is measured.
+    """
     pair = in_process(target, sizes, sizes.handoff_rows, sizes.handoff_len + 1, device)
     group = target.layer_group
     arrived_s: list[float] = []
@@ -263,7 +269,9 @@ def random_model(config: LlamaConfig, device: str, attention: str) -> Any:
 
 
 def step_bytes(model: Any) -> int:
-    """Bytes of the weights that a step reads: all but the embedding, of which it reads a row for each token."""
+    """Returns the bytes of weights that a step reads: all but the embedding, of which it reads
+    only one row per token.
+    """
     held = sum(weight.nbytes for weight in model.parameters())
     return int(held - model.get_input_embeddings().weight.nbytes)
 
@@ -297,7 +305,7 @@ def main() -> None:
     is_met = True
 
     def bound(text: str, *, met: bool) -> str:
-        """A bound for the served shape; a rehearsal has none."""
+        """Returns the text for a bound, and records whether it was met. With `--tiny` nothing is judged."""
         nonlocal is_met
         is_met &= met
         return text if args.tiny else f"{text}: {'met' if met else 'MISSED'}"

@@ -1,14 +1,18 @@
-"""How fast KV moves from a prefill service's pool into a decode engine's, beside what the machine can do at best.
+"""Measures how fast KV moves from a prefill service's pool into a decode engine's, and the machine's best rates.
 
-Two processes have their own engines, edges and connections; only the models compute nothing. Each round measures in
-turn: the handoff over gRPC; a gRPC stream between two Python processes, with messages of several sizes, bare and with a
-handoff's copies and checksums; the handoff through shared memory, and through NIXL as it chooses and over TCP; and a
-copy from memory to memory by one thread, far larger than the caches. Each connection has carried as much as the
-concurrent requests need before it is measured.
+Two processes have their own engines, servers and connections; only the models compute nothing. Each round measures in
+turn:
 
-Rates are in MB/s of payload. Ratios are taken within a round; those to a stream refer to the message size with the best
-median, and it streams bytes of as much memory as a prompt's KV. The table shows medians and is saved with its date.
-Exit status 1 when a bound is missed.
+    the handoff over gRPC
+    a gRPC stream between two Python processes, at several message sizes: bare, and with a handoff's copies and sums
+    the handoff through shared memory
+    the handoff through NIXL, with the transport that it chooses and over TCP
+    a copy by one thread of much more memory than the caches hold
+
+Each connection is warmed up with as many bytes as the concurrent requests have. Rates are in MB/s of payload. Ratios
+are taken within a round. Ratios to a stream refer to the message size with the best median; the stream sends as much
+memory as a prompt's KV, again and again. The table shows medians and is saved with its date. The exit status is 1 when
+a bound is missed.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ async def handoff_rate(shape: HandoffShape, num_prompts: int) -> float:
         peer = DecodePeer(shape, address)
         try:
             await peer.open()
-            await peer.hand_over(shape.num_prompts)  # warms connections and untouched pages
+            await peer.hand_over(shape.num_prompts)  # warms up the connection and the memory pages
             rate = await peer.hand_over(num_prompts)
         finally:
             await peer.close()
@@ -58,7 +62,7 @@ async def handoff_rate(shape: HandoffShape, num_prompts: int) -> float:
 
 @contextmanager
 def over_tcp() -> Iterator[None]:
-    """NIXL processes that start in this block can only use TCP."""
+    """Makes NIXL use TCP only, in processes that start in this block."""
     before = os.environ.get("UCX_TLS")
     os.environ["UCX_TLS"] = "tcp"
     try:

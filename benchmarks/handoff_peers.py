@@ -1,5 +1,6 @@
-"""The two services that `benchmarks.handoff` measures, without models: prefill in its own process, decode in
-this one.
+"""The two services that `benchmarks.handoff` measures, without models.
+
+The prefill service runs in a process of its own, the decode engine in this one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _BOUND_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class HandoffShape:
-    """The KV to hand over, in prompts of `prompt_tokens`, at most `num_prompts` at a time."""
+    """The size of a handoff: prompts of `prompt_tokens` tokens, of which at most `num_prompts` are handed over at a
+    time.
+    """
 
     layer_group: LayerGroupSpec
     prompt_tokens: int
@@ -77,7 +80,10 @@ class HandoffShape:
 
 
 class NothingModel:
-    """Has the attributes of TargetModel that engines use. Its KV is whatever the pool holds; its logits are zeros."""
+    """A model that computes nothing. It has the attributes of TargetModel that engines use.
+
+    Its KV is whatever the pool contains, and its logits are zeros.
+    """
 
     eos_token_ids: tuple[int, ...] = ()
     hidden_size = 1
@@ -102,7 +108,7 @@ class NothingModel:
 
 @contextmanager
 def prefill_peer(shape: HandoffShape) -> Iterator[str]:
-    """Yields the address of a prefill service with its own engine, sender, edge and gRPC server."""
+    """Runs a prefill service in another process, with its own engine, sender and gRPC server. Yields its address."""
     with peer_process(partial(_serve_prefill, shape)) as address:
         yield address
 
@@ -160,7 +166,7 @@ def _prefill_engine(shape: HandoffShape, lent: LentMemory) -> PrefillEngine:
 
 
 class DecodePeer:
-    """A decode engine in this process. Each request has one token, so all waiting is for the handoff."""
+    """A decode engine in this process. Each request generates a single token, so all its time is the handoff."""
 
     def __init__(self, shape: HandoffShape, address: str) -> None:
         self._shape = shape
@@ -170,7 +176,7 @@ class DecodePeer:
         self._ready = asyncio.Event()
         self._error: BaseException | None = None
         self.lent_bytes = 0
-        """Bytes of KV that did not come in frames."""
+        """The bytes of KV that came through shared memory or NIXL, not in gRPC frames."""
         engine = new_decode_engine(
             NothingModel(shape),
             max_rows=shape.num_prompts,
@@ -179,7 +185,7 @@ class DecodePeer:
             debug_checks=False,
         )
         for buffer in engine.pool.buffers.values():
-            buffer.view(torch.uint8).random_()  # touches its pages
+            buffer.view(torch.uint8).random_()  # makes the kernel allocate the pages
         self._inbox: EngineInbox[decode.Command] = EngineInbox()
         self._thread = EngineThread(
             inbox=self._inbox,
@@ -203,7 +209,9 @@ class DecodePeer:
         await self._until(self._ready)
 
     async def hand_over(self, num_prompts: int) -> float:
-        """Bytes per second, from the requests' arrival until the last has its first token."""
+        """Hands over `num_prompts` prompts at once. Returns bytes per second until the last request has its first
+        token.
+        """
         self._left = num_prompts
         self._ended.clear()
         prompt = tuple(place % _VOCAB_SIZE for place in range(self._shape.prompt_tokens))
@@ -219,7 +227,7 @@ class DecodePeer:
         self._thread.stop(10.0)
 
     async def _until(self, event: asyncio.Event) -> None:
-        """Raises at once if a request or the engine fails."""
+        """Waits for the event. Raises at once if a request or the engine fails."""
         await asyncio.wait_for(event.wait(), _BOUND_S)
         if self._error is not None:
             raise self._error

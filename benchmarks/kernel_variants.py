@@ -1,7 +1,7 @@
-"""What Triton would compile for a launch, and compiling it, both without a device.
+"""Finds out how Triton would compile a kernel launch, and compiles it, without a GPU.
 
-Triton itself reads the launch's arguments, so this uses parts of Triton that may change with any version. No service
-imports it.
+It uses internals of Triton to classify the launch's arguments; these may change with any version. No service imports
+this module.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from common.device.triton_launch import Kernel, Launch
 
-_ANY_TARGET = GPUTarget("cuda", 90, 32)  # what Triton looks at in arguments is the same for all of CUDA's
+_ANY_TARGET = GPUTarget("cuda", 90, 32)  # the classification of arguments is the same for all CUDA devices
 
 
 @cache
 def _definition(kernel: Kernel) -> JITFunction[Any]:
-    """The function to compile, also while the interpreter is on."""
+    """Returns the kernel's function for compilation, even if Triton's interpreter is switched on."""
     if isinstance(kernel.launcher, JITFunction):
         return kernel.launcher
     return JITFunction(kernel.function, do_not_specialize=kernel.varying)
@@ -40,10 +40,10 @@ def _binder(kernel: Kernel) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is compiled for a launch: the kernel with what Triton's cache tells apart, in the order of its parameters.
+    """A compiled form of a kernel, as Triton's cache distinguishes them. `types` and `properties` are by parameter.
 
-    A constant's type is `constexpr`, and its property is its value. An argument's property is `D` where it is known to
-    be a multiple of 16, 1 where it is known to be 1, and None where nothing is looked at.
+    The type of a constant is `constexpr`, and its property is its value. The property of an argument is `D` if it is
+    known to be a multiple of 16, 1 if it is known to be 1, and None if its value does not matter.
     """
 
     kernel: Kernel
@@ -71,7 +71,7 @@ class Variant:
         return [parameter.name for parameter in _definition(self.kernel).params]
 
     def compile(self, capability: int) -> CompiledKernel:
-        """For devices of this compute capability, such as 80 for 8.0."""
+        """Compiles the variant for devices of this compute capability, for example 80 for 8.0."""
         target = GPUTarget("cuda", capability, 32)
         definition = _definition(self.kernel)
         bound = {name: self.constants.get(name) for name in self._names}

@@ -1,4 +1,4 @@
-"""The machine that a benchmark ran on, and the weights it ran on."""
+"""Describes the machine that a benchmark runs on, and provides the demo model's weights."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 from common.host.cores import num_cores
 
 _LOOPS = 1500
-_BEST_SHARE = 100  # the fastest 1 in this many loops shows the core's own speed
+_BEST_SHARE = 100  # the fastest 1 in this many runs of the loop shows the core's own speed
 
 
 class CoreSpeed:
-    """How fast this thread's core is, by a fixed loop that runs repeatedly.
+    """Estimates the current speed of this thread's core by timing a fixed loop again and again.
 
-    Another machine's thread on the same physical core takes up to half of it, which no clock of this machine shows.
+    A virtual machine on the same physical core can take up to half of its speed, and no clock of this machine shows
+    that.
     """
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
 
     def sample(self) -> None:
-        """Takes some 100 us."""
+        """Times the loop once; takes about 100 µs."""
         begun_s, total = time.perf_counter(), 0
         for number in range(_LOOPS):
             total += number
@@ -41,7 +42,7 @@ class CoreSpeed:
 
 
 def describe_machine() -> str:
-    """Processor and cores, without the machine's name."""
+    """Returns the processor, cores, GPU and torch version, without the machine's name."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -56,7 +57,7 @@ def describe_machine() -> str:
 
 def demo_model_dir() -> Path:
     from common.checkpoints.demo_model import (
-        ensure_demo_model,  # its libraries are not installed where only a GPU is measured
+        ensure_demo_model,  # imported here, because its libraries are missing where only a GPU is measured
     )
 
     return ensure_demo_model(lambda stage, num_done, num_total: None)

@@ -1,4 +1,4 @@
-"""What a model's forwards read and compute, from its configuration and its weights' shapes."""
+"""Computes how many bytes and operations a model's forwards take, from its configuration and its weights' shapes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """The cost of forwards. `num_weights` are those that every decode step multiplies by; of these `num_logit_weights`
-    make logits, which prefill needs only for a prompt's last token.
+    """The cost of a model's forwards.
+
+    `num_weights` counts the weights by which a decode step multiplies. `num_logit_weights` of them compute logits,
+    which prefill needs only for the last token of a prompt.
     """
 
     num_weights: int
@@ -23,7 +25,10 @@ class ModelCosts:
     dtype: str
     kv_bytes_per_token: int
     attention_flops: int
-    """For each token that a token attends: a product with its key, and one with its value, of every head and layer."""
+    """Operations for each pair of a token and a token that it attends, over all heads and layers.
+
+    They are the product with the key and the product with the value.
+    """
     hidden_size: int
     intermediate_size: int
 
@@ -34,7 +39,7 @@ class ModelCosts:
         head_dim = config.get("head_dim") or hidden_size // num_heads
         num_logit_weights = config["vocab_size"] * hidden_size
         num_weights = sum(_num_weights(path) for path in sorted(model_dir.glob("*.safetensors")))
-        if not config.get("tie_word_embeddings"):  # otherwise logits come from the input embedding
+        if not config.get("tie_word_embeddings"):  # with tied weights, the input embedding also computes the logits
             num_weights -= num_logit_weights
         return cls(
             num_weights=num_weights,
@@ -47,14 +52,19 @@ class ModelCosts:
         )
 
     def num_bytes(self, context_tokens: float) -> float:
-        """Weights once, and the KV of every row."""
+        """Returns the bytes that a decode step reads: the weights once, and the KV of `context_tokens` in all rows
+        together.
+        """
         return self.num_weights * BYTES_OF_DTYPE[self.dtype] + context_tokens * self.kv_bytes_per_token
 
     def num_flops(self, num_rows: int, context_tokens: float) -> float:
         return 2.0 * self.num_weights * num_rows + context_tokens * self.attention_flops
 
     def num_prefill_flops(self, *, num_tokens: int, num_attended: int) -> float:
-        """`num_attended` is the sum, over the `num_tokens`, of the tokens that each attends, itself included."""
+        """Returns the operations of a prefill of `num_tokens` tokens.
+
+        `num_attended` is the sum, over these tokens, of the number of tokens that each attends, itself included.
+        """
         num_weights = self.num_weights - self.num_logit_weights
         return 2.0 * num_weights * num_tokens + num_attended * self.attention_flops
 

@@ -1,4 +1,7 @@
-"""Two network namespaces joined by a cable that can be cut. Needs Linux and root; ends with the process."""
+"""Creates two network namespaces joined by a virtual cable that can be cut. Needs Linux and root.
+
+The namespaces end with the process.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from typing import TypeVar
 
 NEAR_ADDRESS, FAR_ADDRESS = "10.77.0.1", "10.77.0.2"
 _CLONE_NEWNET = 0x40000000
-# Everything is larger than the burst and is dropped silently, as by a cut cable.
+# Every packet is larger than the burst and is silently dropped, as by a cut cable.
 _CUT = "root tbf rate 8bit burst 1 latency 1ms"
 
 T = TypeVar("T")
 
 
 class Cable:
-    """Moves the calling thread, and threads and processes that it starts later, to one end of a cable.
+    """A cable between two network namespaces. The calling thread moves to the near end.
 
-    Calls through `at_far_end` run in the other namespace, in one thread that lives as long as the cable.
+    So do threads and processes that it starts later. Calls through `at_far_end` run in the other namespace, in one
+    thread that lives as long as the cable.
     """
 
     def __init__(self) -> None:
@@ -47,7 +51,7 @@ class Cable:
 
 
 def _new_namespace() -> int:
-    """Returns the calling thread's id."""
+    """Moves the calling thread into a new network namespace. Returns the thread's id."""
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
     _ip("link set lo up")

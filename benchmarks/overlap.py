@@ -1,8 +1,9 @@
-"""A timeline of speculative decoding: when each step's verify and draft-extend ended, and when the next was scheduled.
+"""Shows a timeline of speculative decoding: when each step's verify and draft-extend ended, and when the next was
+scheduled.
 
-Both engines in one process on SmolLM2 with the head that comes with Baton, on real streams. Times are the forward
-stream's and the engine thread's, in milliseconds since the first event shown. Writes a table into benchmarks/results.
-Exit status 1 unless scheduling began before draft-extend ended in nine steps of ten.
+Both engines run in one process on SmolLM2 with Baton's own draft head. Times are from the forward stream and the engine
+thread, in milliseconds since the first event shown. Writes a table into benchmarks/results. The exit status is 1 unless
+scheduling began before draft-extend ended in nine steps of ten.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ MIN_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds on one clock. `next_prepared_s` is when the engine thread began to prepare the next step."""
+    """The times of one step in seconds, on one clock.
+
+    `next_prepared_s` is when the engine thread began to prepare the next step.
+    """
 
     verified_s: float
     extended_s: float
@@ -43,7 +47,7 @@ class Step:
 
 
 class Watch:
-    """Notes when steps are prepared, and the marks that they leave on the forward stream."""
+    """Records when steps are prepared, and the events that they record on the forward stream."""
 
     def __init__(self) -> None:
         self.prepared_s: list[float] = []
@@ -51,7 +55,7 @@ class Watch:
         self._origin: tuple[Event, float] | None = None
 
     def start(self, stream: Stream) -> None:
-        """Aligns the stream's clock with this thread's; the stream is idle."""
+        """Aligns the stream's clock with this thread's. The stream must be idle."""
         event = stream.record()
         event.synchronize(10.0)
         self._origin = (event, time.perf_counter())
@@ -110,7 +114,7 @@ def main() -> None:
         sampling = ResolvedSampling(seed=number, max_tokens=args.new_tokens, temperature=0.0)
         pair.submit(str(number), [1, 4093, 198, 1000 + number, 2000 + number], sampling)
     pair.run(bound_s=300.0)
-    steps = watch.steps()[: -args.rows]  # without the end, where rows leave and no step follows
+    steps = watch.steps()[: -args.rows]  # leaves out the end, where rows finish and no step follows
     pair.close()
     early = [step for step in steps if step.next_prepared_s < step.extended_s]
     after_ms = 1e3 * statistics.median(step.next_prepared_s - step.verified_s for step in steps)

@@ -1,10 +1,10 @@
-"""The long parity table: SmolLM2 in float32 through the gRPC pair against `generate`, token for token.
+"""Compares the gRPC pair with transformers' `generate` token for token, with SmolLM2 in float32.
 
-Six configurations cover every pair of {alone, 16 at once} x {overlap on, off} x {chunk 16, 64, 512} without a draft
-head, twelve every pair of these and of {chain of 3, chain of 4, tree, adaptive depth} with it; the first turns of a
-JSON-lines file of outside prompts (`--turns`, with a "turns" list in each line) run in two of each. Writes its table
-into benchmarks/results. Exit status 1 when anything but a tie diverges, ties exceed one in 5,000 tokens, or a fixed
-depth commits no more than 1.5 tokens per forward of the target.
+Without a draft head, six configurations cover every pair of values of {alone, 16 at once} x {overlap on, off} x {chunk
+16, 64, 512}. With it, twelve do so together with {chain of 3, chain of 4, tree, adaptive depth}. The first turns of a
+JSON-lines file of outside prompts (`--turns`, with a "turns" list in each line) run in two configurations of each
+group. Writes its table into benchmarks/results. The exit status is 1 if anything but a tie of two logits diverges, if
+there is more than one tie in 5,000 tokens, or if a fixed depth commits at most 1.5 tokens per forward of the target.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> None:
         details += [f"- {configuration}: {divergence}" for divergence in divergences]
         print(lines[-1], file=sys.stderr, flush=True)
         table = "\n".join([*lines, "", *details]).rstrip()
-        # finished results are kept if the rest fails
+        # Saves after each configuration, so that finished results are kept if a later one fails.
         benchmark_run.save(f"parity-{args.only}" if args.only else "parity", table)
     sys.exit(0 if is_met else 1)
 

@@ -1,6 +1,8 @@
-"""Decode and prefill in two network namespaces, and the cable between them cut for a while under load.
+"""Measures what happens when the network between the decode and the prefill service is cut for a while under load.
 
-sudo python -m benchmarks.partition
+    sudo python -m benchmarks.partition
+
+The services run in two network namespaces joined by a virtual cable.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ LOOK_INTERVAL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Seconds from the cut, or from its end. `prefill_empty_s`: until prefill held nothing for the service it could not
-    reach.
+    """The results of one cut. Times are in seconds from the cut, or from its end.
+
+    `prefill_empty_s` is when the prefill service held nothing more for the decode service that it could not reach.
     """
 
     not_ready_s: float
@@ -51,7 +54,10 @@ class Partition:
 
 @contextmanager
 def services(cable: Cable, model: Path, directory: Path) -> Iterator[Client]:
-    """A decode service at this end and a prefill service at the other, with KV of many segments."""
+    """Runs a decode service at this end of the cable and a prefill service at the other.
+
+    The KV of a prompt is sent in many segments. Yields a client of the decode service.
+    """
     shared = (*COMMON_ARGS, f"--model={model}", "--dtype=float32", "--max-rows=32", "--max-kv-tokens=8192")
     prefill = ServiceProcess(
         name="prefill",
@@ -88,7 +94,9 @@ def services(cable: Cable, model: Path, directory: Path) -> Iterator[Client]:
 def measure(
     cable: Cable, looker: Client, client: Client, undisturbed: Sequence[Completion], cut_for_s: float
 ) -> Partition:
-    """`looker` asks how decode is, `client` sends the requests."""
+    """Cuts the cable for `cut_for_s` seconds while `client` sends requests. `looker` polls the
+    decode service's state.
+    """
 
     def prefill_is_empty() -> bool:
         return cable.at_far_end(_prefill_holds_nothing)
@@ -118,7 +126,7 @@ def measure(
 
 
 def problems_of(each: Partition, cut_for_s: float) -> list[str]:
-    """The bounds that were missed."""
+    """Returns a text for each bound that was missed."""
     limits = {
         "not_ready_s": 5.0,
         "ready_after_mend_s": 10.0,
@@ -138,7 +146,10 @@ def _is_ready(client: Client) -> bool:
 
 
 def _prefill_holds_nothing() -> bool:
-    """By its metrics, which only its own side can reach during a cut."""
+    """Returns whether the prefill service holds no rows and no KV, according to its metrics page.
+
+    During a cut, only its own end of the cable can read that page.
+    """
     with urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=BOUND_S) as response:
         metrics = response.read().decode()
     held = re.findall(r'^baton_(?:rows|kv_slots)\{state="(?!free)\w+"\} (\S+)$', metrics, re.MULTILINE)
@@ -146,7 +157,9 @@ def _prefill_holds_nothing() -> bool:
 
 
 def _seconds_until(condition: Callable[[], bool], start_s: float, bound_s: float) -> float:
-    """Infinite if it did not hold within `bound_s`."""
+    """Polls `condition` until it is true. Returns the seconds since `start_s`, infinite if it takes longer than
+    `bound_s`.
+    """
     while time.monotonic() - start_s < bound_s:
         if condition():
             return time.monotonic() - start_s
@@ -175,7 +188,7 @@ def main() -> int:
     parser.add_argument("--cut-for-s", type=float, default=10.0)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
-    cable = Cable()  # before any other thread
+    cable = Cable()  # must come before any other thread is started
     rows = []
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as name:

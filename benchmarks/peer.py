@@ -1,7 +1,8 @@
-"""Runs a program that is measured beside Baton: a library, without server and streaming.
+"""Runs a peer: another program, a library without server and streaming, that is measured for comparison with Baton.
 
-It receives the contexts (`--prompt`, `--generate`, `--batch`, and `--threads` if a benchmark sets them) and prints one
-JSON object: `peer`, `dtype`, `threads`, and `rows` of `batch`, `decode_tokens_per_s` and `prefill_tokens_per_s`.
+The program receives the sizes (`--prompt`, `--generate`, `--batch`, and `--threads` if a benchmark sets them). It
+prints one JSON object: `peer`, `dtype`, `threads`, and `rows` of `batch`, `decode_tokens_per_s` and
+`prefill_tokens_per_s`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 PeerFigures = dict[str, Any]
-"""What it printed."""
+"""The JSON object that the peer printed."""
 
 
 def add_peer_argument(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +34,10 @@ def run_peer(
     batches: Sequence[int],
     num_threads: int | None = None,
 ) -> PeerFigures | None:
-    """The peer's figures. None if it failed, with its output printed: the run goes on, and its bound is missed.
+    """Runs the peer and returns its figures.
 
-    Raises SystemExit if the peer computes in another dtype, because a ratio to it would mean nothing.
+    Returns None if it failed; its output is printed, the run goes on, and its bound is missed. Raises SystemExit if the
+    peer computes in another dtype, because a ratio to it would mean nothing.
     """
     arguments = ["--prompt", str(num_prompt_tokens), "--generate", str(num_new_tokens)]
     arguments += ["--batch", ",".join(map(str, batches))]
@@ -63,6 +65,6 @@ def run_peer(
 
 
 def peer_row(measured: PeerFigures | None, batch: int) -> dict[str, float] | None:
-    """For so many sequences at a time; None if the peer has no such row, or failed."""
+    """Returns the peer's figures for `batch` sequences at a time. None if the peer has no such row, or failed."""
     rows = measured.get("rows", []) if measured else []
     return next((row for row in rows if row["batch"] == batch), None)

@@ -1,4 +1,4 @@
-"""A process that serves on loopback for as long as a benchmark needs it."""
+"""Runs a server in another process for as long as a benchmark needs it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from common.host.memory import keep_freed_memory
 _START_TIMEOUT_S = 60.0
 
 Serve = Callable[[Connection], Coroutine[None, None, None]]
-"""Sends its port and serves until the pipe closes, or it is cancelled; leaves nothing behind either way."""
+"""A server that runs in the other process.
+
+It sends its port through the pipe, serves until the pipe is closed or it is cancelled, and leaves nothing running.
+"""
 
 
 @contextmanager
 def peer_process(serve: Serve) -> Iterator[str]:
-    """Yields its address."""
+    """Runs `serve` in another process and yields its address on loopback."""
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
     process = spawning.Process(target=_run, args=(serve, theirs), daemon=True)
@@ -42,7 +45,7 @@ def _run(serve: Serve, pipe: Connection) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     keep_freed_memory()
     switch_threads_early()
-    with suppress(KeyboardInterrupt):  # the benchmark's process reports it
+    with suppress(KeyboardInterrupt):  # the benchmark's own process reports it
         asyncio.run(serve(pipe))
 
 

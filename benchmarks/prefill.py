@@ -1,8 +1,8 @@
-"""Prefill tokens/s of one prompt at a time: through a pair's gRPC client, of the engine alone, and of a peer.
+"""Measures prefill tokens/s of one prompt at a time: through a pair's gRPC client, of the engine alone, and of a peer.
 
-Every round measures all of them in turn, at each prompt length; figures are medians over rounds, ratios are taken
-within a round. Through the pair the time is the client's, from sending a prompt to its first token. With --peer exit
-status 1 unless the pair's rate is at least the peer's at every length.
+Every round measures all of them in turn, at each prompt length. Figures are medians over rounds; ratios are taken
+within a round. Through the pair, the time is the client's, from sending a prompt to its first token. With --peer, the
+exit status is 1 unless the pair's rate is at least the peer's at every length.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def main() -> None:
 async def measure_round(
     address: str, lengths: list[int], args: argparse.Namespace, seed: int
 ) -> list[dict[str, float]]:
-    """Tokens/s by who computed, for each length; `bound` is the engine's."""
+    """Measures each prompt length once. Returns for each a dictionary of tokens/s.
+
+    Its keys are `engine`, `bound` (the engine's best possible rate), `pair`, and `peer` if there is one.
+    """
     engine = await asyncio.to_thread(run_engine, lengths, args)
     rows = []
     async with AsyncClient(address) as client:
@@ -98,7 +101,7 @@ def run_engine(lengths: list[int], args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def pair_rate(client: AsyncClient, length: int, seed: int) -> float:
-    """The median of three requests."""
+    """Returns the pair's prefill tokens/s: the median of three requests."""
     vocab_size = (await client.model_info()).vocab_size
     workload = Workload(1, 3, length, 2, prompt_seed=seed)
     records = await run_workload([client], workload, vocab_size=vocab_size)

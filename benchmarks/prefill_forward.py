@@ -1,15 +1,16 @@
-"""The prefill engine alone: tokens/s of one prompt at a time, the bound, and which operators the time goes to.
+"""Measures the prefill engine alone: tokens/s of one prompt at a time, the best possible rate, and the time by
+operator.
 
-Run as a process of its own, beside services: `python -m benchmarks.prefill_forward --prompts 512,2048 --threads 2`
-prints one JSON object. `--by-operators` computes by operators; with `--profile` it prints a table of them, of one
-forward of each prompt, instead.
+Other benchmarks run it as a process of its own: `python -m benchmarks.prefill_forward --prompts 512,2048 --threads 2`
+prints one JSON object. `--by-operators` computes by PyTorch operators instead of the fused forward. `--profile` prints
+the time of each operator instead, for one forward of each prompt.
 """
 
 from __future__ import annotations
 
 from common.host.cores import spin_briefly
 
-spin_briefly()  # before torch is imported, as the services do
+spin_briefly()  # must come before torch is imported, as in the services
 
 import argparse  # noqa: E402
 import json  # noqa: E402
@@ -89,7 +90,10 @@ def main() -> None:
 
 
 def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> float:
-    """Seconds from the prompt's arrival to its PrebuiltBatch. All its KV has left on return."""
+    """Computes a prompt and waits until all its KV is sent.
+
+    Returns the seconds from the prompt's arrival to its PrebuiltBatch, the last message of a handoff.
+    """
     numbers = random.Random(call_id)
     token_ids = tuple(numbers.randrange(100, 49_000) for _ in range(num_tokens))
     row = HandoffRow(call_id, 0, token_ids, num_tokens, ResolvedSampling(seed=0, max_tokens=1))
@@ -112,12 +116,18 @@ def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> floa
 
 
 def prompt_flops(costs: ModelCosts, num_tokens: int) -> float:
-    """The layers' matrix products, and causal attention, in which each token attends itself and those before it."""
+    """Returns the operations of a prompt: the layers' matrix products, and causal attention.
+
+    In causal attention each token attends itself and all tokens before it.
+    """
     return costs.num_prefill_flops(num_tokens=num_tokens, num_attended=num_tokens * (num_tokens + 1) // 2)
 
 
 def matmul_flops_per_s(costs: ModelCosts, num_threads: int) -> float:
-    """The best rate of a packed linear layer of the model's MLP over 512 tokens, in bfloat16 where the CPU has it."""
+    """Measures the best rate of matrix products, with a packed linear layer of the model's MLP over 512 tokens.
+
+    It is in bfloat16 if the CPU can multiply that, else in float32.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     dtype = torch.bfloat16 if can_pack(torch.ones((2, 2), dtype=torch.bfloat16)) else torch.float32

@@ -1,4 +1,4 @@
-"""Text prompts: outside ones, which are not part of the repository, and the project's own."""
+"""Text prompts: the project's own, and outside ones, which are not part of the repository."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from tests.parity.prompts import PROMPTS
 
 OUTSIDE_TURNS = tuple(Path(f"../shared/prompts/{name}.jsonl") for name in ("mt_bench", "humaneval"))
-"""JSON lines with a list `turns` each."""
+"""Files of outside prompts: JSON lines, each with a list `turns`."""
 
 Prompts = list[list[int]]
 
@@ -22,13 +22,13 @@ def first_turns(path: Path, max_turns: int | None = None) -> list[str]:
 
 
 class ChatTokens:
-    """Turns texts into the ids that the model at `model_dir` takes."""
+    """Turns texts into token ids for the model at `model_dir`."""
 
     def __init__(self, model_dir: Path) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
 
     def of_chat(self, text: str) -> list[int]:
-        """The first message of a chat, the model to answer."""
+        """Returns the tokens of a chat whose first user message is `text` and in which the model is to answer next."""
         messages = [{"role": "user", "content": text}]
         return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
@@ -39,6 +39,6 @@ class ChatTokens:
         return [self.of_chat(text) for text in texts]
 
     def of_project(self) -> Prompts:
-        """The project's own prompts, the long ones left out."""
+        """Returns the project's own prompts, without the long ones."""
         short = [prompt for prompt in PROMPTS if not prompt.name.startswith("long")]
         return [self.of_chat(prompt.text) if prompt.is_chat else self.of_text(prompt.text) for prompt in short]

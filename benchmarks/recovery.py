@@ -1,4 +1,4 @@
-"""kill -9 and restart of each service under load: how long until requests are served again.
+"""Measures how long it takes until requests are served again after services were killed (-9) and restarted under load.
 
 python -m benchmarks.recovery
 """
@@ -25,12 +25,17 @@ from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, RunningPair, 
 
 WORKLOAD = Workload(prompt_tokens=100, new_tokens=60)
 LIMIT_S = 60.0
-"""From the kill to the first request served that began after it: most of it is the start of a process."""
+"""The time limit in seconds, from the kill until a request that began after it is served.
+
+Most of that time is the start of a process.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Services by their names in a LocalPair, in the order in which they are killed and restarted at once."""
+    """The services to kill and then to restart, each in this order and without a pause. Names are
+    those in a LocalPair.
+    """
 
     killed: tuple[str, ...]
     restarted: tuple[str, ...]
@@ -38,9 +43,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Seconds; first served of the requests begun after the kill.
+    """The results of one case, in seconds. "First served" is the first request served of those begun after the kill.
 
-    `first_served_after_ready_s` is below 0 when others served before the restarted were ready.
+    `first_served_after_ready_s` is negative if other services served it before the restarted ones were ready.
     """
 
     ready_after_kill_s: float

@@ -1,7 +1,7 @@
-"""transformers `generate` on the same weights, one request at a time: the reference of Baton's rates.
+"""Measures transformers' `generate` on the same weights, one request at a time, as the reference for Baton's rates.
 
-It runs as a process of its own, so that neither side shares a process, an allocator or a thread pool with the other:
-`python -m benchmarks.reference_generate MODEL_DIR PROMPTS.json --new-tokens 128` prints one JSON object.
+It runs as a process of its own, so that the two share no process, allocator or thread pool: `python -m
+benchmarks.reference_generate MODEL_DIR PROMPTS.json --new-tokens 128` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class TokenClock(BaseStreamer):
-    """Notes when each token arrives, without the prompt, which comes first."""
+    """Records when each generated token arrives. `generate` passes the prompt first, which is not recorded."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []

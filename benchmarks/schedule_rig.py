@@ -1,9 +1,9 @@
-"""The decode engine and its edge with everything else taken away: no model, no prefill, no network, no second thread.
+"""Runs the decode engine and its edge (the event routing before gRPC) without model, prefill, network or second thread.
 
     rig.step() ─▶ DecodeEngine.step ─▶ EventRouter.deliver ─▶ LiveRequests ─▶ each stream's reader
 
-Pieces of the forward stream set tensors that were made beforehand. They run as they are enqueued, on the same thread,
-and `Stopwatch` stops for what they do, not for enqueueing them: what it shows is the schedule side alone.
+The forwards only set tensors that were made beforehand. They run on the same thread as soon as they are enqueued. The
+`Stopwatch` is stopped while they run, but not while they are enqueued, so it measures the scheduling alone.
 """
 
 from __future__ import annotations
@@ -65,15 +65,20 @@ from tests.decode_edge.tokenizers_for_tests import byte_level
 PROMPT_TOKENS = 64
 CONTEXT_TOKENS = 4096
 VOCAB_SIZE = 256
-NUM_VARIANTS = 61  # preset results of forwards, used in turn
+NUM_VARIANTS = 61  # different preset results of forwards, used in turn
 STEPS_A_TURN = 8
-"""Steps between the edge's turns: on a core of its own the edge would not empty the engine's caches."""
+"""The edge runs once in this many steps.
+
+If it ran after each, it would evict the engine's data from the core's caches, which it does not do on its own core.
+"""
 _REPLICA = "replica"
 _ROW_BYTES = 4
 
 
 class Stopwatch:
-    """Seconds of named parts, without those inside `stopped`, by the wall clock or the thread's."""
+    """Measures the seconds of named parts, without the time inside `stopped`, on the wall clock or the thread's CPU
+    clock.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -105,7 +110,9 @@ class Stopwatch:
 
 
 class _UncountedStream(InlineStream):
-    """Runs each piece as it is enqueued, while the watch is stopped; enqueueing itself counts."""
+    """A stream that runs work as soon as it is enqueued. The watch is stopped for the work, but
+    not for enqueueing it.
+    """
 
     def __init__(self, name: str, watch: Stopwatch) -> None:
         super().__init__(name, wait_timeout_s=1.0)
@@ -125,7 +132,10 @@ class _UncountedDevice(CpuDevice):
 
 
 class PresetWorker:
-    """A Worker whose forward returns tokens drawn beforehand, and with drafts how many count."""
+    """A Worker whose forward returns random tokens that were drawn beforehand.
+
+    With drafts, the numbers of accepted tokens are also drawn beforehand.
+    """
 
     seed_columns: tuple[SeedColumnSpec, ...] = ()
 
@@ -134,7 +144,7 @@ class PresetWorker:
         self._stream = stream
         numbers = torch.Generator().manual_seed(0)
         width = 1 if spec_info is None else spec_info.max_accept_len
-        # Printable, and no stop string, so that the edge decodes them like text.
+        # Printable characters that contain no stop string, so that the edge decodes them like text.
         self._tokens = torch.randint(97, 123, (NUM_VARIANTS, max_rows, width), generator=numbers)
         self._accept_lens = torch.randint(1, width + 1, (NUM_VARIANTS, max_rows), generator=numbers)
         self._steps = itertools.cycle(range(NUM_VARIANTS))
@@ -175,7 +185,7 @@ class PresetWorker:
 
 @dataclass
 class _Port:
-    """An EnginePort of a rig."""
+    """An EnginePort that collects posted commands until the rig's next step."""
 
     posted: list[Command] = field(default_factory=list)
     is_alive: bool = True
@@ -190,7 +200,7 @@ class _Port:
 
 @dataclass
 class _Loop:
-    """The part of an event loop that the router uses; the rig says when it turns."""
+    """The part of an event loop that the router uses. Callbacks wait in `due` until the rig runs them."""
 
     due: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
@@ -203,7 +213,7 @@ class _Loop:
 
 @dataclass
 class _Transport:
-    """Answers a handoff at the engine's next step: all KV of each row, and its PrebuiltBatch entry."""
+    """Answers a handoff before the engine's next step, with all KV of each row and its PrebuiltBatch."""
 
     port: _Port
     groups: Sequence[str]
@@ -233,11 +243,14 @@ class _Transport:
 
 
 class ScheduleRig:
-    """`num_rows` requests, half of them greedy; with `output_tokens` each ends after so many, the first ones one after
-    the other, and another takes its place.
+    """A decode engine with `num_rows` requests, half of them greedy, and a stopwatch on its parts.
 
-    `watch` gets `total`, which is `step`, with parts of its own, and `deliver`, the handing over of events; `cpu`, the
-    thread's time for both; and `edge`, what the edge's thread does with the events before gRPC.
+    With `output_tokens` each request ends after so many tokens and is replaced by a new one; the first ones end at
+    different times. With None no request ends. The `watch` measures:
+
+        total    an engine step with delivery: `step`, its parts (`next_batch`, `launch`, `finish`), and `deliver`
+        cpu      the thread's CPU time for `total`
+        edge     the work of the edge's thread on events, before gRPC
     """
 
     def __init__(self, *, num_rows: int, spec_info: SpecInfo | None, output_tokens: int | None) -> None:
@@ -308,11 +321,11 @@ class ScheduleRig:
         self.watch.forget()
 
     def step(self) -> None:
-        """Take one engine step, and deliver its events."""
+        """Take one engine step, deliver its events, and replace the requests that ended."""
         commands, self._port.posted = self._port.posted, []
         num_due = len(self._loop.due)
         self._iterate(commands)
-        if len(self._loop.due) in (num_due, STEPS_A_TURN):  # all is waited for, or enough has come
+        if len(self._loop.due) in (num_due, STEPS_A_TURN):  # nothing new is due, or enough steps have passed
             self._turn_edge()
         for request_id in [id for id, live in self._readers.items() if live.ending is not None]:
             live = self._readers.pop(request_id)
@@ -324,7 +337,7 @@ class ScheduleRig:
         self._engine.close()
 
     def _step_and_deliver(self, commands: Sequence[Command]) -> None:
-        """What `EngineThread` does in its loop."""
+        """Does one iteration of the loop in `EngineThread`."""
         if events := self._step(commands):
             self._deliver(events)
 
@@ -334,7 +347,7 @@ class ScheduleRig:
         return events
 
     def _turn(self) -> None:
-        """The event loop's turn: events reach their streams, and each stream reads what is new."""
+        """Runs the edge once: events reach their streams, and each stream reads them."""
         due, self._loop.due = self._loop.due, []
         for callback, arguments in due:
             callback(*arguments)
@@ -369,7 +382,7 @@ def _group(name: str) -> LayerGroupSpec:
 
 
 def _run_at_once(live: LiveRequest) -> None:
-    """A reader that finds news there does not wait."""
+    """Runs a stream's reader, which does not wait because there is news."""
     try:
         live.read().send(None)
     except StopIteration:

@@ -1,12 +1,12 @@
-"""What a decode step costs beside its forward, by batch size: the engine with a worker that computes nothing.
+"""Measures the scheduling cost of a decode step by batch size: the engine with a worker that computes nothing.
 
-python -m benchmarks.schedule_side
+    python -m benchmarks.schedule_side
 
-The engine's thread, alone: requests, rows, slots, launching, results, events; then what the edge's thread does with a
-step's tokens before gRPC. In turn without and with drafts (chains of 4, of which a random number is accepted), with
-rows that stay and with rows of which each ends after 128 tokens and is replaced. Writes a dated table into
-benchmarks/results. Exit status 1 when in one of these a step at the largest batch takes more than 1 ms of the engine's
-thread, in the median, or does not grow less than linearly from the smallest batch to the largest.
+It measures the engine's thread alone (requests, rows, slots, launching, results, events), and then the work of the
+edge's thread on a step's tokens, before gRPC. There are four cases: without and with drafts (chains of 4, of which a
+random number is accepted), each with rows that stay, and with rows that end after 128 tokens and are replaced. Writes a
+dated table into benchmarks/results. The exit status is 1 if, in one of them, a step at the largest batch takes more
+than 1 ms of the engine's thread in the median, or the time does not grow less than linearly with the batch size.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ SCENARIOS = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians in microseconds. `num_running` is the mean number of rows in a step. `total` is the step and its
-    delivery. `core` is the core's speed meanwhile.
+    """The cost of a step at one batch size. Times are medians in microseconds.
+
+    `num_running` is the mean number of rows in a step. `total` is the step with the delivery of its events. `core` is
+    the speed of the core meanwhile.
     """
 
     batch_size: int
@@ -88,8 +90,9 @@ def median_us(seconds: list[float]) -> float:
 
 
 def exponent(costs: list[Cost]) -> float | None:
-    """The exponent of the batch size in the cost, from the smallest batch to the largest; 1 is linear. None for one
-    size.
+    """Returns the exponent with which the cost grows from the smallest to the largest batch size; 1 is linear.
+
+    Returns None if there is only one size.
     """
     first, last = costs[0], costs[-1]
     if first.batch_size == last.batch_size:
@@ -98,7 +101,7 @@ def exponent(costs: list[Cost]) -> float | None:
 
 
 def judged(costs: list[Cost]) -> tuple[str, bool]:
-    """The verdict's line, and whether the bounds are met. Growth is not judged for a single size."""
+    """Returns the line with the verdict, and whether the bounds are met. Growth is not judged for a single size."""
     last, growth = costs[-1], exponent(costs)
     is_met = last.total <= BOUND_US and (growth is None or growth < 1)
     grows = "" if growth is None else f", growth exponent {growth:.2f}, less than 1"
@@ -136,7 +139,7 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     batch_sizes = sorted({int(size) for size in args.batch_sizes.split(",")})
-    gc.freeze()  # as the services do after their imports; the collector stays on
+    gc.freeze()  # as the services do after their imports; the garbage collector stays on
     torch.set_num_threads(1)
     run = BenchmarkRun.of("schedule_side")
     lines = run.heading(

@@ -1,8 +1,8 @@
-"""The serving benchmark: transformers `generate`, Baton through its gRPC client, and a peer, in one run.
+"""Measures serving: transformers' `generate`, Baton through its gRPC client, and a peer, all in one run.
 
-Every round measures all of them in turn on the same weights and prompts, so that a machine's drift affects all alike.
-Figures are medians over rounds, ratios are taken within a round. Writes a dated table and JSON into benchmarks/results.
-Exit status 1 when a bound is missed, also because a requested peer failed.
+Every round measures all of them in turn on the same weights and prompts, so that changes in the machine's speed affect
+all alike. Figures are medians over rounds; ratios are taken within a round. Writes a dated table and JSON into
+benchmarks/results. The exit status is 1 when a bound is missed, or when a requested peer failed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from benchmarks.machine import demo_model_dir
 from benchmarks.peer import add_peer_argument, peer_row, run_peer
 
 LIMITS = {1: 4.0, 8: None, 32: 8.0}
-"""Least ratio of decode tokens/s to sequential `generate`, by concurrency; None: shown without a bound."""
+"""The least ratio of decode tokens/s to sequential `generate`, by concurrency. None: the ratio is shown without a
+bound.
+"""
 PEER_LIMIT = 1.0
-"""Least ratio of tokens/s while all requests decode to the peer's for as many sequences."""
+"""The least ratio to the peer's tokens/s for as many sequences. Baton's are taken while all requests decode."""
 LEAST_FULL_LOAD_S = 3.0
-"""Shortest time in which all requests decode; a shorter window meets no bound."""
+"""The least time in seconds in which all requests decode. With a shorter time the bound counts as missed."""
 
 
 def main() -> None:
@@ -130,7 +132,9 @@ async def run_baton(address: str, levels: list[int], args: argparse.Namespace, s
 
 
 def peer_tokens_per_s(row: dict[str, float], result: dict[str, Any]) -> float:
-    """Tokens over the time of prompts and decoding; 0 if the peer does not report its prompts' time."""
+    """Returns tokens/s over the time of prompts and decoding together; 0 if the peer does not
+    report the prompts' time.
+    """
     if not row.get("prefill_tokens_per_s"):
         return 0.0
     request_s = (
@@ -146,7 +150,7 @@ def vocab_size_of(model_dir: Path) -> int:
 def render(
     run: BenchmarkRun, rounds: list[dict[str, Any]], levels: list[int], result: dict[str, Any]
 ) -> tuple[str, bool]:
-    """The table, and whether every bound is met by the median ratio."""
+    """Returns the table, and whether the median ratio meets every bound."""
     reference = [r["reference"] for r in rounds]
 
     def median(values: list[float], scale: float = 1.0) -> str:
@@ -180,7 +184,9 @@ def render(
         return f"{ratio:.2f}{verdict}"
 
     def judged_peer(ratios: list[float], full_load_s: float) -> str:
-        """The bound is missed if a requested peer failed, or if the window is too short."""
+        """Judges the ratio to the peer. The bound is missed if a requested peer failed, or if the
+        window is too short.
+        """
         nonlocal is_met
         if result["is_peer_wanted"] and not ratios:
             is_met = False

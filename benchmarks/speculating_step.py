@@ -1,10 +1,10 @@
-"""Where the time of a speculating step goes, at one request: each piece on the forward stream, for chains of fixed
-lengths and for adaptive depth.
+"""Measures where the time of a speculating step goes, for one request at a time.
 
-python -m benchmarks.speculating_step
+    python -m benchmarks.speculating_step
 
-Figures come from the running pair's own timeline, while it answers outside prompts through the client, or else the
-project's own. Tokens/s are the client's. Writes a dated table into benchmarks/results.
+It times each part of a step on the forward stream, for draft chains of fixed lengths and for adaptive depth. Times come
+from the running pair's timeline, while it answers outside prompts, or the project's own if there are none. Tokens/s are
+measured at the client. Writes a dated table into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from benchmarks.machine import demo_model_dir
 from benchmarks.prompts import OUTSIDE_TURNS, ChatTokens, first_turns
 
 PIECES = ("resolve", "draft", "verify", "extend")
-NUM_PROMPTS = 12  # of each file
+NUM_PROMPTS = 12  # from each file
 NEW_TOKENS = 128
 MAX_TOKENS = 8192
 ADAPTIVE = "adaptive"
 
 
 async def measure(address: str, prompts: list[list[int]], seconds: float) -> str:
-    """A row of the table without its first cell."""
+    """Returns a row of the table without its first cell."""
     workload = Workload(1, len(prompts), 0, NEW_TOKENS)
 
     async with AsyncClient(address, rpc_timeout_s=30.0) as client:
@@ -43,7 +43,7 @@ async def measure(address: str, prompts: list[list[int]], seconds: float) -> str
         async def answer(chosen: list[list[int]]) -> Any:
             return await send_prompts([client], chosen, concurrency=1, num_new_tokens=NEW_TOKENS, ignore_eos=False)
 
-        await answer(prompts[:4])  # lets the policy learn the depth
+        await answer(prompts[:4])  # warms up; the depth policy of speculative decoding learns from requests
         records = await answer(prompts)
         load = asyncio.create_task(answer(prompts))
         (timeline,) = await asyncio.to_thread(record_timelines, [address], duration_s=seconds)
@@ -57,11 +57,11 @@ async def measure(address: str, prompts: list[list[int]], seconds: float) -> str
 
 
 def pieces(timeline: ServiceTimeline) -> str:
-    """Medians in ms: from one step's begin to the next one's, and of each kind of piece."""
+    """Returns table cells with medians in ms: the time from one step to the next, then each part of a step."""
     times_ms: dict[str, list[float]] = defaultdict(list)
     for event in timeline.tracks["forward"]:
         times_ms[event.name].append(event.duration_ns / 1e6)
-    times_ms["verify"] += times_ms["decode"]  # its name without a head
+    times_ms["verify"] += times_ms["decode"]  # the name of the same work without a draft head
     steps = [(next_.start_ns - one.start_ns) / 1e6 for one, next_ in pairwise(forwards(timeline))]
     columns = [steps, *(times_ms[name] for name in PIECES)]
     return " | ".join(f"{statistics.median(times):.2f}" if times else "" for times in columns)

@@ -1,10 +1,10 @@
-"""What drafts bring: acceptance on outside prompts, and speed with and without the draft head, in one run.
+"""Measures the gain from drafts: acceptance on outside prompts, and speed with and without the draft head, in one run.
 
-Acceptance: greedy first turns, a chain of `--chain` drafts at every step; tokens per forward of the target, and by
-position. Speed: two pairs on the same weights, one with the head and adaptive depth and one without, take turns on the
-same prompts. The one that goes first changes with the round; ratios are taken within a round. A peer gets prompts of
-the same average length. Writes a dated table and JSON into benchmarks/results. Exit status 1 when a bound is missed,
-also because a requested peer failed.
+Acceptance is measured on greedy first turns with a chain of `--chain` drafts at every step: tokens per forward of the
+target, and acceptance by position. For speed, two pairs on the same weights take turns on the same prompts: one with
+the head and adaptive depth, one without. The one that goes first changes with the round; ratios are taken within a
+round. A peer gets prompts of the same average length. Writes a dated table and JSON into benchmarks/results. The exit
+status is 1 when a bound is missed, or when a requested peer failed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from common.request_stats import SpeculationCounts
 
 MIN_TOKENS_PER_FORWARD = 2.0
 LIMITS = {1: 1.2, 8: 0.95, 32: 0.95}
-"""Least ratio of decode tokens/s with the head to those without, by concurrency."""
+"""The least ratio of decode tokens/s with the head to those without, by concurrency."""
 PEER_LIMIT = 1.2
-"""At one request, of tokens/s with the head while it decodes to a peer's of decoding without drafts."""
+"""The least ratio to a peer's tokens/s without drafts, for one request at a time.
+
+Baton's tokens/s are taken while the request decodes, with the head.
+"""
 MAX_CONTEXT = 1024
 
 
@@ -118,7 +121,8 @@ async def measure(
                 await stack.enter_async_context(AsyncClient(pair.decode_addresses[0], rpc_timeout_s=30.0))
                 for pair in (on, off)
             ]
-            for client in clients:  # lets the policy learn the depth, as in service
+            # Warms up: the depth policy of speculative decoding learns from requests, as in service.
+            for client in clients:
                 for level in levels:
                     await speed(client, texts, level, args.new_tokens, first=0)
             for number in range(args.rounds):
@@ -173,10 +177,10 @@ def num_requests_at(concurrency: int) -> int:
 async def speed(
     client: AsyncClient, prompts: Prompts, concurrency: int, num_new_tokens: int, *, first: int
 ) -> dict[str, float]:
-    """The prompts in turn, from number `first` on.
+    """Measures the speed with prompts in turn, from number `first` on.
 
-    Several requests for each that runs at once: drafts end rows at different times, so of one batch alone the last row
-    would decide.
+    There are several requests for each that runs at a time. With drafts, rows end at different times, and with one
+    request each the slowest row would decide the result.
     """
     num_requests = num_requests_at(concurrency)
     chosen = [prompts[(first + number) % len(prompts)] for number in range(num_requests)]
@@ -199,7 +203,7 @@ async def speed(
 
 
 def render(run: BenchmarkRun, result: dict[str, Any]) -> tuple[str, bool]:
-    """The table, and whether every bound is met."""
+    """Returns the table, and whether every bound is met."""
     is_met = True
     positions = " | ".join(f"draft {position}" for position in range(1, result["chain"] + 1))
     lines = [

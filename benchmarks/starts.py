@@ -1,10 +1,10 @@
-"""How long a pair takes from its start to ready, to its first token and to full speed: with nothing kept from before,
-with the model converted, and with kernels compiled.
+"""Measures how long a pair takes from its start until it is ready, until its first token, and until full speed.
 
-python -m benchmarks.starts
+    python -m benchmarks.starts
 
-The file cache is always warm. The start with everything kept is made `--rounds` times and judged by the median. Writes
-a dated table into benchmarks/results. Exit status 1 when that start is not ready in time.
+It starts with an empty cache, then with the converted model kept, then also with the compiled kernels kept. The
+operating system's file cache is always warm. The last start is made `--rounds` times and judged by the median. Writes a
+dated table into benchmarks/results. The exit status is 1 if that start is not ready in time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_SECOND_READY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds since the processes were started."""
+    """The times of one start, in seconds since the processes were started."""
 
     ready_s: float
     first_token_s: float
@@ -46,7 +46,7 @@ def main() -> int:
     args = parser.parse_args()
     starts: dict[str, list[Start]] = {}
     with tempfile.TemporaryDirectory(prefix="baton-starts-") as cache:
-        os.environ["XDG_CACHE_HOME"] = cache  # of the services
+        os.environ["XDG_CACHE_HOME"] = cache  # the cache directory of the services
         starts["nothing kept: the model is fetched and converted, kernels are compiled"] = [measure()]
         shutil.rmtree(Path(cache) / "baton" / "kernels")
         starts["the model kept, kernels are compiled"] = [measure()]
@@ -86,7 +86,7 @@ def cell(seconds: Sequence[float]) -> str:
 
 
 def measure() -> Start:
-    """Raises TimeoutError if full speed is not reached."""
+    """Starts a pair and measures the start. Raises TimeoutError if full speed is not reached."""
     begin_s = time.monotonic()
     with LocalPair(dtype="bfloat16", exposes_metrics=True) as pair:
         ready_s = time.monotonic() - begin_s

@@ -1,4 +1,4 @@
-"""A constant load while something else is measured: so many requests at a time, through the client."""
+"""Keeps a constant number of requests running through the client while something else is measured."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ LOOK_INTERVAL_S = 0.02
 
 
 class SteadyLoad:
-    """`concurrency` greedy requests of `num_new_tokens` each; one that ends is followed by another.
+    """Keeps `concurrency` greedy requests of `num_new_tokens` each running: one that ends is followed by another.
 
-    It is entered once all requests run and no prompt is being computed; with short requests, once as many have ended as
-    run at a time. `num_tokens` and `num_begun` grow meanwhile. On exit all are cancelled.
+    Entering the block waits until all requests are running and no prompt is being computed; with short requests, until
+    as many have ended as run at a time. `num_tokens` and `num_begun` count tokens and requests so far. Leaving the
+    block cancels all requests.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class SteadyLoad:
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     def check(self) -> None:
-        """Raises the error of a failed request."""
+        """Raises the error of a failed request, if there is one."""
         for task in self._tasks:
             if task.done():
                 task.result()

@@ -1,10 +1,10 @@
-"""What a decode step costs and what it could cost: time between forwards, schedule time, forward time, and bytes and
-operations against the machine's best rates, measured in the same run. Then the same for prefill.
+"""Measures the cost of a decode step against the machine's best rates, and then that of prefill.
 
-python -m benchmarks.step_costs
+    python -m benchmarks.step_costs
 
-Figures come from the running pair's own timeline, under a steady load through the client. Writes a dated table and JSON
-into benchmarks/results.
+It reports the time between forwards, the scheduling time and the forward's time, and compares the bytes and operations
+of a forward with the best rates, which are measured in the same run. Times come from the running pair's timeline, under
+a steady load through the client. Writes a dated table and JSON into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from benchmarks.model_costs import BYTES_OF_DTYPE, ModelCosts
 from benchmarks.steady_load import SteadyLoad
 
 LEAST_BUSY = {8: 0.95}
-"""Least share of the time in which the forward stream computes, by concurrency."""
+"""The least share of time in which the forward stream must be computing, by concurrency."""
 PROMPT_TOKENS = 128
 PREFILL = Workload(8, 16, num_prompt_tokens=1024, num_new_tokens=1)
 PREFILL_S = 30.0
 
 
 async def measure_prefill(decode: str, prefill: str) -> ServiceTimeline:
-    """Prompts come as fast as they are computed, for as many forwards as fit into half a minute."""
+    """Records the prefill service for half a minute, while prompts come as fast as they are computed."""
     async with AsyncClient(decode) as client:
         vocab_size = (await client.model_info()).vocab_size
         load = asyncio.create_task(run_workload([client], PREFILL, vocab_size=vocab_size))
@@ -60,7 +60,7 @@ async def measure(address: str, levels: list[int], seconds: float) -> tuple[Mode
             ) as load:
                 (timeline,) = await asyncio.to_thread(record_timelines, [address], duration_s=seconds)
                 load.check()
-                if load.num_begun > level:  # at one request the next one's prompt would count as time between forwards
+                if load.num_begun > level:  # the prefill of another request would count as time between forwards
                     raise RuntimeError(f"a request ended within {seconds:g} s: record for less time")
             figures[level] = step_figures(timeline, num_rows=level)
     return info, figures
@@ -73,7 +73,7 @@ def render(
     figures: dict[int, StepFigures],
     prefill: ServiceTimeline,
 ) -> tuple[str, bool]:
-    """The table, and whether every bound is met."""
+    """Returns the table, and whether every bound is met."""
     lines = [
         *run.heading(
             "What a decode step costs",
@@ -105,7 +105,7 @@ def render(
 def prefill_line(costs: ModelCosts, ceilings: Ceilings, prefill: ServiceTimeline) -> str:
     computed = [
         forward for forward in forwards(prefill) if "tokens" in forward.figures
-    ]  # otherwise the recording's end cut it
+    ]  # the end of the recording cut off the others
     num_flops = sum(
         costs.num_prefill_flops(num_tokens=forward.figures["tokens"], num_attended=forward.figures["attended"])
         for forward in computed

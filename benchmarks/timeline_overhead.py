@@ -1,15 +1,15 @@
-"""What recording its timeline costs a pair, and what a span costs when recording and when not.
+"""Measures how much recording its timeline slows a pair down, and the time of a single span.
 
-python -m benchmarks.timeline_overhead
+    python -m benchmarks.timeline_overhead
 
-Eight requests at a time only decode; then eight short ones keep both services busy with prompts and handoffs. The pair
-is left alone, recorded, recorded and left alone in adjacent windows, so that drift affects both alike. A recording is
-what `baton trace` makes by default: as long, over new connections, and sent after its end. Each four windows give a
-ratio, and the median of ratios is held against the bound. Four windows in which a decoding request ended do not count.
-The table also has the CPU time that both services took for a token, by the kernel's account, which other processes
-affect less.
+First eight requests at a time only decode; then eight short ones keep both services busy with prompts and handoffs. The
+pair runs in groups of four adjacent windows: two of them are recorded and two are not, in the order A B B A, so that
+changes in the machine's speed affect both kinds alike. A recording is made as by `baton trace` with its default length,
+over new connections, and is sent after its end. Each group of four gives a ratio, and the median ratio is compared with
+the bound. Groups in which a decoding request ended do not count. The table also shows the services' CPU time per token,
+as the kernel counts it, which other processes affect less.
 
-Writes a dated table into benchmarks/results. Exit status 1 when a bound is missed, or too little was recorded.
+Writes a dated table into benchmarks/results. The exit status is 1 when a bound is missed, or too little was recorded.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ LEAST_PAIRINGS = 2
 NUM_SPANS = 200_000
 
 Way = Callable[[str, float], Coroutine[Any, Any, int]]
-"""What is done with a service, by its address, for so many seconds."""
+"""An action on a service, given its address and a duration in seconds: recording it, or leaving it alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`cpu_s` is that of both services."""
+    """The measurements of one window. `cpu_s` is the CPU time of both services."""
 
     num_tokens: int
     num_events: int
@@ -80,7 +80,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """The two windows of each kind among four."""
+    """The sums of the two windows without and the two windows with recording, out of a group of four."""
 
     alone: Window
     recorded: Window
@@ -95,7 +95,9 @@ class Pairing:
 
 
 async def record(address: str, duration_s: float) -> int:
-    """Record a service and drop the events, because reading them is not the pair's work. Returns their number."""
+    """Records a service and returns the number of events. The events are dropped, because reading them is not the
+    pair's work.
+    """
     async with grpc.aio.insecure_channel(address, channel_options(None, None)) as channel:
         request = timeline_pb2.RecordTimelineRequest(duration_s=duration_s)
         stream = timeline_pb2_grpc.TimelineStub(channel).Record(request, timeout=duration_s + ANSWER_TIMEOUT_S)
@@ -108,16 +110,19 @@ async def leave_alone(_address: str, duration_s: float) -> int:
 
 
 def cpu_s(pair: LocalPair) -> float:
-    """CPU time that the services' processes have taken so far, in all threads."""
+    """Returns the CPU time in seconds that the services' processes have taken so far, in all threads."""
     ticks = 0
     for service in pair.services:
         fields = Path(f"/proc/{service.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])  # utime and stime, by man 5 proc
+        ticks += int(fields[11]) + int(fields[12])  # utime and stime; see man 5 proc
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 async def window(pair: LocalPair, load: SteadyLoad, way: Way, seconds: float) -> Window:
-    """At least `seconds`; then the recording is sent, which is part of the cost."""
+    """Applies `way` to all services for at least `seconds`, and measures tokens and CPU time meanwhile.
+
+    Sending the recording after that is included, because it is part of the cost.
+    """
     num_tokens, begun_cpu_s, begun_s = load.num_tokens, cpu_s(pair), time.perf_counter()
     done = await asyncio.gather(*(way(service.address, seconds) for service in pair.services))
     load.check()
@@ -132,7 +137,9 @@ async def four_windows(pair: LocalPair, load: SteadyLoad, window_s: float, *, be
 
 
 async def measure_decoding(pair: LocalPair, rounds: int, window_s: float) -> list[Pairing]:
-    """Each round begins eight requests and ends when the first of them ends."""
+    """Measures windows in which requests only decode. Each round starts eight requests and ends
+    when one of them ends.
+    """
     pairings: list[Pairing] = []
     async with AsyncClient(pair.decode_addresses[0]) as client:
         info = await client.model_info()
@@ -171,7 +178,7 @@ async def measure_prompts(pair: LocalPair, num_pairings: int, window_s: float) -
 
 
 def span_ns(*, recording: bool) -> float:
-    """CPU time of one `with track.span(...)` without its loop. The best of five."""
+    """Returns the CPU time of one `with track.span(...)` in ns, without the loop around it: the best of five tries."""
     timeline = Timeline()
     track = timeline.track("engine")
     if recording:
@@ -191,7 +198,7 @@ def span_ns(*, recording: bool) -> float:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of many more values would lie, 19 times of 20: by ranks, for any distribution."""
+    """Returns a 95 % confidence interval of the median. It uses ranks, so it holds for any distribution."""
     ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
     low = max(0, math.floor((len(values) - 1) / 2 - half))
     return ordered[low], ordered[len(values) - 1 - low]
@@ -203,7 +210,9 @@ def row(name: str, values: Sequence[float], digits: int) -> str:
 
 
 def section(name: str, pairings: Sequence[Pairing]) -> tuple[list[str], bool]:
-    """A table of its own, and whether its bound is met. At least LEAST_PAIRINGS of them."""
+    """Returns a section with its own table, and whether the bound is met. There must be at least LEAST_PAIRINGS
+    pairings.
+    """
     ratios = [pairing.rate_ratio for pairing in pairings]
     ratio, (low, high) = statistics.median(ratios), median_interval(ratios)
     events_per_s = sum(p.recorded.num_events for p in pairings) / sum(p.recorded.seconds for p in pairings)

@@ -1,7 +1,8 @@
-"""One request's trace as a collector receives it: every span of caller, decode and prefill, and whether the times add
-up.
+"""Shows one request's trace as a collector receives it, and checks that the times add up.
 
-python -m benchmarks.trace_of_request
+    python -m benchmarks.trace_of_request
+
+The trace has every span of caller, decode service and prefill service.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from common.telemetry.tracing import process_tracer
 from tests.support.otlp_receiver import OtlpReceiver, ReceivedSpan, children_of, otlp_receiver
 
 LIMIT = 0.05
-"""How far the sum of a request's stages may be from the whole (D6)."""
+"""The largest permitted difference between the sum of a request's stages and its whole time,
+as a share of that time.
+"""
 STAGES = ("tokenize", "queue", "prefill", "transfer", "bootstrap", "first_decode", "decode", "delivery")
 SHOWN = ("baton.token_start", "baton.token_stop", "baton.kv_bytes", "gen_ai.usage.output_tokens", "baton.replica")
 WARM_UP_TOKENS = 8
 
 
 def trace_one(receiver: OtlpReceiver, *, prompt_tokens: int, new_tokens: int, chunk_tokens: int) -> None:
-    """A request of a warm pair, from a caller with its own span. Returns once everything has been exported."""
+    """Sends one request from a caller that has its own span, after a warm-up. Returns once all spans have been
+    exported.
+    """
     traced = f"--otlp-endpoint={receiver.endpoint}"
     settings = GatewaySettings(otlp_endpoint=receiver.endpoint)
     with (
@@ -40,7 +45,7 @@ def trace_one(receiver: OtlpReceiver, *, prompt_tokens: int, new_tokens: int, ch
 
 
 def lines_of(span: ReceivedSpan, spans: Sequence[ReceivedSpan], start_ns: int, depth: int = 0) -> Iterator[str]:
-    """Rows of a table: the span, and its children."""
+    """Yields table rows for a span and all spans below it."""
     about = ", ".join(f"{name.rpartition('.')[2]}={span.attributes[name]}" for name in SHOWN if name in span.attributes)
     indent = "&nbsp;" * 4 * depth
     start_ms, ms = (span.start_ns - start_ns) / 1e6, span.seconds * 1e3

@@ -1,16 +1,17 @@
-"""What disaggregation adds to the time to the first token: the pair beside both engines in one process.
+"""Measures how much disaggregation adds to the time to the first token: a pair compared with both engines in one
+process.
 
-A prompt each, the one that goes first changing with the round: two services through the gRPC client, and the same
-engines in this process, set up as a service is, over the in-process handoff, without client, edge or sockets, so that
-all of those count against the pair. Exit status 1 when the pair's TTFT exceeds the other's by more than a tenth of its
-prefill time, by the median over rounds.
+Each round sends a prompt to both; the one that goes first alternates. The pair is two services, called through the gRPC
+client. The other runs the same engines in this process, with the in-process handoff and a service's settings, but
+without client, server and sockets, so that all of those count against the pair. The exit status is 1 if the pair's time
+exceeds the other's by more than a tenth of the prefill time, in the median over rounds.
 """
 
 from __future__ import annotations
 
 from common.host.cores import spin_briefly
 
-spin_briefly()  # before torch is imported, as the services do
+spin_briefly()  # must come before torch is imported, as in the services
 
 import argparse  # noqa: E402
 import asyncio  # noqa: E402
@@ -50,7 +51,7 @@ NEW_TOKENS = 2
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds. `prefill_s` and `transfer_s` are stages of the pair's request."""
+    """The results of one round in seconds. `prefill_s` and `transfer_s` are stages of the pair's request."""
 
     pair_s: float
     one_process_s: float
@@ -72,13 +73,14 @@ def main() -> None:
     args = parser.parse_args()
     num_threads = num_compute_threads(args.threads, 1.0)
     max_tokens = args.prompt_tokens + 64
-    gc.freeze()  # this and what follows as the services do behind their imports
+    gc.freeze()  # this and the next lines do what the services do after their imports
     keep_freed_memory()
     switch_threads_early()
     torch.set_num_threads(1)
     keep_kernels(kernels_cache_dir())
     model = load_target(demo_model_dir(), device="cpu", dtype="bfloat16", fuses=True)
-    fuse(model, num_threads=num_threads, max_tokens=MAX_BATCH_TOKENS)  # one request: its engines compute in turn
+    # Shared by both engines, because with one request they never compute at the same time.
+    fuse(model, num_threads=num_threads, max_tokens=MAX_BATCH_TOKENS)
     one_process = InProcessPair(
         model,
         new_device=lambda: open_device("cpu", num_threads=num_threads),
@@ -118,7 +120,7 @@ def main() -> None:
 
 
 async def measure(address: str, one_process: InProcessPair, num_rounds: int, num_tokens: int) -> list[Round]:
-    """The first round only warms up and does not count."""
+    """Measures the rounds. One more round comes first as a warm-up and is not returned."""
     rounds = []
     async with AsyncClient(address) as client:
         vocab_size = (await client.model_info()).vocab_size
@@ -147,7 +149,7 @@ async def one_process_ttft_s(pair: InProcessPair, request_id: str, prompt: list[
 
 
 def first_token_s(pair: InProcessPair, request_id: str, prompt: list[int]) -> float:
-    set_own_num_threads(1)  # as an engine's thread does
+    set_own_num_threads(1)  # as in an engine's thread
     began_s = time.perf_counter()
     outcome = pair.submit(request_id, prompt, ResolvedSampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0))
     pair.run(until=lambda: bool(outcome.token_ids) or outcome.has_ended)
