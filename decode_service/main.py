@@ -201,7 +201,7 @@ def new_engine(
 def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: SpecInfo | None) -> MemoryBeside:
     """Returns the memory that must stay free beside the KV pool.
 
-    It holds a step's forward, the recorded forwards and the inputs that a draft head has not read.
+    Such memory holds a step's forward, the recorded forwards and the inputs that a draft head has not read.
     """
     model, draft = runtime.model, runtime.draft
     depth = depth_of(spec_info, adapts=settings.adaptive_depth)

@@ -43,8 +43,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class FinishAtStop:
-    """Finishes a request whose output contains a stop string. Output token `num_output_tokens`,
-    from 1, completed it.
+    """Finishes a request whose output contains a stop string.
+
+    `num_output_tokens` is the number of the output token that completed it, counted from 1.
     """
 
     request_id: str
@@ -62,7 +63,8 @@ class Replica:
     """The state of a prefill replica. `num_outstanding` counts its queued and computing rows, as GetLoad reports them.
 
     It takes no row longer than `max_context_tokens`; None means that it reports no limit. `error` says why a replica
-    that is not ready cannot serve. A FingerprintMismatch lasts as long as the replica.
+    that is not ready cannot serve. A FingerprintMismatch (its model or configuration differs) lasts as long as the
+    replica.
     """
 
     address: str

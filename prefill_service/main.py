@@ -145,7 +145,7 @@ def new_engine(
 def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBeside:
     """Returns the memory that must stay free beside the KV pool while two forwards are in flight.
 
-    It holds the activations of one forward and the hidden states that a draft head needs from both.
+    Such memory holds the activations of one forward, and the hidden states that a draft head needs from both.
     """
     model, num_tokens = runtime.model, settings.max_batch_tokens
     num_states = 0 if runtime.draft is None else runtime.draft.capture.num_states

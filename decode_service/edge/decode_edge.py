@@ -1,4 +1,4 @@
-"""The decode service's edge as the service's life uses it: opening, readiness, draining and closing."""
+"""The decode service's edge as `ServiceLife` starts and stops it: opening, readiness, draining and closing."""
 
 from __future__ import annotations
 

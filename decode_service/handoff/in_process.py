@@ -30,7 +30,7 @@ class PrefillPort(Protocol):
     def cancel(self, call_id: str, rows: tuple[int, ...]) -> None: ...
 
     def close(self, call_id: str) -> None:
-        """Ends the call: no further frame is sent, and bytes that `sent` did not report never will be."""
+        """Ends the call: the engine sends no further frame, and bytes not yet reported by `sent` never will be."""
 
     def sent(self, call_id: str, num_bytes: int) -> None: ...
 

@@ -137,10 +137,11 @@ class NixlPool:
         )
 
     async def fetch(self, remote: RemoteKv) -> SharedKv:
-        """Reads the KV of one segment (at most MAX_LENT_BYTES) and its slots' stamps into memory of this process.
+        """Reads the KV of one segment (at most MAX_LENT_BYTES) into memory of this process, and then its slots' stamps.
 
-        Raises NixlError; after one failure every call raises it. If the task is cancelled while it reads, the read goes
-        on and keeps its memory until it has ended. A read that has not begun is dropped.
+        The stamps show whether the replica reused the slots meanwhile. Raises NixlError; after one failure every call
+        raises it. If the task is cancelled while it reads, the read goes on and keeps its memory until it has ended. A
+        read that has not begun is dropped.
         """
         stamps_at = -(-remote.num_bytes // NUMBER_BYTES) * NUMBER_BYTES
         await self._turn.acquire()
@@ -176,7 +177,10 @@ class NixlPool:
 def _ranges(
     bases: NDArray[np.uint64], starts: NDArray[np.uint64], lengths: NDArray[np.uint64], item_bytes: int
 ) -> NDArray[np.uint64]:
-    """Returns address and size of each run of items, relative to each base: [bases * runs, 2]."""
+    """Returns the address and byte size of each run of items at each base address: [bases * runs, 2].
+
+    A run begins at item `starts[i]` after the base and has `lengths[i]` items.
+    """
     addresses = bases[:, None] + starts * np.uint64(item_bytes)
     num_bytes = np.broadcast_to(lengths * np.uint64(item_bytes), addresses.shape)
     return np.stack((addresses.ravel(), num_bytes.ravel()), axis=1)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 class HandoffTimeouts:
     """Time-outs and intervals of the handoff, in seconds.
 
-    A call is lost if it gets no connection, no Accepted or no further frame within the first three. Each replica is
-    polled every `poll_interval_s`, for at most `poll_timeout_s`. Each DNS name is looked up every `look_up_interval_s`,
-    and a look-up without an answer fails after `look_up_timeout_s`. Each NIXL operation (reading a segment, or starting
-    its process) fails after `nixl_timeout_s`. After a failure the pool is opened again after `nixl_retry_s`, a wait
-    that doubles each time.
+    A call is lost without a connection within `connect_timeout_s`, without Accepted within `accept_timeout_s`, or
+    without another frame within `progress_timeout_s`. Each replica is polled every `poll_interval_s`, for at most
+    `poll_timeout_s`. Each DNS name is looked up every `look_up_interval_s`; a look-up fails after `look_up_timeout_s`.
+    Each NIXL operation (reading a segment, or starting its process) fails after `nixl_timeout_s`. After a failure the
+    pool is opened again after `nixl_retry_s`, a wait that doubles each time.
     """
 
     connect_timeout_s: float = 2.0
@@ -29,8 +29,9 @@ class HandoffTimeouts:
 
     @classmethod
     def of_progress(cls, timeout_s: float) -> HandoffTimeouts:
-        """Derives the time-outs from that of frames. Accepted and NIXL reads need no engine, so
-        they get 10 s at most.
+        """Returns the time-outs for a `progress_timeout_s` of `timeout_s`.
+
+        Accepted and NIXL reads need no engine, so they get the same time, but 10 s at most.
         """
         short_s = min(10.0, timeout_s)
         return cls(accept_timeout_s=short_s, nixl_timeout_s=short_s, progress_timeout_s=timeout_s)

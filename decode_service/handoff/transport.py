@@ -24,7 +24,8 @@ Post = Callable[[TransportReport], None]
 
 
 class HandoffTransport(Protocol):
-    """Carries Handoff calls between the engine and the replicas, and reports by a `Post` that it is created with.
+    """Carries Handoff calls between the engine and the replicas. It reports through the `Post` that it was created
+    with.
 
     Any thread may call its methods, except `open` and `close`; none of them blocks. For each `start` it posts in this
     order: FrameArrived with Accepted, a FrameArrived for each further frame as the replica sent them, exactly one
@@ -37,8 +38,8 @@ class HandoffTransport(Protocol):
 
     The error in CallEnded is FingerprintMismatch, PrefillUnavailable or EngineFault (the protocol was broken).
     PrefillUnavailable means that the replica was lost, refused or stalled, and another may serve the rows. A
-    ReplicasChanged without the replica is posted before it. A call ends when its replica is lost or sends nothing for
-    the time-outs.
+    ReplicasChanged in which the replica is not ready is posted before it. A call ends when its replica is lost or sends
+    nothing for the time-outs.
     """
 
     async def open(self) -> None:

@@ -62,7 +62,10 @@ class HandoffCall:
         return dropped
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Marks lent segments as read by the receiver. Raises ProtocolError if one of them was not lent to it."""
+        """Takes back lent segments, which the receiver has read in this service's pool.
+
+        Raises ProtocolError if one of them was not lent to the call.
+        """
         for number in numbers:
             require(number in self._lent, "release_segments.numbers", f"{number} is not lent to the call")
             self._lent.discard(number)
@@ -77,9 +80,9 @@ class HandoffCall:
         """Waits for the next frame to write. Returns None when the engine has ended the call and every lent segment is
         back.
 
-        Ending earlier would tell the receiver that its reads are no longer expected. Raises the error that the call
-        failed with. Raises TimeoutError if there is no frame and the receiver returns no lent segment for
-        `stall_timeout_s`.
+        A lent segment is one that the receiver reads in this service's pool. Ending the call earlier would tell the
+        receiver that its reads are no longer expected. Raises the error that the call failed with. Raises TimeoutError
+        if there is no frame and the receiver returns no lent segment for `stall_timeout_s`.
         """
         while True:
             if self._error is not None:

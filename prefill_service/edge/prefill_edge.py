@@ -1,4 +1,4 @@
-"""The prefill service's edge as the service's life uses it: opening, readiness, draining and closing."""
+"""The prefill service's edge as `ServiceLife` starts and stops it: opening, readiness, draining and closing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PrefillEdge:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the service does not drain. A prefill service depends on no other service."""
+        """Whether the service is not draining. It depends on no other service."""
         return not self._is_draining
 
     @property

@@ -59,7 +59,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffLimits:
-    """The bounds of one call. It fails if the receiver takes nothing for `stall_timeout_s` while a frame waits."""
+    """The bounds of one call. A call fails if the receiver takes nothing for `stall_timeout_s` while a frame waits."""
 
     max_rows: int = MAX_CALL_ROWS
     first_command_timeout_s: float = 10.0
@@ -87,8 +87,10 @@ class PrefillServicer:
         shared_pool: SharedPool | None = None,
         nixl_offer: Callable[[], prefill_pb2.NixlPool | None] = lambda: None,
     ) -> None:
-        """`shared_pool` is memory that receivers on this host can read by its name, or others by `nixl_offer` if it has
-        no name.
+        """Creates the servicer. `shared_pool` is the memory of the KV pool, or None if receivers cannot read it.
+
+        Receivers on this host read it by its name. If it has no name, they read it through NIXL with the data of
+        `nixl_offer`.
         """
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)

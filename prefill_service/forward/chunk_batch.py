@@ -80,8 +80,9 @@ class ChunkBatch:
     """The chunks and tensors of one forward. It owns all its tensors.
 
     `sampled_entries` are the indices of the chunks that end their prompt. `sampled_rows` and `sampled_positions` [R]
-    int64 are the pool rows and positions at which the first tokens of those prompts are drawn. `next_tokens` are the
-    tokens that follow each token. After a prompt's end they are 0, until the first token and the drafts are known.
+    int64 are the pool rows and positions at which the first tokens of those prompts are drawn. `next_tokens` are, for
+    each token, the tokens that follow it, which the draft head reads. After a prompt's end they are 0 until those
+    tokens are known.
     """
 
     chunks: tuple[Chunk, ...]

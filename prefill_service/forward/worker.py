@@ -25,8 +25,8 @@ from prefill_service.forward.chunk_batch import ChunkBatch
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The results of a forward for the chunks that end their prompt, on the host: first tokens, and seed columns by
-    name.
+    """The results of a forward for the chunks that end their prompt, on the host: first tokens and columns of draft
+    seeds.
     """
 
     sampled: Sampled

@@ -28,7 +28,8 @@ class _Copy:
 
 
 class CopyingSender(PieceSender):
-    """Copies pieces of KV out of the pool and makes them segments. A piece needs the pool until its copy has ended.
+    """Copies pieces of KV out of the pool and turns them into segments. A piece needs the pool until its copy has
+    ended.
 
     Bytes copied out and not yet taken by a transport stay within `budget_bytes`, except that each call may always have
     one segment. So a stalled receiver cannot keep the others from sending. While several calls have something to send,
@@ -45,10 +46,10 @@ class CopyingSender(PieceSender):
         new_framed_kv: NewFramedKv | None,
         on_event: OnEvent | None,
     ) -> None:
-        """`new_framed_kv` allocates the memory to which a host pool's KV is copied; None means the device's own host
-        buffers.
+        """Creates a sender with a stream of its own for the copies.
 
-        `on_event` is called for the events of the copying stream, which `poll` checks.
+        `new_framed_kv` allocates the memory to which a host pool's KV is copied; None means the device's own host
+        buffers. `on_event` is called for the events of the copying stream, which `poll` checks.
         """
         super().__init__(max_segment_bytes=max_segment_bytes)
         self._device = device
@@ -71,11 +72,11 @@ class CopyingSender(PieceSender):
         return self._unsent_bytes
 
     def start(self, num_forwards: int) -> None:
-        """Starts as many copies as the budget allows. The calls take turns, until each has a next piece that cannot be
+        """Starts as many copies as the budget allows. The calls take turns until none has a next piece that may be
         copied.
 
-        One stream makes all copies, in order. So it does not start pieces of later forwards than the first
-        `num_forwards + 1`: KV that is ready sooner would wait for them.
+        `num_forwards` is the number of forwards that have ended. Pieces of the forward after them are started too, but
+        none of later ones: one stream makes all copies in order, and KV that is ready sooner would wait for them.
         """
         turns = deque(self._queued)
         while turns:
@@ -116,7 +117,7 @@ class CopyingSender(PieceSender):
             self._queued[prompt.call_id] = deque(piece for piece in pieces if piece.prompt is not prompt)
 
     def forget_call(self, call_id: str) -> None:
-        """Drops what the call's transport, which is gone, had not taken, and frees the call's budget."""
+        """Drops the call's unsent pieces and frees its budget, because its transport is gone."""
         self._queued.pop(call_id, None)
         self._set_unsent(call_id, 0)
 
@@ -150,8 +151,8 @@ class CopyingSender(PieceSender):
         self._copying.append(_Copy(piece, scope, segment, done))
 
     def _copied_out(self, piece: Piece) -> KvSegment:
-        """Returns the segment with the piece's KV. From another device the KV has arrived after the stream's present
-        work.
+        """Returns the segment with the piece's KV. If the pool is on a GPU, the KV arrives when the stream's work so
+        far is done.
         """
         if self._new_framed_kv is not None and self._device.torch_device.type == "cpu":
             framed = self._new_framed_kv(piece.num_bytes, lambda array: self._gather(piece, from_numpy(array)))

@@ -35,14 +35,15 @@ class LendingSender(PieceSender):
             yield SentPiece(piece.prompt, replace(piece.segment, shared=shared), None)
 
     def return_segments(self, numbers: Sequence[int]) -> None:
-        """Takes segments back that the receiver reads no more. Segments of ended prompts are ignored."""
+        """Takes segments back that the receiver has finished reading. Segments of ended prompts are ignored."""
         for number in numbers:
             if (prompt := self._lent.pop(number, None)) is not None:
                 self._num_pieces[prompt] -= 1
 
     def forget(self, prompt: Prompt) -> None:
-        """Sends no more of this prompt and takes back what is lent. A receiver that still reads sees it from the slots'
-        stamps.
+        """Sends no more of this prompt and takes back what is lent.
+
+        A receiver that still reads notices it: the stamps of reused slots differ from the one in its ticket.
         """
         super().forget(prompt)
         self._lent = {number: borrower for number, borrower in self._lent.items() if borrower is not prompt}
@@ -51,7 +52,7 @@ class LendingSender(PieceSender):
         self._queued.extend(pieces)
 
     def _written(self) -> list[Piece]:
-        """Returns the pieces that are written and can be lent. Adjacent layers of the same tokens are joined to one
+        """Returns the pieces that are written and can be lent. Adjacent layers of the same tokens are joined into one
         piece.
         """
         pieces: list[Piece] = []

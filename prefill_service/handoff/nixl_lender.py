@@ -29,7 +29,9 @@ class NixlLender:
     """
 
     def __init__(self, file: int, *, restart_s: float = 0.5) -> None:
-        """`file` is the pool's memory; keep it open while this object exists. `restart_s` is the first wait before a
+        """Creates a lender whose process is not started yet.
+
+        `file` is the pool's memory; keep it open while this object exists. `restart_s` is the first wait before a
         restart.
         """
         self._file = file

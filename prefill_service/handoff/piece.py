@@ -107,7 +107,7 @@ class PieceSender(ABC):
         self._take(pieces)
 
     def forget(self, prompt: Prompt) -> None:
-        """Sends no more of this prompt."""
+        """Drops the pieces of this prompt that are not sent."""
         self._num_pieces.pop(prompt, None)
 
     @abstractmethod

@@ -44,8 +44,9 @@ class KvSender:
         new_framed_kv: NewFramedKv | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """`memory` is the pool's shared memory, or None if no receiver can read it. The others are those of a
-        CopyingSender.
+        """Creates a sender that lends KV if `memory`, the pool's shared memory, is not None.
+
+        The other arguments are those of a CopyingSender.
         """
         self._pool = pool
         self._max_segment_bytes = max_segment_bytes
@@ -99,7 +100,7 @@ class KvSender:
         del self._of_call[call_id]
 
     def forget_call(self, call_id: str) -> None:
-        """Drops what the call's transport, which is gone, had not taken, and frees the call's budget. Also valid after
+        """Drops the call's unsent pieces and frees its budget, because its transport is gone. Also valid after
         `end_call`.
         """
         self._of_call.pop(call_id, None)
@@ -163,11 +164,11 @@ class KvSender:
         self._num_ended += 1
 
     def start_copies(self) -> None:
-        """Starts as many copies as the budget allows. The calls take turns, until each has a next piece that cannot be
+        """Starts as many copies as the budget allows. The calls take turns until none has a next piece that may be
         copied.
 
-        One stream makes all copies, in order. So a piece that a later forward will write is not started yet: KV that is
-        ready sooner would wait for it.
+        One stream makes all copies, in order. So pieces of forwards that are queued later than the next one to end are
+        not started: KV that is ready sooner would wait for them.
         """
         self._copying.start(self._num_ended)
 

@@ -38,12 +38,12 @@ class ChatRendering:
     """Renders conversations in child processes, one at a time in each. For the event loop only.
 
     A process that takes too long is killed. `chat_template` returns the template's source and special tokens, or raises
-    ChatRefused. At the start the template renders a probe, which decides how contents are passed to it. If it fails
-    there, every conversation is refused for that reason. If no process could be started, the first conversations try
-    again.
+    ChatRefused. At the start the template renders a probe conversation, whose result decides in which form message
+    contents are passed to it. If it fails there, every conversation is refused for that reason. If no process could be
+    started, the next conversation tries again.
 
     Conversations are divided by length into the lanes of TextThreads. Those of one lane do not wait for another's, and
-    each lane bounds its own waiting bytes. Two of the processes that had nothing to do for `spare_s` are kept.
+    each lane bounds its own waiting bytes. Processes that had nothing to do for `spare_s` are ended, except two.
     """
 
     def __init__(

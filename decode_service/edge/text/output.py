@@ -42,7 +42,10 @@ class OutputPiece:
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string found in the output. Output token `num_output_tokens`, counted from 1, completed it."""
+    """A stop string found in the output.
+
+    `num_output_tokens` is the number of the output token that completed it, counted from 1.
+    """
 
     stop_string: str
     num_output_tokens: int
