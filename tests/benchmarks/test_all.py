@@ -1,4 +1,6 @@
-"""`make bench`: every benchmark runs whatever those before it said, and those beside a peer are given it."""
+"""`make bench` runs every benchmark even if an earlier one failed, and passes the peer to those that compare with
+one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import benchmarks.__main__ as bench
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was run; the one about prefill fails."""
+    """The benchmarks that were run, in order. The one named prefill fails."""
     ran: list[str] = []
 
     def ends(command: Sequence[str], *, check: bool) -> SimpleNamespace:

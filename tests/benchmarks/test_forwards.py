@@ -1,4 +1,4 @@
-"""What the benchmarks read from a recorded timeline: forwards, and the time between them."""
+"""The figures that benchmarks compute from a recorded timeline: forwards, and the time between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def forward(number: int, start_ms: int, end_ms: int, rows: int = 1) -> TimelineE
 
 
 def launch(start_ms: int) -> list[TimelineEvent]:
-    """A step of the engine that launched something, of 4 ms, half of which it waited."""
+    """The spans of one engine step that launched something. It takes 4 ms and waits for half of them."""
     return [
         span("launch", start_ms, start_ms + 1),
         span("wait", start_ms + 1, start_ms + 3),
@@ -46,7 +46,7 @@ def timeline(pieces: Sequence[TimelineEvent], num_dropped: dict[str, int] | None
 def test_the_time_between_forwards_is_that_of_the_stream() -> None:
     pieces = [forward(number, 10 * number, 10 * number + 8) for number in range(6)]
     figures = step_figures(timeline(pieces), num_rows=1)
-    assert (figures.num_steps, figures.context_tokens) == (3, 100)  # the first and the last may have been cut
+    assert (figures.num_steps, figures.context_tokens) == (3, 100)  # the first and the last step may be incomplete
     assert figures.between_s == pytest.approx(0.002)
     assert figures.busy == pytest.approx(0.8)
     assert figures.schedule_s == pytest.approx(0.002)

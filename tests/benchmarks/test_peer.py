@@ -1,4 +1,6 @@
-"""A peer that was asked for: what it is told, and that one which does not come is no bound met."""
+"""A benchmark's peer (another serving program to compare with): the arguments it gets. A peer that fails meets no
+bound.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def peer(batch: int = 1, decode_tokens_per_s: float = 50.0, dtype: str = "bfloat
 
 
 def run(program: str, num_threads: int | None = None) -> PeerFigures | None:
-    """A peer of these lines of Python."""
+    """Run a peer that consists of these lines of Python."""
     return run_peer(
         shlex.join([sys.executable, "-c", f"import json, sys\n{program}", "MODEL"]),
         dtype="bfloat16",
@@ -65,7 +67,9 @@ def test_rows_are_found_by_batch() -> None:
 
 
 def serving_of(found: PeerFigures | None, full_load_s: float = 9.0) -> tuple[str, bool]:
-    """The table of a round at one request, all of whose other bounds are met."""
+    """The table of a round with one request, and whether its bounds were met. All bounds other than the peer's are
+    met.
+    """
     zeros: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(LoadReport)}
     figures = {"decode_tokens_per_s": 100.0, "full_load_tokens_per_s": 100.0, "tokens_per_s": 90.0}
     report = LoadReport(**{**zeros, **figures, "full_load_s": full_load_s})

@@ -1,4 +1,4 @@
-"""When the schedule side of a step meets its bounds: by its time at the largest batch, and by how it grows."""
+"""The schedule side of a step meets its bounds on its time at the largest batch and on its growth with the batch."""
 
 from __future__ import annotations
 

@@ -18,23 +18,25 @@ BOUND_S = 20.0
 @pytest.fixture(autouse=True)
 def fake_services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(FAKE_SERVICES), str(REPOSITORY))))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # pairs of other tests are not found
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # so that pairs of other tests are not found
     monkeypatch.chdir(tmp_path)
-    for directory in ("tiny", "head"):  # looked for, never read
+    for directory in ("tiny", "head"):  # services look for them and never read them
         (tmp_path / directory).mkdir()
         (tmp_path / directory / "config.json").touch()
 
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Started in the background of a script, the suite ignores SIGINT, and what it starts would too."""
+    """Restore SIGINT for the test. If a script starts the suite in the background, the suite ignores SIGINT, and so
+    would its child processes.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie does not count: whoever adopted it just has not looked yet."""
+    """Whether the process runs. A zombie counts as ended: only its parent has not collected it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What the commands print, and the status they end with."""
+"""The output of `baton`'s commands, and their exit status."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_text_of_a_stream_that_breaks_ends_with_a_line(server: ScriptedServer) -
 
 
 class Terminal:
-    """A command on a terminal of its own: what it shows, and what is typed."""
+    """A command that runs on its own terminal. Tests read what it shows and type into it."""
 
     def __init__(self, *arguments: str) -> None:
         self._shown = b""
@@ -164,11 +164,11 @@ class Terminal:
         self._process.send_signal(signal.SIGINT)
 
     def read_until(self, words: str) -> str:
-        """What is shown from the last call up to these words."""
+        """The output since the last call, up to these words."""
         while words.encode() not in self._shown:
             try:
                 part = os.read(self._terminal, 4096)
-            except OSError:  # Linux's, for a terminal whose last process has ended
+            except OSError:  # Linux raises it for a terminal whose last process has ended
                 part = b""
             assert part, f"it ended after {self._shown!r}"
             self._shown += part
@@ -176,7 +176,7 @@ class Terminal:
         return before.decode()
 
     def end(self) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the command to end, and return its exit status."""
         return self._process.wait(BOUND_S)
 
     def __enter__(self) -> Self:
@@ -304,7 +304,7 @@ def test_what_is_no_address_is_refused_in_words_at_once(arguments: tuple[str, ..
 
 @contextmanager
 def answering(text: bytes) -> Iterator[str]:
-    """The address of who writes `text` to everybody and then leaves."""
+    """The address of a server that sends `text` to every connection and closes it."""
 
     class Answer(socketserver.BaseRequestHandler):
         def handle(self) -> None:

@@ -1,4 +1,4 @@
-"""The figures a load run reports, from arrivals on a scripted clock."""
+"""The figures that a load run reports, given arrivals on a scripted clock."""
 
 from __future__ import annotations
 

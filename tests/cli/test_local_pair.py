@@ -1,4 +1,4 @@
-"""Service processes on this machine: they become ready together, and none is left behind."""
+"""LocalPair: service processes on this machine become ready together, and none is left behind."""
 
 from __future__ import annotations
 

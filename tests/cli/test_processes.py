@@ -1,4 +1,4 @@
-"""`baton up`, `demo` and `bench` as people run them: processes of their own that leave none behind."""
+"""`baton up`, `demo` and `bench` as users run them, in processes of their own. They leave no process behind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Command:
         self.service_pids: list[int] = []
 
     def lines_until(self, is_last: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-        """Everything printed up to that line; fails when the command ends before it."""
+        """All lines printed up to the one for which `is_last` is True. Fails if the command ends before that."""
         lines = []
         assert self.process.stdout is not None
         for text in self.process.stdout:
@@ -103,7 +103,7 @@ def test_up_stops_cleanly(command: Callable[..., Command], number: signal.Signal
 def test_up_with_a_gateway_answers_http_and_stops_it_too(
     command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for setting in ("BATON_TLS_CERT", "BATON_TLS_KEY"):  # of services of another kind: these speak in plain
+    for setting in ("BATON_TLS_CERT", "BATON_TLS_KEY"):  # set for other services; these use no TLS
         monkeypatch.setenv(setting, "/no/such/file")
     up = command("up", "--model=tiny", "--gateway", "--gateway-listen=127.0.0.1:0", "--refresh-s=0.1")
     ready = up.ready()
@@ -135,7 +135,7 @@ def test_the_port_to_listen_on_may_be_any_that_is_free(tmp_path: Path) -> None:
 
 
 HELD = "HELD"
-"""In a mistake below, the address of a port that somebody listens on."""
+"""In the cases below, this word is replaced by the address of a port that is already in use."""
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_a_second_interrupt_stops_a_pair_that_does_not_end(
     log = Path(up.ready()["services"][-1]["log"])
     up.process.send_signal(signal.SIGINT)
     assert up.lines_until(lambda line: line["event"] == "stopping")[-1]["timeout_s"] == 1000
-    wait_until(lambda: '"event": "stopped"' in log.read_text())  # the gateway ends first: decode is waited for
+    wait_until(lambda: '"event": "stopped"' in log.read_text())  # the gateway ends first, before decode
     up.process.send_signal(signal.SIGINT)
     status, lines = up.end()
     assert (status, lines[-1]["event"]) == (0, "stopped")
@@ -314,7 +314,7 @@ def test_up_interrupted_while_it_starts_leaves_no_process(
 
 @pytest.fixture
 def first_is_loading(command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Begins to start a pair, none of whose processes has listened anywhere yet; the ports that it has chosen."""
+    """Start a pair whose processes load for ever and listen on no port yet. Returns the ports chosen for them."""
     monkeypatch.setenv("FAKE_PREFILL", "--fake-trouble=loads")
     monkeypatch.setenv("FAKE_DECODE", "--fake-trouble=loads")
 

@@ -1,4 +1,4 @@
-"""When a process that ended is started again, on a scripted clock."""
+"""The delay after which a process that ended is restarted, on a scripted clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.service_process import ChildProcess
 
 
 class ScriptedProcess(ChildProcess):
-    """Runs nothing; `died` and `has_room` are the test's."""
+    """A process that runs nothing. The test sets `died` and `has_room`."""
 
     def __init__(self) -> None:
         super().__init__(name="decode-0", address="127.0.0.1:1", arguments=(), log_file=Path("decode-0.log"))
@@ -47,7 +47,7 @@ class Rig:
         return self.restarts.look(is_ready=is_ready)
 
     def die(self) -> float:
-        """The wait until it is started again."""
+        """Let the process die, and return the delay until its restart."""
         self.process.died = True
         ended = self.look_after(0.0)
         assert isinstance(ended, Ended) and "decode-0 ended with status 1" in str(ended.error)

@@ -1,4 +1,4 @@
-"""Which pairs of `baton up` commands find."""
+"""Commands find the pairs that `baton up` runs on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def keeper(*addresses: str) -> subprocess.Popen[str]:
-    """A process that keeps a pair until its input ends."""
+    """A process that announces a pair with these addresses until its input ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", KEEPS_A_PAIR, *addresses], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -137,7 +137,7 @@ def test_of_several_the_newest_is_taken_and_said(server: ScriptedServer) -> None
 
 
 def waiting(*arguments: str) -> subprocess.Popen[str]:
-    """A command that has said that it waits for a pair."""
+    """Start a command and wait until it prints that it is waiting for a pair."""
     process = subprocess.Popen(
         [sys.executable, "-c", "from baton.cli.main import main; main()", *arguments],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What services write to their logs, as those who started them are told."""
+"""The log lines of services, as `baton up` shows them to its user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines of several services on one axis of time."""
+"""Timelines of several services are merged onto one time axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.trace_file import trace_events
 
 
 def timeline(service: str, *, start_ns: int, unix_offset_ns: int, clock_id: str) -> ServiceTimeline:
-    """With one span, a microsecond after its begin."""
+    """The timeline of a service, with one span that starts 1 µs after its beginning."""
     span = TimelineEvent(EventKind.SPAN, "step", start_ns + 1000, 500, "", "", {"flow": 7})
     return ServiceTimeline(
         address="127.0.0.1:1",
@@ -33,7 +33,7 @@ def timeline(service: str, *, start_ns: int, unix_offset_ns: int, clock_id: str)
     ],
 )
 def test_clocks(clock_ids: tuple[str, str], second_us: float) -> None:
-    """The second begins 2 µs later on its clock, whose offset is 5 µs larger."""
+    """The second timeline begins 2 µs later on its clock, and that clock's offset to Unix time is 5 µs larger."""
     events = trace_events(
         [
             timeline("prefill", start_ns=1_000_000, unix_offset_ns=50_000, clock_id=clock_ids[0]),

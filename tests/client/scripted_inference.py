@@ -1,4 +1,4 @@
-"""A decode service whose answers a test writes down beforehand."""
+"""A decode service with answers that a test writes beforehand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ BOUND_S = 10.0
 
 
 class ScriptedInference(inference_pb2_grpc.InferenceServicer):
-    """Plays the next of `scripts` for a Generate, and `script` once there is none: events are sent, an exception-like
-    status ends the call, HOLD waits.
+    """An Inference service that plays the next of `scripts` for each Generate call, and `script` once there is none
+    left.
+
+    A script lists events to send, a status that ends the call, and HOLD, which waits.
     """
 
     HOLD = object()
@@ -84,7 +86,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
 
 
 class ScriptedServer:
-    """`inference` behind a gRPC server on loopback, on a free port or `port`, with grpc.health.v1 ("" serves)."""
+    """A gRPC server on loopback for `inference`, with health checks. It listens on `port`, or on a free one."""
 
     def __init__(self, credentials: grpc.ServerCredentials | None = None, *, port: int = 0) -> None:
         self.inference = ScriptedInference()
@@ -138,7 +140,7 @@ def finished(
 
 
 def failure(code: int, message: str, *, reason: str = "", **metadata: str) -> status_pb2.Status:
-    """An error status; with a reason it carries google.rpc.ErrorInfo."""
+    """An error status. With a reason, it carries google.rpc.ErrorInfo."""
     status = status_pb2.Status(code=code, message=message)
     if reason:
         detail = any_pb2.Any()

@@ -1,4 +1,4 @@
-"""What a generation yields and how it ends; the same rules for both clients."""
+"""The events of a generation and its ending. The same rules hold for both clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A name with several decode services behind it, which come and go while a client is connected."""
+"""A name that resolves to several decode services, which come and go while a client is connected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOUND_S = 20.0
 
 
 class NamedService(inference_pb2_grpc.InferenceServicer):
-    """Says where it listens; `hold` keeps its streams open."""
+    """An Inference service whose answers name its own host. `hold` keeps its streams open."""
 
     def __init__(self, host: str) -> None:
         self._host = host

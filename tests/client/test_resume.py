@@ -1,4 +1,4 @@
-"""`resume=True`: a stream that breaks goes on in another call, and its caller sees one."""
+"""`resume=True`: a broken stream continues in another call, and its caller sees a single stream."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LIVE = failure(code_pb2.ALREADY_EXISTS, "live", reason="DUPLICATE_REQUEST_ID")
 
 
 class Reader:
-    """Either client, by one face."""
+    """Wraps either client, so that tests can read from both in the same way."""
 
     def __init__(self, client: Client | AsyncClient) -> None:
         self._client = client
 
     async def read(self, **options: Any) -> tuple[list[Event], errors.BatonError | None, Progress]:
-        """Events, the error after them, and what the stream says of itself."""
+        """The events of a generation, the error that ended it or None, and the stream's progress."""
         options = {"prompt": "Hi", **options}
         events: list[Event] = []
         stream = self._client.generate(**options)
@@ -129,7 +129,7 @@ async def test_a_status_lost_behind_finished_breaks_nothing(server: ScriptedServ
 
 
 async def test_refusals_due_to_the_break_pass(server: ScriptedServer, reader: Reader) -> None:
-    """The dying server may still hold the caller's own id, and the others are full of what it lost."""
+    """The dying server may still hold the caller's request id, and the others are busy with the streams it lost."""
     server.inference.scripts.extend([[started(), delta([5], "a"), LOST], [LIVE], [FULL], [started(), finished()]])
 
     events, error, _ = await reader.read(request_id="mine")
@@ -352,7 +352,7 @@ async def test_a_closed_client_resumes_nothing(server: ScriptedServer) -> None:
 
 
 def test_what_was_not_admitted_is_sent_again_without_a_copy() -> None:
-    """A prompt may be megabytes, and a caller may ask for many choices of it."""
+    """A copy would cost much: a prompt may have megabytes, and a caller may want many choices of it."""
     request = inference_pb2.GenerateRequest(text="Hi", generated_token_ids=[1, 2])
     generation = Generation(request, timeout_s=None, resume_timeout_s=10.0)
     for _ in range(2):
@@ -382,7 +382,7 @@ def test_pauses_grow_to_a_bound_and_begin_anew_with_each_event() -> None:
 
     generation.next_call()
     assert generation.accept(started()) is None, "a further Started is no event of the caller's"
-    now_s = 200.0  # it waited there, admitted, until that service was lost too
+    now_s = 200.0  # the request waited there, admitted, until that service was lost too
     assert generation.pause_s_after(lost) == 2.0, "pauses stay as long until output comes"
     for _ in range(MAX_BREAKS):
         generation.next_call()

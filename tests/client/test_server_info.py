@@ -1,4 +1,4 @@
-"""What the clients learn about a server."""
+"""Server information that the clients offer: model, load and health."""
 
 from __future__ import annotations
 

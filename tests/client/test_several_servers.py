@@ -1,4 +1,4 @@
-"""An address that names several servers: calls go in turn to those that are ready, by either client."""
+"""With an address that names several servers, either client sends its calls in turn to those that are ready."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNAVAILABLE = 14
 
 @pytest.fixture
 def servers() -> Iterator[dict[str, ScriptedServer]]:
-    """Both ready; each says its name as the request's id."""
+    """Two ready servers. Each answers with its own name as the request id."""
     servers = {name: ScriptedServer() for name in ("a", "b")}
     for name, server in servers.items():
         server.inference.script = [started(name), finished()]
@@ -62,7 +62,7 @@ async def test_the_async_client_does_so_too_and_resumes_at_the_other(servers: di
     lost = failure(UNAVAILABLE, "Socket closed")
     set_ready(servers["b"], False)
     servers["a"].inference.scripts.append([started("a", seed=7), delta([5], "x"), lost])
-    servers["a"].inference.script = [lost]  # who asks it before the news that it is not ready has come
+    servers["a"].inference.script = [lost]  # answers callers that have not yet heard that it is not ready
     servers["b"].inference.script = [started("b", seed=7), delta([6], "y"), finished(num_completion_tokens=2)]
     async with AsyncClient(address(servers), resume=True) as client:
         events: list[Any] = []
@@ -99,7 +99,9 @@ async def test_a_list_that_is_none_is_refused(make: Callable[[str], Any], wrong:
 
 
 def test_hosts_that_nobody_knows_are_named_when_there_is_no_other() -> None:
-    """A replica whose container is gone is gone from the names too: the others serve."""
+    """A replica whose container is gone is also missing from the names, and the others serve. If no host is left,
+    the error lists them all.
+    """
     with pytest.raises(errors.Unavailable, match=r"one\.invalid:1,two\.invalid:2"):
         Client("one.invalid:1,two.invalid:2")
 

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS, with certificates made for these tests only."""
+"""TLS and mutual TLS, with certificates made only for these tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MUTUAL = Tls(
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    """Wants a client certificate of the test CA."""
+    """A server that requires a client certificate of the test CA."""
     pair = ((CERTIFICATES / "server.key").read_bytes(), (CERTIFICATES / "server.pem").read_bytes())
     credentials = grpc.ssl_server_credentials([pair], (CERTIFICATES / "ca.pem").read_bytes(), require_client_auth=True)
     server = ScriptedServer(credentials)

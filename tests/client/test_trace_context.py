@@ -1,4 +1,4 @@
-"""A caller's span travels with its requests, and nothing where there is none."""
+"""A caller's span travels with its requests; without one, no trace metadata is sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Complete = Callable[..., Awaitable[object]]
 
 @pytest.fixture(params=["Client", "AsyncClient"])
 async def complete(request: pytest.FixtureRequest, server: ScriptedServer) -> AsyncIterator[Complete]:
-    """One generation of either client; `options` are its own."""
+    """A function that runs one generation with either client. Its `options` are the client's."""
 
     async def run(**options: Any) -> None:
         if request.param == "Client":
@@ -73,7 +73,7 @@ async def test_a_resumed_stream_stays_in_its_trace(server: ScriptedServer, clien
     with Client(server.address, resume=True) as resuming:
         with use_span(SPAN):
             stream = resuming.generate("Hi")
-        list(stream)  # outside of the span
+        list(stream)  # after the span has ended
 
     sent = [server.inference.metadata.get(timeout=BOUND_S) for _ in range(2)]
     assert [metadata["traceparent"] for metadata in sent] == [TRACEPARENT, TRACEPARENT]

@@ -29,7 +29,7 @@ NAME = "baton-test"
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
     report = Report()
-    # A run that is told to stop takes its containers along.
+    # A run that is told to stop removes its containers too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(StepFailed):
         _run(report)
@@ -44,8 +44,8 @@ def _run(report: Report) -> None:
         name=NAME,
         directory=ROOT,
         files=("compose.cpu.yaml",),
-        # Four engines share this machine. Answers are compared: in bfloat16 two logits are often the same, and which
-        # comes first changes with the batch.
+        # Four engines share this machine, and their answers are compared. In bfloat16 two logits are often equal, and
+        # the batch then decides which one is chosen.
         environment={
             "GATEWAY_PORT": str(free_port()),
             "BATON_DTYPE": "float32",

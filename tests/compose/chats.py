@@ -1,4 +1,4 @@
-"""Chats through both doors: HTTP at the gateway, gRPC at the decode services."""
+"""Chats with a running project: over HTTP with the gateway, and over gRPC with the decode services."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ class Answer:
 
 
 Chat = Callable[[int], Answer]
-"""Asks the question of a number; raises what goes wrong."""
+"""A function that asks question number i and returns its answer. It raises any error."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`answers` with the number of the question that each is to."""
+    """The result of many chats: `answers`, each with the number of its question, and the errors of those that
+    failed.
+    """
 
     answers: Sequence[tuple[int, Answer]]
     failures: Sequence[str]
@@ -40,7 +42,9 @@ class Outcome:
 
 
 def answered_differently(*outcomes: Outcome) -> Mapping[int, int]:
-    """Questions that were given more than one answer, and how many: decoding is greedy, so there is one."""
+    """The questions that got more than one answer, with the number of different answers. Decoding is greedy, so
+    there should be none.
+    """
     answers: dict[int, set[tuple[int, ...]]] = {}
     for number, answer in (each for outcome in outcomes for each in outcome.answers):
         answers.setdefault(number, set()).add(answer.token_ids)
@@ -52,7 +56,7 @@ def question(number: int, *, num_fillings: int = 4) -> str:
 
 
 def over_http(port: int, *, num_fillings: int = 4) -> Chat:
-    """Every second answer is streamed."""
+    """A chat with the gateway. Every second answer is streamed."""
 
     def chat(number: int) -> Answer:
         streams = number % 2 == 1
@@ -81,7 +85,7 @@ def over_http(port: int, *, num_fillings: int = 4) -> Chat:
 
 
 def over_grpc(addresses: Sequence[str], *, num_fillings: int = 4, tls: Tls | None = None) -> Chat:
-    """Takes turns between the decode services, without resuming: what a service loses is seen."""
+    """A chat with the decode services in turn. It does not resume, so that a lost stream shows."""
 
     def chat(number: int) -> Answer:
         messages = [ChatMessage("user", question(number, num_fillings=num_fillings))]
@@ -95,7 +99,9 @@ def over_grpc(addresses: Sequence[str], *, num_fillings: int = 4, tls: Tls | Non
 def ask(
     chats: Sequence[Chat], *, num_requests: int, num_at_a_time: int, on_answer: Callable[[int], None] | None = None
 ) -> Outcome:
-    """`num_requests` dealt to the chats in turn. `on_answer` hears how many have ended, on this thread."""
+    """Ask `num_requests` questions, dealt to the chats in turn. `on_answer` is called on this thread with the number
+    of chats that have ended.
+    """
     answers, failures = [], []
     with ThreadPoolExecutor(num_at_a_time) as executor:
         futures = {

@@ -1,4 +1,4 @@
-"""Programs that are run to their end, within a time."""
+"""Runs programs to their end, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POLL_INTERVAL_S = 0.5
 
 
 class CommandFailed(Exception):
-    """A program ended with another status than 0, or not in time: what it was and what it said last."""
+    """Raised when a program fails or takes too long. The text names the command and its last output."""
 
 
 def run(
@@ -23,7 +23,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> str:
-    """Its standard output. Raises CommandFailed."""
+    """Run a command and return its standard output. Raises CommandFailed."""
     try:
         done = subprocess.run(
             command,
@@ -54,7 +54,7 @@ def succeeds(command: Sequence[str], *, timeout_s: float, environment: Mapping[s
 
 
 def wait_until(what: str, is_so: Callable[[], bool], *, timeout_s: float) -> None:
-    """Asks until it is so. Raises TimeoutError naming what was waited for."""
+    """Poll until `is_so()` is True. Raises TimeoutError, which names `what` was awaited."""
     end_s = time.monotonic() + timeout_s
     while not is_so():
         if time.monotonic() > end_s:

@@ -1,4 +1,6 @@
-"""The two doors of a running project, found by what it publishes, and loads that pass through them."""
+"""The two ways into a running project (HTTP at the gateway, gRPC at the decode services), and loads sent through
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def grpc(project: Project, *, num_fillings: int = 4) -> Chat:
 
 
 def load(*chats: Chat, num_requests: int, report: Report, on_answer: Callable[[int], None] | None = None) -> Outcome:
-    """Every request must be answered."""
+    """Send a load of chats. Each one that is not answered is a problem in the report."""
     outcome = ask(chats, num_requests=num_requests, num_at_a_time=NUM_AT_A_TIME, on_answer=on_answer)
     report.expect(len(outcome.answers) == num_requests, f"{num_requests} chats: {outcome}")
     for failure in sorted(set(outcome.failures)):
@@ -33,5 +35,5 @@ def load(*chats: Chat, num_requests: int, report: Report, on_answer: Callable[[i
 
 
 def rows_served(container: Container) -> int:
-    """By its own metrics."""
+    """The number of rows that the container served, by its own metrics."""
     return sum(int(float(count)) for count in _SERVED.findall(container.metrics()))

@@ -1,4 +1,4 @@
-"""A port of loopback that nobody has."""
+"""Finds a free port on loopback."""
 
 from __future__ import annotations
 

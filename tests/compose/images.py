@@ -1,4 +1,4 @@
-"""The images of a run: built here, or pulled where a registry answers."""
+"""The images of a run: built here, or pulled if a registry answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PULL_TIMEOUT_S = 120
 
 @dataclass(frozen=True, kw_only=True)
 class ThirdParties:
-    """Settings that name other people's images, and the services whose image is to be had."""
+    """Settings that name the images of other projects, and the services whose image is available."""
 
     environment: dict[str, str]
     services: tuple[str, ...]
@@ -39,7 +39,9 @@ def image_of(project: Project, service: str) -> str:
 
 
 def third_parties(project: Project, root: Path, report: Report) -> ThirdParties:
-    """Pulls; where no registry answers, Prometheus is made of Debian's packages and Grafana is left out."""
+    """Pull Prometheus and Grafana. If no registry answers, build Prometheus from Debian's packages and leave Grafana
+    out.
+    """
     with report.step("images of Prometheus and Grafana"):
         if all(succeeds(["docker", "pull", image_of(project, name)], timeout_s=_PULL_TIMEOUT_S) for name in _PULLED):
             return ThirdParties(environment={}, services=_PULLED)

@@ -1,4 +1,4 @@
-"""Prometheus beside a running pair: it finds every replica, and each panel's queries have an answer."""
+"""Prometheus next to a running pair: it finds every replica, and the queries of every panel have an answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _up(prometheus: Prometheus) -> dict[str, int]:
 
 
 def list_panels(prometheus: Prometheus, dashboards: Path, report: Report) -> None:
-    """Each panel with what it shows; one without data is a problem."""
+    """Print each panel with the values it shows. A panel without data is a problem."""
     with report.step("every panel has data"):
         panels = read_panels(dashboards)
         num_queries = sum(len(panel.queries) for panel in panels)

@@ -1,4 +1,6 @@
-"""A project of the pair from its start to its end: order, rights, doors, handoff, replicas, one that is killed."""
+"""Checks of a running project from start to stop: start order, rights, endpoints, handoff, replicas, and a killed
+container.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _STOP_GRACE_S = 45
 _NUM_UNDER_KILL = 64
 _KILL_AFTER = 16
 _LONG = 30
-"""Fillings of a prompt that keeps a prefill service busy for a while."""
+"""Number of filler sentences that make a prompt long enough to keep a prefill service busy for a while."""
 
 
 def bring_up(project: Project, services: Sequence[str], report: Report) -> None:
@@ -63,7 +65,9 @@ def chat(project: Project, report: Report) -> None:
 
 
 def check_handoff(project: Project, report: Report) -> None:
-    """After chats: each prefill replica's KV was read in its pool, drafts were accepted, and no dead socket is left."""
+    """After some chats: check that the KV of each prefill replica went through shared memory, drafts were accepted,
+    and no dead socket is left.
+    """
     with report.step("KV through shared memory, drafts accepted"):
         replicas = project.containers("prefill")
         for container in replicas:
@@ -100,7 +104,9 @@ def have_all_serve(project: Project, report: Report) -> None:
 
 
 def kill_a_prefill(project: Project, report: Report) -> None:
-    """In the middle of a load; what it had is computed by the other, nobody notices, and it is started again."""
+    """Kill a prefill container under load. The other one must compute its prompts, every chat must be answered, and
+    it must be restarted.
+    """
     with report.step(f"{_NUM_UNDER_KILL} chats through both doors, a prefill container killed meanwhile"):
         container = project.containers("prefill")[1]
         victim = Victim(container, image=image_of(project, "gateway"), kill_after=_KILL_AFTER)
@@ -118,7 +124,7 @@ def kill_a_prefill(project: Project, report: Report) -> None:
 
 
 def _retries(project: Project) -> list[int]:
-    """Of each decode service."""
+    """The number of retried rows of each decode service."""
     return [_counter(container, "baton_row_retries_total") for container in project.containers("decode")]
 
 
@@ -128,7 +134,7 @@ def _counter(container: Container, name: str) -> int:
 
 
 def stop(project: Project, report: Report) -> None:
-    """SIGTERM, one after the other."""
+    """Stop the containers with SIGTERM, one after the other."""
     with report.step("SIGTERM"):
         containers = [(name, container) for name in reversed(BUILT) for container in project.containers(name)]
         for name, container in containers:

@@ -1,4 +1,4 @@
-"""The dashboards' panels, and what a running Prometheus answers to their queries."""
+"""The dashboards' panels, and the answers of a running Prometheus to their queries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLES = {"$__rate_interval": "1m", "$__range": "15m"}
-"""What stands in for Grafana's own."""
+"""Values for the variables that Grafana would fill in."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Panel:
     dashboard: str
     title: str
     queries: Mapping[str, str]
-    """By legend."""
+    """Queries by their legend."""
 
 
 def read_panels(directory: Path) -> list[Panel]:
-    """Every panel that has queries."""
+    """All panels that have queries."""
     panels = []
     for path in sorted(directory.glob("*.json")):
         dashboard = json.loads(path.read_text())
@@ -36,13 +36,13 @@ def read_panels(directory: Path) -> list[Panel]:
 
 
 class Prometheus:
-    """A running one, on this host's `port`."""
+    """A Prometheus that runs on this host's `port`."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1"
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """Each series' labels and value now; those that are no number are left out."""
+        """The labels and the current value of each series. NaN values are left out."""
         for variable, value in VARIABLES.items():
             expression = expression.replace(variable, value)
         samples = self._get(f"query?{urllib.parse.urlencode({'query': expression})}")["result"]
@@ -50,7 +50,7 @@ class Prometheus:
         return [(labels, value) for labels, value in found if not math.isnan(value)]
 
     def targets_up(self) -> dict[str, int]:
-        """How many of each job answer."""
+        """The number of targets of each job that respond."""
         return {labels["job"]: int(value) for labels, value in self.query("sum by (job) (up)")}
 
     def _get(self, path: str) -> Any:

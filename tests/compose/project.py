@@ -1,4 +1,4 @@
-"""One compose project: its containers and what they say."""
+"""One compose project: its containers, and their state, metrics and logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.compose.command import CommandFailed, run, succeeds, wait_until
 
 
 def compose_command() -> tuple[str, ...]:
-    """The plugin of docker, or the older program of its own."""
+    """The command for compose: docker's plugin, or else the older program docker-compose."""
     if succeeds(["docker", "compose", "version"], timeout_s=30):
         return ("docker", "compose")
     return ("docker-compose",)
@@ -21,7 +21,7 @@ def compose_command() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Container:
-    """A container by its id."""
+    """A container, identified by its id."""
 
     id: str
 
@@ -30,7 +30,9 @@ class Container:
 
     @property
     def health(self) -> str:
-        """Its health where it runs and has any, else what it does: "running", "restarting", "exited"."""
+        """The container's health if it runs and has a health check, and otherwise its state: "running", "restarting"
+        or "exited".
+        """
         state = self.inspect()["State"]
         return str(state["Health"]["Status"] if state["Status"] == "running" and "Health" in state else state["Status"])
 
@@ -39,7 +41,7 @@ class Container:
         return int(self.inspect()["State"]["ExitCode"])
 
     def port(self, port: int) -> int:
-        """Where the host publishes its `port`."""
+        """The host's port for the container's `port`."""
         (binding,) = self.inspect()["NetworkSettings"]["Ports"][f"{port}/tcp"]
         assert binding["HostIp"] == "127.0.0.1", binding
         return int(binding["HostPort"])
@@ -48,9 +50,10 @@ class Container:
         return run(["docker", "exec", self.id, *command], timeout_s=timeout_s)
 
     def crash(self, *, image: str) -> None:
-        """SIGKILL its process from outside, as the kernel does for want of memory; `docker kill` would keep it down.
+        """Kill the container's process with SIGKILL from outside, as the kernel does when memory runs out. `docker
+        kill` would prevent the restart.
 
-        `image` has a shell, and runs beside the host's processes with the right to signal them.
+        `image` must have a shell. It runs in the host's process namespace, with the right to send signals.
         """
         pid = str(self.inspect()["State"]["Pid"])
         rights = ["--pid", "host", "--user", "0", "--cap-drop", "ALL", "--cap-add", "KILL"]
@@ -61,11 +64,11 @@ class Container:
         return int(self.inspect()["RestartCount"])
 
     def stop(self, *, grace_s: int) -> None:
-        """SIGTERM, and SIGKILL when that time is over."""
+        """Send SIGTERM, and SIGKILL after `grace_s`."""
         run(["docker", "stop", "--time", str(grace_s), self.id], timeout_s=grace_s + 30)
 
     def metrics(self) -> str:
-        """What it tells Prometheus, which is reached from inside only."""
+        """The service's Prometheus metrics, which are only reachable from inside the container."""
         script = (
             "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics', timeout=5).read().decode())"
         )
@@ -91,14 +94,16 @@ class Project:
         )
 
     def containers(self, service: str) -> list[Container]:
-        """Running or not, the oldest first."""
+        """The service's containers, running or not, the oldest first."""
         labels = (f"com.docker.compose.project={self.name}", f"com.docker.compose.service={service}")
         filters = [part for label in labels for part in ("--filter", f"label={label}")]
         ids = run(["docker", "ps", "--all", "--quiet", *filters], timeout_s=30).split()
         return [Container(id) for id in reversed(ids)]
 
     def wait_healthy(self, services: Sequence[str], *, timeout_s: float) -> None:
-        """Services without a health check have to run. Raises TimeoutError, or CommandFailed when one has ended."""
+        """Wait until the services are healthy; those without a health check must run. Raises TimeoutError, or
+        CommandFailed if one has ended.
+        """
 
         def is_so() -> bool:
             states = [container.health for service in services for container in self.containers(service)]

@@ -1,4 +1,4 @@
-"""What was done, how long it took, and what was wrong."""
+"""The report of a run: the steps, their times and their problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.compose.command import CommandFailed
 
 
 class Report:
-    """Prints as it goes; `problems` are the reasons for which the run fails."""
+    """Prints the steps as they happen. `problems` lists the reasons why the run fails."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -22,7 +22,7 @@ class Report:
 
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
-        """A part of the run. What it raises ends the run, after the problem is noted."""
+        """Run a part of the run. An error in it is noted as a problem and ends the run."""
         print(f"==> {title}", flush=True)
         begun_at_s = time.monotonic()
         try:
@@ -40,7 +40,7 @@ class Report:
         print(f"    PROBLEM {text}", flush=True)
 
     def expect(self, condition: bool, text: str) -> None:
-        """`text` says what should be so."""
+        """Note `text`, which states what should be true. If `condition` is False, it is a problem."""
         if condition:
             self.note(text)
         else:
@@ -48,4 +48,4 @@ class Report:
 
 
 class StepFailed(Exception):
-    """What comes after makes no sense; the problem is in the report."""
+    """Raised after a failed step, whose problem is in the report: the steps after it would make no sense."""

@@ -1,4 +1,4 @@
-"""What can be told of the files without running them: compose's own opinion, and promtool's."""
+"""Checks of the compose and Prometheus files without running them, with compose and promtool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""deploy/two-hosts as two compose projects that reach each other by this host's address, with certificates for it."""
+"""Runs deploy/two-hosts as two compose projects that reach each other through this host's address, with certificates
+for it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _CONTAINERS_USER = 10001
 
 
 def run_beside(pair: Project, root: Path, report: Report) -> None:
-    """With the images and the weights of `pair`, which runs."""
+    """Run both projects next to the running `pair`, with its images and weights."""
     (container,) = pair.containers("gateway")
     (network,) = container.inspect()["NetworkSettings"]["Networks"].values()
     host = network["Gateway"]
@@ -97,7 +99,10 @@ def _projects(pair: Project, root: Path, host: str, tls: Path) -> tuple[Project,
 
 @contextmanager
 def _certificates(root: Path, host: str, image: str, report: Report) -> Iterator[Path]:
-    """The README's first two steps, with both ends on `host`; without root, for the engine has it."""
+    """Make certificates by the README's first two steps, with `host` at both ends.
+
+    A container changes their owner, so this process needs no root.
+    """
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         script = shutil.copy(root / "deploy/two-hosts/make_certificates.sh", directory)

@@ -1,4 +1,4 @@
-"""A container that is killed under load, at a moment at which something would be lost with it."""
+"""A container that is killed under load at a moment when it has requests to lose."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Killable(Protocol):
 
 
 class Victim:
-    """Hears of a load's answers, and kills `container` once, from `kill_after` answers on, when it has rows in flight.
+    """Kills `container` once, after at least `kill_after` answers of a load, as soon as it has rows in flight.
 
-    `num_rows_lost`: how many it then had; 0 as long as it lives.
+    `num_rows_lost` is the number of rows it then had, and 0 while it lives.
     """
 
     def __init__(self, container: Killable, *, image: str, kill_after: int) -> None:
@@ -37,7 +37,7 @@ class Victim:
 
 
 def rows_in_flight(metrics: str) -> int:
-    """Of a service's metrics: rows that hold something."""
+    """The number of rows in use, from a service's metrics."""
     rows = {state: int(float(count)) for state, count in _ROWS.findall(metrics)}
     if "free" not in rows:
         raise CommandFailed("a service tells no baton_rows")

@@ -1,4 +1,4 @@
-"""What makes forwards and starts fast on either service, and that each has a name that switches it off."""
+"""The fast paths of forwards and starts on either service, each with a name that switches it off."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BOTH = [PrefillSettings, DecodeSettings]
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each model whose forwards are to be fused, the most tokens of one."""
+    """For each model whose forwards are to be fused, the largest number of tokens of one forward."""
     seen: list[int] = []
 
     def new_fusing(
@@ -119,7 +119,7 @@ def test_a_pool_that_cannot_be_populated_is_told_and_forwards_are_fused(
 def test_forwards_are_not_fused_where_a_setting_says_so(
     kind: type[ServiceSettings], options: dict[str, Any], begun: list[int], tiny_model_dir: Callable[[str], Path]
 ) -> None:
-    """One kernel attends by itself: with attention by operators there is none."""
+    """A fused kernel includes attention, so it cannot be used when attention runs on PyTorch operators."""
     model = str(tiny_model_dir("llama"))
     opened = runtime.open_runtime(kind(model=model, dtype="float32", num_threads=1, **options))
     opened.device.close(5.0)
@@ -176,7 +176,7 @@ def test_the_setting_that_chooses_attention_chooses_what_draws_tokens(
     tiny_model_dir: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And a line of the log says which. Here as on a device that has kernels for both."""
+    """A log line also says which one draws. The test pretends to have a device with kernels for both."""
     kernels = TritonDraws()
     monkeypatch.setattr(runtime, "new_draw_kernels", lambda kind, **device: kernels if kind == "kernels" else None)
     settings = kind(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, attention=attention)
@@ -189,7 +189,7 @@ def test_the_setting_that_chooses_attention_chooses_what_draws_tokens(
 
 
 class Made(Exception):
-    """With what something was to be made."""
+    """Raised instead of building a component. It carries the argument of interest."""
 
 
 def _without(path: FastPath) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def test_each_name_reaches_what_it_switches_off(
     off: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which does as it is told, by suites of its own."""
+    """Other suites test that the component obeys the argument."""
 
     def make(**arguments: Any) -> None:
         raise Made(arguments[argument])

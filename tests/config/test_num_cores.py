@@ -1,4 +1,4 @@
-"""Cores that a process has, as a system of files says it."""
+"""The number of cores available to a process, read from a fake /proc and /sys."""
 
 from __future__ import annotations
 

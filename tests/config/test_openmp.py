@@ -1,4 +1,4 @@
-"""How many threads compute, and how long they spin."""
+"""The number of threads that compute, and how long they spin."""
 
 from __future__ import annotations
 

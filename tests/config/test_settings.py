@@ -102,7 +102,7 @@ def test_fast_paths_are_switched_off_by_name_and_all_others_are_used(argv: tuple
 def test_fast_paths_are_named_in_the_environment_and_in_a_file_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One environment serves both services, so each takes the names that only the other has a use for."""
+    """One environment serves both services, so each accepts names that only the other one uses."""
     assert not prefill(written(tmp_path / "a.yaml", "disabled_fast_paths: [cuda_graphs]")).uses(FastPath.CUDA_GRAPHS)
     monkeypatch.setenv("BATON_DISABLED_FAST_PATHS", "early_sending")
     assert decode().disabled_fast_paths == prefill().disabled_fast_paths == (FastPath.EARLY_SENDING,)
@@ -206,7 +206,7 @@ def test_speculation_is_not_set_up_without_a_head(flag: str) -> None:
     for argv in (["--draft=none"], ["--model=owner/name"], ["--model=owner/name", "--draft="]):
         with pytest.raises(ConfigError, match=f"{name} needs draft"):
             decode(flag, *argv)
-    decode(flag)  # of the demo model's own head
+    decode(flag)  # for the demo model's own head
     decode("--model=owner/name", "--draft=owner/head", flag)
 
 

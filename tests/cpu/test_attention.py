@@ -1,4 +1,4 @@
-"""The CPU's attention kernel against the reference backend, over one pool."""
+"""The CPU's attention kernel compared with the reference backend over one pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 class Case:
-    """Rows of the given lengths whose slots lie anywhere; what they attend with. Slots of nobody hold NaN."""
+    """Rows of the given lengths in random slots, with their query, key and value. Unused slots hold NaN."""
 
     def __init__(
         self, seq_lens: tuple[int, ...], *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -36,7 +36,7 @@ class Case:
         for row, seq_len in enumerate(seq_lens, 1):
             table[row, :seq_len] = slots[start : start + seq_len]
             self.kv[:, :, table[row, : seq_len - 1]] = random(2, 2, seq_len - 1, kv_heads, head_dim)
-            table[row, seq_len:] = slots[-1]  # a slot of nobody
+            table[row, seq_len:] = slots[-1]  # an unused slot
             start += seq_len
         self.lens = torch.tensor(seq_lens)
         self.rows = torch.arange(num_rows, 0, -1)
@@ -50,7 +50,7 @@ class Case:
         self.kernel = PagedCpuAttention(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
 
     def attend(self, backend: PagedCpuAttention | TorchAttention) -> tuple[Tensor, Tensor]:
-        """What comes out, and the pool after it."""
+        """The attention output, and the pool's KV after it."""
         kv = self.kv.clone()
         batch = ForwardInput(
             input_ids=torch.zeros_like(self.lens),
@@ -112,7 +112,7 @@ def test_strided_inputs_are_read_as_they_are_shaped() -> None:
 
 @pytest.mark.parametrize("seq_len", [15, 16, 17, 33, 100])
 def test_scores_may_be_far_apart_and_the_largest_anywhere(seq_len: int) -> None:
-    """Softmax takes the largest score away first; without that the others would be out of its exponential's range."""
+    """Softmax must subtract the largest score first. Otherwise the scores would leave the range of its exponential."""
     case = Case((seq_len,), heads=9, kv_heads=3, head_dim=64, dtype=torch.float32)
     reference = TorchAttention()
     for place in range(seq_len - 1):

@@ -1,4 +1,4 @@
-"""Fused blocks and norms stand only where they compute what the model's own do."""
+"""Fused blocks and norms replace a model's own only where they compute the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from common.model.loader import load_target
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FUSED = {"llama": 2, "qwen2": 2, "qwen3": 2, "mistral": 2, "phi3": 0}
-"""Attention blocks, and MLPs, of each tiny model; Phi-3 has joined layers of its own."""
+"""The number of fused attention blocks, and of MLPs, in each tiny model. Phi-3 has its own joined layers."""
 
 
 def modules_of(directory: Path, dtype: str, **options: Any) -> list[nn.Module]:
@@ -73,7 +73,7 @@ def test_an_attention_block_is_replaced_and_its_weights_are_freed() -> None:
 
 
 class Changed(Qwen3Attention):
-    """The library's class, as another version of it might be."""
+    """A class of transformers with a changed method, as another version might have it."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -105,7 +105,7 @@ def test_a_block_that_the_library_changed_is_left_alone(
 
 
 def test_blocks_of_other_classes_with_the_same_parts_are_left_alone() -> None:
-    """They clip, rotate a part of a head, or are somebody's own."""
+    """These classes clip values, rotate only a part of each head, or were changed."""
     olmo = OlmoConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, intermediate_size=48, clip_qkv=8.0)
     glm = Glm4MoeConfig(
         hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16, partial_rotary_factor=0.5
@@ -171,7 +171,7 @@ def test_a_norm_keeps_numbers_that_are_none() -> None:
 
 @pytest.mark.parametrize("kind", [GemmaRMSNorm, Olmo2RMSNorm])
 def test_a_norm_of_another_kind_is_left_alone(kind: type[nn.Module]) -> None:
-    """One adds one to the weight, the other rounds after the weight."""
+    """One of these norms adds 1 to the weight, and the other rounds after multiplying by it."""
     model = nn.Sequential(kind(8)).requires_grad_(False)
     assert replace_norms(model) == 0
     assert type(model[0]) is kind

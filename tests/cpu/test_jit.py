@@ -1,4 +1,4 @@
-"""How kernels read and write numbers, and their exponential function."""
+"""The number formats that kernels read and write, and their exponential function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def power(number, _like):  # type: ignore[no-untyped-def]
 
 
 def converted(convert: Kernel, source: np.ndarray, target: np.ndarray) -> torch.Tensor:
-    """Every element of `source`, in `target`, by `convert(element, target)` in a kernel."""
+    """Returns `target` after a kernel has stored `convert(element, target)` for every element of `source`."""
 
     @jit
     def convert_all(source, target):  # type: ignore[no-untyped-def]
@@ -49,7 +49,7 @@ def test_every_number_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
-    """All exponents, ties in both directions, denormals, infinities and NaN of both signs."""
+    """The numbers include all exponents, ties in both directions, denormals, and infinities and NaN of both signs."""
     bits = torch.randint(-(1 << 31), 1 << 31, (100_000,), generator=torch.Generator().manual_seed(3))
     ties = (torch.arange(0, 1 << 16, dtype=torch.int64) << 16) + (1 << 15) - (1 << 31)
     floats = torch.cat([bits, ties, ties + 1, ties - 1]).clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
@@ -66,7 +66,7 @@ def test_exp_is_a_float32s_for_numbers_up_to_zero() -> None:
     numbers = torch.cat([torch.linspace(-87, 0, 200_000), torch.linspace(-1e-3, 0, 1000), torch.tensor([-1e-30, -0.0])])
     seen = converted(power, numbers.numpy(), np.zeros(numbers.shape[0], np.float32))
     expected = numbers.double().exp()
-    # The product with ln 2 is rounded before it is taken away: an error that grows with the number.
+    # The product with ln 2 is rounded before the subtraction: the error grows with the number.
     allowed = 2e-7 + 1e-7 * numbers.abs()
     assert bool(((seen.double() - expected).abs() <= allowed * expected).all())
     assert float(seen[numbers == 0].min()) == 1.0

@@ -1,4 +1,4 @@
-"""Copies of KV on the host: the same bytes, whichever way they take."""
+"""Copies of KV in host memory give the same bytes by every method."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton_cpu.kv_copy import LINE_BYTES, MIN_BYTES, copy_blocks, copy_kv
 
 @pytest.fixture
 def num_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of a block of each copy past the caches."""
+    """For each copy that bypasses the caches, the bytes of one block."""
     seen: list[int] = []
     kernel = copy_blocks()
 
@@ -27,14 +27,14 @@ def num_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def buffer(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Random numbers at a multiple of LINE_BYTES."""
+    """A tensor of random numbers, aligned to LINE_BYTES."""
     memory = torch.empty(torch.Size(shape).numel() * dtype.itemsize + LINE_BYTES, dtype=torch.uint8)
     aligned = memory[-memory.data_ptr() % LINE_BYTES :][: memory.shape[0] - LINE_BYTES]
     return aligned.random_().view(dtype).view(shape)
 
 
 def check(target: Tensor, source: Tensor, **where: Any) -> None:
-    """`source` to the part `where` of `target`; all around it must stay."""
+    """Copy `source` to the part `where` of `target`, and assert that everything around it stays unchanged."""
     expected = target.clone().view(torch.uint8)
     part = tuple(where.get(name, slice(None)) for name in ("layers", "planes", "tokens"))
     expected[part] = source.view(torch.uint8)
@@ -57,7 +57,7 @@ def test_the_source_may_be_a_part_too(num_copies: list[int]) -> None:
 
 
 def test_the_source_may_lie_anywhere(num_copies: list[int]) -> None:
-    """As the bytes of a frame do."""
+    """The bytes of a received frame may be unaligned."""
     memory = torch.empty(4 * 2 * 1100 * 1024 + 65, dtype=torch.uint8).random_()
     source = memory[(memory.data_ptr() + 1) % 2 :][: 4 * 2 * 1100 * 1024]
     assert source.data_ptr() % 2

@@ -18,7 +18,9 @@ def log() -> Iterator[list[Any]]:
 
 @pytest.fixture
 async def edge() -> AsyncIterator[Edge]:
-    """Whatever a test does, no request may be left behind, and the engine must be told of each at most once."""
+    """A running edge. After the test, no request may be left, and the engine must have been told of each one at most
+    once.
+    """
     with capture_logs() as log:
         async with running_edge(log) as running:
             yield running

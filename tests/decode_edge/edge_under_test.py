@@ -1,4 +1,4 @@
-"""The decode edge as clients meet it: a real server on loopback, in front of a scripted engine and transport."""
+"""The decode edge as clients reach it: a real server on loopback, in front of a scripted engine and transport."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONTEXT = 64
 
 @dataclass
 class RecordingTransport:
-    """Keeps what the engine asked of it."""
+    """A transport that keeps the engine's requests in `asked`."""
 
     asked: list[Any] = field(default_factory=list)
 
@@ -74,13 +74,13 @@ class Edge:
         return inference_pb2_grpc.InferenceStub(self.channel)
 
     def generate(self, timeout: float | None = None, **fields: Any) -> Any:
-        """A Generate call: token ids (1, 2, 3) unless another prompt is given."""
+        """Start a Generate call. Its prompt is the token ids (1, 2, 3) unless another is given."""
         if not {"text", "token_ids", "chat"} & set(fields):
             fields["token_ids"] = inference_pb2.TokenIds(ids=[1, 2, 3])
         return self.stub.Generate(inference_pb2.GenerateRequest(**fields), timeout=timeout)
 
     def deliver(self, *events: Any) -> None:
-        """As the engine's thread does."""
+        """Deliver events as the engine's thread does."""
         self.router.deliver(events)
 
     def count(self, name: str, **labels: str) -> float:
@@ -100,7 +100,7 @@ async def running_edge(
     serves_chats: bool = False,
     **texts: Any,
 ) -> AsyncIterator[Edge]:
-    """`texts` are further arguments of Prompts."""
+    """Run an edge. `texts` are further arguments of Prompts."""
     tokenizer = tokenizer or byte_level()
     engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard()
     registry = CollectorRegistry()
@@ -142,7 +142,7 @@ async def running_edge(
     async with AsyncExitStack() as stack:
         if serves_chats:
             await stack.enter_async_context(prompts)
-        else:  # no process is started
+        else:  # without rendering processes
             stack.push_async_exit(prompts.__aexit__)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
         yield Edge(
@@ -164,12 +164,12 @@ async def running_edge(
 
 
 def tokens_of(request_id: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Tokens:
-    """One request's, as the engine's thread delivers them."""
+    """A Tokens event for one request, as the engine's thread delivers it."""
     return Tokens((request_id,), (len(token_ids),), tuple(token_ids), tuple(logprobs))
 
 
 class AloneContext:
-    """A call whose client and network do nothing by themselves: only the service can end it."""
+    """The context of a call whose client and network do nothing by themselves, so that only the service can end it."""
 
     def __init__(self, *, remaining_s: float, reads: bool = True) -> None:
         self._remaining_s = remaining_s
@@ -199,7 +199,7 @@ async def events_of(call: Any) -> list[inference_pb2.GenerateEvent]:
 
 
 async def error_of(call: Any) -> tuple[grpc.StatusCode, str, dict[str, str]]:
-    """(code, ErrorInfo reason, ErrorInfo metadata) of a call that must fail."""
+    """The code, ErrorInfo reason and ErrorInfo metadata of a call, which must fail."""
     try:
         await events_of(call)
     except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""An engine whose every word a test decides."""
+"""A fake engine whose every event comes from the test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CommandT = TypeVar("CommandT", bound=Command)
 
 
 class FakeEngine(EnginePort[Command]):
-    """Keeps what was posted. `is_alive` is the test's to set."""
+    """Keeps the commands that were posted to it. The test sets `is_alive`."""
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
@@ -47,7 +47,7 @@ class FakeEngine(EnginePort[Command]):
         return [command for command in self.commands if isinstance(command, kind)]
 
     async def submitted(self, num: int = 1) -> Submit:
-        """The `num`th request handed to the engine."""
+        """Wait for the `num`th submitted request and return it."""
         await until(lambda: len(self.of_type(Submit)) >= num)
         return self.of_type(Submit)[num - 1]
 

@@ -17,7 +17,7 @@ NAN, INF = math.nan, math.inf
 
 
 def check(prompt: tuple[int, ...] = (1, 2, 3), **fields: Any) -> Any:
-    """Resolved sampling of a request with this prompt and these fields."""
+    """The resolved sampling options of a request with this prompt and these fields."""
     if not {"text", "token_ids", "chat"} & set(fields):
         fields["token_ids"] = inference_pb2.TokenIds(ids=prompt)
     return check_lengths(check_request(inference_pb2.GenerateRequest(**fields), LIMITS), prompt, LIMITS)
@@ -95,7 +95,7 @@ def test_wrong_calls_of_tools_are_refused_by_their_place(field: str, messages: l
 
 
 def test_answers_of_tools_are_told_by_the_order_of_the_calls_and_the_names() -> None:
-    """A template need not write ids."""
+    """Tool answers are matched to calls by order and name, since a chat template need not write ids."""
     messages = [calling(call("x", "f"), call("y", "g")), answer("y", "of y"), answer("x", "of x", name="mine")]
     unanswered, user, unnamed = calling(call("x")), {"role": "user", "content": "u"}, {"role": "tool", "content": "t"}
 

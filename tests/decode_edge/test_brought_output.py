@@ -1,4 +1,4 @@
-"""A resumed request may bring output that was whole when its stream broke: only the ending is left, and it is sent."""
+"""A resumed request may bring output that was complete when its stream broke. Then only the ending is left to send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's chat template: rendered as transformers renders it, and nothing that somebody said is left out unseen."""
+"""A model's chat template is rendered as by transformers, and no part of a message is dropped silently."""
 
 from __future__ import annotations
 

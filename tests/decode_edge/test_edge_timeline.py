@@ -1,4 +1,4 @@
-"""What the edge puts on the timeline of tokens that the engine told."""
+"""The spans that the edge records on the timeline when the engine delivers tokens."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ async def test_the_engine_gets_the_resolved_request(edge: Edge) -> None:
     assert (submit.token_ids, submit.prompt_len) == ((1, 2, A), 2)
     assert submit.choice_index == 3
     assert submit.sampling.is_greedy
-    assert submit.sampling.max_tokens == 62  # what the context leaves
+    assert submit.sampling.max_tokens == 62  # the room that the context leaves
     assert submit.sampling.end_token_ids == (eos_id(edge.tokenizer), C)
     assert submit.sampling.logit_bias == ((4, -1.0), (9, 1.0))
     assert submit.sampling.num_logprobs == 0

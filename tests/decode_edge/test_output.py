@@ -37,7 +37,7 @@ def every_tokenizer() -> st.SearchStrategy[TextTokenizer]:
 
 
 def likely_token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
-    """Words, special tokens and the bytes of a few characters often; any byte sometimes."""
+    """Draws token ids: mostly words, special tokens and the bytes of a few characters, and sometimes any byte."""
     size = vocab_size(tokenizer)
     some_bytes = sorted(set("ab c€é😀\n".encode())) if size > 256 else []
     likely = some_bytes + list(range(256 if size > 256 else 0, size))
@@ -45,7 +45,9 @@ def likely_token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
 
 
 def appended(tokenizer: TextTokenizer, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
-    """By decoding all of both: what follows the text that the prompt has by itself."""
+    """The text that `token_ids` add after the prompt, computed by decoding both together and comparing with the
+    prompt's own text.
+    """
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *token_ids])
     num_shared = next((n for n, (ours, theirs) in enumerate(zip(whole, before, strict=False)) if ours != theirs), None)
     return whole[min(len(before), len(whole)) if num_shared is None else num_shared :]
@@ -54,7 +56,7 @@ def appended(tokenizer: TextTokenizer, prompt: Sequence[int], token_ids: Sequenc
 def reference(
     tokenizer: TextTokenizer, prompt: Sequence[int], token_ids: Sequence[int], stops: Sequence[str], min_tokens: int
 ) -> tuple[int, str, str | None]:
-    """(number of ids, text, stop string), by decoding everything again after every token."""
+    """The expected (number of ids, text, stop string), computed by decoding everything again after every token."""
 
     def visible(num: int) -> str:
         return appended(tokenizer, prompt, token_ids[:num]).rstrip("\ufffd")
@@ -278,7 +280,7 @@ def test_an_ending_token_is_in_the_ids_and_not_in_the_text() -> None:
 
 
 def counting(tokenizer: TextTokenizer) -> tuple[TextTokenizer, list[int]]:
-    """How many ids each `decode` was given."""
+    """A tokenizer, and a list of how many ids each of its `decode` calls got."""
     decoded_lens: list[int] = []
 
     class Counting(TextTokenizer):
@@ -292,7 +294,7 @@ def counting(tokenizer: TextTokenizer) -> tuple[TextTokenizer, list[int]]:
 
 @pytest.mark.parametrize("token_id", [eos_id(BYTES), vocab_size(BYTES) + 1], ids=["special", "past the vocabulary"])
 def test_tokens_without_text_do_not_slow_the_next_token_down(token_id: int) -> None:
-    """With EOS ignored a model may repeat it for thousands of tokens: no context may grow with them."""
+    """With EOS ignored, a model may repeat it thousands of times. The decoded context must not grow with that."""
     tokenizer, decoded_lens = counting(byte_level())
     output = OutputProcessor(decoder=tokenizer)
 
@@ -317,7 +319,7 @@ def test_tokens_without_text_do_not_slow_the_next_token_down(token_id: int) -> N
 def test_bytes_in_a_row_do_not_slow_each_other_down(
     new_tokenizer: Callable[[], TextTokenizer], token_ids: list[int]
 ) -> None:
-    """A client that resumes brings along what it likes."""
+    """A resuming client may bring any ids."""
     tokenizer, decoded_lens = counting(new_tokenizer())
     output = OutputProcessor(decoder=tokenizer, stop_strings=["stop"])
 
@@ -331,7 +333,7 @@ def test_bytes_in_a_row_do_not_slow_each_other_down(
 
 
 def bytes_in(output: OutputProcessor, token_ids: Sequence[int], *, at_once: int = 1) -> list[bytes]:
-    """Of the chosen tokens, pushed so many at a time."""
+    """The bytes of the chosen tokens, when `at_once` of them are pushed at a time."""
     pieces = [token_ids[start : start + at_once] for start in range(0, len(token_ids), at_once)]
     return [
         position.token
@@ -352,10 +354,10 @@ def test_the_bytes_of_the_tokens_joined_are_the_text(data: st.DataObject) -> Non
         token for token, token_id in zip(tokens, token_ids, strict=True) if not tokenizer.is_skipped(token_id)
     )
     text, before = appended(tokenizer, prompt, token_ids), tokenizer.decode(prompt)
-    assume(not before.endswith("\ufffd"))  # the first bytes of a character that the output may complete
+    assume(not before.endswith("\ufffd"))  # the output may complete the first bytes of a character
     if tokenizer is BYTES:
         assert joined.decode(errors="replace") == text
-    elif "\ufffd" not in text:  # a run of byte tokens that is no UTF-8 has no text of its own
+    elif "\ufffd" not in text:  # a run of byte tokens that is not UTF-8 has no text of its own
         assert joined.decode() == text
 
 

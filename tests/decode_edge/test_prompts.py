@@ -1,4 +1,6 @@
-"""Prompts at the edge: what cannot fit is refused at once, short ones wait for no long one, templates are stopped."""
+"""Prompts at the edge: too long ones are refused at once, short ones do not wait for long ones, and endless
+templates are stopped.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ HI = ChatPrompt((ChatMessage("user", "hi"),))
 
 
 class Watched(TextTokenizer):
-    """Tells the lengths of what it tokenises, and waits for `go_on` before a text of `held` characters."""
+    """A tokenizer that records the lengths of its texts. Before a text of `held` characters it waits for `go_on`."""
 
     seen: list[int]
     held: int
@@ -119,7 +121,7 @@ async def test_bytes_that_wait_are_bounded_and_given_back() -> None:
         await until(lambda: bool(tokenizer.seen))
         with pytest.raises(Overloaded, match="6800 bytes of prompts wait to be tokenised"):
             await prompts.encode(TextPrompt("a" * 3400))
-        waiting[1].cancel()  # its client left: its work has not begun
+        waiting[1].cancel()  # its client left before its work began
         with pytest.raises(asyncio.CancelledError):
             await waiting[1]
         waiting[1] = asyncio.create_task(prompts.encode(TextPrompt("a" * 3400)))
@@ -227,7 +229,9 @@ async def test_the_default_of_several_templates_is_taken_and_the_start_says_what
 
 
 def harming(harm: str) -> TextTokenizer:
-    """Its template does harm where the last message is that word, which the probe at the start does not say."""
+    """A tokenizer whose template runs `harm` if the last message is the word "harm". The probe at start-up does not
+    contain that word.
+    """
     return byte_level(chat_template=EACH + "{% if messages[-1].content == 'harm' %}" + harm + "{% endif %}")
 
 
@@ -264,7 +268,7 @@ async def test_what_a_template_says_is_cut_and_escaped() -> None:
 
 
 async def test_a_template_that_does_not_end_is_stopped_while_others_are_rendered() -> None:
-    """Between two of its bytecodes, and within one."""
+    """One template is stopped between two of its bytecodes, and the other within one."""
     nested = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = harming(
         "{% if messages | length > 1 %}{{ (messages | length + 5) ** (7 ** 10) }}{% else %}" + nested + "{% endif %}"
@@ -290,11 +294,11 @@ async def test_a_text_that_a_template_makes_too_long_does_not_fit_the_context() 
 
 
 def rendering_pids() -> list[int]:
-    """This process' children that render, and live."""
+    """The ids of this process's living children that render templates."""
     found: list[int] = []
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text().split():
-            with suppress(OSError):  # it is gone meanwhile
+            with suppress(OSError):  # it has ended meanwhile
                 if b"common.text.chat_template_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(int(pid))
     return found
@@ -316,7 +320,7 @@ async def test_a_client_that_leaves_while_its_chat_is_rendered_costs_no_process(
     async with Prompts(tokenizer=byte_level(chat_template=EACH), limits=LIMITS) as prompts:
         pids = rendering_pids()
         left = asyncio.create_task(prompts.encode(HI))
-        for _ in range(3):  # until the process is asked
+        for _ in range(3):  # until the process gets the request
             await asyncio.sleep(0)
         left.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -327,9 +331,9 @@ async def test_a_client_that_leaves_while_its_chat_is_rendered_costs_no_process(
 
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LONG_HARM = ChatPrompt((ChatMessage("user", "-"),) * 70 + HARM.messages)
-"""Few characters, but many messages."""
+"""A chat with few characters and many messages."""
 NUM_PLACES = 4
-"""Of the lane for short conversations."""
+"""Number of places for short conversations."""
 
 
 def renderings() -> list[asyncio.Task[Any]]:

@@ -1,4 +1,4 @@
-"""What the decode edge makes of a caller's trace."""
+"""The spans that the decode edge adds to a caller's trace."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_a_refused_request_has_a_span_that_says_why(traced: Edge, spans: E
 
 
 class ReadsAllButTheEnd(AloneContext):
-    """A client that stops reading just before the end."""
+    """A client that stops reading just before the end of its stream."""
 
     async def write(self, message: inference_pb2.GenerateEvent) -> None:
         if message.WhichOneof("event") == "finished":

@@ -28,7 +28,7 @@ HERE = "127.0.0.1:1"
 
 
 async def health_becomes(edge: Edge, status: int) -> None:
-    """The service's own health; the process's stays what it is: alive."""
+    """Wait until the service's own health has this status. The health of the process stays SERVING."""
     stub = health_pb2_grpc.HealthStub(edge.channel)
     async with asyncio.timeout(BOUND_S):
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))

@@ -1,4 +1,4 @@
-"""Tokenizers small enough to read: every byte is a token, and some tokens hold several characters or parts of one."""
+"""Small tokenizers for tests: every byte is a token, and some tokens hold several characters or parts of one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = ("ab", "bc", "abc", " a", "é", "€", "end", "stop", "\n\n")
 
 
 def _byte_chars() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte."""
+    """GPT-2's printable character for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     stand_ins = {byte: chr(byte) for byte in printable}
     for byte in range(256):
@@ -33,11 +33,13 @@ def _byte_chars() -> dict[int, str]:
 
 
 def byte_level(*, chat_template: Any = CHAT_TEMPLATE) -> TextTokenizer:
-    """As Llama 3, Qwen and SmolLM2: ids 0..255 are the bytes, then words, then half characters, then special tokens."""
+    """A tokenizer like those of Llama 3, Qwen and SmolLM2. Its ids 0..255 are the bytes; then come words, half
+    characters and special tokens.
+    """
     chars = _byte_chars()
     vocabulary = {chars[byte]: byte for byte in range(256)}
     parts = [word.encode() for word in WORDS] + ["€".encode()[:2], b"a" + "é".encode()[:1], "😀".encode()[1:]]
-    parts.append("é".encode()[1:] + "é".encode()[:1])  # ends a character and begins one
+    parts.append("é".encode()[1:] + "é".encode()[:1])  # ends one character and begins another
     for part in parts:
         vocabulary["".join(chars[byte] for byte in part)] = len(vocabulary)
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
@@ -47,7 +49,9 @@ def byte_level(*, chat_template: Any = CHAT_TEMPLATE) -> TextTokenizer:
 
 
 def byte_fallback() -> TextTokenizer:
-    """As Llama 2, Mistral and Phi-3: pieces with ▁ for a space, and byte tokens for what has no piece."""
+    """A tokenizer like those of Llama 2, Mistral and Phi-3: ▁ stands for a space, and byte tokens for text without a
+    piece.
+    """
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     pieces = ["▁", "▁a", "a", "b", "c", "▁stop", "st", "op", "é", "end", "\n", "�", "▁ab", "▁x"]
     vocabulary |= {piece: 256 + index for index, piece in enumerate(pieces)}
@@ -59,7 +63,9 @@ def byte_fallback() -> TextTokenizer:
 
 
 def metaspace() -> TextTokenizer:
-    """As T5 and XGLM: pieces with ▁ for a space, of which the first piece of a text loses all."""
+    """A tokenizer like those of T5 and XGLM: ▁ stands for a space, and the first piece of a text loses all its
+    spaces.
+    """
     pieces = ["▁", "▁▁▁▁", "▁a", "a", "b", "c", "▁stop", "st", "op", "é", "end", "\n", "▁ab", "▁x"]
     tokenizer = Tokenizer(BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
     tokenizer.decoder = decoders.Metaspace()
@@ -67,7 +73,7 @@ def metaspace() -> TextTokenizer:
 
 
 def word_pieces() -> TextTokenizer:
-    """As BERT: a space before each word but the first, none before what continues one."""
+    """A tokenizer like BERT's: a space comes before each word but the first, and none before a continued word."""
     pieces = ["[UNK]", "a", "b", "ab", "##c", "##a", "stop", "##st", "end", ".", ",", "é"]
     tokenizer = Tokenizer(WordPiece(vocab={piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
@@ -91,7 +97,7 @@ def eos_id(tokenizer: TextTokenizer) -> int:
 
 
 def ids_of(tokenizer: TextTokenizer, *texts: str) -> Sequence[int]:
-    """One token for each text."""
+    """The ids of tokens with these texts, one token for each text."""
     token_ids = []
     for text in texts:
         (token_id,) = [i for i in range(vocab_size(tokenizer)) if tokenizer.decode([i]) == text]
@@ -100,6 +106,6 @@ def ids_of(tokenizer: TextTokenizer, *texts: str) -> Sequence[int]:
 
 
 def ids_of_pieces(tokenizer: TextTokenizer, pieces: Sequence[str]) -> list[int]:
-    """As the vocabulary writes them."""
+    """The ids of pieces, given as the vocabulary spells them."""
     pretrained: Any = tokenizer._pretrained
     return [pretrained.convert_tokens_to_ids(piece) for piece in pieces]

@@ -1,4 +1,4 @@
-"""One head for each format and variant: what the contract suite runs over."""
+"""One head for each format and variant. The contract suite runs over all of them."""
 
 from __future__ import annotations
 

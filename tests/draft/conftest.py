@@ -17,7 +17,7 @@ Load = Callable[[Path], DraftHead]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Heads this small wait for a second thread far longer than they compute."""
+    """Use one thread: with heads this small, a second thread would cost far more time than the computation."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six layers: the default of three captured ones is 2, 3 and 3."""
+    """A target of six layers, so that the default captured layers are 2, 3 and 3."""
     return save_tiny_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=6)
 
 
@@ -37,5 +37,5 @@ def target(target_dir: Path) -> TargetModel:
 
 @pytest.fixture(scope="session")
 def load(target: TargetModel) -> Load:
-    """On the CPU, in float32, for `target`."""
+    """A function that loads a head for `target` on the CPU in float32."""
     return lambda directory: load_draft(directory, target=target, device="cpu", dtype="float32")

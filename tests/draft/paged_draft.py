@@ -1,4 +1,4 @@
-"""Drives a DraftHead over a pool whose rows own scattered slots; every slot that nobody owns holds NaN."""
+"""Runs a DraftHead over a pool whose rows own scattered slots. Slots without an owner hold NaN."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MAX_TOKENS = 64
 
 
 class PagedDraft:
-    """Rows 1 .. num_rows, empty at first in every layer. Table entries past a row's length name slots of nobody."""
+    """Rows 1 .. num_rows of a pool, empty at first in every layer. Table entries past a row's length point to slots
+    without an owner.
+    """
 
     def __init__(self, head: DraftHead, *, num_rows: int = 2) -> None:
         group = head.layer_group
@@ -36,18 +38,18 @@ class PagedDraft:
     def extend(
         self, chunks: dict[int, tuple[Sequence[int], Tensor]], *, layer: int = 0, first_position: int = 0
     ) -> dict[int, Tensor]:
-        """Each row's next token ids with their hidden states [tokens, h]. Outputs [tokens, h] by row."""
+        """Extend rows by their next token ids, with hidden states [tokens, h]. Returns outputs [tokens, h] by row."""
         return self._forward(chunks, layer, first_position, is_decode=False)
 
     def decode(
         self, tokens: dict[int, tuple[int, Tensor]], *, layer: int = 0, first_position: int = 0
     ) -> dict[int, Tensor]:
-        """One token for each row, with its hidden state [1, h]."""
+        """Decode one token for each row, with its hidden state [1, h]. Returns outputs [1, h] by row."""
         chunks = {row: ((token,), hidden) for row, (token, hidden) in tokens.items()}
         return self._forward(chunks, layer, first_position, is_decode=True)
 
     def slots(self, row: int, layer: int = 0) -> Tensor:
-        """Of the row's tokens so far."""
+        """The slots of the row's tokens so far."""
         return self._owned[row - 1, : self._lens[layer, row]]
 
     def _forward(

@@ -1,6 +1,6 @@
-"""Draft heads in plain torch: dense causal attention over lists of keys and values, no paging, no shared code.
+"""Draft heads in plain torch: dense causal attention over lists of keys and values, without paging or shared code.
 
-Written from the formats' descriptions. Weights are read by name from what the writers saved.
+They are written from the formats' descriptions, and read the saved weights by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.head_parts import Tensors, load_head, mtp_names, mtp_prefixes
 
 
 class _Layer:
-    """Keys and values so far, and the decoder layer that adds to them."""
+    """A decoder layer, with the keys and values it has computed so far."""
 
     def __init__(self, tensors: Tensors, prefix: str, config: dict[str, Any], mlp_norm: str) -> None:
         self._weights = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -31,7 +31,7 @@ class _Layer:
         return x @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", torch.tensor(0.0))
 
     def __call__(self, x: Tensor, residual: Tensor, position: int) -> Tensor:
-        """One token: x [inputs], residual [h]."""
+        """Compute one token from x [inputs] and residual [h]."""
         head_dim = self._config["head_dim"]
         query, key, value = (self.linear(f"self_attn.{name}_proj", x).view(-1, head_dim) for name in ("q", "k", "v"))
         self.keys.append(_rotate(key, position, self._config["rope_theta"]))
@@ -62,7 +62,9 @@ def _rotate(heads: Tensor, position: int, theta: float) -> Tensor:
 
 
 class ReferenceHead:
-    """`target_dir`: what the head borrows from. One row; positions count up from `first_position` in each layer."""
+    """The base of the reference heads, for one row. The head borrows missing weights from `target_dir`. Positions
+    count up from `first_position` in each layer.
+    """
 
     def __init__(self, directory: Path, target_dir: Path, *, first_position: int = 0) -> None:
         config, self.tensors = load_head(directory)
@@ -74,11 +76,11 @@ class ReferenceHead:
         self.layers = [_Layer(self.tensors, prefix, self.config, mlp_norm) for prefix in prefixes]
 
     def fuse(self, captured: Tensor) -> Tensor:
-        """[T, states * H] to [T, h]"""
+        """Fuse captured states [T, states * H] into hidden states [T, h]."""
         raise NotImplementedError
 
     def forward(self, token_id: int, hidden: Tensor, layer: int = 0) -> Tensor:
-        """One token, `hidden` [h]. Returns [h]."""
+        """Compute one token from its `hidden` [h]. Returns [h]."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, layer: int = 0) -> Tensor:
@@ -88,7 +90,7 @@ class ReferenceHead:
         return torch.stack([self.forward(token, state, layer) for token, state in zip(ids, hidden, strict=True)])
 
     def kv(self, layer: int = 0) -> Tensor:
-        """[2, tokens, heads, head_dim]"""
+        """The keys and values so far, [2, tokens, heads, head_dim]."""
         return torch.stack([torch.stack(self.layers[layer].keys), torch.stack(self.layers[layer].values)])
 
     def _layout(self, target_dir: Path) -> tuple[list[str], str]:
@@ -105,7 +107,7 @@ class ReferenceHead:
         return (self._target["model.embed_tokens.weight"] if own is None else own)[token_id]
 
     def _target_head(self, x: Tensor) -> Tensor:
-        """The tiny Llama's output layer is tied."""
+        """The target's output layer. In the tiny Llama it is tied to the embedding."""
         return x @ self._target.get("lm_head.weight", self._target["model.embed_tokens.weight"]).T
 
 

@@ -1,4 +1,4 @@
-"""Copy heads propose what their target would sample; the parity suites count on it."""
+"""Copy heads propose the tokens that their target would choose. The parity suites rely on that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the setting `draft` may name."""
+"""The values that the setting `draft` accepts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_directory_with_safetensors_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_bin_files_are_converted_once(tmp_path: Path) -> None:
-    """Tensors that share memory, as published heads have them, included."""
+    """The files also contain tensors that share memory, as published heads do."""
     weight = torch.arange(6.0).view(2, 3)
     directory = save_bin(tmp_path / "head", {"fc.weight": weight, "lm_head.weight": weight.T, "d2t": torch.arange(4)})
     stages: list[str] = []

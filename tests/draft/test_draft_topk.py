@@ -1,4 +1,4 @@
-"""A service does not start with a head that cannot branch as it is told to."""
+"""A service refuses to start with a head that cannot branch as configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every defect of a checkpoint is an error at load that names the key and the directory. Nothing is made up."""
+"""Every defect of a head's checkpoint is an error at load that names the key and the directory. No value is made up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.draft_heads import save_eagle1_head, save_eagle3_head, save_m
 from tests.support.head_parts import Tensors, load_head, save_head, without
 
 OPTIONAL = ("t2d", "embed_tokens.weight", "shared_head.head.weight", "shared_head.output.weight")
-"""What may be absent: `t2d` says nothing new, the target has the others."""
+"""Tensors that may be missing: `t2d` follows from `d2t`, and the target has the others."""
 CASES = ["eagle3-all-norms", "eagle3-speculators", "eagle3-qkv-bias", "eagle-plain", "eagle-qwen2"]
 CASES += ["mtp-nextn-own-tables", "mtp-step-two-layers", "mtp-mimo", "mtp-mimo-v2"]
 

@@ -1,4 +1,4 @@
-"""Mistakes that raise no error elsewhere and cost most of the acceptance: each has its test."""
+"""Mistakes that raise no error but would lose most of the acceptance. Each has its test."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ IDS = [5, 9, 2, 14, 77, 31, 8]
 def test_1_captured_layers_are_not_off_by_one(
     captured_layers: tuple[int, ...] | None, style: Any, tmp_path: Path, target_dir: Path, load: Load
 ) -> None:
-    """Against transformers' `hidden_states`, of which number k is what enters layer k. By default 2, n // 2, n - 3."""
+    """Compares with transformers' `hidden_states`, whose entry k is the input of layer k. The default layers are 2,
+    n // 2 and n - 3.
+    """
     directory = save_eagle3_head(tmp_path, target_dir=target_dir, captured_layers=captured_layers, style=style)
     head = load(directory)
     target = load_target(target_dir, device="cpu", dtype="float32")
     target.capture_hidden(head.capture)
     captured = PagedCapture(target).captured(IDS)
     model: Any = AutoModelForCausalLM.from_pretrained(str(target_dir), dtype=torch.float32)
-    last: list[torch.Tensor] = []  # transformers' own last entry is behind the final norm
+    last: list[torch.Tensor] = []  # transformers' own last entry comes after the final norm
     model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))
     with torch.inference_mode():
         states = [*model(torch.tensor([IDS]), output_hidden_states=True).hidden_states[:-1], *last]
@@ -43,7 +45,7 @@ def test_1_captured_layers_are_not_off_by_one(
 
 
 class PagedCapture(PagedModel):
-    """A PagedModel of one row that keeps what the target captured."""
+    """A PagedModel of one row that keeps the states the target captured."""
 
     def __init__(self, target: Any) -> None:
         super().__init__(target, num_rows=1)
@@ -100,7 +102,7 @@ def test_4_an_eagle1_head_does_not_pass_as_an_eagle3_head(tmp_path: Path, target
 def test_5_a_head_that_declares_a_shorter_context_than_its_target_serves_the_targets(
     first_position: int, tmp_path: Path, target_dir: Path, load: Load
 ) -> None:
-    """The target's is 4096; drafts at its end may pass it."""
+    """The target's context is 4096 tokens, and drafts near its end may pass it."""
     directory = save_eagle3_head(tmp_path, target_dir=target_dir, max_position_embeddings=16)
     head = load(directory)
     assert head.capture == HiddenCapture(layers=(0, 1, 2))

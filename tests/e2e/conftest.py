@@ -1,4 +1,6 @@
-"""Every test here ends with both services empty, as their GetLoads tell it. A module's pair is its fixture `pair`."""
+"""Every test here ends by checking, with GetLoad, that both services are empty. A module's services are its fixture
+`pair`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tests.support.running_pair import RunningPair, running_pair, wait_until
 
 @pytest.fixture(scope="session")
 def plain_pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
-    """For tests that neither change nor end it. KV goes over gRPC, as between hosts."""
+    """A pair for tests that neither change nor stop it. KV goes over gRPC, as between hosts."""
     with running_pair(
         tiny_model_dir("llama"),
         kind=forked,

@@ -1,4 +1,4 @@
-"""Requests that keep services busy, each compared with what it gives undisturbed."""
+"""Requests that keep services busy. Each result is compared with that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ PAUSE_AFTER_ERROR_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Request `number` asks for the same each time: every other one greedy, some with log-probabilities."""
+    """Numbered requests. A number always gives the same request; every other one is greedy, and some ask for
+    log-probabilities.
+    """
 
     prompt_tokens: int
     new_tokens: int
@@ -50,7 +52,9 @@ class Workload:
 
 @dataclass(slots=True)
 class Outcomes:
-    """Of a load that runs: how many requests were served as they should be, and what became of the others."""
+    """The results of a load that runs: the times of requests that were served correctly, and the errors of the
+    others.
+    """
 
     served_at_s: list[float] = field(default_factory=list)
     served_begun_at_s: list[float] = field(default_factory=list)
@@ -63,7 +67,9 @@ class Outcomes:
         return len(self.served_at_s)
 
     def first_served_after(self, start_s: float, *, begun_after: bool = False) -> float:
-        """Seconds from `start_s` (monotonic) to the end of the first request served, or also begun, after it."""
+        """Seconds from `start_s` (monotonic) to the end of the first request that ended after it. With
+        `begun_after`, the request must also have begun after it.
+        """
 
         def ends() -> list[float]:
             moments = zip(list(self.served_begun_at_s), list(self.served_at_s), strict=False)
@@ -73,7 +79,7 @@ class Outcomes:
         return min(ends()) - start_s
 
     def wait_for_more(self, num: int = 4) -> None:
-        """Return once so many more requests have been served."""
+        """Wait until `num` more requests have been served."""
         wanted = self.num_served + num
         wait_until(lambda: self.num_served >= wanted, about=lambda: (self.num_served, self.errors[-1:]))
 
@@ -82,9 +88,11 @@ class Outcomes:
 def load(
     client: Client, workload: Workload, expected: Sequence[Completion], *, num_threads: int = 6
 ) -> Iterator[Outcomes]:
-    """Requests without end from `num_threads` threads, each begun when its thread's last one is over.
+    """Send requests from `num_threads` threads within this block. Each thread sends its next request when its last one
+    ends.
 
-    At the end those under way are waited for. A request that gives anything but `expected` or a BatonError fails.
+    At the end it waits for the requests under way. A request that gives anything other than `expected` or a BatonError
+    fails the test.
     """
     outcomes, numbers, stop = Outcomes(), itertools.count(), threading.Event()
 
@@ -125,7 +133,7 @@ def follow(client: Client, options: dict[str, Any], outcomes: Outcomes) -> Compl
 
 
 def assert_same(completion: Completion, expected: Completion) -> None:
-    """One stream's tokens, text, log-probabilities, ending and count, whatever served it."""
+    """Assert that both have the same tokens, text, log-probabilities, ending and counts, whichever service answered."""
     for name in ("token_ids", "text", "seed", "finish_reason", "matched_stop", "usage"):
         assert getattr(completion, name) == getattr(expected, name), name
     assert [entry.chosen.token_id for entry in completion.logprobs] == [e.chosen.token_id for e in expected.logprobs]

@@ -1,4 +1,6 @@
-"""What a head accepts does not depend on where it runs, nor on how prompts were cut: across gRPC as in one process."""
+"""A head's acceptance depends neither on where it runs nor on how prompts were split: it is the same over gRPC as in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,14 @@ PROMPTS = [
 ]
 
 Acceptance = list[tuple[tuple[int, ...], tuple[int, ...]]]
-"""Of each request, in turn: how often each position was drafted, and accepted."""
+"""For each request in turn: how often each position was drafted, and how often it was accepted."""
 
 
 @pytest.fixture(scope="module")
 def head_dir(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head that knows what follows the last token, disturbed by what it attends: its own KV decides close calls."""
+    """A head that knows what follows the last token, plus noise from its attention. So its own KV decides close
+    choices.
+    """
     head_dir = save_copy_head(tmp_path_factory.mktemp("head"), target_dir=last_token_model_dir, family="eagle3")
     tensors = load_file(head_dir / "model.safetensors")
     attended = tensors["midlayer.self_attn.o_proj.weight"]
@@ -64,7 +68,7 @@ def acceptance(counts: Sequence[SpeculationCounts | SpeculationCounts | None]) -
 
 @pytest.fixture(scope="module")
 def reference(last_token_model_dir: Path, head_dir: Path) -> Acceptance:
-    """Of the same engines in one process, for every chunk size."""
+    """The acceptance of the same engines in one process, for every chunk size."""
     drafted = load_drafted(last_token_model_dir, head_dir)
     found = []
     with pairs_that_keep_all() as make_pair:

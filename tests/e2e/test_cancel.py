@@ -1,4 +1,4 @@
-"""A client that leaves, in any phase, leaves nothing behind on either service; nor does one whose time is up."""
+"""A request whose client leaves or whose time is up, in any phase, leaves nothing behind on either service."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from benchmarks.cancellation import CHUNK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, Can
 from tests.support.running_pair import RunningPair, is_empty, wait_until
 
 RUNNING_TIMEOUT_S = 1.5
-"""In which NEW_TOKENS do not end."""
+"""A time in which NEW_TOKENS cannot be generated."""
 WAITING_TIMEOUT_S = 0.5
 STEPS_ON_THE_WAY = 10
-"""What may run while the news of a dropped stream travels: two steps as a rule, and a step takes milliseconds."""
+"""The most steps that may run while the news of a dropped stream travels. Usually there are two; a step takes
+milliseconds.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def pair(rig: CancellationRig) -> RunningPair:
 
 
 def loads_until_free(pair: RunningPair) -> list[InferenceLoad]:
-    """The decode service's, from now until it holds nothing."""
+    """The decode service's loads from now on, until it holds nothing."""
     loads: list[InferenceLoad] = []
 
     def is_free() -> bool:

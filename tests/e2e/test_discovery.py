@@ -1,4 +1,6 @@
-"""A decode service finds its replicas behind a name: one joins and gets rows, one is killed and its rows go on."""
+"""A decode service finds its replicas through a name. One joins and gets rows; one is killed and its rows continue
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SAMPLING: SamplingOptions = {"max_tokens": 12, "ignore_eos": True, "temperature"
 
 @pytest.fixture(scope="module")
 def pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
-    """Its decode service knows both replicas."""
+    """A pair whose decode service is configured with both replicas."""
     with running_pair(tiny_model_dir("llama"), kind=forked, num_prefill=2) as running:
         yield running
 
@@ -37,24 +39,24 @@ def undisturbed(pair: RunningPair) -> list[tuple[int, ...]]:
 
 
 class Finding:
-    """A decode service in this process, and what is behind the name that it knows."""
+    """A decode service in this process, and the hosts to which its configured name resolves."""
 
     def __init__(self, service: ServiceHere, behind: list[str]) -> None:
         self.service = service
         self.behind = behind
 
     async def replicas(self) -> dict[str, bool]:
-        """Which there are, and whether each is ready."""
+        """The replicas it knows, and whether each is ready."""
         return {each.address: each.is_ready for each in (await self.service.client.load()).prefill_replicas}
 
     async def finds(self, *addresses: str) -> None:
-        """Wait until these are ready, and no other is a replica."""
+        """Wait until exactly these replicas are known and ready."""
         async with asyncio.timeout(BOUND_S):
             while await self.replicas() != dict.fromkeys(addresses, True):  # noqa: ASYNC110 - it can only be looked at
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def each_has_rows(self) -> None:
-        """Wait until every replica has rows of ours."""
+        """Wait until every replica holds rows of this service."""
         async with asyncio.timeout(BOUND_S):
             while not all(  # noqa: ASYNC110 - it can only be looked at
                 replica.num_rows for replica in (await self.service.client.load()).prefill_replicas

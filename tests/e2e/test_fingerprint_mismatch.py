@@ -1,4 +1,4 @@
-"""Two services that differ in weights or in speculation: nothing is served, and everyone who asks is told why."""
+"""Two services that differ in weights or in speculation serve nothing, and tell every caller why."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Arguments = tuple[str, ...]
 def arguments(
     tiny_model_dir: Callable[[str], Path], last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Arguments, Arguments]]:
-    """By difference, what a prefill and a decode service are started with."""
+    """The arguments of a prefill and a decode service, by the way in which they differ."""
     other = save_tiny_model(tmp_path_factory.mktemp("other-weights"), "llama", seed=1)
     head_dir = save_copy_head(
         tmp_path_factory.mktemp("head"), target_dir=last_token_model_dir, family="eagle3", draft_vocab_size=50

@@ -1,5 +1,5 @@
-"""Both services once their forwards are fused, a draft head's with the target's: the tokens are those of `generate`,
-however a prompt was cut and whatever was drafted, and no forward was computed by operators.
+"""Both services with fused forwards of the target and the draft head. The tokens equal `generate`'s for any chunks
+and drafts, and no forward runs on operators.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ TREE = ("--num-draft-steps=3", "--num-draft-tokens=9", "--no-adaptive-depth")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`drafts` are the decode service's options of a pair with a head, those of `topk` candidates a level."""
+    """A pair without a head or with one. `drafts` are options of its decode service, and `topk` is the number of
+    candidates per level.
+    """
 
     drafts: tuple[str, ...] = ()
     topk: int = 1
@@ -69,7 +71,7 @@ def prompt(length: int) -> list[int]:
 
 def test_tokens_are_those_of_generate(pair: RunningPair, models: Models, case: Case) -> None:
     addresses = pair.processes.metrics_addresses
-    assert await_fused(addresses, timeout_s=2 * BOUND_S)  # compiled, where nobody did yet
+    assert await_fused(addresses, timeout_s=2 * BOUND_S)  # compiled first, if that has not happened before
     lengths = (5, 47, 130, 70)
     before = [forwards(address) for address in addresses]
 
@@ -77,7 +79,7 @@ def test_tokens_are_those_of_generate(pair: RunningPair, models: Models, case: C
         options = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
         return pair.client.complete(token_ids=prompt(length), timeout_s=BOUND_S, **options)
 
-    with ThreadPoolExecutor(len(lengths)) as pool:  # at once, so that chunks of several prompts meet
+    with ThreadPoolExecutor(len(lengths)) as pool:  # at once, so that chunks of several prompts share a forward
         answers = dict(zip(lengths, pool.map(ask, lengths), strict=True))
     for length, answer in answers.items():
         assert list(answer.token_ids) == generate_greedily(models.target, prompt(length), NEW_TOKENS).token_ids

@@ -1,4 +1,4 @@
-"""A12: what the services say about themselves is enough to call them, and true."""
+"""Field rule A12: the services' reflection and health are true, and enough to call them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A pair whose KV goes through NIXL: the tokens are `generate`'s, every byte went that way, and a process that is
-killed, a service or the one that NIXL lives in, costs attempts and no token.
+"""A pair whose KV goes through NIXL: the tokens equal `generate`'s, and every byte went that way.
+
+Killing a process, either a service or the one that hosts NIXL, costs retries and no tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ALL, LENT = "baton_handoff_bytes_total", "baton_handoff_lent_bytes_total"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """KV that is large for the compute behind it: 4 KiB a token."""
+    """A model whose KV is large for its computation: 4 KiB a token."""
     return save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
 
 
@@ -73,7 +74,7 @@ def tokens(completions: list[Future[Completion]]) -> list[list[int]]:
 
 
 def num_bytes(pair: RunningPair, name: str) -> float:
-    """Of KV that the prefill services have handed over, by this counter."""
+    """The bytes of KV that the prefill services have handed over, by this counter."""
     total = 0.0
     for address in pair.processes.metrics_addresses[:2]:
         text = urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_S).read().decode()
@@ -83,7 +84,7 @@ def num_bytes(pair: RunningPair, name: str) -> float:
 
 
 def nixl_of(service: ServiceProcess) -> list[psutil.Process]:
-    """Those that NIXL lives in, once there are any: one for prefill, one for each replica in use for decode."""
+    """The processes that host NIXL, once there are any: one for prefill, and one per replica in use for decode."""
     found: list[psutil.Process] = []
 
     def are_there() -> bool:
@@ -98,12 +99,12 @@ def nixl_of(service: ServiceProcess) -> list[psutil.Process]:
 def command(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.NoSuchProcess:  # a zombie, too
+    except psutil.NoSuchProcess:  # also raised for a zombie
         return []
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether anybody has taken note of it or not."""
+    """Whether the process has ended, even if its parent has not noticed yet."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -142,7 +143,7 @@ def test_requests_go_on_where_the_processes_that_nixl_lives_in_are_killed(
     with requests(pair) as completions:
         wait_until(lambda: pair.load().rows.transferring > 0 or all(each.done() for each in completions))
         for victim in victims:
-            with suppress(psutil.NoSuchProcess):  # the death of one may end its peer
+            with suppress(psutil.NoSuchProcess):  # the end of one may also end its peer
                 victim.kill()
         assert tokens(completions) == expected
     assert decode.is_running and prefill.is_running

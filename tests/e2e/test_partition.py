@@ -1,7 +1,7 @@
-"""C8: nothing passes between decode and prefill any more, and nothing is closed either.
+"""Field rule C8: the network between decode and prefill is cut, without any connection being closed.
 
-A proxy on loopback holds back what both sides send. `python -m benchmarks.partition` does the same for 10 s to two
-network namespaces, where TCP notices the silence too.
+A proxy on loopback holds back all that both sides send. `python -m benchmarks.partition` does the same for 10 s with
+two network namespaces, where TCP notices the silence too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.support.running_pair import BOUND_S, RunningPair, is_empty, running_p
 
 WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
 TIMEOUT_S = 1.5
-"""Of a handoff's progress, of a wait for any replica, and of a receiver that takes nothing."""
+"""Time-out of a handoff's progress, of waiting for any replica, and of a receiver that takes nothing."""
 NUM_TRIES = 5
-"""A row may be gone between the look and the cut."""
+"""Tries of a test, since a row may have finished between the check and the cut."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def proxies() -> Iterator[tuple[BlackHoleProxy, ...]]:
 def pair(
     tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair], proxies: Sequence[BlackHoleProxy]
 ) -> Iterator[RunningPair]:
-    """KV that is large for the compute behind it lands one 64-KiB segment at a time."""
+    """A pair whose KV is large for its computation, so that it lands one 64-KiB segment at a time."""
     model = save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
     with running_pair(
         model,
@@ -89,7 +89,7 @@ def test_rows_of_a_replica_that_fell_silent_are_computed_by_the_other(
         proxies[0].cut()
         wait_until(lambda: not pair.load().prefill_replicas[0].is_ready, about=pair.load)
         outcomes.wait_for_more()
-        # A replica that nobody reads from is owed nothing, even while the cut lasts.
+        # A prefill replica owes nothing to a receiver that is gone, even while the cut lasts.
         wait_until(lambda: is_empty(pair.prefill_load(0)), about=pair.prefill_load)
         assert pair.is_ready()
     assert outcomes.errors == []
@@ -116,14 +116,16 @@ def test_while_all_are_cut_off_requests_end_in_time_and_mended_they_serve_again(
 def test_a_short_cut_costs_time_only(
     pair: RunningPair, proxies: Sequence[BlackHoleProxy], undisturbed: list[Completion]
 ) -> None:
-    """Shorter than any time-out: what was held back arrives, in its calls."""
+    """The cut is shorter than any time-out. Everything held back arrives afterwards, in the same calls."""
     num_retries_before = pair.load().num_row_retries
     assert any(rows_met_by_a_cut(pair, proxies, undisturbed) > 0 for _ in range(NUM_TRIES)), "none met a row"
     assert pair.load().num_row_retries == num_retries_before
 
 
 def rows_met_by_a_cut(pair: RunningPair, proxies: Sequence[BlackHoleProxy], undisturbed: list[Completion]) -> int:
-    """How many rows were on their way when it began; all requests are served as ever."""
+    """The number of rows that were being handed off when the cut began. Asserts that all requests are served as
+    usual.
+    """
 
     def complete(number: int) -> Completion:
         return pair.client.complete(**{**WORKLOAD.options(number), "timeout_s": BOUND_S})

@@ -1,5 +1,5 @@
-"""A9: processes are killed with -9, or stopped, while rows are on their way. Streams go on with the tokens they would
-have had.
+"""Field rule A9: processes are killed with SIGKILL or stopped while rows are handed off. The streams continue with
+the tokens they would have had.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_TRIES = 5
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
-    """KV that is large for the compute behind it (4 KiB a token) lands one segment at a time."""
+    """A pair whose KV is large for its computation (4 KiB a token), so that it lands one segment at a time."""
     model = save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
     with running_pair(
         model,
@@ -63,7 +63,7 @@ def prompt(number: int) -> list[int]:
 
 
 def sampling(number: int) -> SamplingOptions:
-    """Every other one greedy."""
+    """Sampling options of request `number`. Every other one is greedy."""
     return {
         "max_tokens": NEW_TOKENS,
         "ignore_eos": True,
@@ -74,7 +74,7 @@ def sampling(number: int) -> SamplingOptions:
 
 @contextmanager
 def requests(pair: RunningPair) -> Iterator[list[Future[Completion]]]:
-    """NUM_REQUESTS at once."""
+    """Start NUM_REQUESTS requests at once."""
     with ThreadPoolExecutor(NUM_REQUESTS) as clients:
         yield [
             clients.submit(pair.client.complete, token_ids=prompt(number), timeout_s=BOUND_S, **sampling(number))
@@ -118,7 +118,9 @@ def start(pair: RunningPair, services: Sequence[ServiceProcess]) -> None:
 
 
 def tries(pair: RunningPair, victims: Sequence[ServiceProcess]) -> Iterator[int]:
-    """Another try where the last row had come between the look and the kill: with the victims started again."""
+    """Numbers of tries. A further one is needed if the last row arrived between the check and the kill; the victims
+    are then restarted.
+    """
     yield 1
     for number in range(2, NUM_TRIES + 1):
         start(pair, victims)
@@ -130,7 +132,7 @@ def have_ended(completions: Sequence[Future[Completion]]) -> bool:
 
 
 def is_sending(load: PrefillLoad) -> bool:
-    """KV that was computed whole is still held for its receiver."""
+    """Whether the prefill service still holds KV that is fully computed but not yet received."""
     return load.rows.transferring > 0 and load.slots.transferring > 0
 
 
@@ -173,7 +175,7 @@ def test_while_no_prefill_is_there_decode_is_not_ready_and_requests_are_unavaila
                 kill(service)
             wait_until(lambda: not pair.is_ready(), about=pair.load)
             assert pair.client.health("") is HealthStatus.SERVING
-            # Past the bound of two seconds it would be the client's own deadline that ends them.
+            # After the bound of two seconds, the client's own deadline would have ended them.
             ended = [outcome(completion) for completion in completions]
         if any(isinstance(end, errors.Unavailable) for end in ended):
             break
@@ -218,7 +220,7 @@ def test_when_decode_is_killed_prefill_frees_everything_and_serves_the_next_one(
 
 @contextmanager
 def stopped(*services: ServiceProcess) -> Iterator[float]:
-    """Since when, in monotonic seconds. At the end they go on."""
+    """Stop the services, and yield the time since then in monotonic seconds. They continue at the end of the block."""
     for service in services:
         os.kill(service.pid, signal.SIGSTOP)
     try:

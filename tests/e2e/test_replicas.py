@@ -1,4 +1,6 @@
-"""Two prefill and two decode services drained, killed and replaced under load: clients with `resume` notice nothing."""
+"""Two prefill and two decode services are drained, killed and replaced under load. Clients with `resume` notice
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, RunningPair, 
 WORKLOAD = Workload(prompt_tokens=60, new_tokens=150)
 ENDLESS = 3000
 GRACE_S = 0.3
-"""Short: streams are cut."""
+"""The grace period. It is so short that streams are cut."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def undisturbed(pair: RunningPair) -> list[Completion]:
 
 @pytest.fixture
 def client(pair: RunningPair) -> Iterator[Client]:
-    """Of both decode services."""
+    """A client of both decode services."""
     address = ",".join(pair.processes.decode_addresses)
     with Client(address, resume=True, channel_overrides=RECONNECT_AT_ONCE) as client:
         yield client
@@ -55,7 +57,9 @@ def is_serving(service: ServiceProcess) -> bool:
 
 
 def start(pair: RunningPair, services: Sequence[ServiceProcess]) -> None:
-    """In this order. Returns when all are ready and every decode service has found every prefill service."""
+    """Start the services in this order. Returns when all are ready and every decode service has found every prefill
+    service.
+    """
     for service in services:
         service.start()
     wait_until(lambda: all(map(is_serving, pair.processes.services)))
@@ -95,7 +99,7 @@ def error_of(stream: EventStream) -> errors.BatonError:
 
 
 def refusal_of(client: Client) -> errors.Unavailable:
-    """The first, of requests made until one is refused."""
+    """The first refusal. Requests are made until one is refused."""
     refusals: list[errors.Unavailable] = []
 
     def is_refused() -> bool:
@@ -199,7 +203,7 @@ def test_all_services_killed_and_started_again_in_either_order_serve_again_and_n
 def test_each_decode_service_that_is_ready_gets_its_turn_and_one_that_drains_gets_none(
     pair: RunningPair, undisturbed: list[Completion]
 ) -> None:
-    """By a client that resumes nothing."""
+    """The client here does not resume."""
     with Client(",".join(pair.processes.decode_addresses), channel_overrides=RECONNECT_AT_ONCE) as client:
         wait_until(lambda: len({client.load().instance_id for _ in range(4)}) == 2)
         stream = endless(pair.decodes[0])

@@ -26,7 +26,7 @@ KINDS: tuple[SamplingOptions, ...] = (
     {"temperature": 1.0, "repetition_penalty": 1.25, "presence_penalty": 0.5, "frequency_penalty": 0.25, "logprobs": 3},
     {"temperature": 0.0, "repetition_penalty": 1.5, "logit_bias": {20: 4.0, 30: -4.0}, "logprobs": 0},
 )
-"""Numbers that a float on the wire holds exactly."""
+"""Sampling options whose numbers a float on the wire holds exactly."""
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no-overlap"])
@@ -61,7 +61,7 @@ def choice_index(number: int) -> int | None:
 
 
 def resolved(options: SamplingOptions) -> ResolvedSampling:
-    """What the edge makes of the options."""
+    """The options as the edge resolves them for the engine."""
     values = {name: value for name, value in options.items() if name not in ("ignore_eos", "logprobs", "logit_bias")}
     bias = options.get("logit_bias") or {}
     return ResolvedSampling(

@@ -1,6 +1,6 @@
-"""On one host KV goes through shared memory, with no setting for it: every byte, and killed services leave none.
+"""On one host all KV goes through shared memory without any setting, and killed services leave none behind.
 
-What happens to requests whose services are killed meanwhile: `test_prefill_killed`.
+test_prefill_killed covers the requests of services that are killed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pair(model: Path, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]
 
 
 def handed_over(pair: RunningPair) -> dict[str, float]:
-    """Bytes, by the prefill service's counters."""
+    """The bytes handed over, by the prefill service's counters."""
     (address, _) = pair.processes.metrics_addresses
     text = urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_S).read().decode()
     samples = [each for family in text_string_to_metric_families(text) for each in family.samples]

@@ -1,4 +1,4 @@
-"""SIGTERM: what runs may end within the grace period, what is new is refused, and nothing is left."""
+"""After SIGTERM, running requests may finish within the grace period, new ones are refused, and nothing is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_
 
 NUM_TOKENS = 300
 GRACE_S = 4
-"""Enough for NUM_TOKENS."""
+"""Grace period in seconds: enough for NUM_TOKENS."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def exit_status(service: ServiceProcess) -> int:
     assert service.wait(BOUND_S)
     with pytest.raises(errors.ServiceDied) as died:
         service.check()
-    with pytest.raises(ProcessLookupError):  # nor is anything left that it started
+    with pytest.raises(ProcessLookupError):  # nor is any process left that it started
         os.killpg(service.pid, 0)
     return died.value.returncode
 
@@ -40,7 +40,7 @@ def test_sigterm_refuses_what_is_new_and_ends_what_runs_by_itself_or_with_the_gr
     (decode,), (prefill,) = pair.processes.decode, pair.processes.prefill
     running = pair.client.generate(token_ids=[10, 11], max_tokens=NUM_TOKENS, ignore_eos=True)
     num_tokens = len(next(event for event in running if isinstance(event, Delta)).token_ids)
-    os.kill(prefill.pid, signal.SIGSTOP)  # what is handed to it now does not end
+    os.kill(prefill.pid, signal.SIGSTOP)  # prompts handed to it now do not finish
     with ThreadPoolExecutor(1) as other:
         endless = other.submit(pair.client.complete, token_ids=[12, 13], timeout_s=BOUND_S)
         wait_until(lambda: pair.load().prefill_replicas[0].num_rows == 1, about=pair.load)

@@ -1,6 +1,6 @@
-"""Speculation through two processes and gRPC: the tokens of decoding without it, and counted.
+"""Speculation through two processes and gRPC gives the same tokens as decoding without it, and is counted.
 
-What both services must have agreed on beforehand is in test_fingerprint_mismatch.py.
+test_fingerprint_mismatch.py covers what both services must agree on before.
 """
 
 from __future__ import annotations

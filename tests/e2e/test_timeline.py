@@ -1,4 +1,6 @@
-"""`baton trace` on a pair of real services: every track, spans that nest, arrows from one service to the other."""
+"""`baton trace` on a pair of real services: it contains every track, nested spans, and arrows from one service to
+the other.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ SPANS = {
 }
 
 Track = tuple[str, str]
-"""Service and name."""
+"""The service and the name of a track."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def pair(plain_pair: RunningPair) -> RunningPair:
 
 @pytest.fixture(scope="module")
 def trace(pair: RunningPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The file of a second in which requests come one after the other."""
+    """The trace of one second in which requests come one after the other."""
     path = tmp_path_factory.mktemp("trace") / "pair.json.gz"
     is_over = threading.Event()
 
@@ -85,7 +87,7 @@ def trace(pair: RunningPair, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def by_track(trace: dict[str, Any], phase: str) -> dict[Track, list[dict[str, Any]]]:
-    """Events of `phase` by service and name of the track."""
+    """Events with this phase, by service and name of their track."""
     events = trace["traceEvents"]
     services = {each["pid"]: each["args"]["name"].split()[0] for each in events if each["name"] == "process_name"}
     names = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
@@ -136,7 +138,7 @@ def test_an_arrow_leads_from_each_segments_copy_to_its_landing(trace: dict[str, 
     spans = by_track(trace, "X")
     copies = [span for span in spans["baton.v1.Prefill", "sending"] if span["name"] == "copy_out"]
     sends = [span for span in spans["baton.v1.Inference", "handoff"] if span["name"] == "send PrefillBatch"]
-    last_request_ts = max(span["ts"] for span in sends)  # the end of the recording may cut it anywhere
+    last_request_ts = max(span["ts"] for span in sends)  # the recording may end anywhere in it
     landings = [span for span in spans["baton.v1.Inference", "landing"] if span["ts"] < last_request_ts]
     flows = {span["args"]["flow"] for span in copies} & {span["args"]["flow"] for span in landings}
     begins = {arrow["id"] for arrow in by_track(trace, "s")["baton.v1.Prefill", "sending"]}

@@ -1,4 +1,6 @@
-"""A gateway that dies in the middle of every answer: its first words are a refusal, its body is cut."""
+"""A gateway that dies in the middle of every answer: it starts to send a refusal and closes before the body is
+complete.
+"""
 
 from __future__ import annotations
 

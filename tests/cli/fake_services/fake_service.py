@@ -1,6 +1,7 @@
-"""A service process without a model: health, load and, for decode, an answer of `max_tokens` words.
+"""A service process without a model. It answers health checks and load and, for decode, requests, with `max_tokens`
+words.
 
-What it does wrong is in its arguments, or, as the real services know no such flags, in FAKE_PREFILL and FAKE_DECODE.
+Its misbehaviour is set by arguments or, since the real services have no such flags, by FAKE_PREFILL and FAKE_DECODE.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
 
 class FakeInference(inference_pb2_grpc.InferenceServicer):
-    """GetModelInfo says what command line the process got. Token ids are 0, 1, 2, ... unless given."""
+    """A fake Inference service. GetModelInfo returns the process's command line. Its token ids are 0, 1, 2, ...
+    unless given.
+    """
 
     def __init__(self, token_ids: Sequence[int] = (), prefill_replicas: Sequence[Any] = ()) -> None:
         self._token_ids = token_ids

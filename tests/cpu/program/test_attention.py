@@ -1,4 +1,4 @@
-"""Attention of few new tokens by the kernel: of every size of head, in parts, whoever computes them."""
+"""The fused kernel's attention for few new tokens: all head sizes, split into parts, on any number of threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _SIZES = [
     (20, 3, 1),
     (12, 2, 2),
 ]
-"""head_dim, heads, KV heads: passes of many numbers, of a vector and what is left; of one query to several."""
+"""(head_dim, heads, KV heads). They cover whole vector registers and remainders, and one or several queries per KV
+head.
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,7 +46,9 @@ def _kernels(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Attention:
-    """A program that attends in layer 0 and gives out what it made; a token's q, k and v are its row of `table`."""
+    """A program that computes attention in layer 0 and outputs the result. The q, k and v of a token are its row of
+    `table`.
+    """
 
     size: AttentionSize
     table: Tensor
@@ -76,7 +80,9 @@ class Attention:
             assert program.close(5.0)
 
     def batch(self, rows: list[tuple[int, int]], mask: Tensor | None = None) -> ForwardInput:
-        """Rows of so many tokens before and new ones, in slots at random places; all other slots hold NaN."""
+        """A batch of rows, given as (earlier tokens, new tokens). Their slots are in random places; all other slots
+        hold NaN.
+        """
         generator = torch.Generator().manual_seed(sum(before for before, _ in rows))
         size, seq_lens = self.size, [before + new for before, new in rows]
         num_slots = 2 * sum(seq_lens) + 1
@@ -104,7 +110,7 @@ class Attention:
         )
 
     def expected(self, batch: ForwardInput) -> Tensor:
-        """[tokens, heads * head_dim], a token at a time."""
+        """The expected output [tokens, heads * head_dim], computed one token at a time."""
         size, outputs, first = self.size, [], 0
         num_own = size.num_heads * size.head_dim
         seq_lens = batch.seq_lens.tolist()
@@ -167,7 +173,7 @@ def test_of_what_a_query_does_not_attend_nothing_is_read(before: int) -> None:
 
 
 def test_nothing_is_written_past_what_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that threads share beside chunks, which leave no parts."""
+    """The batch mixes requests whose parts several threads share with chunks of prompts, which need no parts."""
     from baton_cpu.program import forward as forward_module  # its kernel is looked for where it is imported first
 
     made: list[np.ndarray[Any, Any]] = []

@@ -1,4 +1,4 @@
-"""Chunks of prompts by one kernel: in both dtypes, for head sizes as models have them, whatever is beside them."""
+"""Chunks of prompts in one fused kernel: both dtypes, the head sizes of real models, alone and with other rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.model.target import TargetModel
 from tests.support.models import save_tiny_model
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-"""Of the whole difference, relative to what the model computes."""
+"""Largest allowed norm of the difference, relative to the norm of the model's own result."""
 
 
 @pytest.fixture(
@@ -39,7 +39,9 @@ def program(model: TargetModel) -> Iterator[ForwardProgram]:
 
 
 def _batch(model: TargetModel, rows: list[tuple[int, int]]) -> ForwardInput:
-    """Rows of so many tokens before and new ones, in slots at random places; the last token's logits of each."""
+    """A batch of rows, given as (earlier tokens, new tokens), in random slots. The logits of each row's last token
+    are wanted.
+    """
     generator = torch.Generator().manual_seed(len(rows))
     group, seq_lens = model.layer_group, [before + new for before, new in rows]
     kv = torch.randn((group.num_layers, 2, sum(seq_lens) + 1, group.num_heads, group.head_dim), generator=generator)

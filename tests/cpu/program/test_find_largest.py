@@ -1,4 +1,4 @@
-"""The largest of a row of logits, as a program finds it, is the one that `argmax` names."""
+"""The fused program finds the same largest logit of a row as `argmax`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards by one kernel compute what the model's own layers do, whatever the batch, and leave the pool as they do."""
+"""Fused forwards compute the same as the model's own layers for any batch, and leave the same KV in the pool."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def program(model: TargetModel) -> Iterator[ForwardProgram]:
     new_decoder = model.new_decoder
     fuse(model, num_threads=2, max_tokens=_MAX_TOKENS)
     assert model._program is not None and model.new_decoder is None
-    model.new_decoder = new_decoder  # for tests that write it down once more
+    model.new_decoder = new_decoder  # for tests that build the program once more
     yield model._program
     assert model._program.close(5.0), "a thread of the team did not end"
 
 
 def _batch(model: TargetModel, *, prefix_lens: list[int], num_new: list[int], tree: bool = False) -> ForwardInput:
-    """Rows in slots at random places."""
+    """A batch of rows in random slots."""
     generator = torch.Generator().manual_seed(sum(prefix_lens) + 7 * sum(num_new))
     group = model.layer_group
     kv = torch.randn((group.num_layers, 2, _NUM_SLOTS, group.num_heads, group.head_dim), generator=generator)
@@ -99,14 +99,16 @@ def test_a_tree_attends_as_its_mask_says(model: TargetModel, program: ForwardPro
 
 
 def test_a_tree_over_two_parts_attends_as_its_mask_says(model: TargetModel, program: ForwardProgram) -> None:
-    """Of tokens that a query does not attend nothing is read."""
+    """Tokens that a query does not attend to are not read."""
     batch = _batch(model, prefix_lens=[PART_TOKENS - 3, 2 * PART_TOKENS - 1], num_new=[6, 6], tree=True)
     _assert_same(model, program, batch)
 
 
 @pytest.mark.parametrize("num_new", [1, 5])
 def test_what_a_request_computes_depends_on_no_other(model: TargetModel, program: ForwardProgram, num_new: int) -> None:
-    """To the last bit: threads share one request's parts where it is alone, and each takes whole ones of many."""
+    """The results are equal to the last bit. Threads share the parts of a request that is alone, but take whole
+    parts of several requests.
+    """
     prefix_lens = [170, 20, 3, 64, 1, 2, 3, 4, 5, 6]
     crowd = _batch(model, prefix_lens=prefix_lens, num_new=[num_new] * len(prefix_lens))
     alone = replace(
@@ -125,7 +127,9 @@ def test_what_a_request_computes_depends_on_no_other(model: TargetModel, program
 
 
 def test_a_forward_is_prepared_while_an_earlier_one_is_to_come(model: TargetModel, program: ForwardProgram) -> None:
-    """And before its tokens are known; what the later one needs more of is not taken from the earlier."""
+    """The later forward is also prepared before its tokens are known. It needs more memory, and must not take any
+    from the earlier one.
+    """
     small = _batch(model, prefix_lens=[6], num_new=[1])
     large = _batch(model, prefix_lens=[4, 1, 2, 0, 5], num_new=[3, 1, 2, 9, 4])
     known = (small, large)
@@ -233,7 +237,7 @@ def test_a_model_of_another_kind_has_no_program(tiny_model_dir) -> None:  # type
 
 
 def test_it_is_written_down_when_asked_from_the_weights_there_were(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
-    """However operators keep theirs by then, who see nothing of it."""
+    """The operators may since have changed how they keep their weights; the program does not notice."""
     directory = tiny_model_dir("llama")
     kept, changed = (
         load_target(directory, device="cpu", dtype="float32", fuses=True, optimizes_modules=is_changed)

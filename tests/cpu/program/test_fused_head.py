@@ -1,4 +1,4 @@
-"""A draft head's steps by one kernel compute what its own layers do, and leave the pool as they do."""
+"""A draft head's fused steps compute the same as its own layers, and leave the same KV in the pool."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _NUM_SLOTS, _NUM_TOKENS = 96, 48
 _WRITTEN = ["midlayer", "speculators", "norm-before-fc", "norm-output", "norm-before-residual", "narrow", "wide"]
 _WRITTEN += ["full-vocabulary", "tied-lm-head", "qkv-bias"]
 _IN_BFLOAT16 = ["midlayer", "norm-before-fc", "norm-output"]
-"""Each reads other rows with no norm on the way in."""
+"""Styles that are also tested in bfloat16. Each feeds a different input into a layer without a norm."""
 New = Callable[..., tuple[TargetModel, PagedHead]]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Heads this small wait for a second thread far longer than they compute."""
+    """Use one thread: with heads this small, a second thread would cost far more time than the computation."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six layers: the default of three captured ones is 2, 3 and 3."""
+    """A target of six layers, so that the default captured layers are 2, 3 and 3."""
     return save_tiny_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=6)
 
 
@@ -82,7 +82,7 @@ def _dtype(head: PagedHead) -> torch.dtype:
 
 
 def _batch(head: PagedHead, *, prefix_lens: list[int], num_new: list[int]) -> ForwardInput:
-    """Rows in slots at random places; the logits of each one's last token are wanted."""
+    """A batch of rows in random slots. The logits of each row's last token are wanted."""
     generator = torch.Generator().manual_seed(sum(prefix_lens) + 7 * sum(num_new))
     group = head.layer_group
     kv = torch.randn((1, 2, _NUM_SLOTS, group.num_heads, group.head_dim), generator=generator).to(_dtype(head))
@@ -124,7 +124,7 @@ def test_an_extend_is_the_heads(head: PagedHead, prefix_lens: list[int], num_new
 
 
 def test_steps_on_its_own_outputs_are_the_heads(head: PagedHead) -> None:
-    """A chain of three behind an extend."""
+    """A chain of three steps after an extend."""
 
     def chain(batch: ForwardInput) -> DraftOutput:
         output = head.extend(batch, _captured(head, 3))
@@ -171,7 +171,7 @@ def test_what_the_target_captured_is_left_as_it_is(head: PagedHead) -> None:
 
 
 def test_a_program_that_computes_something_else_is_not_used(new: New) -> None:
-    """And the target's is all the same."""
+    """The target's program is used all the same."""
     target, head = new("midlayer")
     assert head.new_programs is not None
     programs = head.new_programs(lambda: None)

@@ -1,4 +1,4 @@
-"""A team's contract: each item is one thread's, late threads take nothing of a run that is over, helpers end."""
+"""A thread team: each work item goes to one thread, late threads take no items of a finished run, and helpers end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTHING = np.zeros(1, np.int64)
 
 
 class Board:
-    """A team of one thread, whose board others use."""
+    """A team of one thread, and access to its shared board for other threads."""
 
     def __init__(self) -> None:
         self.team = Team(num_threads=1, max_operations=NUM_OPERATIONS, num_call_words=1, take_part=lambda *_: None)
@@ -126,7 +126,7 @@ def test_closing_compiles_nothing() -> None:
 def test_closing_twice_closes_nobody_elses_file() -> None:
     team = Team(num_threads=1, max_operations=NUM_OPERATIONS, num_call_words=1, take_part=lambda *_: None)
     assert team.close(10.0)
-    others = os.pipe()  # takes the numbers that are free again
+    others = os.pipe()  # takes the file descriptors that are free again
     assert team.close(10.0)
     for file in others:
         os.close(file)

@@ -1,1 +1,1 @@
-"""Stands in for the decode service in tests of the command line."""
+"""A fake decode service for tests of the command line."""

@@ -1,1 +1,1 @@
-"""Stands in for the prefill service in tests of the command line."""
+"""A fake prefill service for tests of the command line."""
