@@ -1,4 +1,4 @@
-"""One layer of a draft head, behind its input norms."""
+"""One transformer layer of a draft head, without the norms of its input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from common.draft.spec import BlockSpec
 
 
 class Block:
-    """Takes `prefix`self_attn.*, `prefix`mlp.* and the norm between them from the checkpoint."""
+    """One transformer layer: attention and a gated MLP, each with a residual connection, and a norm between them.
+
+    Its tensors in the checkpoint are `{prefix}self_attn.*`, `{prefix}mlp.*` and `{prefix}{mlp_norm}`. `layer` is the
+    index of its KV in the pool. `input_size` is the width of the attention's input.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,10 @@ class Block:
         self._scaling = spec.head_dim**-0.5
 
     def __call__(self, x: Tensor, residual: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
-        """Attend with `x` [T, input_size], add to `residual` [T, hidden_size], add the MLP of that. Returns the sum."""
+        """Computes r = residual + attention(x), and returns r + mlp(norm(r)), [T, hidden_size].
+
+        Shapes: `x` [T, input_size], which is already normed; `residual` [T, hidden_size].
+        """
         num_rotated = self._num_heads + self._num_kv_heads
         heads = self._qkv(x).unflatten(-1, (-1, self._head_dim))
         rotated = self._rotated(heads[:, :num_rotated], rotation)

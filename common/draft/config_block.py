@@ -1,4 +1,4 @@
-"""Reading a draft head's config.json: typed values, and the layer that all formats describe with Llama's fields."""
+"""Reads typed values from a draft head's config.json, and its layer, which all formats describe with Llama's fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from common.errors import DraftMismatch, UnsupportedModel
 from common.model.traits import check_config
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "mimo", "mimo_v2", "mimo_v2_flash")
-"""Whose layers are Llama's. Others have norms that add one to the weight, gates, or attention of their own."""
+"""The model types whose layers are computed like Llama's.
+
+Others differ, for example by norms that add one to the weight, by gates, or by another attention.
+"""
 _QKV_BIAS_ONLY = ("qwen2", "mimo")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
@@ -23,7 +26,10 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class ConfigReader:
-    """Reads a config. `directory` and `path`, the keys that lead here, name the place in errors."""
+    """Reads typed values from a config.
+
+    Errors name `directory` and `path`, the keys of the enclosing objects, such as "eagle_config.".
+    """
 
     def __init__(self, config: Mapping[str, Any], directory: str, path: str = "") -> None:
         self.config = config
@@ -31,7 +37,10 @@ class ConfigReader:
         self._path = path
 
     def value(self, key: str, kind: type, default: Any) -> Any:
-        """The value of `key`, or `default` if absent or null. Raises DraftMismatch for another type than `kind`."""
+        """Returns the value of `key`, or `default` if it is absent or null.
+
+        Raises DraftMismatch if its type is not `kind`.
+        """
         value = self.config.get(key)
         if value is None:
             return default
@@ -42,13 +51,17 @@ class ConfigReader:
         return value
 
     def required(self, key: str, kind: type) -> Any:
+        """Returns the value of `key`. Raises DraftMismatch if it is absent or its type is not `kind`."""
         value = self.value(key, kind, None)
         if value is None:
             raise self.mismatch(f"{self._path}{key} is missing")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive number, required unless it has a default."""
+        """Returns the value of `key`, a positive integer, or `default` if it is absent.
+
+        Raises DraftMismatch if it is not positive, or is absent and there is no default.
+        """
         value: int = self.value(key, int, default)
         if value is None:
             raise self.mismatch(f"{self._path}{key} is missing")
@@ -57,17 +70,24 @@ class ConfigReader:
         return value
 
     def nested(self, key: str) -> ConfigReader:
+        """Returns a reader of the object `key` inside this config, which is empty if absent."""
         return ConfigReader(self.value(key, dict, {}), self.directory, f"{self._path}{key}.")
 
     def mismatch(self, message: str) -> DraftMismatch:
+        """Returns an error about the config, to be raised."""
         return DraftMismatch(f"{self.directory}: config.json: {message}")
 
     def unsupported(self, trait: str) -> UnsupportedModel:
+        """Returns an error about a trait that is not supported, to be raised."""
         return UnsupportedModel(f"{self.directory}: config.json: {self._path}{trait} is not supported")
 
 
 def read_block(reader: ConfigReader) -> BlockSpec:
-    """Raises UnsupportedModel if the layer is neither Llama's nor Qwen2's."""
+    """Returns the layer that the config describes.
+
+    Raises UnsupportedModel if the layer is computed in another way than Llama's or Qwen2's, and DraftMismatch for
+    missing or invalid values.
+    """
     num_heads, hidden_size = reader.size("num_attention_heads"), reader.size("hidden_size")
     num_kv_heads = reader.size("num_key_value_heads", num_heads)
     head_dim = reader.size("head_dim", hidden_size // num_heads)
@@ -93,6 +113,7 @@ def read_block(reader: ConfigReader) -> BlockSpec:
 
 
 def _read_rope(reader: ConfigReader, num_heads: int, head_dim: int) -> LlamaConfig:
+    """Returns a LlamaConfig with the head's rotary embedding."""
     fields = {key: copy.deepcopy(reader.config[key]) for key in _ROPE_KEYS if reader.config.get(key) is not None}
     try:
         config = LlamaConfig(
@@ -104,6 +125,7 @@ def _read_rope(reader: ConfigReader, num_heads: int, head_dim: int) -> LlamaConf
 
 
 def _refuse_other_layers(reader: ConfigReader, rope: LlamaConfig) -> None:
+    """Raises UnsupportedModel if the layer is computed in another way than Llama's or Qwen2's."""
     config = reader.config
     check_config(SimpleNamespace(**{**config, "rope_parameters": rope.rope_parameters}), name=reader.directory)
     for key in _MLA_KEYS:

@@ -1,4 +1,8 @@
-"""EAGLE-1 and EAGLE-2: one layer over embedding and hidden state fused into one, with the target's own output head."""
+"""The draft head of EAGLE-1 and EAGLE-2.
+
+A linear layer fuses a token's embedding and a hidden state into the input of a single transformer layer. The logits
+come from the target model's output head.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ from common.model.capture import HiddenCapture
 
 
 class EagleHead(PagedHead):
-    """A DraftHead.
+    """The EAGLE-1 and EAGLE-2 head, a DraftHead. It computes:
 
         x = fc(cat(embedding, hidden));  out = x + attention(x);  out += mlp(norm(out))
         logits = the target's output head(out);  the next step's hidden is `out`
 
-    The first step's hidden is what leaves the target's final norm.
+    In the first step `hidden` is the output of the target's final norm.
     """
 
     def __init__(self, parts: HeadParts, spec: EagleSpec) -> None:

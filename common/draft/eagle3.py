@@ -1,4 +1,8 @@
-"""EAGLE-3: one layer that sees the token's embedding beside the hidden state, both normed, at twice the width."""
+"""The draft head of EAGLE-3.
+
+It is one transformer layer, whose input is twice as wide as the hidden state: a token's embedding and a hidden state,
+each normed, next to each other.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from common.model.capture import HiddenCapture
 
 
 class Eagle3Head(PagedHead):
-    """A DraftHead.
+    """The EAGLE-3 head, a DraftHead. `captured` are hidden states of some of the target's layers. It computes:
 
         g = fc(captured);  x = cat(norm(embedding), norm(g));  out = g + attention(x);  out += mlp(norm(out))
         logits = lm_head(norm(out));  the next step's g is `out`
 
-    `forward` returns `out`, with `norm_output` norm(out).
+    `forward` returns `out`, or norm(out) if the spec has `norm_output`.
     """
 
     def __init__(self, parts: HeadParts, spec: Eagle3Spec) -> None:
@@ -65,6 +69,7 @@ class Eagle3Head(PagedHead):
         self._lm_head = self._read_lm_head(parts, spec, tied=spec.tied_head and own_embedding)
 
     def _read_lm_head(self, parts: HeadParts, spec: Eagle3Spec, *, tied: bool) -> Op:
+        """Returns the output head: the checkpoint's, or else the tied embedding (if `tied`), or else the target's."""
         checkpoint, name = parts.checkpoint, "lm_head.weight"
         if name in checkpoint:
             return self._kernels.linear(checkpoint.take(name, spec.draft_vocab_size, spec.block.hidden_size))

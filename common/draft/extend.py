@@ -1,7 +1,8 @@
-"""Draft-extend: the head over tokens that the target has computed, on the target's own states and tokens.
+"""Draft-extend: runs the draft head over tokens that the target has computed, with the target's hidden states.
 
-Layer i pairs token t with token t + 1 + i, so at the end of what is known its last i tokens are those that the layers
-before it have just drafted:
+It writes the head's KV of these tokens, and drafts the tokens that follow. Layer i of the head pairs the hidden state
+of token t with the embedding of token t + 1 + i. So at the end of the known tokens, layer i needs i drafts of the
+layers before it:
 
     known      x1 x2 x3 | bonus
     layer 0    x2 x3 bonus              ─▶ d1
@@ -26,8 +27,11 @@ from common.sampling.state import SamplingBatch, SamplingState
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """`ids` [N] int64 has every row's tokens, one after the other, each row with room for a draft of each layer but the
-    last. `places` [T] int64 says where in `ids` the token after each of the T computed ones is; None if they are `ids`.
+    """The token after each of the T computed tokens, with room for drafts.
+
+    `ids` [N] int64 has the tokens of all rows, one row after the other. After each row there is room for one draft of
+    each layer except the last. `places` [T] int64 is the index in `ids` of each computed token's next token. It is None
+    for a head with one layer: then there is no such room, and N == T.
     """
 
     ids: Tensor
@@ -35,8 +39,9 @@ class NextTokens:
 
     @classmethod
     def of(cls, next_ids: Tensor, window: ForwardInput, *, num_ahead: int) -> NextTokens:
-        """Built from `next_ids` [T], the tokens after those of `window`. `num_ahead` counts the head's layers but the
-        last.
+        """Returns the NextTokens of `window`. `next_ids` [T] are the tokens that follow those of the window.
+
+        `num_ahead` is the room for drafts after each row: the head's number of layers minus one.
         """
         if not num_ahead:
             return cls(next_ids)
@@ -62,12 +67,12 @@ def extend_draft(
     batch: SamplingBatch,
     topk: int,
 ) -> Seed:
-    """Write the head's KV of `window`, whose target states are `captured` [T, states * H], and draft what follows.
+    """Writes the head's KV of the T tokens of `window`, and returns drafts of the tokens that follow, as a Seed.
 
-    `last` [R] are the places in T of the last tokens of the rows that go on drafting, `rows` [R] their pool rows,
-    `positions` [R] the positions of their first drafts. What a row computes past `last` means nothing. With several
-    layers `topk` is 1, and what a layer pairs with a draft stays in its KV if the draft is refused and the token is not
-    in the next window.
+    `captured` [T, states * H] are the target's hidden states of the tokens. R rows go on drafting: `last` [R] is the
+    index (0 .. T-1) of each row's last token, `rows` [R] its row in the pool, and `positions` [R] the position of its
+    first draft. Results for tokens of a row after `last` are not used. A head with several layers needs `topk` 1; its
+    KV of a token may then depend on a draft that is rejected later, unless the next window computes the token again.
     """
     num_layers = head.layer_group.num_layers
     if num_layers == 1:

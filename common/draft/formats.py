@@ -1,6 +1,6 @@
-"""From a draft head's config.json to a DraftSpec: which format it is, and what it asks for.
+"""Recognises the format of a draft head from its config.json, and reads it into a DraftSpec.
 
-| format | told by |
+| format | recognised by |
 |---|---|
 | speculators | `speculators_model_type` |
 | EAGLE-3 | an architecture named for it, `draft_vocab_size` or `eagle_config` |
@@ -24,9 +24,9 @@ _MIMO, _MIMO_V2, _NEXTN = "model.mtp_layers.", "model.mtp.layers.", "model.layer
 def read_spec(
     config: Mapping[str, Any], tensor_names: Collection[str], *, directory: str, num_target_layers: int
 ) -> DraftSpec:
-    """What the config describes. `num_target_layers`: of the target, whose layers EAGLE-3 captures.
+    """Returns the head that the config describes. `num_target_layers` is the target model's number of layers.
 
-    Raises DraftMismatch or UnsupportedModel, naming the key and `directory`.
+    Raises DraftMismatch or UnsupportedModel, which name the key and `directory`.
     """
     reader = ConfigReader(config, directory)
     if "speculators_model_type" in config:
@@ -45,6 +45,7 @@ def read_spec(
 
 
 def _read_speculators(reader: ConfigReader, num_target_layers: int) -> Eagle3Spec:
+    """Returns the spec of an EAGLE-3 head in the format of the library `speculators`."""
     kind = reader.required("speculators_model_type", str)
     if kind != "eagle3":
         raise reader.unsupported(f"speculators_model_type {kind!r}")
@@ -55,7 +56,7 @@ def _read_speculators(reader: ConfigReader, num_target_layers: int) -> Eagle3Spe
 
 
 def _read_eagle3(reader: ConfigReader, layer: ConfigReader, num_target_layers: int) -> Eagle3Spec:
-    """`layer` is where the config has its Llama fields."""
+    """Returns the spec of an EAGLE-3 head. `layer` reads the object in the config that has the Llama fields."""
     _require_one_layer(layer)
     if not reader.nested("eagle_config").value("use_aux_hidden_state", bool, True):
         raise reader.unsupported("eagle_config.use_aux_hidden_state false")
@@ -77,11 +78,15 @@ def _read_eagle3(reader: ConfigReader, layer: ConfigReader, num_target_layers: i
 
 
 def _flag(reader: ConfigReader, key: str) -> bool:
+    """Returns a boolean of the config, at the top level or else in `eagle_config`; False if it is absent."""
     return bool(reader.value(key, bool, reader.nested("eagle_config").value(key, bool, False)))
 
 
 def _captured_layers(reader: ConfigReader, num_target_layers: int) -> tuple[int, ...]:
-    """Ids at the top level mean the stream ENTERING a layer; those in `eagle_config` the OUTPUT of a layer."""
+    """Returns the target layers whose input residual streams the head reads.
+
+    In the config, ids at the top level mean the stream ENTERING a layer; those in `eagle_config` the OUTPUT of a layer.
+    """
     key = "eagle_aux_hidden_state_layer_ids"
     entering: list[int] | None = reader.value(key, list, None)
     outputs: list[int] | None = reader.nested("eagle_config").value(key, list, None)
@@ -105,12 +110,13 @@ def _captured_layers(reader: ConfigReader, num_target_layers: int) -> tuple[int,
 
 
 def _read_mtp(reader: ConfigReader, tensor_names: Collection[str]) -> MtpSpec:
+    """Returns the spec of a multi-token-prediction head. The names of its tensors decide the layout."""
     num_target_layers = reader.value("num_hidden_layers", int, 0)
     layout, parent, first = MtpLayout.NEXTN, _NEXTN, num_target_layers
     for each, prefix in ((MtpLayout.MIMO, _MIMO), (MtpLayout.MIMO_V2, _MIMO_V2)):
         if any(name.startswith(prefix) for name in tensor_names):
             layout, parent, first = each, prefix, 0
-    if layout is MtpLayout.NEXTN and num_target_layers == 1:  # so exported: the draft layer alone
+    if layout is MtpLayout.NEXTN and num_target_layers == 1:  # an export of the draft layer alone
         num_target_layers = first = 0
     of_layers = {name.removeprefix(parent).partition(".")[0] for name in tensor_names if name.startswith(parent)}
     num_layers = reader.value("num_nextn_predict_layers", int, len(of_layers))

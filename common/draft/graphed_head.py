@@ -1,4 +1,4 @@
-"""A draft head whose forwards of recorded shapes are replayed."""
+"""A draft head whose forwards are recorded as graphs (on CUDA: CUDA graphs) and replayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from common.model.forward_graphs import ForwardGraphs
 
 
 class GraphedHead(DraftHead):
-    """A DraftHead. `ForwardGraphs.run` says how long `forward`'s results are valid."""
+    """A DraftHead that runs the forwards of another one through `ForwardGraphs`, which replays recorded shapes.
+
+    Results of `forward` are valid only for a limited time: see `ForwardGraphs.run`.
+    """
 
     def __init__(self, head: DraftHead, graphs: ForwardGraphs) -> None:
         self._head = head

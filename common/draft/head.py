@@ -1,11 +1,12 @@
-"""What the engines ask of a draft head, whichever family and format it came in.
+"""The interface of draft heads, which the engines use for every family and format of heads.
 
     target.forward ──captured [T, states * H]──▶ fuse ──[T, h]──▶ forward(ids of the NEXT tokens) ──[T, h]──▶ logits
                                                                       ▲                       │
                                                                       └──── chained steps ────┘
 
-Row t pairs the target's hidden state of token t with the embedding of token t + 1, at position t and KV slot t. What a
-head with one layer does at each step is one call: `extend` from the target's states, `step` from its own outputs.
+T counts tokens, H is the target's hidden size, h the head's. Entry t pairs the target's hidden state of token t with
+the embedding of token t + 1, at the position and in the KV slot of token t. A head with one layer does all of this in
+one call: `extend` starts from the target's hidden states, `step` from the head's own outputs.
 """
 
 from __future__ import annotations
@@ -22,23 +23,30 @@ from common.model.capture import HiddenCapture
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """For the tokens whose logits are wanted: the outputs of `forward` [R, h], and logits [R, Vd] float32."""
+    """The results for the R tokens whose logits are wanted.
+
+    `hidden` [R, h] are the outputs of `forward`. `logits` is [R, Vd] float32.
+    """
 
     hidden: Tensor
     logits: Tensor
 
 
 class DraftHead(Protocol):
-    """Its methods are called from one thread at a time; on CUDA they only enqueue.
+    """A small model that drafts tokens for a target model, from the target's hidden states.
 
-    `layer_group` shapes the head's KV: one layer that serves every step, or layer i for step i. `token_ids` [Vd] int64,
-    ascending, is the target id of each draft logit. With `feeds_target_hidden` later layers are fed the target's hidden
-    state, else the previous layer's output.
+    Call its methods from one thread at a time. On CUDA they only enqueue work.
+
+    - `layer_group`: the shape of the head's KV. It has one layer for all draft steps, or layer i for step i.
+    - `capture`: which hidden states of the target the head reads.
+    - `token_ids` [Vd] int64, ascending: the target's token id of each draft logit.
+    - `feeds_target_hidden`: if True, every layer gets the target's hidden state; if False, layers after the first get
+      the previous layer's output.
     """
 
     @property
     def algorithm(self) -> str:
-        """`eagle`, `eagle3` or `mtp`."""
+        """The algorithm's name: `eagle`, `eagle3` or `mtp`."""
 
     @property
     def layer_group(self) -> LayerGroupSpec: ...
@@ -56,26 +64,30 @@ class DraftHead(Protocol):
     def feeds_target_hidden(self) -> bool: ...
 
     def fuse(self, captured: Tensor) -> Tensor:
-        """The target's captured states [T, states * H] as the hidden states that `forward` takes, [T, h]."""
+        """Converts the target's captured states [T, states * H] to the hidden states [T, h] that `forward` takes."""
 
     def forward(self, batch: ForwardInput, hidden: Tensor, *, layer: int = 0) -> Tensor:
-        """Compute one layer for the batch's tokens, write their KV to `batch.kv[layer]`, return its output [T, h].
+        """Computes one layer for the batch's tokens and returns its output, [T, h].
 
-        `batch.input_ids` are the tokens AFTER those at `batch.positions`; `batch.kv` is the draft group's.
+        The tokens' KV is written to `batch.kv[layer]`; `batch.kv` is the draft head's KV. `batch.input_ids` are the
+        tokens AFTER those at `batch.positions`.
         """
 
     def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor:
-        """[R, Vd] float32 from outputs [R, h] of `forward`."""
+        """Returns the logits, [R, Vd] float32, for outputs [R, h] of `forward`."""
 
     def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:
-        """`fuse`, `forward`, and the logits of `batch.logits_rows`, for a head with one layer."""
+        """Runs `fuse` and `forward`, and returns the results of the tokens `batch.logits_rows`.
+
+        Only for a head with one layer.
+        """
 
     def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
-        """`forward`, and the logits of `batch.logits_rows`, for a head with one layer."""
+        """Runs `forward`, and returns the results of the tokens `batch.logits_rows`. Only for a head with one layer."""
 
 
 class HeadProgram(Protocol):
-    """Another way to compute `extend` and `step` of a head with one layer."""
+    """A compiled program that computes `extend` and `step` of a head with one layer, for the batches that it takes."""
 
     def takes(self, batch: ForwardInput) -> bool: ...
 
@@ -85,7 +97,7 @@ class HeadProgram(Protocol):
 
 
 def output_of(head: DraftHead, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
-    """Calls `forward`, then `logits`."""
+    """Runs `forward` for all tokens of the batch, then `logits` for `batch.logits_rows` (None: for all tokens)."""
     output = head.forward(replace(batch, logits_rows=None), hidden)
     if batch.logits_rows is not None:
         output = output[batch.logits_rows]

@@ -1,4 +1,4 @@
-"""The operations of a draft head's layers, for each kind of device."""
+"""The operations of which a draft head's layers consist, with an implementation for each kind of device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 from common.cpu_engine import cpu_engine
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, [1, T, head_dim] each."""
+"""The cosines and sines of a rotary position embedding, [1, T, head_dim] each."""
 Op = Callable[[Tensor], Tensor]
+"""An operation on [T, inputs] with its weights built in."""
 
 
 class Kernels(Protocol):
-    """Each member makes a function of [T, inputs] from weights on its device. Linear weights are [outputs, inputs]."""
+    """Makes the operations of a draft head's layers from weights. `rotated` is itself an operation.
+
+    The operations take [T, inputs]. Linear weights are [outputs, inputs].
+    """
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Op: ...
 
@@ -28,16 +32,17 @@ class Kernels(Protocol):
     def gated_mlp(self, gate: Tensor, up: Tensor, down: Tensor) -> Op: ...
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """`x` [T, heads, head_dim], every head rotated."""
+        """Applies a rotary position embedding to every head of `x` [T, heads, head_dim]. Returns the same shape."""
 
 
 def kernels_for(device: torch.device) -> Kernels:
+    """Returns the compiled CPU engine's kernels if it is installed and `device` is a CPU, else PyTorch's operators."""
     engine = cpu_engine(device)
     return TorchKernels() if engine is None else engine.head_kernels()
 
 
 class TorchKernels:
-    """PyTorch's own operators, for any device."""
+    """Kernels made of PyTorch's own operators, for any device."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Op:
         return partial(linear, weight=weight, bias=bias)
@@ -55,6 +60,7 @@ class TorchKernels:
 
 
 def rms_norm(weight: Tensor, epsilon: float) -> LlamaRMSNorm:
+    """Returns a module that RMS-normalises the last dimension and multiplies it by `weight`."""
     norm = LlamaRMSNorm(weight.shape[0], eps=epsilon)
     norm.weight = nn.Parameter(weight, requires_grad=False)
     return norm

@@ -1,4 +1,4 @@
-"""Loads a DraftHead from a directory."""
+"""Loads a draft head from a directory with its config.json and .safetensors files."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def load_draft(
     attention: AttentionKind = "kernels",
     fuses: bool = False,
 ) -> PagedHead:
-    """The head in `directory`, with `target`'s dtype (a key of DTYPES) and device; it shares `target`'s embedding.
-    `fuses`: where its format is known, it can also be written down as programs, and its tensors stay until then.
+    """Returns the draft head in `directory`, on the device and in the dtype of `target`.
 
-    Raises DraftMismatch for tensors or config keys that are missing, unknown or do not fit each other or the target,
-    and UnsupportedModel for traits that are not served. Nothing is ever initialised at random.
+    The head uses the target's embedding if it has none of its own. With `fuses` it also prepares the head to be
+    compiled into programs, if the CPU engine supports its format; until then its tensors stay in memory.
+
+    Raises DraftMismatch if tensors or config keys are missing, unknown, or do not fit each other or the target, and
+    UnsupportedModel for traits that are not supported. It never initialises weights at random.
     """
     torch_device = torch.device(device)
     assert torch_device.type == target.torch_device.type, "the head and its target share a device"
@@ -71,6 +73,7 @@ _KINDS: dict[type[DraftSpec], str] = {
 
 
 def _make(parts: HeadParts, spec: DraftSpec) -> PagedHead:
+    """Returns the head of the class that fits `spec`."""
     if isinstance(spec, EagleSpec):
         return EagleHead(parts, spec)
     if isinstance(spec, Eagle3Spec):
@@ -79,7 +82,10 @@ def _make(parts: HeadParts, spec: DraftSpec) -> PagedHead:
 
 
 def _read_files(directory: Path) -> tuple[dict[str, Any], ModelFiles]:
-    """The config, and where each tensor is. A file's version is taken before the file is opened."""
+    """Returns the config, and the file and shape of each tensor.
+
+    Notes each file's version before it opens the file, so that a later change is noticed.
+    """
     path = directory / CONFIG
     try:
         versions = {path: FileVersion.of(path)}
@@ -104,6 +110,7 @@ def _read_files(directory: Path) -> tuple[dict[str, Any], ModelFiles]:
 
 
 def _read_tensors(files: ModelFiles, names: list[str]) -> dict[str, Tensor]:
+    """Returns the tensors of these names from their files."""
     tensors: dict[str, Tensor] = {}
     for path in files.weight_files:
         with _read_errors(path), safe_open(str(path), framework="pt") as file:
@@ -113,6 +120,7 @@ def _read_tensors(files: ModelFiles, names: list[str]) -> dict[str, Tensor]:
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
+    """Wraps code that reads the file `path`, and raises its errors as DraftMismatch."""
     try:
         yield
     except (OSError, SafetensorError) as error:

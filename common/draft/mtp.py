@@ -1,4 +1,7 @@
-"""Multi-token prediction: layers trained with the target, each for one draft step, or one for all."""
+"""The draft head of multi-token prediction (MTP): layers that were trained together with the target model.
+
+Each layer serves one draft step, or a single one serves all.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from common.model.capture import HiddenCapture
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """One layout's tensor names, after a layer's prefix. `output_head` is empty if a layer has none of its own."""
+    """The tensor names of one layout, without the layer's prefix.
+
+    `output_head` is empty if the layers have no output head of their own.
+    """
 
     embedding_norm: str
     hidden_norm: str
@@ -58,18 +64,19 @@ _OF_TARGETS = ("model.embed_tokens.", "model.norm.", "lm_head.")
 
 
 def belongs_to_target(name: str, spec: MtpSpec) -> bool:
-    """Whether the tensor belongs to the target, in a checkpoint that holds the target and its MTP layers."""
+    """Returns True if the tensor is the target's own, in a checkpoint with both the target and its MTP layers."""
     layers = tuple(f"model.layers.{layer}." for layer in range(spec.num_target_layers))
     return name.startswith((*layers, *_OF_TARGETS))
 
 
 class MtpHead(PagedHead):
-    """A DraftHead.
+    """The multi-token-prediction head, a DraftHead. Each layer computes:
 
         x = fusion(cat(norm(embedding), norm(hidden)));  out = x + attention(norm(x));  out += mlp(norm(out))
-        logits = head(norm(out));  MiMo-7B's fusion has the hidden state first
+        logits = head(norm(out))
 
-    `forward` returns `out`, in MiMo-7B's layout norm(out).
+    `forward` returns `out`. MiMo-7B's layout differs: the hidden state comes first in `cat`, and `forward` returns
+    norm(out).
     """
 
     def __init__(self, parts: HeadParts, spec: MtpSpec) -> None:
@@ -107,6 +114,8 @@ class MtpHead(PagedHead):
 
 
 class _MtpLayer:
+    """One layer of the head, with its fusion, norms and output head."""
+
     def __init__(self, parts: HeadParts, spec: MtpSpec, prefix: str, kernels: Kernels, layer: int) -> None:
         checkpoint, names = parts.checkpoint, _NAMES[spec.layout]
         if spec.layout is MtpLayout.NEXTN and checkpoint.has_prefix(f"{prefix}transformer."):
@@ -132,6 +141,6 @@ class _MtpLayer:
             self.output_head = kernels.linear(checkpoint.take(own_head, spec.vocab_size, size))
 
     def fused(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """[T, hidden_size]"""
+        """Returns the layer's input: embeddings and hidden states, normed and fused, [T, hidden_size]."""
         states = [self._embedding_norm(self._embed(token_ids)), self._hidden_norm(hidden)]
         return self._fusion(torch.cat(states[::-1] if self._hidden_first else states, dim=-1))

@@ -1,4 +1,4 @@
-"""What the heads of all families share: where they run, their KV's shape, their positions."""
+"""The base class of draft heads: attention over paged KV, rotary positions, and the use of compiled programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from common.telemetry.forward_counts import ForwardCounts
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
-    """Where a head takes its tensors from, and what it borrows. `dtype` is the name of the target's."""
+    """The sources from which a head is built: its checkpoint and files, and the target whose parts it shares.
+
+    `dtype` is the name of the target's dtype.
+    """
 
     checkpoint: Checkpoint
     target: TargetModel
@@ -39,15 +42,16 @@ class HeadParts:
         return str(self.files.directory)
 
     def require(self, key: str, ours: int, theirs: int) -> None:
-        """Raises DraftMismatch unless the head's `ours` is the target's `theirs`."""
+        """Raises DraftMismatch unless the head's value of `key` (`ours`) equals the target's (`theirs`)."""
         if ours != theirs:
             raise DraftMismatch(f"{self.directory}: config.json: {key} is {ours}, the target's is {theirs}")
 
 
 class PagedHead(ABC):
-    """Base of the heads. Positions have no limit, because rotations are computed for a batch's positions.
+    """The base class of draft heads, whose KV lies in the slots of a KV pool. Subclasses are DraftHeads.
 
-    `files` are those it was loaded from. `new_programs` writes the head as programs, if its format allows that.
+    Positions have no limit, because rotations are computed for the positions of each batch. `files` are the files from
+    which the head was loaded. `new_programs` compiles the head into programs; None if it cannot be compiled.
     """
 
     def __init__(
@@ -99,11 +103,15 @@ class PagedHead(ABC):
     def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor: ...
 
     def run_program(self, program: HeadProgram) -> None:
-        """Let `program` compute steps from the next one on, if it takes them. Any thread, beside forwards."""
+        """Makes later `extend` and `step` calls use `program`, for the batches that it takes.
+
+        Any thread may call this, also while a forward runs.
+        """
         self._program = program
 
     @property
     def runs_program(self) -> bool:
+        """True once `run_program` was called."""
         return self._program is not None
 
     @torch.inference_mode()
@@ -117,18 +125,24 @@ class PagedHead(ABC):
         return output_of(self, batch, hidden) if program is None else program.step(batch, hidden)
 
     def _program_for(self, batch: ForwardInput) -> HeadProgram | None:
+        """Returns the program if it takes this batch, else None. Counts both cases."""
         program = self._program
         if program is None or not self.forward_counts.count(is_taken=program.takes(batch)):
             return None
         return program
 
     def _prepare(self, batch: ForwardInput, hidden: Tensor) -> tuple[Rotation, AttentionPlan]:
+        """Returns the batch's rotary embedding, in the dtype of `hidden`, and its attention plan."""
         rotation: Rotation = self._rope(hidden, batch.positions.unsqueeze(0))
         return rotation, self.attention.plan(batch)
 
 
 def read_embedding(parts: HeadParts, name: str, hidden_size: int) -> Op:
-    """The head's own embedding, from ids [T] to [T, hidden_size], or the target's if it has none."""
+    """Returns the embedding: a function from token ids [T] to [T, hidden_size].
+
+    It is the head's own, the tensor `name`, or the target's if there is no such tensor. Raises DraftMismatch if that
+    has another width.
+    """
     weight = parts.checkpoint.take_if_there(name, parts.target.vocab_size, hidden_size)
     if weight is not None:
         return lambda ids: torch.nn.functional.embedding(ids, weight)

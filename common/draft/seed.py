@@ -1,4 +1,4 @@
-"""The speculative seed: what one iteration leaves for the next to draft from."""
+"""The speculative seed: the first drafts and hidden states with which the next iteration starts drafting."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ HIDDEN_STATES = "hidden_states"
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """`topk_index` int64: of a head with one layer [B, topk], each row's best first drafts; of several layers
-    [B, layers], each layer's draft. All are target ids.
+    """The drafts of B rows, with which the next iteration starts.
 
-    `topk_p` [B, topk] float32: what the head gives each of several first drafts; None where there is just one.
-    `hidden_states` [B, h]: the output of a head's only layer at the row that drafted, which the next step of the chain
-    is fed; None of several layers, where nothing is left to chain.
+    `topk_index` int64 holds target token ids. For a head with one layer it is [B, topk]: the best candidates for each
+    row's next token. For a head with several layers it is [B, layers]: one draft of each layer.
+
+    `topk_p` [B, topk] float32 holds the candidates' probabilities; None if there is only one candidate.
+    `hidden_states` [B, h] is the head's output for each row, which is the input of its next draft step; None for a head
+    with several layers, because all its drafts are made already.
     """
 
     topk_index: Tensor
@@ -32,12 +34,13 @@ class Seed:
     hidden_states: Tensor | None = None
 
     def columns(self) -> dict[str, Tensor]:
+        """Returns the tensors that are not None, by name."""
         columns = {TOPK_INDEX: self.topk_index, TOPK_P: self.topk_p, HIDDEN_STATES: self.hidden_states}
         return {name: column for name, column in columns.items() if column is not None}
 
 
 def seed_columns(head: DraftHead, *, topk: int) -> tuple[SeedColumnSpec, ...]:
-    """What `extend_draft` returns for each row."""
+    """Returns the names, dtypes and shapes of the columns of a Seed that this head makes."""
     num_layers = head.layer_group.num_layers
     if num_layers > 1:
         return (SeedColumnSpec(TOPK_INDEX, "int64", (num_layers,)),)
@@ -48,7 +51,7 @@ def seed_columns(head: DraftHead, *, topk: int) -> tuple[SeedColumnSpec, ...]:
 
 
 def column_to_numpy(column: Tensor) -> NDArray[np.generic]:
-    """For the wire. numpy has no bfloat16, so its bits are used."""
+    """Returns the column as a numpy array, to be sent. bfloat16 becomes uint16 with the same bits: numpy lacks it."""
     is_bfloat16 = column.dtype == torch.bfloat16
     values: NDArray[np.generic] = (column.view(torch.uint16) if is_bfloat16 else column).numpy()
     return values

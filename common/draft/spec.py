@@ -1,4 +1,4 @@
-"""What a draft head's config says, in one form for all formats."""
+"""Specifications of draft heads: the contents of their configs, in the same form for all file formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """One layer: attention with rotary positions `rope` reads, and a gated MLP with SiLU."""
+    """The sizes of one transformer layer: attention with rotary positions (`rope`) and a gated MLP with SiLU."""
 
     hidden_size: int
     num_heads: int
@@ -25,7 +25,7 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """EAGLE-1 and EAGLE-2, which have the same head and draft differently."""
+    """The specification of an EAGLE-1 or EAGLE-2 head. The head is the same; only the use for drafting differs."""
 
     block: BlockSpec
     vocab_size: int
@@ -34,10 +34,14 @@ class EagleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Spec:
-    """`captured_layers` in the order `fc` takes them, each the stream ENTERING that layer of the target.
+    """The specification of an EAGLE-3 head.
 
-    `norm_before_fc`: one norm over all captured states; `fc_norm`: one over each. `norm_before_residual`: the residual
-    stream starts with the normed hidden state. `norm_output`: the next step is fed the normed output.
+    - `captured_layers`: the head reads the residual stream ENTERING each of these target layers, in the order in which
+      its projection `fc` takes them.
+    - `norm_before_fc`: one norm over all captured states together. `fc_norm`: a norm over each of them.
+    - `norm_before_residual`: the residual stream starts with the normed hidden state.
+    - `norm_output`: the next draft step gets the normed output.
+    - `tied_head`: the output head is the head's own embedding, if the checkpoint has that.
     """
 
     block: BlockSpec
@@ -54,11 +58,13 @@ class Eagle3Spec:
 
 
 class MtpLayout(Enum):
-    """How a multi-token-prediction layer's tensors are named; the embedding goes first into the fusion but in MIMO.
+    """The known layouts of multi-token-prediction layers, which differ in tensor names and in the layers' inputs.
 
-    NEXTN   model.layers.{n}.eh_proj ...        DeepSeek's, Step-3.5's: a layer is fed the previous one's output
-    MIMO    model.mtp_layers.{0}.input_proj ... MiMo-7B's: one layer, fed its own normed output
-    MIMO_V2 model.mtp.layers.{0}.eh_proj ...    MiMo-V2's: every layer is fed the target's hidden state
+    The fusion's input is (embedding, hidden state); in MIMO it is (hidden state, embedding).
+
+    NEXTN   model.layers.{n}.eh_proj ...        DeepSeek, Step-3.5: a layer gets the output of the previous one
+    MIMO    model.mtp_layers.{0}.input_proj ... MiMo-7B: one layer, which gets its own normed output
+    MIMO_V2 model.mtp.layers.{0}.eh_proj ...    MiMo-V2: every layer gets the target's hidden state
     """
 
     NEXTN = "nextn"
@@ -68,7 +74,11 @@ class MtpLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MtpSpec:
-    """`prefixes`: of each layer's tensors. `num_target_layers`: so many of `model.layers.` are the target's own."""
+    """The specification of a multi-token-prediction head.
+
+    `prefixes` has the prefix of each layer's tensor names. The first `num_target_layers` layers of the checkpoint's
+    `model.layers.` are the target's own.
+    """
 
     block: BlockSpec
     vocab_size: int

@@ -1,4 +1,4 @@
-"""Which target tokens a draft head with a reduced vocabulary can propose."""
+"""Reads the reduced vocabulary of a draft head: the target tokens that it can propose."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from common.draft.checkpoint import Checkpoint
 
 
 def read_token_ids(checkpoint: Checkpoint, *, vocab_size: int, draft_vocab_size: int, device: torch.device) -> Tensor:
-    """[draft_vocab_size] int64, ascending: the target id of each draft id.
+    """Returns the target's token id of each draft id: [draft_vocab_size] int64, ascending.
 
-    `d2t` holds offsets, target id = draft id + d2t[draft id], and may be absent for a full vocabulary. `t2d` marks the
-    target ids that have a draft id; it says nothing new, but must agree. Raises DraftMismatch.
+    The checkpoint's tensor `d2t` holds offsets: target id = draft id + d2t[draft id]. It may be absent if the
+    vocabulary is not reduced. The tensor `t2d` marks the target ids that have a draft id. It may be absent too, but
+    must agree with `d2t`. Raises DraftMismatch.
     """
     if draft_vocab_size > vocab_size:
         raise checkpoint.mismatch(f"draft_vocab_size {draft_vocab_size} exceeds vocab_size {vocab_size}")

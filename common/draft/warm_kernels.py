@@ -1,4 +1,4 @@
-"""Compiles, before the first request, every kernel that would else be compiled at its first launch."""
+"""Compiles GPU kernels before the first request, which would otherwise be compiled at their first launch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def warm_kernels(
     stream: Stream,
     timeout_s: float,
 ) -> None:
-    """Forwards of padding on `stream`, of target and head: every shape for which their attention has a kernel, with
-    tree masks where `draft_topk` first drafts are kept and that is several; and what draws tokens from them. Raises
-    PieceFailed, DeviceTimeout.
+    """Runs forwards of padding on `stream`, to compile all kernels of the target, the draft head and sampling.
+
+    It runs one forward for each shape for which attention has a kernel, also with tree masks if `draft_topk` is above
+    1 (tree drafting). Blocks until they are done. Raises PieceFailed if one fails, and DeviceTimeout after `timeout_s`.
     """
     shapes = model.attention.kernel_shapes(with_masks=draft_topk > 1)
     draws = sampling_state.kernels
@@ -51,7 +52,7 @@ def warm_kernels(
             compile_draws(draws)
 
     def compile_draws(draws: DrawKernels) -> None:
-        """Uses row 0, which is padding."""
+        """Runs each sampling kernel once, on row 0, which is padding."""
         row = torch.full((1,), PADDING_ROW, dtype=torch.int64, device=device.torch_device)
         logits = torch.zeros((1, sampling_state.vocab_size), device=device.torch_device)
         draws.draw(logits, row, row, sampling_state, None, is_counted=False)
@@ -68,7 +69,7 @@ def warm_kernels(
 
 
 def padding_forward(shape: KernelShape, pool: KvPool, group: str) -> ForwardInput:
-    """A forward of this shape over row 0 and slot 0, which are padding."""
+    """Returns the input of a forward of this shape, over row 0 and slot 0, which are padding."""
     table = pool.rows.req_to_token
 
     def column(length: int, value: int) -> Tensor:
