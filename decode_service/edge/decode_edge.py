@@ -35,7 +35,7 @@ class DecodeEdge:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the service can admit requests: it does not drain, and a prefill replica is ready.
+        """Whether the service can admit requests: it is not draining, and a prefill replica is ready.
 
         A replica is ready only if its fingerprint agrees, so an admitted request can be computed.
         """

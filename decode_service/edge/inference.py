@@ -196,8 +196,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return 0 if remaining_s is None else int((self._unix_time() + remaining_s) * 1000)
 
     async def _replay(self, new_output: Callable[[], OutputProcessor], *, num_tokens: int) -> OutputProcessor:
-        """Creates the output and replays the tokens that the request brought along, off the event loop if there are
-        any.
+        """Creates the output processor, which replays the tokens that the request brought along. Replaying runs on a
+        thread.
         """
         if num_tokens == 0:
             return new_output()

@@ -95,8 +95,9 @@ class LiveRequest:
         )
 
     def fail(self, error: BatonError) -> None:
-        """Ends the request with `error`. If a stop string was matched, it ends well instead, without the engine's
-        figures.
+        """Ends the request with `error`, unless a stop string has already completed its output.
+
+        In that case it ends well, and only the engine's timings are missing.
         """
         if self._ending is not None:
             return

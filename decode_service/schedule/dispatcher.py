@@ -1,4 +1,4 @@
-"""Gets waiting requests prefilled: chooses a replica, reserves a row, and retries or fails the request if that is lost.
+"""Hands waiting requests to prefill replicas: chooses a replica, reserves a row, and handles lost handoffs.
 
 waiting ──reserve──▶ StartHandoff ──frames──▶ landing zone ──▶ ready
    ▲                                   │

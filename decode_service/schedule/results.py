@@ -113,7 +113,7 @@ class StepInFlight:
         return cls(batch, reqs, request_ids, rows, serials, output, host, end, launched_s, previous_end)
 
     def await_end(self, timeout_s: float, *, followed_by: StepInFlight | None) -> None:
-        """Waits for the step's end. Raises what Event.synchronize raises.
+        """Waits for the step's end. Raises the errors of `Event.synchronize`.
 
         It first waits until the next step's inputs are prepared. Otherwise that step's Python and the taking of these
         results would compete for the interpreter.
@@ -183,9 +183,7 @@ def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:
 def first_token_payload(
     parts: Sequence[ReadyRows], seeds: Mapping[str, Tensor], torch_device: torch.device
 ) -> RelayPayload:
-    """Builds what bootstrap writes for the rows of `parts`, in order: the first tokens and the seed columns of
-    drafting.
-    """
+    """Builds the first tokens and seed columns that `FutureMap.bootstrap` writes for the rows of `parts`, in order."""
     columns = {
         name: device_copy(
             torch.from_numpy(np.concatenate([part.columns.seed_columns[name][part.entries] for part in parts])).view(

@@ -22,7 +22,8 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._returned: dict[int, Request] = {}
-        self._newcomers: dict[str, dict[int, Request]] = {}  # by client, the next turn's first
+        # Requests by client; the client with the next turn comes first
+        self._newcomers: dict[str, dict[int, Request]] = {}
 
     def __len__(self) -> int:
         return len(self._returned) + sum(map(len, self._newcomers.values()))

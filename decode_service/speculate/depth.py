@@ -28,13 +28,15 @@ from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.step_times import StepTimes
 
 _FIRST_ACCEPTANCE = 0.7
-_ACCEPTANCE_WEIGHT = 0.02  # weight of one draft in the average rate; times the steps since a draft of its level
+# The weight of one draft in the average rate; multiplied by the steps since a draft of that level
+_ACCEPTANCE_WEIGHT = 0.02
 _MAX_STALE_STEPS = 16
-_NEW_PROBE_INTERVAL = 2  # least steps between probes of unmeasured depths; grows with each in a row
+# The least number of steps between probes of unmeasured depths; grows with each such probe in a row
+_NEW_PROBE_INTERVAL = 2
 _LONGEST_NEW_PROBE_INTERVAL = 16
 _PROBE_INTERVAL = 64  # the least number of steps between other probes
 _PROBE_SHARE = 0.0075  # the share of time that probes may cost in the long run
-_LONGEST_PROBE_INTERVAL = 1024  # in steps; after so many a probe is due at any cost
+_LONGEST_PROBE_INTERVAL = 1024  # in steps; then a probe is due at any cost
 _BEGIN_STEPS = 64  # steps with drafts that share the cost of beginning to draft
 _HOPELESS = 0.8  # share of the best depth's tokens/s; an unmeasured depth estimated below it is not probed
 _MARGIN = 1.02  # drafts must bring this factor at least, because measured times have errors of that size

@@ -38,9 +38,12 @@ class StepTimes:
 
     def __init__(self, *, num_levels: int, max_draft_lag: int) -> None:
         self._plain_s = _Curve(min)  # seconds without drafts, by number of rows
-        self._read_s_per_token = _Curve(min)  # of steps without drafts, by number of tokens that the head reads
-        self._quotients = [_Curve(median_high) for _ in range(num_levels)]  # per depth from 1, by number of rows
-        self._parts_s: deque[tuple[float, float]] = deque(  # without drafts: seconds of the head, of all else
+        # Seconds per token that the head reads after steps without drafts, by number of such tokens
+        self._read_s_per_token = _Curve(min)
+        # One curve per depth from 1: time with drafts over time without, by number of rows
+        self._quotients = [_Curve(median_high) for _ in range(num_levels)]
+        # Pairs from steps without drafts: the head's seconds, and those of all else
+        self._parts_s: deque[tuple[float, float]] = deque(
             maxlen=max_draft_lag * math.ceil(MAX_DRAFT_LAG / max_draft_lag)
         )
         self._head_share = 0.0  # the head's seconds over those of all else, from those pairs

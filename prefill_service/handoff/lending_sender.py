@@ -41,9 +41,9 @@ class LendingSender(PieceSender):
                 self._num_pieces[prompt] -= 1
 
     def forget(self, prompt: Prompt) -> None:
-        """Sends no more of this prompt and takes back what is lent.
+        """Sends no more of this prompt, and forgets its lent segments.
 
-        A receiver that still reads notices it: the stamps of reused slots differ from the one in its ticket.
+        A receiver that still reads them notices it: the stamps of reused slots differ from the one in its ticket.
         """
         super().forget(prompt)
         self._lent = {number: borrower for number, borrower in self._lent.items() if borrower is not prompt}
