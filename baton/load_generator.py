@@ -198,7 +198,7 @@ def summarize(workload: Workload, records: Sequence[RequestRecord]) -> LoadRepor
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value that is at least as large as `percent` of the values; 0 without values."""
+    """Returns the smallest value that is at least as large as `percent` % of all values; 0 if there are none."""
     if not values:
         return 0.0
     rank = -(-len(values) * percent // 100)

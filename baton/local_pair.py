@@ -150,7 +150,7 @@ class LocalPair:
 
     @property
     def processes(self) -> tuple[ServiceProcess, ...]:
-        """The services, and the gateway if there is one."""
+        """Returns all services, and the gateway if there is one."""
         return self.services if self.gateway is None else (*self.services, self.gateway)
 
     @property
@@ -158,7 +158,7 @@ class LocalPair:
         return None if self.gateway is None else f"http://{self.gateway.address}"
 
     def start(self) -> None:
-        """Start every process. The order does not matter."""
+        """Start every process at once, because the order does not matter. Does not wait until they are ready."""
         for process in self.processes:
             process.start()
 
@@ -194,7 +194,7 @@ class LocalPair:
     def stop(self, *, keeps_logs: bool = False) -> None:
         """End every process: first the gateway, then the decode services, then the prefill services.
 
-        Each may drain for `stop_timeout_s`. Processes that are left are killed.
+        Each kind may drain for `stop_timeout_s`. Processes that have not ended then are killed.
         """
         try:
             for processes in ((self.gateway,) if self.gateway else (), self.decode, self.prefill):

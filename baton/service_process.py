@@ -57,7 +57,7 @@ class ChildProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process, or start it again after its end; the log continues."""
+        """Start the process. After its end it can be started again, and writes on into the same log."""
         assert not self.is_running, f"{self.name} is running"
         self._log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
         wrapper = [sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid())]

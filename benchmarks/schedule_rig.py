@@ -213,7 +213,7 @@ class _Loop:
 
 @dataclass
 class _Transport:
-    """Answers a handoff before the engine's next step, with all KV of each row and its PrebuiltBatch."""
+    """Answers a handoff before the engine's next step, with all KV of each row and a PrebuiltBatch, which ends it."""
 
     port: _Port
     groups: Sequence[str]

@@ -1,4 +1,4 @@
-"""The keys that callers of /v1 send as `authorization: Bearer <key>`."""
+"""Checks the API keys that callers of /v1 send as `authorization: Bearer <key>`."""
 
 from __future__ import annotations
 

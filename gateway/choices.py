@@ -68,7 +68,7 @@ class Choices(AsyncIterator[IndexedEvent]):
         return index, event
 
     def fail(self, error: ApiError) -> None:
-        """End the choices from outside: the next read raises `error`."""
+        """End all choices. The next call that reads an event raises `error`."""
         self._end_with(error)
 
     async def _next(self) -> IndexedEvent:

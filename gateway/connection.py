@@ -34,8 +34,8 @@ def bounded_connections(limits: HttpLimits, connections: OpenConnections) -> typ
 class _BoundedConnection(H11Protocol):
     """An HTTP/1.1 connection that is aborted when its client is too slow or sends too much.
 
-    That is when a request's head takes too long, when the client reads nothing of the written data for too long, or
-    when it sends more than `max_head_bytes` ahead while a request is open. (uvicorn itself limits only the wait between
+    It is aborted when a request's head takes too long, when the client reads nothing of the written data for too long,
+    or when it sends more than `max_head_bytes` ahead while a request is open. (uvicorn limits only the wait between
     two requests.) Unread data is watched even while the connection is closing. Over TLS, the TLS layer buffers the last
     64 KiB itself, and asyncio limits its closing.
     """
@@ -166,7 +166,7 @@ class _BoundedConnection(H11Protocol):
 
 
 class _Alarm:
-    """A timer with at most one pending call."""
+    """A timer on the event loop. Setting it again replaces the pending call."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

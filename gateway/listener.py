@@ -207,7 +207,9 @@ class BoundedListener(socket.socket):
             case Room.MADE:
                 self._waits_for_room = True  # the event loop closes the replaced connection in its next iteration
         if self._is_tls:
-            self._connections.is_idle(descriptor)  # without TLS, the request may have come already
+            self._connections.is_idle(
+                descriptor
+            )  # silent until the handshake; without TLS, the request may have come already
         connection.on_close = partial(self._connections.remove, descriptor)
         return connection, address
 

@@ -118,7 +118,7 @@ class OpenRequests:
         """Limits the memory for bodies that are arriving. Yields a function to call with the number of bytes received
         so far.
 
-        That function raises ApiError 429 when bodies take too much memory. The bodies of one client may take half of
+        The function raises ApiError 429 when bodies take too much memory. The bodies of one client may take half of
         it. The first FREE_BODY_BYTES of each do not count, because a connection holds them anyway.
         """
         held = 0

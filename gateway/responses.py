@@ -1,4 +1,4 @@
-"""Writes answers to the client."""
+"""Sends answers to the HTTP client: JSON objects, errors and server-sent events."""
 
 from __future__ import annotations
 

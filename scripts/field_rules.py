@@ -1,7 +1,7 @@
 """Runs the tests that docs/field_rules.md names, and prints each of its rules with their result.
 
-python -m scripts.field_rules            exit 1 when a rule's test failed, or was not there
-python -m scripts.field_rules --list     the tests only
+python -m scripts.field_rules            run the tests; exit 1 if one failed or did not run
+python -m scripts.field_rules --list     print the tests and run none
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Batch:
       final        [N, H]               for the loss: the target's final states at N positions, bfloat16; the token
                                         after each is in the answer, and the likeliest one has a draft id
       rows         [N]                  for each of them the row that predicts the same token at step 0; at step s
-                                        the row s before it does
+                                        that is s rows earlier
       chain_rows   [M]                  for the evaluation: the rows whose S drafts all belong to the answer
       chain_ids    [M, S]               for each of them the draft ids of the target's most likely tokens
     """

@@ -51,7 +51,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Openings:
-    """The beginnings of questions: the model continues one of `lines`. `digest` is the file's."""
+    """The beginnings of questions: the model continues one of `lines`. `digest` is the digest of their file."""
 
     lines: tuple[str, ...]
     digest: str
@@ -59,7 +59,7 @@ class Openings:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Given questions: conversation i answers `texts[i]`. `digest` is the file's."""
+    """Questions from a file: conversation i answers `texts[i]`. `digest` is the digest of the file."""
 
     texts: tuple[str, ...]
     digest: str
@@ -115,7 +115,7 @@ class SelfChat:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Returns the options that decide the conversations."""
+        """Returns the options that the content of the conversations depends on."""
         return {
             "model": self._model_digest,
             "seed": self._seed,

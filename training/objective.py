@@ -29,7 +29,7 @@ class Acceptance:
 
     @property
     def tau(self) -> float:
-        """The mean number of tokens per forward of the target, if every chain were verified greedily."""
+        """Returns the mean number of tokens per forward of the target, if every chain were verified greedily."""
         return 1 + sum(self.cumulative)
 
 

@@ -37,7 +37,7 @@ def prepare_model(model: str, *, as_json: bool) -> None:
 def prepare_pair(pair: LocalPair, *, as_json: bool) -> None:
     """Check the pair's settings and fetch its models before its processes start.
 
-    Raises the errors of `baton.preflight`; the pair cannot be used after one.
+    Raises the errors of `baton.preflight`; after such an error the pair cannot be used.
     """
     try:
         from baton.preflight import check_pair, fetch_models

@@ -1,4 +1,4 @@
-"""`baton trace`: records what running services do, as a file for Perfetto."""
+"""The `baton trace` command: records the timelines of running services into a file for Perfetto's viewer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trace(
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
     with reported_errors(as_json):
-        if not output.parent.is_dir():  # found before a recording could be lost
+        if not output.parent.is_dir():  # checked first, so that no recording is lost
             raise _unwritable(output, "there is no such directory")
         timelines = record_timelines(addresses, duration_s=seconds, max_events=max_events, tls=tls, token=token)
         try:

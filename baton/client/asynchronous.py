@@ -1,4 +1,4 @@
-"""The client for asyncio."""
+"""The client of the decode service for programs that use asyncio."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class AsyncClient:
     ) -> AsyncEventStream:
         """Start a generation from exactly one of `prompt`, `token_ids` and `chat`.
 
-        `generated_token_ids` is output that an earlier stream of this request delivered: the new stream continues
+        `generated_token_ids` is the output that an earlier stream of this request delivered: the new stream continues
         after it. The caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
         """
         request = generate_request(

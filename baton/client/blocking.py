@@ -1,4 +1,4 @@
-"""The client for code without asyncio."""
+"""The blocking client of the decode service, for programs without asyncio."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Client:
     ) -> EventStream:
         """Start a generation from exactly one of `prompt`, `token_ids` and `chat`.
 
-        `generated_token_ids` is output that an earlier stream of this request delivered: the new stream continues
+        `generated_token_ids` is the output that an earlier stream of this request delivered: the new stream continues
         after it. The caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
         """
         request = generate_request(

@@ -32,7 +32,8 @@ MAX_PAUSE_S = 2.0
 TOLD_SPREAD_S = 0.5
 """Upper bound in seconds of a random delay after the server's retry time.
 
-It spreads out clients that were told to retry in the same second. The server keeps a place for each until 1 s later.
+It spreads out clients that were told to retry in the same second. A server reserves a place for each of them until 1 s
+after the time that it named.
 """
 MAX_BREAKS = 40
 """The most breaks in a row without output. The bound stops a request that crashes each server it reaches."""

@@ -76,7 +76,7 @@ class StatusCollector:
         return self._sampler.document()
 
     async def close(self) -> None:
-        """End the sampling. Closing twice is fine."""
+        """Stop sampling and close the connections. Closing twice is fine."""
         if self._sampling is not None:
             self._sampling.cancel()
             with suppress(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Quantiles of Prometheus histograms."""
+"""Computes quantiles of Prometheus histograms."""
 
 from __future__ import annotations
 
