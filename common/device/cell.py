@@ -1,4 +1,4 @@
-"""A container in which one piece of work on a stream passes a value to later ones."""
+"""A container in which one unit of work on a stream passes a value to later ones."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _EMPTY = object()
 
 
 class Cell(Generic[T]):
-    """A value that one piece (a unit of work on a stream) sets once and others read.
+    """A value that one piece (a unit of work on a stream) sets once and later ones read.
 
-    Later pieces of the same stream may read it. Other threads may read it after an event that was recorded later. If
-    the piece that sets it fails, later pieces of the same scope do not run, so none of them reads an empty cell.
+    Other threads may read it after an event that was recorded later. If the piece that sets it fails, later pieces of
+    the same failure scope are skipped, so none of them reads an empty cell.
     """
 
     __slots__ = ("_value",)

@@ -46,7 +46,7 @@ class CpuEvent(Event):
         self._error: BaseException | None = None
         self._reached_s = 0.0
         self._is_done = False
-        self._is_ending = threading.Lock()  # two threads may try to complete the event: the first takes this for good
+        self._is_ending = threading.Lock()  # the first thread that completes the event takes it for good; two may try
         self._undone = threading.Lock()  # held until the event is done; about five times cheaper than threading.Event
         self._undone.acquire()
 
@@ -73,7 +73,7 @@ class CpuEvent(Event):
     def reach(self) -> bool:
         """Completes the event, because the stream has reached it. Returns False if it was completed before.
 
-        A milestone's event is reached twice: inside its piece and after it.
+        The event of a milestone is reached twice: inside the function that reports the milestone, and after it.
         """
         is_first = self._is_ending.acquire(blocking=False)
         if is_first:
@@ -104,9 +104,10 @@ class _Wait:
 
 
 class CpuStream(Stream):
-    """A stream that is one daemon thread. Its pieces may use `num_threads` intra-op threads.
+    """A stream that is one daemon thread, which runs the enqueued functions with `num_threads` intra-op threads.
 
-    Pieces start with torch's default grad mode and inference mode, because these are thread-local and not set here.
+    Each function starts with torch's default grad mode and inference mode, because these are thread-local and not set
+    here.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class CpuStream(Stream):
         track: Track | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """Starts the thread. Pieces and waits are recorded as spans on `track`."""
+        """Starts the thread. Each function that it runs, and each wait, is recorded as a span on `track`."""
         self._on_event = on_event
         self._track = track or Track(name)
         self._scope = Scope(name)

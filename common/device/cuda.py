@@ -100,7 +100,7 @@ class CudaStream(Stream):
         kind: StreamKind = StreamKind.COMPUTE,
         track: Track | None = None,
     ) -> None:
-        """Pieces and waits of the stream are recorded as spans on `track`."""
+        """Wraps `cuda_stream`. Its work and its waits are recorded as spans on `track`."""
         self._timer = CudaTimer(cuda_stream, track or Track(name))
         self._scope = Scope(name)
         self._kind = kind

@@ -40,7 +40,7 @@ class _Anchor:
 
 @dataclass(frozen=True, slots=True)
 class _TimedPiece:
-    """A piece with the CUDA events recorded before and after it. It becomes a span of the timeline."""
+    """A unit of work with the CUDA events recorded before and after it. It becomes a span of the timeline."""
 
     name: str
     detail: str
@@ -50,7 +50,7 @@ class _TimedPiece:
     end: torch.cuda.Event
 
     def resolve(self) -> TimelineEvent | None:
-        """Returns the piece's span, or None if it has not ended or the device faulted."""
+        """Returns the span of the work, or None if it has not ended or the device faulted."""
         try:
             if not (self.anchor.cuda_event.query() and self.end.query()):
                 return None
@@ -71,7 +71,7 @@ class CudaTimer:
         self._cuda_stream = cuda_stream
         self._idle_stream = torch.cuda.Stream(cuda_stream.device)
         self._track = track
-        self._anchored: tuple[Ring, _Anchor] | None = None  # belongs to the ring's recording
+        self._anchored: tuple[Ring, _Anchor] | None = None  # the ring identifies the recording that the anchor is for
 
     @property
     def is_recording(self) -> bool:

@@ -21,7 +21,7 @@ class PieceFailed(EngineFault):
 
     @property
     def is_of_device(self) -> bool:
-        """True if the device or the stream itself failed, so that no later piece on it can succeed either."""
+        """True if the device or the stream itself failed, so that no later work on it can succeed either."""
         return is_of_device(self.__cause__)
 
 

@@ -65,9 +65,9 @@ class InlineStream(Stream):
         scope: Scope | None = None,
         on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
-        """Runs the piece and returns one event for each milestone.
+        """Runs `work` at once and returns one event for each milestone (a point inside the work that it reports).
 
-        Milestones that the piece did not call are completed when it has ended.
+        Events of milestones that `work` does not report are completed when it has ended.
         """
         reached: dict[int, Event] = {}
 

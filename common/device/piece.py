@@ -1,4 +1,4 @@
-"""Functions that all kinds of streams share: run a piece of work, keep its failure, record its span, and close."""
+"""Functions that all kinds of streams share: run a piece (a unit of work), keep its failure, record its span, close."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from common.telemetry.timeline import NOT_RECORDED, Track
 
 
 def piece_name(work: Callable[..., object]) -> str:
-    """Returns the name of the piece's function, looking through `partial` and `Measured`."""
+    """Returns the name of a function that runs on a stream, looking through `partial` and `Measured`."""
     while isinstance(work, functools.partial | Measured):
         work = work.func if isinstance(work, functools.partial) else work.work
     return getattr(work, "__name__", type(work).__name__)
 
 
 def figures_of(work: Callable[..., object]) -> Mapping[str, int]:
-    """Returns the figures that the timeline shows with the piece; empty unless it is `Measured`."""
+    """Returns the figures that the timeline shows with this work: those of a `Measured`, else none."""
     while isinstance(work, functools.partial):
         work = work.func
     return work.figures if isinstance(work, Measured) else {}
 
 
 def piece_span(track: Track, work: Work, scope: Scope | None) -> AbstractContextManager[None]:
-    """Returns a context manager that records a piece as a span on `track` while it runs on the calling thread."""
+    """Returns a context manager that records `work` as a span on `track` while the calling thread runs it."""
     if track.ring is None:
         return NOT_RECORDED
     return track.span(piece_name(work), "" if scope is None else scope.name, **figures_of(work))

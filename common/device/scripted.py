@@ -58,7 +58,7 @@ def refuse(device: ScriptedDevice, event: Event) -> None:
 
 
 def pick_with(choose: Callable[[Sequence[ScriptedStream]], ScriptedStream]) -> Policy:
-    """Returns a policy that runs pieces until the event is done. `choose` picks the stream of each next piece."""
+    """Returns a policy that runs work until the event is done. `choose` picks the stream that runs a step next."""
 
     def pick(device: ScriptedDevice, event: Event) -> None:
         while not event.is_done() and (ready := device.ready_streams()):
@@ -68,7 +68,7 @@ def pick_with(choose: Callable[[Sequence[ScriptedStream]], ScriptedStream]) -> P
 
 
 class NotReady(Exception):
-    """The test told a stream to run a piece, but it has none or waits for another stream."""
+    """The test told a stream to run its next work, but it has none or waits for another stream."""
 
 
 class ScriptedEvent(Event):
@@ -127,7 +127,7 @@ class _Wait:
 
 
 class ScriptedStream(Stream):
-    """A stream whose pieces the test runs one by one. `ScriptedDevice.new_stream` makes it."""
+    """A stream whose pieces (units of work) the test runs one by one. `ScriptedDevice.new_stream` makes it."""
 
     def __init__(self, device: ScriptedDevice, name: str, *, kind: StreamKind = StreamKind.COMPUTE) -> None:
         self.device = device
@@ -202,12 +202,12 @@ class ScriptedStream(Stream):
             self._abandon()
 
     def pending(self) -> list[str]:
-        """Returns the names of the pieces that have not run yet, in order. A piece has the name of its function."""
+        """Returns the names of the enqueued functions that have not run yet, in order."""
         return [piece_name(operation.work) for operation in self._queue if isinstance(operation, _Piece)]
 
     @property
     def is_ready(self) -> bool:
-        """True if `run_next` would run a piece."""
+        """True if `run_next` would run something, and not raise NotReady."""
         return not self._is_running and bool(self._queue) and isinstance(self._queue[0], _Piece)
 
     @property
@@ -217,9 +217,9 @@ class ScriptedStream(Stream):
         return head.event if isinstance(head, _Wait) else None
 
     def run_next(self) -> str:
-        """Runs the next piece, or skips it if its scope has failed. Returns the piece's name.
+        """Runs the next enqueued function, or skips it if its scope has failed. Returns its name.
 
-        Raises NotReady if there is no piece or the stream waits for another one.
+        Raises NotReady if there is none or the stream waits for another stream.
         """
         if not self.is_ready:
             reason = "waits for another stream" if self._queue else "has nothing to run"
@@ -236,17 +236,17 @@ class ScriptedStream(Stream):
         return piece_name(piece.work)
 
     def run_until(self, event: Event) -> None:
-        """Runs pieces of this stream until `event` is done. Raises NotReady if that needs work of another stream."""
+        """Runs work of this stream until `event` is done. Raises NotReady if that needs work of another stream."""
         while not event.is_done():
             self.run_next()
 
     def run_all(self) -> None:
-        """Runs every piece of this stream. Raises NotReady if one waits for another stream."""
+        """Runs all work of this stream. Raises NotReady if it comes to a wait for another stream that is not over."""
         while self._queue:
             self.run_next()
 
     def settle(self) -> bool:
-        """Completes the events and passes the waits at the head of the queue. Returns True if there was any."""
+        """Completes the events, and passes the waits that are over, at the head of the queue. Returns True if any."""
         moved = False
         while self._queue and not self._is_running:
             match self._queue[0]:
@@ -304,7 +304,7 @@ class Observer:
 
     @contextlib.contextmanager
     def launching(self, stream: ScriptedStream, name: str) -> Iterator[None]:
-        """Returns a context manager around a piece's Python, on devices that run it when it is enqueued."""
+        """Wraps the run of the enqueued function `name`, on devices that run functions while they are enqueued."""
         yield
 
     def recorded(self, stream: ScriptedStream, event: ScriptedEvent) -> None:
@@ -321,9 +321,9 @@ class ScriptedDevice(Device):
     """A device for tests, whose streams run only when the test or a policy says so.
 
     `on_synchronize` is called when code blocks on an event. `on_host_call` is called whenever something was enqueued,
-    and inside a piece at each milestone: with it a test lets streams progress between any two calls of the code under
-    test, as threads would. A stream does not go on while one of its pieces runs. The test may replace both functions at
-    any time.
+    and when running work reports a milestone: with it a test lets streams progress between any two calls of the code
+    under test, as threads would. A stream does not start new work while earlier work on it runs. The test may replace
+    both functions at any time.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class ScriptedDevice(Device):
         return next(stream for stream in self.streams if stream.name == name)
 
     def ready_streams(self) -> list[ScriptedStream]:
-        """Returns the streams whose next piece can run now, in the order of their creation."""
+        """Returns the streams that can run something now, in the order of their creation."""
         return [stream for stream in self.streams if stream.is_ready]
 
     def run_until(self, event: Event) -> None:
@@ -397,13 +397,13 @@ class ScriptedDevice(Device):
             stream.run_next()
 
     def run_all(self) -> None:
-        """Runs all work. Each stream that can runs one piece, and so on until none can."""
+        """Runs all work of all streams, one enqueued function of each stream after the other."""
         while ready := self.ready_streams():
             for stream in ready:
                 stream.run_next()
 
     def settle(self) -> None:
-        """Completes every event and passes every wait that no pending piece holds up, on all streams."""
+        """Completes every event and passes every wait, on all streams, that does not need pending work."""
         streams = [*self.streams]
         if isinstance(self._schedule_stream, ScriptedStream):
             streams.append(self._schedule_stream)

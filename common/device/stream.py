@@ -35,18 +35,18 @@ OnEvent = Callable[[], None]
 """Called by a stream's thread after each event that it reaches or abandons."""
 
 OnMilestone = Callable[[int, "Event"], None]
-"""Called with the number and the event of each milestone that a piece has reached."""
+"""Called with the number and the event of each milestone that work on a stream has reached."""
 
 MilestoneWork = Callable[[Sequence[Callable[[], None]]], object]
-"""A piece that reports its progress. It gets one function for each milestone and calls each once, in order.
+"""Work on a stream that reports its progress at points called milestones.
 
-Its result is dropped.
+The function gets one callable for each milestone, and calls each once, in order. Its result is dropped.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A piece's function together with figures (name to number) that the timeline shows with its span."""
+    """A function to run on a stream, with figures (name to number) that the timeline shows with its span."""
 
     work: Callable[..., object]
     figures: Mapping[str, int]
@@ -56,7 +56,7 @@ class Measured:
 
 
 class Scope:
-    """A group of pieces that fail together, usually those of one step.
+    """A group of pieces (units of work on streams) that fail together, usually those of one engine step.
 
     A piece that raises fails its scope. Later pieces of a failed scope are skipped, on every stream. Events recorded in
     the scope still complete in order, and carry the error. Pieces of other scopes run on, even if they wait for such an
@@ -106,7 +106,7 @@ class Event(Protocol):
 
 
 def wait_in_order(event: Event, timeout_s: float) -> None:
-    """Blocks until `event` is done, and ignores the failure of a single piece, which concerns only its own step.
+    """Blocks until `event` is done, and ignores the failure of one piece of work, which concerns only its step.
 
     Raises PieceFailed if the device or the stream failed, and DeviceTimeout after `timeout_s`.
     """
@@ -120,7 +120,7 @@ def wait_in_order(event: Event, timeout_s: float) -> None:
 def raise_if_device_failed(event: Event) -> None:
     """Raises the error of `event` if the device or the stream failed. The event must be done.
 
-    The failure of a single piece is ignored, because it concerns only its scope.
+    The failure of one piece of work is ignored, because it concerns only its own step.
     """
     if event.error is not None and is_of_device(event.error):
         raise event.error
@@ -162,7 +162,7 @@ class Stream(Protocol):
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         """Runs `work` after everything that was enqueued on this stream before, and then drops its reference to it.
 
-        If `work` raises, its scope fails. Without a scope the stream fails: its later pieces are skipped, and its later
+        If `work` raises, its scope fails. Without a scope the stream fails: its later work is skipped, and its later
         events carry the error. Raises StreamClosed if the stream is closed.
         """
 
@@ -173,15 +173,15 @@ class Stream(Protocol):
         scope: Scope | None = None,
         on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
-        """Enqueues a piece with milestones inside it. Returns one event for each milestone, in order.
+        """Enqueues `work`, which reports milestones on its way. Returns one event for each milestone, in order.
 
-        Another stream can wait for a milestone's event instead of the end of the piece. The event is done once the
-        work that the piece did (on CUDA: enqueued) before it called the milestone has run. If the piece never calls the
-        milestone, the event is done when the piece has ended, failed or been skipped. A failure after a milestone shows
-        in the scope, not in the milestone's event.
+        Another stream can wait for a milestone's event instead of the end of `work`. The event is done once everything
+        that `work` did (on CUDA: enqueued) before it reported the milestone has run. If `work` never reports it, the
+        event is done when `work` has ended, failed or been skipped. A failure after a milestone shows in the scope, not
+        in the milestone's event.
 
-        `on_milestone` is called at each milestone, inside the piece, on devices that run a piece's Python while it is
-        enqueued. There the events are returned only after the piece has ended, so this is how the caller can give other
+        On devices that run `work` while it is enqueued, `on_milestone` is called when it reports a milestone. There
+        this method returns the events only after `work` has ended; with `on_milestone` the caller can give other
         streams work earlier.
         """
 
@@ -198,8 +198,8 @@ class Stream(Protocol):
     def close(self, timeout_s: float) -> None:
         """Lets the work enqueued so far finish, then stops the stream. Idempotent.
 
-        Raises DeviceTimeout if the work does not finish in time. Then pieces that have not begun are dropped, and their
-        events complete with StreamClosed. A piece that hangs keeps its references.
+        Raises DeviceTimeout if the work does not finish in time. Then work that has not begun is dropped, and its
+        events complete with StreamClosed. Work that hangs keeps its references.
         """
 
 
@@ -227,7 +227,7 @@ class Device(Protocol):
 
     @property
     def schedule_stream(self) -> Stream:
-        """The stream of the work that the engine thread does directly, outside of pieces.
+        """The stream of the work that the engine thread does directly, without `enqueue`.
 
         Other streams can wait for its events, for example a forward that needs a tensor made by the engine thread.
         """
@@ -242,14 +242,14 @@ class Device(Protocol):
     def enter_thread(self) -> None:
         """Makes this the current device of the calling thread.
 
-        A thread that uses the device outside of pieces calls this first.
+        A thread that uses the device directly, not through `Stream.enqueue`, calls this first.
         """
         return
 
     def failure_for(self, error: BaseException) -> BaseException:
-        """Returns the error to raise in place of `error`, which code outside of pieces raised.
+        """Returns DeviceLost if the device runs nothing any more, else `error` itself.
 
-        It is DeviceLost if the device runs nothing any more, else `error` itself.
+        Call it with an error that was raised by code that uses the device directly, not through `Stream.enqueue`.
         """
         return error
 
@@ -260,7 +260,7 @@ class Device(Protocol):
 
     @property
     def runs_pieces_beside(self) -> bool:
-        """True if a piece's Python runs on its stream's own thread; False if it runs on the thread that enqueues it."""
+        """True if enqueued functions run on the stream's own thread; False if on the thread that enqueues them."""
         return False
 
     @property
@@ -293,9 +293,10 @@ class Device(Protocol):
 
 @contextmanager
 def naming_a_lost_device(device: Device) -> Iterator[None]:
-    """Wraps code that uses the device outside of pieces, and raises a fault of the device as DeviceLost.
+    """Wraps code that uses the device directly, and raises a fault of the device as DeviceLost.
 
-    Without it the fault would be raised as whatever exception the library uses that noticed it.
+    Without it the fault would be raised as an exception of the library that noticed it. Work that was enqueued on a
+    stream does not need this.
     """
     try:
         yield

@@ -30,7 +30,7 @@ class Kernel:
         arguments = [each.name for each in parameters if "constexpr" not in str(each.annotation)]
         assert {*fixed} <= {*arguments}, f"not all of {fixed} are arguments of {self.name}"
         self.varying = [name for name in arguments if name not in fixed]
-        self.launcher: Any = triton.jit(function, do_not_specialize=self.varying)  # Triton's interpreter, if it is on
+        self.launcher: Any = triton.jit(function, do_not_specialize=self.varying)  # interpreted, if Triton says so
 
 
 def kernel(*, fixed: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:

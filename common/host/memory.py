@@ -18,7 +18,7 @@ _V1_RECLAIMABLE = ("total_inactive_file", "total_active_file")
 _V2_LIMITS, _V2_USAGE = ("memory.max", "memory.high"), "memory.current"
 _V2_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 """Names in memory.stat of memory that Linux can reclaim: caches of files, such as weights that were read or mapped."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 _LARGEST_THRESHOLD_BYTES = 32 << 20  # glibc refuses more
 _KEPT_BYTES = 512 << 20
 

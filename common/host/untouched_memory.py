@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.host.memory import require_room
 
-_MADV_POPULATE_WRITE = 23  # of Linux 5.14's mman.h
+_MADV_POPULATE_WRITE = 23  # from mman.h, since Linux 5.14
 _POPULATED_BYTES = 1 << 20  # per call: other threads cannot change the process's memory map meanwhile
 _ASKED_BYTES = 64 << 20
 

@@ -210,7 +210,7 @@ class KvPool:
         return _counts(self.rows.max_rows, self.rows.num_free, self._columns.rows_by_state())
 
     def slot_counts(self) -> PoolCounts:
-        """Returns how many slots are in each state, which is that of their row."""
+        """Returns how many slots are in each state. A slot has the state of its row."""
         return _counts(self.num_slots, self.num_free_slots, self._columns.slots_by_state())
 
     def check_conservation(self) -> None:

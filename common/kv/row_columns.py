@@ -35,7 +35,7 @@ class RowColumns:
         self.num_slots = np.zeros(num_rows, dtype=np.int64)
         self.slots = np.empty((num_rows, max_tokens_per_row), dtype=np.int64)
         self._states = np.full(num_rows, _NUMBERS[LeaseState.FREE])
-        self._num_rows = [0] * len(_NUMBERS)  # counts by state: every step reads them, and few change one
+        self._num_rows = [0] * len(_NUMBERS)  # rows in each state, counted incrementally: each step reads it
         self._num_rows[_NUMBERS[LeaseState.FREE]] = num_rows
         self._used_until: dict[Stream, NDArray[np.object_]] = {}
 

@@ -46,7 +46,7 @@ DIRECTORY = Path("/dev/shm")
 _PREFIX = "baton-kv-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 _PAGE_BYTES = 4096
-_SEAL = getattr(fcntl, "F_SEAL_SHRINK", 0)  # Linux, like everything here
+_SEAL = getattr(fcntl, "F_SEAL_SHRINK", 0)  # exists only on Linux, which this module needs
 """The seal that forbids shrinking the memory. A process that reads mapped memory after it shrank would crash."""
 _ANSWER_TIMEOUT_S = 2.0
 _ACCEPT_RETRY_S = 0.1
@@ -109,7 +109,7 @@ class SharedPool:
         try:
             layout = PoolLayout(groups, num_slots)
             require_room(layout.file_bytes)
-            os.posix_fallocate(self.file, 0, layout.file_bytes)  # a page that is missing later would be a SIGBUS
+            os.posix_fallocate(self.file, 0, layout.file_bytes)  # else a lack of memory later would be a SIGBUS
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEAL)
             memory = mmap.mmap(self.file, layout.file_bytes)
             if directory is not None:

@@ -12,8 +12,8 @@ MAX_SEGMENT_BYTES = 8 << 20  # small, because each occupies both engines and bot
 # to many messages, and then the receive budget would limit little.
 STREAM_WINDOW_BYTES = 1 << 20
 
-# Calls with more metadata end as RESOURCE_EXHAUSTED. Soft and hard limit are the same: between them gRPC refuses some
-# calls at random.
+# Calls with more metadata end as RESOURCE_EXHAUSTED. gRPC's soft and hard limits are both set to this, because between
+# them gRPC refuses calls at random.
 MAX_METADATA_BYTES = 16 << 10
 
 HANDSHAKE_TIMEOUT_S = 10.0
