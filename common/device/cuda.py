@@ -269,7 +269,7 @@ class CudaDevice(Device):
 
 
 def _lost(error: RuntimeError, doing: str) -> DeviceLost:
-    """Returns a DeviceLost with the first line of `error`, CUDA's message. The rest of it is debugging advice."""
+    """Returns a DeviceLost with the first line of CUDA's `error`. The other lines are debugging advice."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     lost = DeviceLost(f"the device faulted, seen {doing}: {reason}")
     lost.__cause__ = error

@@ -58,7 +58,7 @@ def refuse(device: ScriptedDevice, event: Event) -> None:
 
 
 def pick_with(choose: Callable[[Sequence[ScriptedStream]], ScriptedStream]) -> Policy:
-    """Returns a policy that runs work until the event is done. `choose` picks the stream that runs a step next."""
+    """Returns a policy that runs work until the event is done. `choose` picks which stream goes on next."""
 
     def pick(device: ScriptedDevice, event: Event) -> None:
         while not event.is_done() and (ready := device.ready_streams()):

@@ -1,1 +1,1 @@
-"""Draft heads: EAGLE, EAGLE-3 and multi-layer, from the checkpoint formats they come in."""
+"""Draft heads for speculative decoding: EAGLE, EAGLE-3 and multi-token prediction, loaded from their checkpoints."""

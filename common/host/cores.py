@@ -87,7 +87,7 @@ def wait_for_computing() -> None:
 
 
 def compute() -> None:
-    """Gives the calling thread, and threads that it starts later, the system's default policy, in order to compute.
+    """Gives the calling thread, and threads that it starts later, the default scheduling policy. Forwards need that.
 
     Does nothing if `wait_for_computing` has not changed the policy in this process.
     """
@@ -96,7 +96,7 @@ def compute() -> None:
 
 
 def leave_service() -> None:
-    """Gives the calling thread the system's default policy, in a child process that inherited its service's policy."""
+    """Gives a child process the default scheduling policy again, if it inherited another one from its service."""
     if sys.platform == "linux":
         _change(os.SCHED_BATCH, os.SCHED_OTHER)
 

@@ -41,7 +41,7 @@ class CancelRows:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSegments:
-    """The command that gives lent segments back to the sender, by their tickets' numbers."""
+    """The command that gives KV segments back, which the sender lent from its pool. `numbers` are their tickets'."""
 
     numbers: tuple[int, ...]
 
@@ -65,7 +65,7 @@ def encode_cancel_rows(rows: Sequence[int]) -> bytes:
 
 
 def encode_release_segments(numbers: Sequence[int]) -> bytes:
-    """Returns the bytes of the command that gives lent segments back, by their tickets' numbers."""
+    """Returns the bytes of the command that gives lent KV segments back. `numbers` are those of their tickets."""
     return seal(prefill_pb2.HandoffCommand(release_segments=prefill_pb2.ReleaseSegments(numbers=numbers)))
 
 

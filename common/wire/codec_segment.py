@@ -27,7 +27,7 @@ class ReadablePool(Protocol):
 
 
 def encode_segment(segment: KvSegment, into: prefill_pb2.KvSegment) -> None:
-    """Writes `segment` into the message `into`, without the payload, which follows the message."""
+    """Writes `segment` into the message `into`, without the payload, which is sent in front of it."""
     into.row = segment.row
     into.layer_group = segment.layer_group
     into.layer_start = segment.layer_start
