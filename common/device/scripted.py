@@ -403,7 +403,7 @@ class ScriptedDevice(Device):
                 stream.run_next()
 
     def settle(self) -> None:
-        """Completes every event and passes every wait, on all streams, that does not need pending work."""
+        """Completes all events and passes all waits that do not need pending work, on all streams."""
         streams = [*self.streams]
         if isinstance(self._schedule_stream, ScriptedStream):
             streams.append(self._schedule_stream)

@@ -157,7 +157,7 @@ class Stream(Protocol):
     def name(self) -> str: ...
 
     def progress(self) -> StreamProgress:
-        """Returns how far the stream is. Never blocks. Any thread may call it, but only one."""
+        """Returns how far the stream is. Never blocks. Call it from one thread only, which may be any."""
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         """Runs `work` after everything that was enqueued on this stream before, and then drops its reference to it.
@@ -269,7 +269,7 @@ class Device(Protocol):
         return None
 
     def progress(self) -> Sequence[StreamProgress]:
-        """Returns the progress of every stream that `new_stream` made. Never blocks. Only one thread may call it."""
+        """Returns the progress of every stream that `new_stream` made. Never blocks. Call it from one thread."""
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns uninitialised host memory, pinned if the device needs that for asynchronous copies."""

@@ -45,7 +45,7 @@ class AskedProcess:
     """
 
     def __init__(self, process: Process, timeout_s: float, end_timeout_s: float = _END_TIMEOUT_S) -> None:
-        """Each answer may take `timeout_s`. After a kill, `close` waits `end_timeout_s` for the process to end."""
+        """Wraps a running process. Each answer may take `timeout_s`; after a kill its end may take `end_timeout_s`."""
         self._process = process
         self._timeout_s = timeout_s
         self._end_timeout_s = end_timeout_s

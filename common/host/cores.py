@@ -96,7 +96,7 @@ def compute() -> None:
 
 
 def leave_service() -> None:
-    """Gives a child process the default scheduling policy again, if it inherited another one from its service."""
+    """Gives the calling thread the default scheduling policy again. For child processes that inherited another one."""
     if sys.platform == "linux":
         _change(os.SCHED_BATCH, os.SCHED_OTHER)
 

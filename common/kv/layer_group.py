@@ -43,7 +43,7 @@ class LayerGroupSpec:
 class SeedColumnSpec:
     """The name and shape of one column of the speculative seed, the data with which drafting starts for each row.
 
-    `dtype` is its name in numpy, or "bfloat16". `row_shape` is the shape without the batch dimension.
+    `dtype` is the name of a numpy dtype, or "bfloat16". `row_shape` is the shape without the batch dimension.
     """
 
     name: str

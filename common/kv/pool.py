@@ -2,7 +2,7 @@
 
      FREE ──reserve──▶ held by a RowLease ──release──▶ QUARANTINED ──reclaim──▶ FREE
                         RESERVED, TRANSFERRING,          until no stream work that
-                        RUNNING (the engine says)        touches the row is left
+                        RUNNING (set by the engine)      touches the row is left
 
 Only an engine's own thread calls this, except for `populate`, which is also the only function that blocks.
 """
@@ -38,7 +38,10 @@ class RowLease:
     """
 
     def __init__(self, row: int, slots: Slots, columns: RowColumns, *, generation: int = 0) -> None:
-        """`generation` is the stamp that shared memory has for these slots; 0 if the pool is not in shared memory."""
+        """Makes the lease of `row` with `slots`.
+
+        `generation` is the stamp that shared memory has for these slots; 0 if the pool is not in shared memory.
+        """
         self.row = row
         self.generation = generation
         self._columns = columns

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 _LATE_S = 1.0
-"""How much later than told a refused client may ask again, and still find a place kept."""
+"""How many seconds late a refused client may ask again before its place is no longer kept."""
 _MAX_WISHERS = 256
 _MAX_RETRY_AFTER_S = 60
 _NEW_SHARE = 0.1
