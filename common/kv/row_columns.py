@@ -12,7 +12,11 @@ from common.device.stream import Event, Stream
 
 
 class LeaseState(Enum):
-    """The state of a row of the pool. QUARANTINED: released, but stream work may still use it."""
+    """The state of a row of the pool.
+
+    RESERVED: waits for its KV. TRANSFERRING: its KV is sent or received. RUNNING: forwards use it. QUARANTINED: it was
+    released, but stream work may still use it.
+    """
 
     RESERVED = "reserved"
     TRANSFERRING = "transferring"
