@@ -1,4 +1,4 @@
-"""`python -m tests.faults.decode_service`"""
+"""Runs the decode service with injected faults: `python -m tests.faults.decode_service` (see service.py)."""
 
 from __future__ import annotations
 

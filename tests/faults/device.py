@@ -1,4 +1,6 @@
-"""Faults of a device: streams that stall, pieces that raise, memory that runs out."""
+"""Injects faults into a device: streams that stall, pieces (units of stream work) that raise, and memory that runs
+out.
+"""
 
 from __future__ import annotations
 

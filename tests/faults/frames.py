@@ -1,4 +1,4 @@
-"""Faults of a Handoff call: frames on their way out of the prefill service, commands on their way in."""
+"""Injects faults into Handoff calls: into frames that the prefill service sends and commands that it receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ FRAME, COMMAND = "handoff.frame", "handoff.command"
 
 
 class FaultyContext:
-    """A ServicerContext of a streaming call of bytes. What is not read or written passes through."""
+    """Wraps the ServicerContext of a streaming call of bytes. Reads and writes may be damaged; everything else
+    passes through.
+    """
 
     def __init__(self, context: Any, injector: Injector) -> None:
         self._context = context
@@ -24,7 +26,7 @@ class FaultyContext:
         return getattr(self._context, name)
 
     async def write(self, data: bytes) -> None:
-        """A frame that is overtaken goes out behind the next one."""
+        """Write a frame, possibly with a fault. A reordered frame is held back and goes out after the next one."""
         fault = self._injector.visit(FRAME)
         late, self._overtaken = self._overtaken, None
         if fault is not None and fault.action is Action.REORDER:
@@ -43,7 +45,7 @@ class FaultyContext:
         return self._arrived.pop(0)
 
     async def end(self) -> None:
-        """The call has no frame left that could overtake."""
+        """Write the frame that is still held back, if there is one, since no other frame follows."""
         if self._overtaken is not None:
             await self._context.write(self._overtaken)
 

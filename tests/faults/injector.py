@@ -1,4 +1,4 @@
-"""Decides at each visit of a named point whether something goes wrong there."""
+"""Decides at each visit of a named point whether a fault happens there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tests.faults.plan import Action, Fault, FaultPlan
 
 
 class InjectedFault(Exception):
-    """What a piece raises that was told to."""
+    """Raised by a piece (unit of stream work) when the plan says so."""
 
 
 class Injector:
-    """Any thread may visit. Whether a visit is hit depends on the plan, its seed, the point and the visit's number.
+    """Injects the faults of a plan. Any thread may visit a point. Whether a visit is hit depends on the plan, its seed,
+    the point and the visit's number.
 
-    `announce` hears of each fault that happens, before it does; `count` now and then of a point's further visits, so
-    many that at any time it has heard of more than half of them.
+    `announce` is called with each fault just before it happens. `count` is called from time to time with a point's
+    number of new visits; at any time it has been told of more than half of all visits.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class Injector:
         return any(fault.point == point for fault in self._plan.faults)
 
     def visit(self, point: str) -> Fault | None:
-        """The fault that is to happen now. One that kills does not return."""
+        """The fault that happens at this visit, or None. If the fault kills the process, this does not return."""
         if not self.watches(point):
             return None
         with self._lock:
             self._num_visits[point] += 1
             visit = self._num_visits[point]
             fault = self._choose(point, visit)
-        if visit.bit_count() == 1:  # a power of two: twice as many as at the last one
+        if visit.bit_count() == 1:  # a power of two: twice as many as at the last call
             self._count(point, visit - visit // 2)
         if fault is None:
             return None
@@ -57,7 +58,7 @@ class Injector:
         return fault
 
     def damage(self, fault: Fault, data: bytes) -> bytes:
-        """`data` truncated or with one byte wrong."""
+        """Returns `data` truncated or with one wrong byte."""
         with self._lock:
             draw = random.Random(f"{self._plan.seed} {fault.point} {self._num_visits[fault.point]} damage")
         place = draw.randrange(len(data)) if data else 0

@@ -70,14 +70,18 @@ STREAM_PIECES: dict[str, frozenset[str]] = {
     "landing": frozenset({"land"}),
     "sending": frozenset({"copy_out"}),
 }
-"""The services' streams, and what runs on each. The schedule stream has no pieces: it only records and waits."""
+"""The services' streams, and the names of the pieces that run on each. The schedule stream is missing because it has
+no pieces: it only records and waits.
+"""
 _ACTIONS |= {f"stream.{name}": _STREAM_ACTIONS for name in STREAM_PIECES}
 _ACTIONS |= {f"stream.{name}.{piece}": _STREAM_ACTIONS for name, pieces in STREAM_PIECES.items() for piece in pieces}
 _TIMED = frozenset({Action.DELAY, Action.STALL})
 
 
 class Fault(BaseModel):
-    """`action` at visits of `point`: number `at` (from 1), or each with probability `rate`; `at_most` so many times."""
+    """A fault: `action` happens at visits of `point`. Either it hits visit number `at` (from 1), or each visit with
+    probability `rate`, at most `at_most` times.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -103,7 +107,9 @@ class Fault(BaseModel):
 
 
 class FaultPlan(BaseModel):
-    """Of several faults at a point the first that hits a visit happens. `seed`: two runs hit the same visits."""
+    """The faults to inject. If several faults of a point hit a visit, the first happens. With the same `seed`, two
+    runs hit the same visits.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -112,7 +118,7 @@ class FaultPlan(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> FaultPlan:
-        """Raises OSError or pydantic's ValidationError."""
+        """Read a plan from a JSON file. Raises OSError or pydantic's ValidationError."""
         return cls.model_validate_json(path.read_text())
 
     def write(self, path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""`python -m tests.faults.prefill_service`"""
+"""Runs the prefill service with injected faults: `python -m tests.faults.prefill_service` (see service.py)."""
 
 from __future__ import annotations
 

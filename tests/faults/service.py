@@ -1,9 +1,9 @@
-"""Test builds of the two services: as users start them, with the faults of a plan.
+"""Runs either service as users start it, but with the faults of a plan.
 
-python -m tests.faults.prefill_service --faults plan.json [settings]
+    python -m tests.faults.prefill_service --faults plan.json [settings]
 
-What a plan names is put around the service's seams before it starts; without a plan nothing is. Each fault that
-happens is a line of the log, event `fault`; `fault_visits` lines add up to more than half of a point's visits.
+The points of the plan are wrapped before the service starts; without a plan nothing is wrapped. Each fault that happens
+is logged as event `fault`. The `fault_visits` log lines add up to more than half of a point's visits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = structlog.get_logger(__name__)
 def run_with_faults(
     program: str, kind: type[SettingsT], import_serve: Callable[[], Serve[SettingsT]], argv: list[str]
 ) -> int:
-    """`run_service`, with the plan that `--faults=FILE` names among `argv`."""
+    """Run `run_service` with the plan that `--faults=FILE` names in `argv`."""
     paths = [argument.removeprefix(_FLAG) for argument in argv if argument.startswith(_FLAG)]
     plan = FaultPlan.read(Path(paths[-1])) if paths else FaultPlan()
     injector = Injector(plan, _announce, _count)
@@ -83,7 +83,7 @@ def _disturb_pool(injector: Injector) -> None:
 
 
 def _disturb_payloads(injector: Injector) -> None:
-    """Memory for KV that leaves, which is not the device's."""
+    """Inject failures into allocations of host memory for outgoing KV, which do not go through the device."""
     made = FramePayload.__init__
 
     def faulty(self: FramePayload, num_bytes: int, write: WriteKv) -> None:

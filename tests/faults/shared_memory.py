@@ -1,4 +1,4 @@
-"""Faults of KV that lies in shared memory: its slots are used again, its socket is removed, it is read late."""
+"""Injects faults into KV in shared memory: its slots are reused, its socket is removed, or it is read late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan says what goes wrong, the same in every run; nothing else does."""
+"""A plan decides which faults happen. They are the same in every run, and nothing else goes wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan_of(*faults: Fault, seed: int = 0) -> Injector:
 
 
 class RecordingContext:
-    """A call whose other end takes what is written, and sends `commands`."""
+    """A call whose peer accepts everything written, and sends `commands`."""
 
     def __init__(self, commands: Sequence[object] = ()) -> None:
         self.written: list[bytes] = []
@@ -124,7 +124,7 @@ def test_more_than_half_of_the_visits_of_a_point_are_counted() -> None:
     injector = Injector(plan, count=lambda point, num_visits: told.append((point, num_visits)))
     for visit in range(1, 101):
         injector.visit("pool.reserve")
-        injector.visit("memory.host")  # nobody watches it
+        injector.visit("memory.host")  # not counted: no fault of the plan watches it
         assert visit / 2 < sum(number for _, number in told) <= visit
     assert {point for point, _ in told} == {"pool.reserve"}
 

@@ -1,4 +1,4 @@
-"""The `openai` package's two clients, by one face."""
+"""Wraps the two clients of the `openai` package, so that tests call both in the same way."""
 
 from __future__ import annotations
 

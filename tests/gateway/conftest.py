@@ -13,12 +13,12 @@ from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
 from tests.support.services_here import pair_here, until
 
-START_BOUND_S = 180.0  # of which kernels may take most
+START_BOUND_S = 180.0  # compiling kernels may take most of it
 
 
 @pytest.fixture(scope="session")
 def loop() -> Iterator[LoopThread]:
-    """Gateways run here, and the services of `pair`."""
+    """The event loop of the gateways and of the services of `pair`."""
     thread = LoopThread(bound_s=START_BOUND_S)
     yield thread
     thread.close()
@@ -26,12 +26,12 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture(scope="session")
 def pair(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[Client]:
-    """A client of a real pair's decode service."""
+    """A client of the decode service of a real pair."""
     stack = AsyncExitStack()
 
     async def start() -> str:
         pair = await stack.enter_async_context(pair_here(tiny_model_dir("llama"), max_kv_tokens=8192))
-        # Answers are compared more closely than operators and kernels agree.
+        # Answers are compared more closely than operators and fused kernels agree.
         await until(lambda: pair.prefill.model.runs_program and pair.decode.model.runs_program, bound_s=START_BOUND_S)
         return pair.decode.address
 
@@ -44,7 +44,7 @@ def pair(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[Cl
 
 @pytest.fixture(scope="session")
 def gateway(loop: LoopThread, pair: Client) -> Iterator[GatewayHere]:
-    """In front of the real pair, which serves its model as "tiny"."""
+    """A gateway in front of the real pair, which serves its model as "tiny"."""
     with gateway_here(loop, pair.address, served_model_name="tiny") as here:
         yield here
 
@@ -58,14 +58,14 @@ def scripted() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def edge(loop: LoopThread, scripted: ScriptedServer) -> Iterator[GatewayHere]:
-    """In front of a decode service whose answers the test writes; its model is "demo"."""
+    """A gateway in front of a decode service whose answers the test writes. Its model is "demo"."""
     with gateway_here(loop, scripted.address) as here:
         yield here
 
 
 @pytest.fixture(params=["OpenAI", "AsyncOpenAI"])
 async def caller(request: pytest.FixtureRequest, gateway: GatewayHere) -> AsyncIterator[Caller]:
-    """Of the real pair."""
+    """Either client of the `openai` package, connected to the real pair's gateway."""
     if request.param == "OpenAI":
         yield BlockingCaller(gateway)
         return

@@ -1,4 +1,4 @@
-"""What the gateway has beside its API: the status page, pages of other origins, and the spans of its
+"""The gateway's features around its API: the status page, access for pages of other origins, and the spans of its
 requests.
 """
 
@@ -70,7 +70,7 @@ ORIGIN, OTHER = "https://chat.example", "https://other.example"
 
 
 def preflight(gateway: GatewayHere, origin: str, path: str = "/v1/chat/completions") -> Answer:
-    """What a browser asks before a page's own request, without its key."""
+    """Send the preflight request that a browser sends before a page's own request. It carries no key."""
     asked = {
         "origin": origin,
         "access_control_request_method": "POST",
@@ -81,7 +81,7 @@ def preflight(gateway: GatewayHere, origin: str, path: str = "/v1/chat/completio
 
 @pytest.fixture
 def shared(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterator[GatewayHere]:
-    """Pages of one other origin may call it, with a key."""
+    """A gateway with a key that pages of one other origin may call."""
     keys = tmp_path / "keys"
     keys.write_text("some-long-key\n")
     scripted.inference.script = [started(), delta([5], "x"), finished()]

@@ -1,4 +1,4 @@
-"""/v1/chat/completions with the `openai` package, before a real pair."""
+"""/v1/chat/completions, called with the `openai` package, in front of a real pair."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDS = {"return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def direct(pair: Client) -> Any:
-    """What the gRPC client gets for the same request."""
+    """The gRPC client's answer to the same request."""
     return pair.complete(chat=CHAT, temperature=0.0, max_tokens=24)
 
 

@@ -1,4 +1,4 @@
-"""/v1/completions with the `openai` package, before a real pair."""
+"""/v1/completions, called with the `openai` package, in front of a real pair."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDS = {"return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def direct(pair: Client) -> Any:
-    """What the gRPC client gets for the same request."""
+    """The gRPC client's answer to the same request."""
     return pair.complete(PROMPT, temperature=0.0, max_tokens=24)
 
 

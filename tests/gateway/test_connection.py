@@ -1,4 +1,4 @@
-"""How answers are written, and how long a connection waits for its client to take them."""
+"""How the gateway writes answers, and how long it waits for a client that does not read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Serving:
 
     @property
     def num_untaken(self) -> list[int]:
-        """Bytes, of each connection that is open."""
+        """For each open connection, the bytes that the client has not yet taken."""
         return [connection.transport.get_write_buffer_size() for connection in tuple(self.state.connections)]
 
     def ask(self, *head: bytes, receive_buffer: int | None = None) -> socket.socket:
@@ -62,7 +62,9 @@ def answering(num_bytes: int) -> ASGIApp:
 def serving(
     loop: LoopThread, app: ASGIApp, *, stall_timeout_s: float = BOUND_S, send_buffer: int | None = SMALL_BUFFER
 ) -> Iterator[Serving]:
-    """`send_buffer` is what the system holds of what is written; None leaves it to the system."""
+    """Serve an application on loopback. `send_buffer` is the socket's send buffer in bytes; None leaves it to the
+    system.
+    """
     limits = HttpLimits.of(GatewaySettings(client_stall_timeout_s=stall_timeout_s))
     protocol, state = bounded_connections(limits, OpenConnections(max_connections=1 << 20)), ServerState()
     config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
@@ -91,7 +93,7 @@ def serving(
 
 
 def receive(connection: socket.socket, *, until_bytes: int, pause_s: float = 0.0) -> int:
-    """How many bytes came, with a pause between any two reads."""
+    """Read at least `until_bytes` bytes, with a pause between reads, and return how many came."""
     num_bytes = 0
     while num_bytes < until_bytes and (data := connection.recv(64 << 10)):
         num_bytes += len(data)
@@ -100,7 +102,7 @@ def receive(connection: socket.socket, *, until_bytes: int, pause_s: float = 0.0
 
 
 def test_a_slow_reader_gets_everything(loop: LoopThread) -> None:
-    """Longer in all than it may take nothing."""
+    """Reading everything takes longer than the stall time-out, but no single pause does."""
     answer_bytes, stall_timeout_s = 2 << 20, 1.0
     with (
         serving(loop, answering(answer_bytes), stall_timeout_s=stall_timeout_s) as here,
@@ -129,7 +131,7 @@ def test_a_reader_that_has_taken_everything_is_waited_for(loop: LoopThread) -> N
 
 @pytest.mark.parametrize("ending", ["close", "keep-alive", "malformed"])
 def test_nobody_is_waited_for_who_takes_nothing_of_the_little_that_is_left(loop: LoopThread, ending: str) -> None:
-    """Less than makes asyncio pause: on a connection that is closing, and on one that is not."""
+    """The rest is too small for asyncio to pause writing. Both a closing connection and one kept open are covered."""
     head = [b"connection: close"] if ending == "close" else []
     with (
         serving(loop, answering(60_000), stall_timeout_s=0.5) as here,
@@ -142,7 +144,7 @@ def test_nobody_is_waited_for_who_takes_nothing_of_the_little_that_is_left(loop:
 
 
 def test_the_system_holds_little_for_a_reader_of_nothing(loop: LoopThread) -> None:
-    """So that it tells soon what was taken."""
+    """A small send buffer lets the gateway notice soon what the client has read."""
     answer_bytes = 8 << 20
     with (
         serving(loop, answering(answer_bytes), stall_timeout_s=0.5, send_buffer=None) as here,
@@ -156,7 +158,7 @@ def test_the_system_holds_little_for_a_reader_of_nothing(loop: LoopThread) -> No
 
         wait_until(lambda: here.num_untaken != [])
         wait_until(is_dropped)
-        assert next(num for num in reversed(seen) if num) > answer_bytes - (1 << 20)  # once dropped it has none
+        assert next(num for num in reversed(seen) if num) > answer_bytes - (1 << 20)  # none is left once dropped
 
 
 def test_an_answer_that_comes_while_its_connection_closes_is_no_mistake(loop: LoopThread) -> None:
@@ -172,7 +174,7 @@ def test_an_answer_that_comes_while_its_connection_closes_is_no_mistake(loop: Lo
 
     with serving(loop, app) as here, here.ask(b"connection: close") as asker:
         assert has_begun.wait(BOUND_S)
-        asker.sendall(b"x")  # nothing may follow
+        asker.sendall(b"x")  # nothing may follow the request
         assert has_ended.wait(BOUND_S)
 
 
@@ -191,13 +193,13 @@ async def test_a_whole_answer_ends_once_its_last_slice_was_taken() -> None:
 
 
 class Crowd:
-    """Connections of clients, without sockets: what is closed for whom."""
+    """Connections without sockets, with a plain model of which ones may be closed to make room."""
 
     def __init__(self, max_connections: int) -> None:
         self.connections = OpenConnections(max_connections=max_connections)
-        self.of: dict[int, str] = {}  # those that are open
-        self.silent: dict[int, None] = {}  # the longest first
-        self.sending: dict[int, None] = {}  # the longest first
+        self.of: dict[int, str] = {}  # open connections
+        self.silent: dict[int, None] = {}  # silent connections, the longest first
+        self.sending: dict[int, None] = {}  # connections that send a request, the longest first
         self.closed: list[tuple[int, str]] = []
         self._num_opened = 0
 
@@ -217,7 +219,7 @@ class Crowd:
         self.silent.setdefault(number)
 
     def send(self, number: int) -> None:
-        """A part of its request."""
+        """Send a part of a request on this connection."""
         self.connections.is_idle(number, is_sending=True)
         self.silent.pop(number, None)
         self.sending.setdefault(number)
@@ -232,7 +234,7 @@ class Crowd:
         del self.of[number]
 
     def may_lose(self, clients: Sequence[str]) -> list[int]:
-        """Which connections room may be made of, where these clients make it."""
+        """The connections that may be closed to make room when these clients have the most idle ones."""
         for idle in (self.silent, self.sending):
             own = [[number for number in idle if self.of[number] == client] for client in clients]
             most = max(map(len, own))
@@ -271,7 +273,9 @@ def test_who_has_most_idle_connections_loses_those_that_are_so_for_longest() -> 
 
 
 def test_what_is_sending_its_request_goes_after_everything_silent() -> None:
-    """Also where it has been idle for longest, of the client that has most idle connections."""
+    """This holds even if its connection has been idle the longest and belongs to the client with the most idle
+    connections.
+    """
     crowd = Crowd(8)
     for client in ("proxy", "proxy", "proxy", "other"):
         crowd.open(client)
@@ -304,7 +308,7 @@ def test_one_client_that_has_only_requests_leaves_an_eighth_to_others() -> None:
 
 
 def test_room_is_made_in_constant_time_however_many_clients_there_are() -> None:
-    """Each look at all of them would take a millisecond or more, and the event loop waits."""
+    """Looking at all clients each time would take a millisecond or more, and block the event loop."""
     crowd = Crowd(8192)
     for number in range(8192):
         crowd.open(str(number))

@@ -1,4 +1,4 @@
-"""Health, models, metrics."""
+"""The gateway's endpoints for health, models and metrics."""
 
 from __future__ import annotations
 

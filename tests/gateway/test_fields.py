@@ -1,4 +1,4 @@
-"""What asks for nothing, in the many ways in which callers say so."""
+"""Field values that ask for nothing, in the many ways in which callers write them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_what_is_no_name_is_refused(name: Any) -> None:
 
 
 def test_a_name_that_comes_twice_among_very_many_is_found_at_once() -> None:
-    """The event loop waits for it. A look for each name among all would take half a minute."""
+    """Parsing blocks the event loop. Comparing each name with all others would take half a minute."""
     names = ", ".join(f'"{number}": 0' for number in (*range(60_000), 59_999))
     began_s = time.thread_time()
     with pytest.raises(ApiError, match="comes twice in one object"):

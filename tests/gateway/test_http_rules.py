@@ -1,4 +1,4 @@
-"""What of HTTP is refused, and closes its connection: what servers and proxies could read in different ways."""
+"""HTTP that servers and proxies could read in different ways is refused, and its connection is closed."""
 
 from __future__ import annotations
 

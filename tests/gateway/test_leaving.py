@@ -1,4 +1,4 @@
-"""A client that leaves: its generations end, and what they held is free."""
+"""When a client leaves, its generations end and everything they held is free."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_stream_that_is_closed_frees_its_rows(gateway: GatewayHere, pair: Clie
                 seen.add(chunk.choices[0].index)
             if len(seen) == n:
                 break
-        # A first token is prefill's: decode may not run its row yet.
+        # The first token comes from prefill, so decode may not run its row yet.
         wait_until(lambda: pair.load().rows.running == n, about=pair.load)
     wait_until(lambda: is_empty(pair.load()), about=pair.load)
     wait_until(lambda: gateway.metric(LEFT) == num_left + 1)
@@ -75,7 +75,7 @@ def test_a_client_may_leave_before_there_is_anything(
 
 
 def begin_stream(edge: GatewayHere, scripted: ScriptedServer, *head: str) -> socket.socket:
-    """A connection whose answer has begun, and waits for more."""
+    """Start a streamed answer, and return its connection once the first event has arrived. More events would follow."""
     scripted.inference.scripts.append([started(), delta([5], "first"), scripted.inference.HOLD])
     connection = socket.create_connection(("127.0.0.1", edge.port), BOUND_S)
     connection.sendall(post({**BODY, "stream": True}, *head))

@@ -1,4 +1,4 @@
-"""What one HTTP client can take, and who may be one."""
+"""Limits on the resources of one HTTP client, and the API keys that admit clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEFT = "baton_gateway_client_disconnects_total"
 SHORT_S = 0.3
 SMALLEST = 64 << 10
 MOST_HELD_BYTES = 16 << 20
-"""By the sockets of a client that reads nothing, mostly."""
+"""The most bytes held for a client that reads nothing. Most of them are in its sockets."""
 
 
 def test_more_open_requests_than_allowed_are_told_when_to_come_again(
@@ -66,7 +66,7 @@ def test_a_body_that_does_not_tell_its_length_is_counted(loop: LoopThread, scrip
         loop, scripted.address, max_request_bytes=SMALLEST, limits={"head_timeout_s": SHORT_S}
     ) as gateway:
         connection = gateway.connect()
-        with suppress(ConnectionError):  # what follows the answer is read for a short while only
+        with suppress(ConnectionError):  # data after the answer is read for a short while only
             connection.request("POST", COMPLETIONS, endless(), {"content-type": "application/json"})
         response = connection.getresponse()
         assert (response.status, b"request_too_large" in response.read()) == (413, True)
@@ -115,7 +115,7 @@ def test_a_body_that_comes_too_slowly_is_given_up(loop: LoopThread, scripted: Sc
 def test_a_body_that_comes_fast_enough_may_take_longer(loop: LoopThread, scripted: ScriptedServer) -> None:
     scripted.inference.script = [started(), delta([1], "a"), finished()]
     window_s = 0.5
-    limits = {"body_grace_s": 0.0, "body_window_s": window_s, "min_body_rate": 8}  # four bytes
+    limits = {"body_grace_s": 0.0, "body_window_s": window_s, "min_body_rate": 8}  # allows four bytes in the window
     with gateway_here(loop, scripted.address, limits=limits) as gateway, ExitStack() as stack:
         connection = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S))
         head, body = post(BODY).split(b"\r\n\r\n")
@@ -239,7 +239,7 @@ def test_a_reader_that_takes_nothing_of_a_whole_answer_has_left(loop: LoopThread
 
 @pytest.fixture
 def locked(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterator[GatewayHere]:
-    """Two keys are known."""
+    """A gateway that accepts two keys."""
     keys = tmp_path / "keys"
     keys.write_text("first-key\n\nsecond-key\n")
     scripted.inference.script = [started(), delta([1], "a"), finished()]

@@ -1,4 +1,4 @@
-"""`python -m gateway`: its signals, and what it exits with."""
+"""`python -m gateway`: its signals and its exit status."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIVE = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 def running(
     decode: str, log: Path, *flags: str, within: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[bytes], GatewayHere]]:
-    """`within` is what the command is given to."""
+    """Run a gateway process. `within` is a command that runs the gateway's own command line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "GRPC_"))}
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -56,7 +56,7 @@ def running(
 
 @pytest.fixture
 def scripted_end(scripted: ScriptedServer) -> Callable[[], None]:
-    """The decode service admits a request, says "a", and "b" once this is called."""
+    """Let the decode service admit a request and answer "a". It answers "b" once the returned function is called."""
     may_end: queue.Queue[None] = queue.Queue()
 
     def script() -> Iterator[Any]:
@@ -72,7 +72,7 @@ def scripted_end(scripted: ScriptedServer) -> Callable[[], None]:
 
 
 def turned_away(gateway: GatewayHere) -> Answer:
-    """What /health says once it knows."""
+    """Poll /health until it answers 503, and return that answer."""
     answers: list[Answer] = []
 
     def is_told() -> bool:
@@ -139,7 +139,7 @@ FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 160; exec "$@"', "sh")
 def open_connections(
     gateway: GatewayHere, stack: ExitStack, *, source: str = "127.0.0.1", num: int = 300
 ) -> Iterator[socket.socket]:
-    """More than a gateway with few descriptors may have."""
+    """Open more connections than a gateway with few file descriptors can hold."""
     for _ in range(num):
         yield stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S, (source, 0)))
 
@@ -199,7 +199,7 @@ def test_silent_connections_of_one_address_yield_to_another_that_has_many_reques
     with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
         for connection in open_connections(gateway, stack, source=OTHER[0], num=40):
             connection.sendall(post(BODY))
-        assert gateway.ask("GET", "/health/live", source=OTHER).status == 200  # what came before is read
+        assert gateway.ask("GET", "/health/live", source=OTHER).status == 200  # earlier requests were read
         silent = list(open_connections(gateway, stack))
         assert [gateway.ask("GET", "/health/live", source=OTHER).status for _ in range(20)] == [200] * 20
         assert len(silent) == 300
@@ -229,7 +229,7 @@ def test_an_upload_on_a_reused_connection_goes_on_while_silent_ones_make_room(
         upload.putheader("content-length", str(len(body)))
         upload.endheaders()
         silent = list(open_connections(gateway, stack, num=60))
-        assert gateway.ask("GET", "/health/live").status == 200  # what came before is read
+        assert gateway.ask("GET", "/health/live").status == 200  # its answer shows that everything before it was read
         for _ in open_connections(gateway, stack):
             upload.send(body[num_sent : num_sent + 2048])
             num_sent += 2048
@@ -242,7 +242,7 @@ def test_an_upload_on_a_reused_connection_goes_on_while_silent_ones_make_room(
 def test_slow_bodies_make_room_before_who_is_silent_for_a_moment(
     scripted: ScriptedServer, tmp_path: Path, more: bytes
 ) -> None:
-    """They may be fast when they begin: for a moment they do not."""
+    """For a moment after its start, a body does not count as slow."""
     begun = post({**BODY, "prompt": "x" * 10_000})[:200]
     with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
         slow: list[socket.socket] = []
@@ -254,10 +254,10 @@ def test_slow_bodies_make_room_before_who_is_silent_for_a_moment(
 
         def is_served() -> bool:
             for connection in slow:
-                with suppress(ConnectionError):  # others are served
+                with suppress(ConnectionError):  # the gateway closes it, to serve others
                     connection.sendall(more)
             (fresh,) = open_connections(gateway, stack, num=1)
-            assert gateway.ask("GET", "/health/live", source=OTHER).status == 200  # the gateway knows it
+            assert gateway.ask("GET", "/health/live", source=OTHER).status == 200  # the gateway has accepted it
             open_slow("127.0.0.4", 2)
             with suppress(ConnectionError):
                 fresh.sendall(LIVE)
@@ -266,7 +266,7 @@ def test_slow_bodies_make_room_before_who_is_silent_for_a_moment(
 
         open_slow(OTHER[0], 60)
         open_slow("127.0.0.3", 60)
-        wait_until(is_served, bound_s=10.0)  # of 15 in which no body is refused
+        wait_until(is_served, bound_s=10.0)  # no body is refused in the first 15 s
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])

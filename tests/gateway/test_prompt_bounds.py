@@ -1,4 +1,4 @@
-"""A request whose prompts are too much is refused before anything is built of them, and choices begin one by one."""
+"""A request with too large prompts is refused before anything is built from them, and its choices start one by one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gateway.gateway_here import GatewayHere
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONTEXT = 8192
-"""Of the scripted decode service, which takes whatever comes."""
+"""Context length of the scripted decode service, which accepts every prompt."""
 
 
 @pytest.fixture(autouse=True)

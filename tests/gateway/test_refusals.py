@@ -1,4 +1,4 @@
-"""What is wrong in a request, or not served, is refused by name: OpenAI's error object, never 422."""
+"""Invalid or unsupported requests are refused with an OpenAI error object that names the field, and never with 422."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_body_that_is_no_json_object(gateway: GatewayHere, body: bytes) -> Non
     ],
 )
 def test_a_name_that_comes_twice(gateway: GatewayHere, more: str, param: str) -> None:
-    """Who looked at the body before may have read the other value."""
+    """A proxy that checked the body before may have read the other value."""
     answer = gateway.ask("POST", CHAT, f"{json.dumps(CHAT_BODY)[:-1]}, {more}}}".encode())
     assert answer.status == 400
     assert (answer.error["param"], answer.error["code"]) == (param, "invalid_json")
@@ -213,7 +213,7 @@ def test_very_many_fields(gateway: GatewayHere) -> None:
 
 
 def test_a_body_that_does_not_say_it_is_json(gateway: GatewayHere) -> None:
-    """A page in a browser can send such a one to a gateway of its reader's."""
+    """A web page could make a browser send such a request to a gateway on its user's machine."""
     answer = gateway.ask("POST", CHAT, b"{}", content_type="text/plain")
     assert (answer.status, answer.error["param"]) == (415, "content-type")
 

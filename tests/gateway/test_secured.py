@@ -1,4 +1,4 @@
-"""TLS on both sides, the decode service's token, and settings that cannot be followed."""
+"""TLS on both sides, the decode service's token, and settings that the gateway cannot follow."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_what_is_open_beyond_this_machine_is_warned_about(
 
 @pytest.fixture
 def closed(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterator[GatewayHere]:
-    """Its status and metrics need a key too."""
+    """A gateway whose status page and metrics need a key too."""
     (tmp_path / "keys").write_text("some-long-key\nother-long-key\n")
     with gateway_here(loop, scripted.address, api_key_file=tmp_path / "keys", status_needs_key=True) as gateway:
         yield gateway

@@ -1,4 +1,4 @@
-"""The same seed gives the same choices, and each choice of it its own."""
+"""The same seed gives the same choices, and each choice of a request draws its own tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The served model is asked for once, whoever waits."""
+"""The gateway asks for the served model once, however many requests wait for the answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Info:
 
 
 class Decode:
-    """A client whose answers the test gives."""
+    """A client of the decode service whose answers the test gives."""
 
     def __init__(self) -> None:
         self.questions: list[asyncio.Future[Any]] = []
@@ -56,7 +56,7 @@ def served(decode: Decode, clock: Clock) -> ServedModel:
 
 
 async def turns() -> None:
-    """Everything that can go on has."""
+    """Let the event loop run until nothing can proceed any further."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -138,7 +138,7 @@ async def test_closing_ends_the_question(served: ServedModel, decode: Decode, cl
 
 
 def test_a_client_that_leaves_meanwhile_is_noticed(loop: LoopThread) -> None:
-    """It accepts connections, and never answers."""
+    """The decode service here accepts connections and never answers."""
     with (
         socket.create_server(("127.0.0.1", 0)) as decode,
         gateway_here(loop, f"127.0.0.1:{decode.getsockname()[1]}") as gateway,

@@ -1,4 +1,4 @@
-"""Every test here computes float32 exactly: TF32 is off, whatever the machine's PyTorch defaults to."""
+"""Makes every GPU test compute float32 exactly: TF32 is off, whatever PyTorch defaults to on the machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _exact_float32() -> Iterator[None]:
-    """Set by assignment: pytest's monkeypatch cannot undo attributes that PyTorch computes (`backends.cuda.matmul`)."""
+    """Switch TF32 off by assignment, since pytest's monkeypatch cannot undo attributes that PyTorch computes
+    (`backends.cuda.matmul`).
+    """
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [switch.allow_tf32 for switch in switches]
     for switch in switches:

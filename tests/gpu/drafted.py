@@ -1,4 +1,4 @@
-"""Targets on a CUDA device with heads that copy them."""
+"""Targets on a CUDA device, with draft heads that copy them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.support.models import save_last_token_model
 def load_drafted(
     directory: Path, family: str, num_layers: int, *, logits_std: float
 ) -> tuple[Path, TargetModel, DraftHead]:
-    """The target's directory, the target, which captures what its head reads, and the head; float32."""
+    """Make and load a target and its copy head in float32. Returns the target's directory, the target (which
+    captures the states its head reads) and the head.
+    """
     target_dir = save_last_token_model(directory / "target", logits_std=logits_std)
     head_dir = save_copy_head(directory / "head", target_dir=target_dir, family=family, num_layers=num_layers)
     target = load_target(target_dir, device="cuda", dtype="float32")

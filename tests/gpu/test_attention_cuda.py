@@ -1,4 +1,4 @@
-"""The GPU's attention kernels on a device against the reference backend there."""
+"""The GPU's attention kernels compared with the reference backend on a device."""
 
 from __future__ import annotations
 

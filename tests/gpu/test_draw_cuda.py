@@ -1,4 +1,4 @@
-"""The GPU's draw on a device against PyTorch's operators there: tokens of a large vocabulary, in one launch."""
+"""The GPU's sampling kernel compared with PyTorch's operators on a device, for a large vocabulary and in one launch."""
 
 from __future__ import annotations
 

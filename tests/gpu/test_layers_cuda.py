@@ -1,4 +1,6 @@
-"""Decoder layers on a device: which models have ours, and that kernels which start early read nothing early."""
+"""Decoder layers on a device: the models that use our layers, and that kernels launched early read nothing too
+early.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_a_model_keeps_its_own_layers_where_that_is_asked_for(
 
 
 def replayed_logits(num_tokens: int, *, overlaps: bool) -> list[Tensor]:
-    """Of a row's forward, recorded and replayed one after the other: each reads K and V that it wrote."""
+    """The logits of one row's forward, recorded once and replayed repeatedly. Each replay reads the K and V that it
+    wrote.
+    """
     config = LlamaConfig(
         hidden_size=512,
         intermediate_size=1024,

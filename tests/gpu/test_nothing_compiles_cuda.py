@@ -1,4 +1,6 @@
-"""On a device Triton compiles nothing once a pair is there: what tests/pair says of variants, told by Triton itself."""
+"""Triton compiles nothing on a device once a pair has started. tests/pair checks this by kernel variants; here
+Triton itself reports it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On CUDA, float32 with TF32 off, the forward on its own stream: the tokens are those of `generate`."""
+"""The tokens equal `generate`'s on CUDA, in float32 without TF32, with the forward on its own stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.pair import InProcessPair, PairOptions
 
 pytestmark = pytest.mark.gpu
 
-# A GPU ends a step of a tiny model before one more segment is copied, so early rows end while later ones still land.
+# A GPU finishes a step of a tiny model before one more segment is copied: early rows end while later ones still land.
 MIN_TOGETHER = 2
 
 

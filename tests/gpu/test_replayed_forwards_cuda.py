@@ -1,4 +1,4 @@
-"""CUDA graphs: replayed forwards are those that run as they are."""
+"""Replayed CUDA graphs compute the same as forwards that run without recording."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.pair import InProcessPair, PairOptions
 
 pytestmark = pytest.mark.gpu
 
-# As tests/pair/test_replayed_forwards.py counts them: numbers of rows, and the shapes of a step's forwards.
+# As in tests/pair/test_replayed_forwards.py: the recorded batch sizes, and the forwards of a step.
 NUM_SIZES = 4
 HEADS = [
     ("eagle3", 1, "chain-4", 5),
@@ -73,7 +73,7 @@ def test_memory_is_the_cards_and_what_this_process_holds_of_it() -> None:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraph]:
-    """Each replay of a graph appends to it."""
+    """A list that grows by one graph at each replay."""
     seen: list[CudaGraph] = []
     replay = CudaGraph.replay
 
@@ -88,7 +88,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraph]:
 def check_graphs_change_no_token(
     model: TargetModel, draft: DraftHead | None, shape: str | None, num_shapes: int, replays: list[CudaGraph]
 ) -> None:
-    """And every step's forward is a replay: of `num_shapes` kinds, for each number of rows that is recorded."""
+    """Assert that replaying changes no token, and that every step replays graphs: `num_shapes` kinds for each
+    recorded batch size.
+    """
     seen: list[list[list[int]]] = []
     for replays_forwards in (False, True):
         options = PairOptions(

@@ -1,4 +1,6 @@
-"""On CUDA, float32 with TF32 off: speculation changes no token, greedy or sampled, chain, tree or layers."""
+"""Speculation on CUDA, in float32 without TF32, changes no token: greedy or sampled, with a chain, a tree or several
+layers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.support.pair import InProcessPair, PairOptions
 pytestmark = pytest.mark.gpu
 HEADS = [("eagle3", 1, "chain-1"), ("eagle3", 1, "chain-4"), ("eagle3", 1, "tree-4x3-15"), ("nextn", 5, "chain-5")]
 
-# A GPU ends a step of a tiny model before one more segment is copied, so early rows end while later ones still land.
+# A GPU finishes a step of a tiny model before one more segment is copied: early rows end while later ones still land.
 MIN_TOGETHER = 2
 
 MakeCudaPair = Callable[..., InProcessPair]

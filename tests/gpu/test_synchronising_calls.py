@@ -1,4 +1,4 @@
-"""A decode step waits for the device nowhere but at `publish_ready` and at its end event."""
+"""A decode step waits for the device in two places only: for `publish_ready` and for the end event of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[InProcessPair], None]]:
-    """From then on a synchronising call in a decode step is an error, except where lengths are waited for and taken."""
+    """A function after which synchronising calls in the pair's decode steps raise, except where the step waits for
+    lengths and takes them.
+    """
 
     def allowed_to_wait(kind: type, name: str) -> None:
         method = getattr(kind, name)

@@ -1,4 +1,4 @@
-"""On CUDA: when pieces ran is told by the device's own events, on the host's clock."""
+"""On CUDA, the timeline takes the times of pieces from the device's own events, converted to the host's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On CUDA a head learns what it learns on the CPU."""
+"""Training a head on CUDA gives the same result as on the CPU."""
 
 from __future__ import annotations
 

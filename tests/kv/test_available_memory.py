@@ -1,4 +1,4 @@
-"""Host memory that is left, as a system of files says it."""
+"""The available host memory, read from a fake /proc and /sys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """8 GiB are available, and nothing limits a group."""
+    """A fake file system with 8 GiB available and no limit on any cgroup."""
     write(tmp_path / "proc/meminfo", f"MemFree: 2 kB\nMemAvailable:   {8 << 20} kB\nHugePages_Total: 0")
     return tmp_path
 
@@ -45,7 +45,7 @@ def test_every_group_above_may_limit_it(root: Path, limited: str) -> None:
 
 
 def test_what_caches_would_give_back_is_available(root: Path) -> None:
-    """Of weights that were just read, too, which are active."""
+    """The caches of weights that were just read count too, although they are active."""
     write(root / "proc/self/cgroup", "0::/a")
     caches = {"inactive_file": GIB // 2, "active_file": GIB, "slab_reclaimable": 3}
     group_v2(root / "sys/fs/cgroup/a", limit=4 * GIB, usage=3 * GIB, slab_unreclaimable=9, **caches)

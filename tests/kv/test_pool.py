@@ -1,4 +1,4 @@
-"""Rows and slots are conserved whatever happens, and nothing in use is given out again."""
+"""Rows and slots are conserved in any order of operations, and nothing in use is given out again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def grow(pool: KvPool, lease: RowLease, num_more: int = 1) -> bool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Reserve, grow, use, release, complete and reclaim in any order."""
+    """A hypothesis state machine that reserves, grows, uses, releases, completes and reclaims in any order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A pool's memory on a CPU: taken from the system when it is used, or beside serving, and never changed by that."""
+"""A pool's memory on a CPU is taken from the system on first use or in the background. Neither changes the contents."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ PRESENT, EXCLUSIVE = np.uint64(1 << 63), np.uint64(1 << 56)
 
 
 def resident_bytes(memory: Tensor, kind: np.uint64 = PRESENT) -> int:
-    """Of its pages, those that the system has given; EXCLUSIVE ones are no others', as its one page of zeros is."""
+    """The bytes of the memory's pages that the system has provided. With EXCLUSIVE, pages shared with others, such
+    as the page of zeros, do not count.
+    """
     first, num_pages = memory.data_ptr() // mmap.PAGESIZE, -(-memory.nbytes // mmap.PAGESIZE)
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
         pages.seek(8 * first)
@@ -54,7 +56,7 @@ def test_it_takes_what_is_used(pool: KvPool) -> None:
     buffer = pool.buffers["target"]
     assert resident_bytes(buffer) == 0
     used = buffer[0, 0, :4096].fill_(1.0)
-    assert used.nbytes <= resident_bytes(buffer) <= used.nbytes + (4 << 20)  # in large pages, too
+    assert used.nbytes <= resident_bytes(buffer) <= used.nbytes + (4 << 20)  # the system may use large pages
     assert not buffer[1].any()
 
 

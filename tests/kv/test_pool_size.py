@@ -1,4 +1,6 @@
-"""How large a KV pool is where no setting says so, on cards and hosts that are not here, and what settings may ask."""
+"""The default size of a KV pool, on cards and hosts that are not present here, and the sizes that settings may ask
+for.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ WEIGHTS = 16 * GIB
 CONTEXT = 131072
 VOCAB = 128256
 TOKEN_BYTES = 128 << 10
-"""With these, Llama-3.1-8B in bfloat16."""
+"""KV bytes per token of Llama-3.1-8B in bfloat16, whose other numbers these are too."""
 CARD = DeviceMemory(total_bytes=79 * GIB, free_bytes=62 * GIB, held_bytes=WEIGHTS)
 LIMITS = PoolLimits(max_rows=None, max_kv_tokens=None, memory_share=0.9, context_tokens=CONTEXT)
 NOTHING = MemoryBeside(row_bytes=1, peak_bytes=lambda num_rows: num_rows)
 
 
 def beside(kind: type[DecodeSettings | PrefillSettings], *, spec_info: SpecInfo | None = None, **options: Any) -> Any:
-    """Of this model, on a GPU that records."""
+    """The memory that a service with this model needs beside its pool, on a GPU that records graphs."""
     model = SimpleNamespace(vocab_size=VOCAB, hidden_size=4096, dtype=torch.bfloat16, torch_device=GPU)
     draft = None if spec_info is None else SimpleNamespace(capture=SimpleNamespace(num_states=3))
     runtime: Any = SimpleNamespace(
@@ -94,7 +96,7 @@ def test_a_smaller_card_takes_fewer_rows_and_tokens() -> None:
 
 
 def test_of_two_services_on_one_card_the_second_takes_what_the_first_has_left() -> None:
-    """Given a share each, both have it."""
+    """Two services that are each given a share of the card both get it."""
     service = beside(DecodeSettings)
     left = 79 * GIB // 10
     second = DeviceMemory(CARD.total_bytes, free_bytes=left, held_bytes=2 * GIB)
@@ -109,7 +111,7 @@ def test_of_two_services_on_one_card_the_second_takes_what_the_first_has_left() 
 
 
 def test_logits_that_recorded_forwards_keep_are_counted() -> None:
-    """Of 1, 2, 4, 8 and 9 rows, of one token and of three each."""
+    """Graphs are recorded for 1, 2, 4, 8 and 9 rows, with one token and with three tokens each."""
     levels = [SpecInfo.chain(2).at_depth(0), SpecInfo.chain(2)]
     kept = (1 + 2 + 4 + 8 + 9) * (1 + 3) * (VOCAB * 4 + 7)
     assert recorded_bytes(9, levels, vocab_size=VOCAB, state_bytes=7) == kept

@@ -1,4 +1,4 @@
-"""A KV pool in shared memory: who may map it, what is where, and how a reader learns that slots were used again."""
+"""A KV pool in shared memory: who may map it, its layout, and how a reader notices that slots were reused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BOUND_S = 30.0
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A short one: the path of a socket has at most 107 bytes."""
+    """A short temporary path, because a socket's path may have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="baton-", dir="/tmp") as directory:
         yield Path(directory)
 
@@ -159,7 +159,7 @@ def test_a_pool_of_other_groups_is_not_mapped(shared_pool: SharedPool, tmp_path:
 
 @contextmanager
 def lying(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[None]:
-    """A process that answers at a pool's socket as it likes."""
+    """A process that gives any answer it likes at a pool's socket."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen()
@@ -181,7 +181,7 @@ def lying(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[Non
 def test_memory_that_may_vanish_under_its_reader_is_not_mapped(
     shared_pool: SharedPool, tmp_path: Path, seals: int | None, match: str
 ) -> None:
-    """A file of a disk has no seals."""
+    """A file on disk cannot be sealed."""
     name = "baton-kv-" + "1" * 32
     if seals is None:
         file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
@@ -245,12 +245,12 @@ def test_a_pool_of_another_user_is_neither_mapped_nor_given_nor_swept(
 
 
 def is_the_door(connection: socket.socket) -> bool:
-    """Whether it is the end that connects, which has no name."""
+    """Whether this end of a connection has no name: then it is the end that connected."""
     return connection.getsockname() == ""
 
 
 def leave_behind(directory: Path) -> Path:
-    """What a killed process leaves."""
+    """Leave a socket file, as a killed process does."""
     path = directory / ("baton-kv-" + "0" * 32)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
@@ -308,7 +308,7 @@ def hold_a_pool(directory: Path, pipe: Connection) -> None:
 def test_a_killed_process_leaves_a_name_without_memory_which_the_next_start_sweeps(
     shared_pool: SharedPool, tmp_path: Path
 ) -> None:
-    """Whoever has mapped its pool reads it until it lets go."""
+    """A process that has mapped the pool can still read it until it unmaps it."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=hold_a_pool, args=(tmp_path, theirs), daemon=True)
     process.start()

@@ -1,4 +1,4 @@
-"""Slots that are a range may be copied as one; the same slots in another order may not."""
+"""Slots that form a range may be copied as one block; the same slots in another order may not."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ _MAX_TOKENS = 1100
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A forward over rows whose slots lie anywhere and are in no order. Slots of nobody, and every table entry behind a
-    row's own, lead to NaN.
+    """A forward over rows whose slots are in random places. Unused slots, and the slots of table entries past a
+    row's length, hold NaN.
     """
 
     batch: ForwardInput
@@ -39,8 +39,10 @@ class Rows:
         max_seq_len: int | None = None,
         num_slots: int | None = None,
     ) -> Rows:
-        """`lens`: of each row the tokens there were before and the new ones; `heads`: the query's, and K's and V's.
-        `num_slots`: the pool's, just enough if none are given.
+        """Make rows. `lens` holds (earlier tokens, new tokens) of each row, and `heads` the numbers of query heads and
+        of KV heads.
+
+        `num_slots` is the size of the pool, by default just enough.
         """
         generator = torch.Generator().manual_seed(len(lens) + head_dim)
         num_heads, num_kv_heads = heads
@@ -77,25 +79,25 @@ class Rows:
             kv=kv,
             logits_rows=None,
         )
-        # As transformers has them: heads before tokens in memory.
+        # As in transformers: the heads come before the tokens in memory.
         query, key, value = (
             random(num, num_tokens, head_dim).transpose(0, 1) for num in (num_heads, num_kv_heads, num_kv_heads)
         )
         return cls(batch, query, key, value)
 
     def triton(self, launch: Launcher = Launch.run) -> TritonAttention:
-        """The GPU's backend for these heads."""
+        """The GPU's attention backend for these heads."""
         (_, num_heads, head_dim), num_kv_heads = self.query.shape, self.key.shape[1]
         return TritonAttention(HeadShape(num_heads, num_kv_heads, head_dim, self.query.dtype), launch=launch)
 
     def attend(self, backend: AttentionBackend) -> tuple[Tensor, Tensor]:
-        """What comes out, and the pool after it."""
+        """The attention output, and the pool's KV after it."""
         kv = self.batch.kv.clone()
         plan = backend.plan(replace(self.batch, kv=kv))
         return plan.attend(LAYER, self.query, self.key, self.value, 1 / math.sqrt(self.query.shape[2])), kv
 
     def check(self, seen: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> None:
-        """The same numbers, none of them NaN, and the same KV, of which no more is NaN than was."""
+        """Assert that output and KV equal the expected ones, that no output is NaN, and that no KV became NaN."""
         (output, kv), (expected_output, expected_kv) = seen, expected
         assert output.dtype == self.query.dtype and output.shape == self.query.shape
         assert torch.isfinite(expected_output).all()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 
 class Reference:
-    """transformers, as it is: one prompt at a time, its own attention and cache."""
+    """The reference: an unchanged transformers model, one prompt at a time, with its own attention and cache."""
 
     def __init__(self, directory: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
@@ -20,13 +20,13 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """[len(tokens), vocab]"""
+        """Logits of all positions, [len(tokens), vocab]."""
         logits: Tensor = self._model(torch.tensor([list(tokens)]), use_cache=False).logits
         return logits[0]
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Greedy, EOS ignored."""
+        """Greedy tokens after the prompt. EOS does not end the output."""
         ids = torch.tensor([list(prompt)])
         output = self._model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None

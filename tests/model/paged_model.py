@@ -1,4 +1,4 @@
-"""Drives a TargetModel over a pool whose rows own scattered slots; every slot that nobody owns holds NaN."""
+"""Runs a TargetModel over a pool whose rows own scattered slots. Slots without an owner hold NaN."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ MAX_TOKENS = 256
 
 
 class PagedModel:
-    """Rows 1 .. num_rows, empty at first. Table entries past a row's length name slots that nobody owns."""
+    """Rows 1 .. num_rows of a pool, empty at first. Table entries past a row's length point to slots without an
+    owner.
+    """
 
     def __init__(self, model: TargetModel, *, num_rows: int, scattered: bool = True) -> None:
         group = model.layer_group
@@ -35,7 +37,9 @@ class PagedModel:
         self.lens = dict.fromkeys(range(1, num_rows + 1), 0)
 
     def extend(self, chunks: dict[int, Sequence[int]], *, logits_rows: Sequence[int] | None = None) -> Tensor:
-        """One forward of each row's next tokens, in the dict's order. Logits of their last tokens, or as named."""
+        """One forward over the next tokens of each row, in the dict's order. Returns the logits of the rows' last
+        tokens, or of the tokens `logits_rows`.
+        """
         prefix_lens = tuple(self.lens[row] for row in chunks)
         extend_lens = tuple(len(tokens) for tokens in chunks.values())
         last = torch.tensor(extend_lens).cumsum(0) - 1
@@ -47,7 +51,7 @@ class PagedModel:
         )
 
     def decode(self, tokens: dict[int, int], *, max_seq_len: int | None = None) -> Tensor:
-        """One forward of one token per row, in the dict's order."""
+        """One forward of one token per row, in the dict's order. Returns its logits."""
         return self._forward({row: (token,) for row, token in tokens.items()}, max_seq_len=max_seq_len)
 
     def _forward(

@@ -1,4 +1,4 @@
-"""The kernels for CUDA are refused by name where what compiles them is missing."""
+"""CUDA kernels are refused at start if the tools that compile them are missing, and the error names what is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.sampling.triton_draws import TritonDraws
 
 CUDA = torch.device("cuda")
 A100, B200, GEFORCE = 166912, 232448, 101376
-"""Bytes of shared memory that a program may have."""
+"""Bytes of shared memory that a kernel program may use on each GPU."""
 
 
 def choose(
@@ -42,7 +42,7 @@ def choose(
 
 
 def check_kernels_are_refused(named: str) -> None:
-    """What attends and what draws alike; operators are not."""
+    """Assert that attention and sampling kernels are both refused, and that operators are accepted."""
     with pytest.raises(StartupError, match=f"^attention: .*{named}.*torch needs nothing$") as of_attention:
         choose()
     with pytest.raises(StartupError) as of_draws:
@@ -54,7 +54,7 @@ def check_kernels_are_refused(named: str) -> None:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only directory where programs are looked for."""
+    """The only directory in which programs are looked up."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     return tmp_path

@@ -1,4 +1,6 @@
-"""Attention over drafts: which of a row's last tokens each new one attends. One contract for all backends."""
+"""Attention over drafts: a mask tells which of a row's last tokens each new token attends to. All backends share
+this contract.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SHAPES = {
     "one token of each row behind earlier ones": (1, 4, (3, 12)),
     "more queries than the kernel takes": (33, 33, (0, 11)),
 }
-"""New tokens of each row, how many of its last tokens the mask is about, and what each row held before."""
+"""(new tokens of each row, number of its last tokens that the mask covers, earlier tokens of each row)."""
 
 
 def backend_of(name: str, dtype: torch.dtype) -> AttentionBackend:
@@ -40,7 +42,7 @@ def backend_of(name: str, dtype: torch.dtype) -> AttentionBackend:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A forward over rows whose slots lie anywhere, not in their order in the table. Slots of nobody hold NaN."""
+    """A forward over rows whose slots are in random places. Unused slots hold NaN."""
 
     batch: ForwardInput
     query: Tensor
@@ -59,7 +61,7 @@ class Case:
 
         free = torch.randperm(NUM_SLOTS - 1, generator=generator) + 1
         rows = torch.randperm(num_rows, generator=generator) + 1
-        table = torch.full((num_rows + 1, MAX_TOKENS), int(free[-1]))  # a slot of nobody
+        table = torch.full((num_rows + 1, MAX_TOKENS), int(free[-1]))  # an unused slot
         kv = torch.full((2, 2, NUM_SLOTS, KV_HEADS, HEAD_DIM), float("nan"), dtype=dtype)
         kv[:, :, 0] = 0
         out_cache_loc = []
@@ -94,7 +96,7 @@ class Case:
 
 
 def masked_softmax(case: Case) -> Tensor:
-    """[T, heads, head_dim] in float64, token by token and head by head."""
+    """The expected output [T, heads, head_dim] in float64, computed token by token and head by head."""
     batch, mask = case.batch, case.batch.tree_mask
     assert mask is not None and batch.extend_lens is not None
     kv = batch.kv[LAYER].double()
@@ -139,7 +141,7 @@ def test_a_chain_given_as_a_mask_is_no_mask(shape: str, backend: str, dtype: tor
 @pytest.mark.parametrize("column", ["out_cache_loc", "req_pool_indices", "seq_lens"])
 @pytest.mark.parametrize("backend", ["torch", "paged", "triton"])
 def test_a_column_may_be_one_of_something_wider(backend: str, column: str) -> None:
-    """As the slots of one of a step's drafts are."""
+    """The slots of one of a step's drafts are such a column."""
     case = Case.of("a level of a tree behind earlier ones", torch.float32)
     narrow = getattr(case.batch, column)
     wide = torch.stack([narrow, torch.zeros_like(narrow)], dim=1)[:, 0]
@@ -151,7 +153,7 @@ def test_a_column_may_be_one_of_something_wider(backend: str, column: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A backend whose masks are changed before it sees them."""
+    """A backend that gets its masks changed in the way `how`."""
 
     backend: AttentionBackend
     how: str

@@ -1,6 +1,7 @@
-"""Every defect of a model directory ends the start with one line that names file and field. Nothing is made up.
+"""Every defect of a model directory ends the start with one line that names the file and the field. No value is made
+up.
 
-Each case breaks a tiny Llama that is served: hidden 64, 2 layers, untied.
+Each case breaks a tiny Llama that would otherwise load: hidden size 64, 2 layers, untied.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from tests.support.models import VOCAB_SIZE, make_tokenizer, random_model, save_
 
 Tensors = dict[str, Tensor]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-BOUND_S = 10.0  # a refusal takes some milliseconds; a model of ten million layers was built for minutes
+BOUND_S = 10.0  # a refusal takes milliseconds; building a model of ten million layers took minutes
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's directory, and ways to change it."""
+    """A model's directory, with methods that change it."""
 
     path: Path
 
@@ -60,7 +61,7 @@ class Model:
         self.write(name, (self.path / name).read_bytes()[:num_bytes])
 
     def shard(self) -> None:
-        """Two files and an index, as hubs have them."""
+        """Split the weights into two files and an index, as on model hubs."""
         tensors = load_file(self.path / WEIGHTS)
         (self.path / WEIGHTS).unlink()
         names = sorted(tensors)
@@ -607,7 +608,7 @@ def model(sound: Path, tmp_path: Path) -> Model:
 
 
 def refusal(model: Model) -> str:
-    """The one line that it is refused with, within BOUND_S."""
+    """Load the model, which must fail within BOUND_S, and return its one-line error."""
     begin_s = time.monotonic()
     with pytest.raises(StartupError) as raised:
         load_target(model.path, device="cpu", dtype="float32")
@@ -694,7 +695,7 @@ def test_what_real_checkpoints_have_is_served_with_the_same_logits(change: str, 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
 def test_masks_of_old_checkpoints_are_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Transformers saved two buffers of each layer of GPT-2, and no longer names one of them."""
+    """Transformers once saved two buffers of each GPT-2 layer, and no longer has one of them."""
     config = GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
     )

@@ -1,4 +1,4 @@
-"""The demo model is made once, is complete whenever it is there, and may be interrupted at any point."""
+"""The demo model is made once, is complete whenever it exists, and its making may be interrupted at any point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.errors import StartupError
 
 
 class FakeSource:
-    """Fetches and converts without a network; counts, and raises where it is told to."""
+    """A fake download and conversion. It counts its calls, and raises where it is told to."""
 
     def __init__(self, *, fail_fetch: BaseException | None = None, fail_convert: BaseException | None = None) -> None:
         self.num_fetched = 0

@@ -1,4 +1,4 @@
-"""Replayed forwards: the rows of a batch and padding, through one recorded shape."""
+"""Replayed forwards: a batch's rows plus padding go through one recorded shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = 2
 
 
 class Toy:
-    """One layer of attention over rows 1 .. NUM_ROWS of a pool; counts the forwards that run as they are."""
+    """One attention layer over rows 1 .. NUM_ROWS of a pool. It counts the forwards that run without replay."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -39,7 +39,7 @@ class Toy:
         return attended.flatten(1), batch.positions.clone()
 
     def batch(self, lens: dict[int, int], num_tokens: int = 1, num_masked: int | None = None) -> ForwardInput:
-        """The next `num_tokens` of each of these rows, which then hold as many as said."""
+        """A batch with the next `num_tokens` of each of these rows. `lens` says how many tokens each row then holds."""
         rows = torch.tensor(list(lens))
         seq_lens = torch.tensor(list(lens.values()))
         places = (seq_lens - num_tokens).unsqueeze(1) + torch.arange(num_tokens)
@@ -66,7 +66,7 @@ class Toy:
 
 
 SHAPES = {"decode": (1, None), "verify": (4, None), "a tree": (4, 4), "a level of a tree": (2, 6)}
-"""Tokens of each row, and how many of its last ones the mask is about."""
+"""(tokens of each row, number of its last tokens that the mask covers, or None without a mask)."""
 BATCHES = [{1: 8, 2: 9, 3: 12, 4: 7, 5: 8}, {6: 11}, {2: 10, 5: 9, 1: 12}, {3: 9, 4: 9}, {1: 12}]
 
 
@@ -78,12 +78,12 @@ def recorded(toy: Toy, *, sizes: tuple[int, ...] = (1, 2, 4, 6)) -> tuple[Forwar
 @pytest.mark.parametrize("has_beside", [False, True], ids=["alone", "beside"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_replay_gives_what_the_forward_gives_and_writes_to_its_rows_alone(shape: str, has_beside: bool) -> None:
-    """Also where the batch before was larger: nothing is left of it."""
+    """Nothing is left of the batch before, even if it was larger."""
     toy, (num_tokens, num_masked) = Toy(), SHAPES[shape]
     graphs, recorder = recorded(toy, sizes=(1, 6))
     for number, lens in enumerate(BATCHES):
         batch = toy.batch(lens, num_tokens, num_masked)
-        toy.kv[:, :, 1:] = torch.randn_like(toy.kv[:, :, 1:])  # the slots are others' by now
+        toy.kv[:, :, 1:] = torch.randn_like(toy.kv[:, :, 1:])  # these slots now belong to others
         beside = torch.full((len(lens) * num_tokens, HEADS * HEAD_DIM), 0.5 + number) if has_beside else None
         before = toy.kv.clone()
         expected = toy.forward(batch, beside)

@@ -1,4 +1,4 @@
-"""A model that does not compute the same however a prompt is cut is refused at load, as one whose forward fails is."""
+"""A model is refused at load if its forward fails, or if its result depends on how a prompt is split into chunks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_model_with_positions_of_its_own_is_refused(name: str, dtype: str, tmp
 
 
 def llama(**changes: Any) -> Any:
-    """With weights as small as those that training begins with: positions hardly show in its logits."""
+    """A llama with weights as small as at the start of training, so that positions hardly affect its logits."""
     torch.manual_seed(0)
     config = hf.LlamaConfig(
         **{
@@ -225,7 +225,7 @@ def test_a_rotation_that_depends_on_what_shares_the_forward_is_refused(dtype: st
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_attention_that_grows_with_the_length_that_a_cache_tells_is_refused(dtype: str, tmp_path: Path) -> None:
-    """Llama 4's attention asks its cache how many tokens came before; ours is no cache of transformers'."""
+    """Llama 4's attention asks its cache how many tokens came before, but ours is no cache of transformers."""
     config = hf.Llama4TextConfig(
         **SIZES,
         hidden_size=32,
@@ -267,7 +267,7 @@ def test_a_window_that_only_a_mask_shows_is_refused(window: int) -> None:
 
 
 class SlidingConfig:
-    """A config with a window under the name that the mask's maker knows."""
+    """A config with a sliding window, under the name that the mask's code expects."""
 
     def __init__(self, config: Any, window: int) -> None:
         self._config, self.sliding_window = config, window

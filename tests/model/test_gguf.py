@@ -1,4 +1,6 @@
-"""GGUF files: what they say is computed as by the model that they were written from, or refused by name."""
+"""GGUF files compute the same as the model they were written from, or are refused with an error that names the key
+or tensor.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +58,13 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_positi
 
 
 def source_model(model_type: str, **changes: Any) -> Any:
-    """A tiny model of transformers with these fields in its config."""
+    """A tiny transformers model with these fields in its config."""
     config = AutoConfig.for_model(model_type, **{**SHAPE, **ARCHITECTURES[model_type], **changes})
     return random_model(config)
 
 
 def frequency_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """What llama.cpp's converter writes of a rope of type llama3."""
+    """The frequency factors that llama.cpp's converter writes for a rope of type llama3."""
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     factors = []
     for exponent in range(0, head_dim, 2):
@@ -78,7 +80,7 @@ def converted(tmp_path: Path, file: GgufFile, *, kind: Any = None, dtype: str = 
 
 
 def check_parity(directory: Path, source: Any) -> None:
-    """The logits of a prompt in two chunks are the source's own."""
+    """Assert that the logits of a prompt in two chunks equal the source model's."""
     source.set_attn_implementation("eager")
     with torch.inference_mode():
         expected = source(torch.tensor([PROMPT]), use_cache=False).logits[0, -1]
@@ -357,7 +359,7 @@ def test_information_about_the_file_changes_nothing(tmp_path: Path, file_of: Cal
 
 
 def one_wrong(number: float) -> np.ndarray:
-    """A norm's weights with this number among them."""
+    """The weights of a norm, with this number among them."""
     return np.array([1.0, number, *[1.0] * 62], np.float32)
 
 
@@ -367,7 +369,7 @@ def one_wrong(number: float) -> np.ndarray:
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_a_tensor_that_is_missing_is_named(tmp_path: Path, model_type: str, file_of: Callable[[str], GgufFile]) -> None:
     file = file_of(model_type)
-    untied = {"output.weight"}  # a file without it ties the output to the embedding
+    untied = {"output.weight"}  # without it, the output is tied to the embedding
     for name in {name for name in file.tensors if not name.startswith("blk.0.")} - untied:
         assert name in refusal(tmp_path, file.changed({}, {name: None}))
 
@@ -433,13 +435,13 @@ def test_a_tensor_that_lies_in_another_is_refused(tmp_path: Path, file_of: Calla
 @pytest.mark.parametrize(
     ("offset", "number", "named"),
     [
-        (4 + 2 * 8, 2, r"blk\.0\.ffn_down\.weight begins at byte"),  # the type: Q4_0
+        (4 + 2 * 8, 2, r"blk\.0\.ffn_down\.weight begins at byte"),  # the field is the type: Q4_0
         (4 + 2 * 8, 1, r"blk\.0\.ffn_down\.weight begins at byte"),  # F16
         (4 + 2 * 8, 999, r"999\) is not a valid"),
-        (4, 96, r"blk\.0\.ffn_down\.weight begins at byte"),  # the first size
+        (4, 96, r"blk\.0\.ffn_down\.weight begins at byte"),  # the field is the first size
         (4, 0, r"blk\.0\.ffn_down\.weight begins at byte"),
         (4, 1 << 31, "cannot reshape"),
-        (0, 9, "it ends too early"),  # the number of sizes
+        (0, 9, "it ends too early"),  # the field is the number of sizes
     ],
 )
 def test_a_tensor_that_is_described_wrongly_is_refused(

@@ -1,4 +1,4 @@
-"""The layers of a GPU, in Triton's interpreter, compute what transformers computes. tests/gpu has them on a device."""
+"""The GPU's layers compute the same as transformers, in Triton's interpreter. tests/gpu runs them on a device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def check_close(seen: Tensor, expected: Tensor, roundings: int = 2) -> None:
-    """Relative to the largest number, within so many roundings in the numbers' own format."""
+    """Assert that the error is at most `roundings` rounding steps of the number format, relative to the largest
+    expected number.
+    """
     assert (seen.shape, seen.dtype) == (expected.shape, expected.dtype)
     allowed = roundings * max(torch.finfo(seen.dtype).eps, 1e-6) * float(expected.abs().max())
     torch.testing.assert_close(seen, expected, atol=allowed, rtol=0)
@@ -129,7 +131,7 @@ def test_one_token_is_multiplied_as_by_a_linear_layer(
 
 
 class Mixed(AttentionPlan):
-    """Attention that depends on all that it is given."""
+    """A fake attention whose output depends on all of its inputs."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         shared = query.shape[1] // key.shape[1]
@@ -166,7 +168,7 @@ def test_a_models_layers_are_fused_and_compute_the_same(name: str, dtype: torch.
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_layer_leaves_what_it_is_given_as_it_was(num_tokens: int) -> None:
-    """A draft head keeps it."""
+    """A draft head keeps the states given to the layer."""
     model = model_of("llama")
     fuse_layers(model, KERNELS)
     states, rotation = random(1, num_tokens, 80), random(2, 1, num_tokens, 24)
@@ -191,7 +193,7 @@ def test_no_weight_is_held_twice(name: str) -> None:
 
 
 def test_modules_that_are_replaced_are_freed_one_by_one() -> None:
-    """Not only when all of a list are: a GPU seldom has room for two models."""
+    """Each is freed before the next is replaced, because a GPU seldom has room for two models."""
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2) for _ in range(3)]))
     seen: list[weakref.ref[nn.Module]] = []
 
@@ -206,7 +208,7 @@ def test_modules_that_are_replaced_are_freed_one_by_one() -> None:
 
 
 class Changed(Qwen3DecoderLayer):
-    """The library's class, as another version of it might be."""
+    """A class of transformers with a changed method, as another version might have it."""
 
     change = ""
 
@@ -236,7 +238,7 @@ def test_a_layer_that_the_library_changed_is_left_alone(
 @pytest.mark.parametrize("change", ["attention", "mlp", "norm", "linear", "activation"])
 def test_a_layer_with_another_part_is_left_alone(change: str) -> None:
     class Own(nn.Linear):
-        """Somebody's."""
+        """A module class of an unknown library."""
 
     model = model_of("qwen3")
     for layer in model.model.layers:
@@ -268,7 +270,7 @@ def test_layers_of_other_classes_are_left_alone(kind: type[Any], config: type[An
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_numbers_of_tokens_make_no_kernels_of_their_own(name: str) -> None:
-    """Those of one token, and those of any other number."""
+    """There is one kernel for a single token, and one for all other numbers of tokens."""
     model = model_of(name)
     seen: set[Variant] = set()
 

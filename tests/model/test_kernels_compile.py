@@ -1,4 +1,4 @@
-"""The Triton kernels compile for every GPU that is served, without one, and fit it."""
+"""The Triton kernels compile for every supported GPU, without that GPU, and fit its limits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.timeout(420)  # a quarter of a minute on cores that are free
+@pytest.mark.timeout(420)  # 15 s on idle cores
 def test_some_kernels_compile_for_each_target_and_fit_it(tmp_path: Path) -> None:
-    """In a process of its own: in this one Triton's interpreter is on. The command fails where one does not fit."""
+    """Compiles in another process, since Triton's interpreter is active in this one. The command fails if a kernel
+    does not fit.
+    """
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.compile_kernels", "--few"],
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},

@@ -1,4 +1,4 @@
-"""What a loaded model says of itself."""
+"""The properties that a loaded model reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_layer_group_is_the_shape_of_the_models_kv(tiny_target: Callable[[st
 def with_end_tokens(
     directory: Path, *, config: Any = ABSENT, generation: Any = ABSENT, tokenizer: Any = ABSENT
 ) -> Path:
-    """A tiny model whose files name these end tokens; a field that is ABSENT is in no file."""
+    """A tiny model whose files name these end tokens. A field that is ABSENT is in no file."""
     save_tiny_model(directory, "llama")
     for name, field, value in (
         ("config.json", "eos_token_id", config),

@@ -1,4 +1,6 @@
-"""Fingerprints of model directories: equal when they compute the same KV, else different in the field that says why."""
+"""Fingerprints of model directories are equal if both compute the same KV. Otherwise they differ in the field that
+says why.
+"""
 
 from __future__ import annotations
 

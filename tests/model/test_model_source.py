@@ -1,4 +1,4 @@
-"""What the setting `model` may name."""
+"""The values that the setting `model` accepts."""
 
 from __future__ import annotations
 

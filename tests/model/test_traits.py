@@ -1,4 +1,4 @@
-"""Models with a trait that is not served are refused at load, by its name."""
+"""Models with an unsupported trait are refused at load, and the error names the trait."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What transformers' `generate` says about the parity prompts, and how output is compared with it.
+"""The output of transformers' `generate` for the parity prompts, and a comparison of our output with it.
 
-A divergence counts as a tie only when the reference's two best logits there are closer than TIE_GAP.
+A divergence counts as a tie only if the reference's two best logits there are closer than TIE_GAP.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from tests.parity.prompts import ParityPrompt
 TIE_GAP = 1e-4
 MAX_TIES_PER_TOKEN = 1 / 5000
 MAX_PADDED = 2
-"""The longest prompt of a batch has at most so many times the tokens of the shortest."""
+"""Largest ratio of the longest prompt to the shortest in a batch, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where an output left the reference. After a tie the rest of that output is not comparable."""
+    """The first index at which an output differs from the reference. After a tie, the rest of that output is not
+    comparable.
+    """
 
     name: str
     place: int
@@ -44,7 +46,7 @@ class Divergence:
 
 
 class Reference:
-    """Greedy float32 `generate` of one model."""
+    """The greedy float32 output of `generate` for one model."""
 
     def __init__(self, model_dir: Path, *, new_tokens: int) -> None:
         self.new_tokens = new_tokens
@@ -68,12 +70,12 @@ class Reference:
         return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     def tokens(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Computed alone, unless `compute` was given this prompt among others."""
+        """The tokens for this prompt. They are computed alone, unless `compute` got this prompt among others."""
         self.compute([prompt_ids])
         return self._outputs[tuple(prompt_ids)]
 
     def compute(self, prompts: Sequence[Sequence[int]]) -> None:
-        """What is not known yet of these: prompts of like length in one batch, padded on their left."""
+        """Compute the tokens that are not known yet. Prompts of similar length form one batch, padded on the left."""
         missing = sorted({tuple(ids) for ids in prompts} - self._outputs.keys(), key=len)
         while missing:
             batch = [ids for ids in missing if len(ids) <= MAX_PADDED * len(missing[0])]
@@ -94,7 +96,7 @@ class Reference:
             self._outputs[ids] = output[: end + 1]
 
     def compare(self, name: str, prompt_ids: Sequence[int], got: Sequence[int]) -> Divergence | None:
-        """None when every token agrees."""
+        """The first divergence of `got` from the reference, or None if every token agrees."""
         wanted = self.tokens(prompt_ids)
         if list(got) == wanted:
             return None

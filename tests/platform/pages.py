@@ -1,4 +1,4 @@
-"""Our pages as the tests of them read them: links, headings, tables, quoted commands."""
+"""Parses our Markdown pages for tests: links, headings, tables and quoted commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SKIPPED = {".venv", "node_modules", "build", "dist"}
 
 
 def all_pages() -> list[Path]:
-    """Every page of the repository, those of .venv and of hidden folders left out."""
+    """All Markdown pages of the repository, without .venv and hidden folders."""
     return [page for page in sorted(ROOT.rglob("*.md")) if not _is_skipped(page)]
 
 
@@ -23,13 +23,13 @@ def _is_skipped(page: Path) -> bool:
 
 
 def links(page: Path) -> list[str]:
-    """Targets of the page's links to this repository, with their anchors."""
+    """The page's links into this repository, with their anchors."""
     targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     return [target for target in targets if "://" not in target]
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#...` may name on the page: its headings, as they are shown on the web."""
+    """The page's anchors: its headings, converted as on GitHub."""
     headings = re.findall(r"^#+ (.+)$", _without_code_blocks(page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -59,7 +59,9 @@ def code_spans(text: str) -> list[str]:
 
 
 def quoted_commands(page: Path) -> Iterator[str]:
-    """What a reader is told to type: lines of console blocks, and code in the text that begins like a command."""
+    """The commands that a page tells its reader to type: lines of console blocks, and inline code that starts like a
+    command.
+    """
     text = page.read_text()
     for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         yield from re.findall(r"^\$ (.+)$", block.replace("\\\n", " "), re.MULTILINE)
@@ -67,7 +69,7 @@ def quoted_commands(page: Path) -> Iterator[str]:
 
 
 def sources() -> list[Path]:
-    """The modules of what is installed and serves."""
+    """The modules of the installed packages that serve."""
     return [module for package in CODE_PACKAGES for module in sorted((ROOT / package).rglob("*.py"))]
 
 

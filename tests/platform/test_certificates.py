@@ -1,4 +1,4 @@
-"""deploy/two-hosts/make_certificates.sh: what it makes, once and again, and what it leaves alone."""
+"""deploy/two-hosts/make_certificates.sh: the files it makes, also when run again, and those it leaves alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "deploy/two-hosts/make_certificates.sh"
 ROLES = ("prefill", "decode")
 CONTAINERS_USER = 10001
 AS_ORDINARY_USER = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
-"""Root without its capabilities may write what its owner may."""
+"""A command prefix that drops root's capabilities. Root then has only the rights of a file's owner."""
 TIMEOUT_S = 60
 
 
@@ -51,7 +51,9 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def check_pair(tls: Path) -> None:
-    """Each host's key is its certificate's, which the authority signed, and nobody else reads it."""
+    """Assert that each host's key belongs to its certificate, that the authority signed it, and that no other user
+    can read the key.
+    """
     authority = certificate(tls / "ca.pem")
     for role in ROLES:
         own = certificate(tls / role / "cert.pem")
@@ -107,7 +109,7 @@ def test_what_it_may_not_write_it_names_and_changes_nothing(tls: Path, unwritabl
 
 
 def test_a_host_that_is_none_changes_nothing(tls: Path) -> None:
-    """It comes second, when the first host's certificate is made already."""
+    """The invalid host comes second, after the first host's certificate was made."""
     made(tls, "prefill.example", "decode.example")
     before = contents(tls)
     assert make(tls, "prefill.example", "decode.example:50052").returncode != 0

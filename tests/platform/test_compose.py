@@ -1,4 +1,6 @@
-"""The compose files: the same services on GPUs and on CPUs, without rights, reachable from this host only."""
+"""The compose files define the same services for GPUs and CPUs, without special rights and reachable from this host
+only.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def test_each_service_is_the_image_of_its_name(name: str) -> None:
 
 
 def test_images_run_their_service_as_the_first_process() -> None:
-    """In exec form: a shell would not hand SIGTERM on."""
+    """The commands use exec form, because a shell would not pass SIGTERM on."""
     commands = re.findall(r"^CMD (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     modules = ("gateway", "prefill_service", "decode_service")
     assert commands == [f'["python", "-m", "{module}"]' for module in modules]
@@ -125,7 +127,7 @@ def test_health_is_readiness(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_health_is_asked_in_words_that_the_command_line_knows(name: str) -> None:
-    """`--help` behind them asks nobody, but options that do not exist are still refused."""
+    """With `--help` appended nothing is sent, but unknown options are still refused."""
     asked = [definition["healthcheck"]["test"][1:] for definition in our_services(name).values()]
     asked = [arguments for program, *arguments in asked if program == "baton"]
     assert asked
@@ -169,13 +171,13 @@ def test_a_gpu_replica_differs_in_gpu_and_port_and_answers_to_the_same_name(serv
 
 
 def test_services_on_cpus_share_the_memory_that_kv_pools_are_found_in_and_nobody_else_sees_it() -> None:
-    """A pool's socket answers its own user alone, and is bound by one who has no rights."""
+    """A pool's socket only answers its own user, so it must belong to a user without special rights."""
     name = "compose.cpu.yaml"
     on_it = {
         service: [volume for volume in definition.get("volumes", []) if volume.split(":")[1] == str(DIRECTORY)]
         for service, definition in services(name).items()
     }
-    # Docker would give the volume the owner and the mode of the image's directory, but for nocopy.
+    # Without nocopy, Docker would give the volume the owner and mode of the image's directory.
     assert {service: found for service, found in on_it.items() if found} == {
         service: [f"shm:{DIRECTORY}:nocopy"] for service in ("prefill", "decode")
     }
@@ -199,10 +201,10 @@ def test_the_cpu_file_differs_in_image_device_and_shared_memory_only() -> None:
             assert filled(definition.pop("image")) == f"baton-{service}:{tag}"
             assert definition["environment"].pop("BATON_DEVICE") == device
     for file in (gpu, cpu):
-        del file["x-environment"], file["x-build"]  # they are in the services, as YAML merged them
+        del file["x-environment"], file["x-build"]  # YAML has merged them into the services
         for definition in file["services"].values():
             if "build" in definition:
-                definition["build"]["args"].pop("COMPILER_PACKAGES", None)  # for kernels on GPUs
+                definition["build"]["args"].pop("COMPILER_PACKAGES", None)  # only kernels on GPUs need it
     assert gpu == cpu
 
 
@@ -256,7 +258,7 @@ def test_every_service_is_told_where_traces_go_and_how_many(name: str) -> None:
 def test_two_hosts_take_the_settings_that_one_host_takes(service: str) -> None:
     file = PREFILL_HOST if service == "prefill" else DECODE_HOST
     one, two = services("compose.yaml")[service]["environment"], services(file)[service]["environment"]
-    # Addresses differ, and the device comes from the environment: one file serves GPUs and CPUs.
+    # Addresses differ, and the device comes from the environment, so one file serves GPUs and CPUs.
     own = {"BATON_DEVICE", "BATON_PREFILL", "BATON_DECODE", "BATON_METRICS_TARGETS"}
     assert {key: two.get(key) for key in one if key not in own} == {key: one[key] for key in one if key not in own}
 
@@ -278,7 +280,7 @@ def test_every_variable_is_in_the_example_with_its_default(directory: str) -> No
         for variable, default in VARIABLE.findall(file.read_text()):
             found.setdefault(variable, set()).add(default)
     assert set(example) - {"COMPOSE_FILE"} == set(found)
-    # The two files of the pair have images of their own, and what has to be set has no default.
+    # The two files have their own images, and settings that must be given have no default.
     differing = {"PREFILL_IMAGE", "DECODE_IMAGE"} if directory == "." else {"PREFILL"}
     for variable in set(found) - differing:
         assert found[variable] == {example[variable]}, variable

@@ -1,4 +1,4 @@
-"""docs/configuration.md has every setting of every service, as the code describes it, and no other."""
+"""docs/configuration.md lists exactly the settings of all services, as the code describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links between our pages lead somewhere, and the commands that they quote exist."""
+"""Links between our pages work, and the commands that they quote exist."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_a_command_that_does_not_exist_is_noticed(command: str, problem: str) ->
 
 
 def problem_of(command: str) -> str:
-    """What a quoted command names that is not there; empty for those of other projects."""
+    """The problem of a quoted command, such as a target that does not exist, or "" if there is none. Commands of
+    other projects are not checked.
+    """
     words = shlex.split(command, comments=True)
     while words and (words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=.*", words[0])):
         words.pop(0)
@@ -103,7 +105,7 @@ def _options_of(command: Any) -> set[str]:
 
 def _problem_of_module(module: str, words: list[str]) -> str:
     if module.split(".")[0] not in {path.name for path in ROOT.iterdir()}:
-        return ""  # pytest's and others': not ours to know
+        return ""  # a command of pytest or another project, which is not checked
     if importlib.util.find_spec(module) is None:
         return f"no module {module}"
     if module not in PROCESSES:

@@ -1,4 +1,4 @@
-"""docs/field_rules.md names tests that exist."""
+"""The tests that docs/field_rules.md names exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = rules_in(PAGE.read_text())
 
 @cache
 def names_in(path: Path) -> frozenset[str]:
-    """Functions, and what is given a name, at the top of a file."""
+    """The functions, classes and assigned names at the top level of a file."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -27,7 +27,7 @@ def names_in(path: Path) -> frozenset[str]:
 
 
 def missing(rule: FieldRule, root: Path = ROOT) -> list[str]:
-    """Its tests whose file, function, or check in brackets is not there."""
+    """The tests of a rule that do not exist, by their file, function or the check in brackets."""
     absent = []
     for test in rule.tests:
         file, _, rest = test.partition("::")

@@ -1,4 +1,4 @@
-"""`make gpu` and the GPU benchmark are ready for a machine that nobody installed anything on for them."""
+"""`make gpu` and the GPU benchmark run on a machine on which nothing was installed for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = ("torch", "transformers", "pytest", "triton", "grpcio")
-"""On such a machine, with what they need."""
+"""The libraries that such a machine has, apart from their requirements."""
 REFUSE = """
 import sys
 from importlib.machinery import PathFinder
@@ -34,7 +34,7 @@ def canonical(name: str) -> str:
 
 
 def needed(names: tuple[str, ...]) -> set[str]:
-    """The distributions of these names and all that they require."""
+    """The distributions with these names, and everything they require."""
     found: set[str] = set()
     left = [canonical(name) for name in names]
     while left:
@@ -43,7 +43,7 @@ def needed(names: tuple[str, ...]) -> set[str]:
             continue
         try:
             required = [Requirement(line) for line in importlib.metadata.requires(name) or []]
-        except importlib.metadata.PackageNotFoundError:  # of CUDA, which is not here
+        except importlib.metadata.PackageNotFoundError:  # a distribution for CUDA, not installed here
             continue
         found.add(name)
         plain = [each for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
@@ -52,7 +52,9 @@ def needed(names: tuple[str, ...]) -> set[str]:
 
 
 def run_there(code: str, *arguments: str) -> str:
-    """Run `code` where of all libraries only INSTALLED are. Raises AssertionError, with what it wrote, if it fails."""
+    """Run `code` in a process that can import no other libraries than INSTALLED. Raises AssertionError with its
+    output if it fails.
+    """
     there, ours = needed(INSTALLED), {path.name for path in ROOT.iterdir()}
     distributions = importlib.metadata.packages_distributions()
     refused = [

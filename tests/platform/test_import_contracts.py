@@ -1,4 +1,4 @@
-"""The dependency rule: each contract of pyproject.toml is kept by the code, and breaks when the rule is broken."""
+"""The import contracts of pyproject.toml: the code keeps each one, and each one fails when its rule is broken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lint_imports(directory: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of our packages, to plant imports in."""
+    """A copy of our packages, in which tests plant imports."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "*.pyi"))
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""`make` on a fresh checkout: every target sets itself up, torch first, and a second run sets nothing up."""
+"""`make` on a fresh checkout: every target does its own set-up, torch first, and a second run sets nothing up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/operations.md names every metric, every error's reason and every line of the logs, and no others."""
+"""docs/operations.md lists exactly the metrics, error reasons and log lines that the code has."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REASON = re.compile(r"\breason\w*(?:: ClassVar\[str\])? ?= ?\"([A-Z][A-Z_]+)\"")
 
 
 def modules_with_metrics() -> list[Path]:
-    """Those that import a kind of metric from prometheus_client."""
+    """The modules that import a kind of metric from prometheus_client."""
 
     def makes_metrics(module: Path) -> bool:
         imports = (node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.ImportFrom))
@@ -48,7 +48,7 @@ def modules_with_metrics() -> list[Path]:
 
 
 def exporters(module: Path) -> list[type[Any]]:
-    """The module's classes that put metrics into a registry."""
+    """The module's classes that register metrics in a registry."""
     loaded = importlib.import_module(module_name(module))
     return [
         kind
@@ -58,7 +58,7 @@ def exporters(module: Path) -> list[type[Any]]:
 
 
 def exported_metrics() -> set[str]:
-    """Their names as Prometheus has them, a histogram's without its suffixes."""
+    """The metrics' names as Prometheus shows them; those of histograms are without suffixes."""
     names: set[str] = set()
     for module in modules_with_metrics():
         for kind in exporters(module):
@@ -80,7 +80,7 @@ def metrics_in_table() -> set[str]:
 
 @pytest.mark.parametrize("module", modules_with_metrics(), ids=module_name)
 def test_metrics_are_made_by_classes_that_take_their_registry(module: Path) -> None:
-    """So that what they export can be asked here."""
+    """The test of the page needs this, to list the exported metrics."""
     assert exporters(module)
 
 
@@ -106,7 +106,7 @@ def subclasses(kind: type[BatonError]) -> Iterator[type[BatonError]]:
 
 
 def errors() -> set[type[BatonError]]:
-    """All that the services' packages define, whichever of them are loaded already."""
+    """All error classes of the services' packages. It imports the modules that are not loaded yet."""
     for package in CODE_PACKAGES:
         if not (ROOT / package / "__init__.py").exists():
             continue

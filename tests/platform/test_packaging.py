@@ -1,4 +1,4 @@
-"""What an installation gets: every package, and every library that the code imports."""
+"""An installation contains every package of ours, and every library that the code imports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def canonical(name: str) -> str:
 
 
 def declared(*extras: str) -> set[str]:
-    """What an installation with these extras gets, and they with theirs."""
+    """The distributions that an installation with these extras declares, including the extras they need."""
     requirements = [*PROJECT["dependencies"]]
     for extra in (*extras, "process") if extras else ():
         requirements += PROJECT["optional-dependencies"][extra]
@@ -50,12 +50,12 @@ def test_every_directory_of_modules_is_a_package(package: str) -> None:
     ],
 )
 def test_every_imported_library_is_declared(part: str, extras: tuple[str, ...]) -> None:
-    """A library that is only there because another one needs it disappears with it."""
+    """A library that is only installed because another one needs it may disappear together with that one."""
     graph = grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
     imported = graph.find_upstream_modules(part, as_package=True)
     roots = {name.partition(".")[0] for name in imported if graph.is_module_squashed(name)}
     distributions = importlib.metadata.packages_distributions()
-    # Namespaces of several distributions; google.protobuf and google.rpc are what we import of the one.
+    # Namespaces of several distributions. We import google.protobuf and google.rpc of google.
     third_party = roots - set(sys.stdlib_module_names) - {"google", "opentelemetry"}
     undeclared = {
         root
@@ -66,7 +66,7 @@ def test_every_imported_library_is_declared(part: str, extras: tuple[str, ...]) 
 
 
 def test_the_command_line_starts_without_the_services_libraries() -> None:
-    """And a command that needs one of them says what to install."""
+    """A command that needs one of these libraries says what to install."""
     names = {
         canonical(re.match(r"[\w.-]+", line).group())  # type: ignore[union-attr]
         for extra in ("engine", "gateway", "process")
@@ -91,13 +91,13 @@ def test_the_command_line_starts_without_the_services_libraries() -> None:
 
 
 def installed_with(*extras: str) -> set[str]:
-    """The distributions that an installation with these extras has, with all that they need in turn."""
+    """The distributions installed with these extras, and all their requirements."""
     found: set[str] = set()
     pending = declared(*extras)
     while pending - found:
         name = (pending - found).pop()
         found.add(name)
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one for other systems
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a requirement for another system
             for line in importlib.metadata.requires(name) or ():
                 requirement = Requirement(line)
                 if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
@@ -106,7 +106,9 @@ def installed_with(*extras: str) -> set[str]:
 
 
 def test_the_services_load_a_model_with_what_they_declare(tiny_model_dir: Callable[[str], Path]) -> None:
-    """transformers has requirements that only a call tells, and these machines have more installed than a user has."""
+    """transformers has requirements that only show when it is called, and these machines have more installed than a
+    user has.
+    """
     there = installed_with("engine")
     hidden = [
         root
@@ -130,6 +132,6 @@ def test_the_console_script_is_a_function_we_ship() -> None:
 
 
 def test_torch_and_transformers_stay_ranges() -> None:
-    """An exact version, or a local one, would keep pip from taking the newest build on offer."""
+    """With an exact or local version, pip could not take the newest build on offer."""
     assert "torch>=2.11,<2.14" in PROJECT["optional-dependencies"]["engine"]
     assert "transformers>=5.17,<5.25" in PROJECT["optional-dependencies"]["engine"]

@@ -1,4 +1,4 @@
-"""Rules and dashboards ask for what services tell: every metric, label and outcome that they name is exported."""
+"""Every metric, label and outcome in alert rules and dashboards is one that a service exports."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PANELS = read_panels(ROOT / "deploy/grafana/dashboards")
 LOAD = EngineLoad(PoolCounts(total=1, free=1), PoolCounts(total=1, free=1), num_queued=0, num_running=0, num_steps=0)
 STEP = StepStats(1, 1, 0.1, SpeculationStats(num_levels=1, accept_lens=(1,), draft_s=0.1, verify_s=0.1, extend_s=0.1))
 SCRAPED = {"job", "instance"}
-"""Labels that Prometheus itself gives."""
+"""Labels that Prometheus adds itself."""
 
 Exports = dict[str, dict[str, set[str]]]
-"""By job, each sample's name and its labels."""
+"""For each job, the names of its samples with their labels."""
 
 
 def exported() -> Exports:
-    """What each service tells once it has done one of everything."""
+    """The samples of each service after every kind of event has happened once."""
     prefill, decode, gateway = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     for registry in (prefill, decode):
         engine = EngineMetrics(registry)
@@ -78,7 +78,7 @@ MATCHER = re.compile(r"""(\w+)\s*(=~|=|!=|!~)\s*"([^"]*)\"""")
 
 
 def selectors(expression: str) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Each metric that is asked for, with its matchers."""
+    """The metrics that a query names, each with its label matchers."""
     return [(name, MATCHER.findall(matchers)) for name, matchers in SELECTOR.findall(expression)]
 
 
@@ -103,15 +103,15 @@ def test_every_label_grouped_by_is_one_of_its_metrics(title: str) -> None:
 
 
 NOT_THE_SERVICES_FAULT = {
-    # The request itself, or who sent it.
+    # Reasons of the request or of its sender.
     *("invalid_field", "context_exceeded", "duplicate_request_id", "unauthenticated", "deadline", "cancelled"),
-    # Whoever stops a service knows; its rows go to another replica, its clients to another service.
+    # Reasons that operators know: they stopped the service. Its rows and clients continue at other services.
     "draining",
 }
 
 
 def outcomes(expose: Callable[[CollectorRegistry], object]) -> set[str]:
-    """What a service exposes before anything came about."""
+    """The request outcomes that a service exposes before any request."""
     expose(registry := CollectorRegistry())
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     return {sample.labels["outcome"] for sample in samples if sample.name == "baton_requests_total"}
@@ -146,7 +146,7 @@ def test_every_failure_of_either_service_is_in_one_ratio_or_not_its_own_fault() 
 
 
 def test_the_gateway_exposes_every_status_of_the_api_before_the_first_request() -> None:
-    """By the table of docs/gateway.md, 200, and 499 of clients that leave."""
+    """The expected statuses are those of the table in docs/gateway.md, 200, and 499 for clients that leave."""
     GatewayMetrics(registry := CollectorRegistry())
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     exposed = {

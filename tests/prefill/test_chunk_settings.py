@@ -1,4 +1,4 @@
-"""A prompt's last chunk has a token for every layer of the draft head, or the service does not start."""
+"""A prompt's last chunk must have a token for every layer of the draft head; otherwise the service does not start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that prompts need are compiled before the first of them comes."""
+"""The kernels that prompts need are compiled before the first prompt comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV of a chunk's first layers leaves while its later layers compute."""
+"""The KV of a chunk's first layers is sent while its later layers are computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ NUM_LAYERS = 2
 
 
 class WatchedTarget(FaultyTarget):
-    """Notes when a forward ends. `fails_behind` a layer's KV, in the forward numbered so."""
+    """A target that records when a forward ends. `fails_behind` makes the forward with that number fail after that
+    layer's KV.
+    """
 
     def __init__(self, sound: TargetModel, journal: list[str]) -> None:
         super().__init__(sound)
@@ -50,7 +52,7 @@ class WatchedTarget(FaultyTarget):
 
 
 class TagTarget(TagModel):
-    """Notes when a forward ends, and gives out the states that a TagHead reads."""
+    """A tag model that records when a forward ends, and returns the states that a TagHead reads."""
 
     def __init__(self, journal: list[str]) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class TagTarget(TagModel):
 
 
 class Prefill(PrefillHalf):
-    """An engine whose copies run as soon as they may, inside the forward where that is possible."""
+    """A prefill engine whose copies run as early as possible, inside the forward where they can."""
 
     def __init__(self, sound: TargetModel, *, early_sending: bool, has_head: bool, chunk_tokens: int) -> None:
         self.journal: list[str] = []
@@ -98,7 +100,9 @@ class Prefill(PrefillHalf):
             self.journal.append("layers left")
 
     def kv(self, row: int) -> NDArray[np.float32]:
-        """What the receiver has of a row: [layers, planes, tokens, heads, head_dim], NaN where nothing came."""
+        """The KV of a row that has reached the receiver: [layers, planes, tokens, heads, head_dim], with NaN where
+        nothing has arrived.
+        """
         group = self.target.layer_group
         shape = (group.num_layers, group.num_planes, len(PROMPTS[row]), group.num_heads, group.head_dim)
         kv = np.full(shape, np.nan, dtype=np.float32)
@@ -137,7 +141,7 @@ def make_prefill(tiny_target: Callable[[str], TargetModel]) -> Iterator[MakePref
 def test_the_first_layers_leave_before_their_forward_has_ended(make_prefill: MakePrefill) -> None:
     prefill = make_prefill()
     prefill.run()
-    one_forward = ["layers left"] * (2 * NUM_LAYERS) + ["forward ended"]  # of either prompt's chunk, each layer
+    one_forward = ["layers left"] * (2 * NUM_LAYERS) + ["forward ended"]  # each layer of one chunk, of either prompt
     assert prefill.journal[: len(one_forward)] == one_forward
 
 
@@ -149,7 +153,7 @@ def test_they_do_so_of_every_prompt_although_a_heads_kv_comes_last(make_prefill:
 
 
 def test_what_is_written_waits_for_no_later_forward_of_another_call(make_prefill: MakePrefill) -> None:
-    """Both are launched; the first has ended, the second has not begun."""
+    """Both forwards are launched. The first has ended and the second has not begun."""
     prefill = make_prefill(chunk_tokens=16)
     prefill.device.on_host_call = lambda device: None
     forward, sending = (prefill.device.stream(name) for name in ("forward", "sending"))

@@ -1,4 +1,4 @@
-"""How a prefill engine's forwards and the engine itself end: bounds, what a failure takes with it, closing."""
+"""How a prefill engine's forwards and the engine itself end: bounds, the extent of failures, and closing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOUND_S = 300.0
 
 
 class Prefill(PrefillHalf):
-    """An engine whose forwards hold one prompt of `CHUNK_TOKENS`, and run when the test says so."""
+    """A prefill engine whose forwards each hold one prompt of `CHUNK_TOKENS`. They run when the test says so."""
 
     def __init__(self, target: FaultyTarget) -> None:
         self.target = target
@@ -34,7 +34,7 @@ class Prefill(PrefillHalf):
         )
 
     def open_two(self) -> None:
-        """Two prompts, and so two forwards, both launched."""
+        """Open a call of two prompts, which makes two forwards, both launched."""
         prompts = [range(10 * i, 10 * i + CHUNK_TOKENS) for i in range(2)]
         self.open("call", prompts, ResolvedSampling(seed=3, max_tokens=4, temperature=5.0))
         assert self.device.stream("forward").pending().count("forward") == 2

@@ -1,4 +1,4 @@
-"""Chunks of several prompts are one packed sequence: no padding, and logits of the prompts' last tokens alone."""
+"""Chunks of several prompts form one packed sequence without padding, and only the prompts' last tokens get logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK_TOKENS, BATCH_TOKENS = 16, 32
 
 
 class CountedTarget(FaultyTarget):
-    """Notes of each prefill forward the tokens computed and the rows of logits."""
+    """A target that records the number of tokens and of logit rows of each prefill forward."""
 
     seen: list[tuple[int, int]]
 

@@ -1,6 +1,7 @@
-"""Where the engine's thread launches every kernel itself, what it sends waits for no forward's launch.
+"""Where the engine's thread launches every kernel itself, sending KV does not wait for the launch of a forward.
 
-A driver takes some thousand launches ahead of the device. From then on a launch takes as long as the device computes.
+A driver queues some thousand launches ahead of the device. After that, each launch takes as long as the device
+computes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ PROMPT_TOKENS = 8
 
 
 class LaunchQueue(Observer):
-    """A driver's queue. `journal`: (what was put on the device, for how many kernels the host has waited by then)."""
+    """A driver's launch queue. `journal` lists (what was launched, the number of kernels for which the host had
+    waited by then).
+    """
 
     def __init__(self) -> None:
         self._num_launched = 0
@@ -63,7 +66,9 @@ class LaunchQueue(Observer):
 
 
 class LaunchedTarget(FaultyTarget):
-    """Each layer is so many kernels. `fails_in`: the number of a forward that does not get past its first layer."""
+    """A target whose layers each launch a number of kernels. `fails_in` is the number of a forward that fails after
+    its first layer.
+    """
 
     def __init__(self, sound: TargetModel, queue: LaunchQueue) -> None:
         super().__init__(sound)
@@ -86,7 +91,7 @@ class LaunchedTarget(FaultyTarget):
 
 
 class Rig(PrefillHalf):
-    """`num_unsent`: how many segments may be on their way at a time."""
+    """A prefill engine on such a target. `num_unsent` is the most segments that may be unsent at a time."""
 
     def __init__(self, target: TargetModel, *, early_sending: bool = True, num_unsent: int = 64) -> None:
         self.segment_bytes = target.layer_group.layer_token_bytes * PROMPT_TOKENS
@@ -98,7 +103,7 @@ class Rig(PrefillHalf):
             self.target,
             self.device,
             chunk_tokens=PROMPT_TOKENS,
-            max_batch_tokens=PROMPT_TOKENS,  # so each forward is of one prompt
+            max_batch_tokens=PROMPT_TOKENS,  # so that each forward holds one prompt
             max_segment_bytes=self.segment_bytes,
             send_budget_bytes=num_unsent * self.segment_bytes,
             early_sending=early_sending,
@@ -107,7 +112,7 @@ class Rig(PrefillHalf):
         )
 
     def open_each(self, *names: str, num_tokens: int = PROMPT_TOKENS) -> None:
-        """Step with one call after the other, of one prompt each."""
+        """Step with several calls, one after the other, of one prompt each."""
         for name in names:
             self.open(name, [range(5, 5 + num_tokens)])
 
@@ -120,7 +125,7 @@ class Rig(PrefillHalf):
                     self._sent.append(SegmentBytesSent(event.call_id, event.frame.num_bytes))
 
     def returned(self) -> list[SegmentBytesSent]:
-        """Reads the segments that have come since, all of which were taken at once."""
+        """The SegmentBytesSent commands for all segments that came since the last call."""
         sent, self._sent = self._sent, []
         return sent
 
@@ -147,7 +152,7 @@ def make_rig(tiny_target: Callable[[str], TargetModel]) -> Iterator[Callable[...
 
 
 def open_two(rig: Rig) -> None:
-    """Both forwards are launched in one step, on a device that has gone as far as it may whenever it is looked at."""
+    """Launch two forwards in one step. Whenever the device is polled, it has gone as far as it can."""
     rig.device.on_host_call = ScriptedDevice.run_all
     rig.step(*(OpenCall(name, handoff_rows([range(5, 5 + PROMPT_TOKENS)])) for name in ("x", "y")))
 
@@ -176,7 +181,7 @@ def test_frames_and_first_tokens_are_delivered_between_the_layers_of_the_next_fo
 
 
 def test_bytes_that_were_taken_make_room_within_the_same_launch(make_rig: Callable[..., Rig]) -> None:
-    """Where one segment may be on its way, and each forward has one of every layer."""
+    """Only one segment may be unsent here, and each forward has one per layer."""
     rig = make_rig(num_unsent=1)
     open_two(rig)
     names = [name for name, _ in rig.queue.journal]
@@ -216,7 +221,7 @@ def test_all_kv_is_sent_once(early_sending: bool, make_rig: Callable[..., Rig]) 
 def test_a_forward_that_fails_while_the_next_is_launched_fails_its_row_behind_that(
     make_rig: Callable[..., Rig],
 ) -> None:
-    """The next one is of the same prompt, whose row it still writes to."""
+    """The next forward belongs to the same prompt, whose row it still writes to."""
     rig = make_rig()
     rig.target.fails_in = 0
     rig.device.on_host_call = ScriptedDevice.run_all
@@ -227,7 +232,7 @@ def test_a_forward_that_fails_while_the_next_is_launched_fails_its_row_behind_th
 
 
 class CountedBytes(int):
-    """A number of bytes. `num_added`: how often one was added to another, or to a sum of them."""
+    """A byte count that counts, in `num_added`, how often it was added to another number or to a sum."""
 
     num_added = 0
 
@@ -249,7 +254,7 @@ class CountedGroup(LayerGroupSpec):
 
 
 def additions_while_layers_are_sent(num_calls: int, *, num_segments: int) -> int:
-    """Counts additions for calls that all have a prompt in one forward, each with so many segments under way."""
+    """The number of additions when these calls each have a prompt in one forward and `num_segments` unsent segments."""
     group = CountedGroup("target", num_layers=8, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
     device = ScriptedDevice()
     pool = KvPool(

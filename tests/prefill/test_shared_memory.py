@@ -1,4 +1,6 @@
-"""The prefill engine with receivers on its host: what is lent, and that a row keeps its slots until all came back."""
+"""The prefill engine with receivers on its own host: it lends KV, and a row keeps its slots until all loans are
+returned.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ IDLE_STEP_S = 0.001
 
 
 class Sending(PrefillHalf):
-    """An engine that computes two tokens at a time, and a receiver of one call that does only what the test says."""
+    """An engine that computes two tokens at a time, and a call whose receiver does only what the test says."""
 
     def __init__(self, memory: SharedPool) -> None:
         super().__init__(
@@ -51,7 +53,7 @@ class Sending(PrefillHalf):
         give_up_s = time.monotonic() + BOUND_S
         while not condition():
             assert time.monotonic() < give_up_s, "it does not come to that"
-            time.sleep(min(self.engine.idle_timeout_s(), IDLE_STEP_S))  # the streams' threads run meanwhile
+            time.sleep(min(self.engine.idle_timeout_s(), IDLE_STEP_S))  # lets the streams' threads run
             self.step()
 
     def step_until_all_is_lent(self) -> None:
@@ -64,7 +66,7 @@ class Sending(PrefillHalf):
 
 @pytest.mark.parametrize("numbers", [(), (1,)])
 def test_an_engine_that_lends_nothing_ignores_what_is_given_back(numbers: tuple[int, ...]) -> None:
-    """A peer may say anything: it ends no engine."""
+    """A peer may send anything without ending the engine."""
     half = PrefillHalf(TagModel())
     try:
         half.step(SegmentsReturned("call", numbers))

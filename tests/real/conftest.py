@@ -1,4 +1,4 @@
-"""SmolLM2 and what `generate` says about the parity prompts; computed once."""
+"""SmolLM2, and `generate`'s output for the parity prompts, computed once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from tests.support.drafted import Drafted, load_drafted
 
 NEW_TOKENS = 64
 MAX_TOKENS = 512
-"""Of a forward, in one process."""
+"""The most tokens of a forward in a pair within one process."""
 ONE_THREAD = ("--num-threads=1",)
-"""For services: the other test process has the other core, and threads that wait for each other need one each."""
+"""Arguments of services: one thread each. The other core belongs to the other test process, and threads that wait
+for each other need a core each.
+"""
 Prompts = list[tuple[str, list[int]]]
 SIZES: dict[str, Any] = {
     "chunk_tokens": 64,

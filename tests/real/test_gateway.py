@@ -1,5 +1,5 @@
-"""The demo model with its draft head behind the gateway: tokens of the gRPC client, and a status page that shows both
-services.
+"""The demo model with its draft head through the gateway: its tokens equal the gRPC client's, and the status page
+shows both services.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NEW_TOKENS = 24
 README = Path(__file__).parents[2] / "README.md"
 ARGUMENTS = ("--num-threads=1", "--draft=demo")
 ALWAYS_DRAFTS = "--no-adaptive-depth"
-"""Whether it pays is the machine's: a slow one may draft nothing for a request."""
+"""Makes every step draft. Otherwise a slow machine might find that drafting does not pay, and draft nothing."""
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[LocalPair]:
-    # In bfloat16 two logits are often the same, and which comes first changes with the number of drafts.
+    # In bfloat16 two logits are often equal, and the number of drafts then decides which one is chosen.
     decode_args = (*ARGUMENTS, ALWAYS_DRAFTS)
     with LocalPair(dtype="float32", prefill_args=ARGUMENTS, decode_args=decode_args, exposes_metrics=True) as pair:
         yield pair
@@ -83,7 +83,7 @@ def test_the_status_page_has_what_both_services_expose(gateway: GatewayHere) -> 
 
     wait_until(lambda: [service["is_ready"] for service in snapshot()["services"]] == [True, True])
     over_http(gateway, QUESTIONS[0])
-    # A round asks both services for metrics and load at the same time, not in the same moment.
+    # A round of sampling asks both services for metrics and load, but not at exactly the same moment.
     wait_until(lambda: sum(snapshot()["pair"]["outcomes"].values()) == 1 and replicas() == [(True, 0)])
     wait_until(lambda: snapshot()["pair"]["phases"]["prefill"]["num_observed"] == 1)
     shown = snapshot()

@@ -1,8 +1,8 @@
-"""SmolLM2-135M in float32: the pair's greedy tokens are transformers' own, in two configurations without the head that
-comes with Baton (A3) and in two with it (B2).
+"""SmolLM2-135M in float32: the pair's greedy tokens equal transformers', in two configurations without Baton's draft
+head (field rule A3) and two with it (B2).
 
-Over gRPC without the head forwards are by operators; in the others they are fused, all that count.
-One file, so that one process computes the reference for all four. `make parity` runs the longer table.
+Forwards over gRPC without the head use operators. In the other configurations all forwards that count are fused. This
+is one file, so that one process computes the reference for all four. `make parity` runs the longer table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FUSED_BOUND_S = 180.0
 
 @contextmanager
 def all_fused(pair: LocalPair) -> Iterator[None]:
-    """Entered once both services run kernels; what comes then must have been computed by them."""
+    """Wait until both services run fused kernels. All forwards within the block must then have been fused."""
     assert await_fused(pair.metrics_addresses, timeout_s=FUSED_BOUND_S)
     before = [forwards(address) for address in pair.metrics_addresses]
     yield

@@ -1,6 +1,6 @@
-"""SmolLM2 with the head that comes with Baton: sampled tokens are those without drafts.
+"""SmolLM2 with Baton's draft head: sampled tokens equal those without drafts.
 
-Float32, and fused, so that a wider forward of the target cannot turn a choice. Greedy ones are in
+The forwards are float32 and fused, so that a wider forward of the target cannot change a choice. Greedy tokens are in
 test_smollm2_parity.py.
 """
 

@@ -1,5 +1,5 @@
-"""The GPU's draw, in Triton's interpreter, chooses what PyTorch's operators choose, in one launch. tests/gpu has it on
-a device.
+"""The GPU's sampling kernel chooses the same tokens as PyTorch's operators, in one launch. It runs in Triton's
+interpreter; tests/gpu runs it on a device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
 from common.sampling.triton_draws import TritonDraws
 
-VOCAB = 5000  # more than a program takes at once
+VOCAB = 5000  # more than one kernel program handles at a time
 CPU = torch.device("cpu")
 INF, NAN = float("inf"), float("nan")
 
@@ -76,7 +76,9 @@ def state_of(
 def both(
     logits: Tensor, sampling: Sequence[ResolvedSampling], *, positions: Sequence[int] = (5,)
 ) -> tuple[list[Sampled], list[Sampled]]:
-    """One step after the other, of rows that count what they draw: by kernels, and by operators."""
+    """Draw the same rows at each position in turn, once by kernels and once by operators. The rows count the tokens
+    drawn.
+    """
     drawn = []
     for kernels in (TritonDraws(), None):
         state = state_of(sampling, kernels, vocab_size=logits.shape[1], device=logits.device)
@@ -104,7 +106,7 @@ def test_it_draws_the_same_tokens(rules: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("seed", [(1 << 63) - 1, 1 << 63, (1 << 64) - 1])
 def test_seeds_have_64_bits(seed: int) -> None:
-    """Of which the host's table and the kernel hold the same, though torch knows no such unsigned numbers."""
+    """The host's table and the kernel hold the same 64 bits, although torch has no such unsigned type."""
     options: list[dict[str, Any]] = [{}, {"temperature": 0.3}, CUTS["top_p"], CUTS["all three"]]
     sampling = [ResolvedSampling(seed=seed, max_tokens=64, **each) for each in options]
     check_same(*both(random_logits(len(sampling)), sampling, positions=(0, 5, 1 << 20)))
@@ -119,7 +121,7 @@ def test_log_probabilities_are_of_the_unmodified_distribution() -> None:
 
 @pytest.mark.parametrize("options", [{"top_k": 6}, {"top_p": 0.5}, {"top_k": 6, "top_p": 0.9}], ids=str)
 def test_of_equal_tokens_the_first_are_kept(options: dict[str, Any]) -> None:
-    """Three above and ten alike, on both sides of where a block ends."""
+    """Three tokens have a higher logit, and ten are equal, on both sides of a block's end."""
     logits = torch.full((1, VOCAB), -4.0)
     logits[0, [4990, 100, 2000]] = 0.5
     logits[0, [4096, 4097, 4095, 17, 4998, 4999, 0, 4000, 3000, 1000]] = torch.tensor([0.0, -0.0] * 5)
@@ -132,7 +134,7 @@ def test_of_equal_tokens_the_first_are_kept(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [CUTS[name] for name in ("none", "top_k", "top_p", "min_p", "all three")], ids=str)
 def test_numbers_that_are_none_are_told_of(options: dict[str, Any]) -> None:
-    """By operators too, also where top_p leaves nothing of a row."""
+    """NaN and infinite logits are also reported by the operators, even where top_p leaves nothing of a row."""
     logits = random_logits(6, vocab_size=50)
     logits[0, 45] = NAN
     logits[1, 3] = INF
@@ -145,7 +147,7 @@ def test_numbers_that_are_none_are_told_of(options: dict[str, Any]) -> None:
 
 
 def test_few_tokens_of_which_many_are_alike() -> None:
-    """A vocabulary smaller than a block; all numbers equal, or all but one out of the question."""
+    """The vocabulary is smaller than a block, and its logits are all equal, or all but one are impossible."""
     logits = torch.stack([torch.zeros(50), torch.full((50,), -INF), torch.linspace(-1e30, 1e30, 50), torch.zeros(50)])
     logits[1, [3, 4]] = 0.0
     sampling = requests([{"top_k": 7}, {"top_p": 0.7}, {"top_p": 0.5}, {"top_p": 0.33, "min_p": 0.5}])
@@ -163,7 +165,7 @@ def test_a_row_is_free_of_its_earlier_requests() -> None:
 
 
 def test_drafted_ancestors_count_as_output() -> None:
-    """And nothing is counted of a draw that verifies."""
+    """A draw that verifies drafts changes no counts."""
     sampling = requests([{"temperature": 0.0, "frequency_penalty": 1.0, "presence_penalty": 0.5}] * 3)
     rows, positions = torch.tensor([1, 2, 3]), torch.tensor([5, 6, 7])
     ancestors = Ancestors(
@@ -211,7 +213,7 @@ def test_noise_is_the_same_to_the_last_few_bits() -> None:
 
 
 class _Counted(TorchDispatchMode):
-    """Operators that would be kernels: all but those that only look at memory, or ask for some."""
+    """Counts the operators that would launch a kernel. Views and allocations do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +227,7 @@ class _Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", [*CUTS.values(), *RULES.values()], ids=[*CUTS, *RULES])
 def test_a_step_is_one_launch_whatever_its_requests_want(options: dict[str, Any]) -> None:
-    """And no other kernel beside it."""
+    """The step launches no other kernel either."""
     launches: list[Launch] = []
     meta = torch.device("meta")
     state = SamplingState(max_rows=8, vocab_size=VOCAB, torch_device=meta, kernels=TritonDraws(launches.append))
@@ -238,7 +240,9 @@ def test_a_step_is_one_launch_whatever_its_requests_want(options: dict[str, Any]
 
 
 def test_no_batch_needs_a_kernel_of_its_own() -> None:
-    """Whatever its size, and where its columns begin: a target has one, a draft one for each way to draft."""
+    """The kernels do not depend on the batch's size or on where its columns start. The target has one kernel, and
+    the draft one for each way of drafting.
+    """
     state = state_of(requests([{}] * 9), None)
     state_ids = state.token_ids[:300].clone()
     seen: dict[str, set[Variant]] = {"draw": set(), "propose": set(), "couple": set()}

@@ -19,7 +19,7 @@ class Files:
 
 
 class Authority:
-    """Signs what its test asks for; `ca` is what its peers trust."""
+    """A certificate authority that signs whatever its test asks for. Its peers trust `ca`."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory

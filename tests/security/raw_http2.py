@@ -1,4 +1,6 @@
-"""An HTTP/2 client that keeps no rule of its own: it opens streams, sends what it is told, and lets nothing through."""
+"""An HTTP/2 client that follows no rules: it opens streams, sends what it is told, and never allows the server to
+send more.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def grpc_message(message: bytes) -> bytes:
 
 
 def headers(method: str) -> bytes:
-    """HPACK's plainest form: every header literal, none remembered."""
+    """HPACK's simplest encoding: every header is literal and none is indexed."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -37,7 +39,9 @@ def headers(method: str) -> bytes:
 
 
 class RawHttp2:
-    """Frames are kept as they come: `frames` of (kind, flags, stream, payload). Settings and pings are acknowledged."""
+    """An HTTP/2 connection. `frames` lists all received frames as (kind, flags, stream, payload). It acknowledges
+    settings and pings.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -49,7 +53,9 @@ class RawHttp2:
 
     @classmethod
     async def connect(cls, address: str, *, window: int = 65535) -> RawHttp2:
-        """`window`: bytes that the server may send of each stream; no more is ever allowed."""
+        """Connect to a server. `window` is the number of bytes that the server may send on each stream; it is never
+        increased.
+        """
         host, _, port = address.rpartition(":")
         client = cls(*await asyncio.open_connection(host, int(port)))
         client.send(PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, window)))
@@ -59,7 +65,7 @@ class RawHttp2:
         self._writer.write(data)
 
     def open(self, method: str, message: bytes | None = None, *, ends: bool = True) -> int:
-        """A call; without a message it stays open for one that does not come."""
+        """Open a call. Without a message, the call stays open and waits for one that never comes."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self.send(frame(HEADERS, END_HEADERS, stream, headers(method)))
         if message is not None:

@@ -1,4 +1,4 @@
-"""Nothing listens beyond loopback unless it is told to."""
+"""Services listen on loopback only, unless they are told otherwise."""
 
 from __future__ import annotations
 

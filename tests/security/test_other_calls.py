@@ -1,4 +1,4 @@
-"""A call that is not served is told what answers there, and who would answer it."""
+"""The error of an unknown call names the service that answers here and the one that offers the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real processes with mutual TLS and tokens on every connection: as an operator would run them."""
+"""Two real processes with mutual TLS and tokens on every connection, as an operator would run them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, wait_until
 FOR_CLIENTS, FOR_DECODE, OLD = "client-token-0123456789", "decode-token-9876543210", "old-token"
 _LISTEN = "0A"
 _LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
-"""127.0.0.1, and the same as gRPC listens on it: through IPv6."""
+"""The hexadecimal addresses of 127.0.0.1, as IPv4 and as the IPv4-mapped IPv6 address that gRPC uses."""
 
 
 def listening_addresses(pid: int) -> set[str]:
-    """Hexadecimal addresses that a process's TCP sockets listen on, as Linux tells them."""
+    """The hexadecimal addresses on which a process's TCP sockets listen, as Linux shows them."""
     ours = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd") if entry.is_symlink()}
     found = set()
     for table in ("tcp", "tcp6"):
@@ -70,14 +70,14 @@ class SecuredPair:
 def pair(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Iterator[SecuredPair]:
     pair = SecuredPair(tiny_model_dir("llama"), tmp_path)
     try:
-        pair.processes.start()  # whether it is ready only its own clients may ask
+        pair.processes.start()  # only its own clients may ask whether it is ready
         yield pair
     finally:
         pair.processes.stop()
 
 
 def test_who_has_a_certificate_and_a_token_is_served_and_no_secret_is_logged(pair: SecuredPair) -> None:
-    with pair.client(token=None) as prober:  # probes have no token
+    with pair.client(token=None) as prober:  # health probes have no token
         wait_until(
             lambda: prober.health("baton.v1.Inference") is HealthStatus.SERVING,
             about=lambda: [service.log_tail() for service in pair.services],

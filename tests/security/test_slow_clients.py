@@ -1,4 +1,4 @@
-"""Clients that open and do not send, or are sent to and do not read: each is bounded, everyone else is served."""
+"""Clients that open calls and send nothing, or do not read: each is bounded, and all others are served."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GENERATE, GET_LOAD = f"/{SERVICE}/Generate", f"/{SERVICE}/GetLoad"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SHORT_S = 0.2
 HANDSHAKE_S = 1.0
-"""In which a good client must come to an end of its own, on a busy machine too."""
+"""The handshake time-out. A well-behaved client must finish within it, even on a busy machine."""
 NUM_STREAMS = 3
 REQUEST = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3])).SerializeToString()
 
@@ -59,14 +59,14 @@ async def edge() -> AsyncIterator[Edge]:
 
 @pytest.fixture
 async def edge_that_closes_idle() -> AsyncIterator[Edge]:
-    """A call may meet the close of its connection: for one test alone."""
+    """An edge that closes idle connections. One test uses it alone, because such a close may hit a call."""
     async with running(idle_timeout_s=SHORT_S) as edge:
         yield edge
 
 
 @pytest.fixture
 async def connect(edge: Edge) -> AsyncIterator[Connect]:
-    """Raw connections, to the edge unless an address is given."""
+    """A function that opens raw connections, to the edge unless an address is given."""
     made: list[RawHttp2] = []
 
     async def connect(*, address: str = edge.address, window: int = 65535) -> RawHttp2:
@@ -79,7 +79,7 @@ async def connect(edge: Edge) -> AsyncIterator[Connect]:
 
 
 async def wait_until_closed(address: str, sent: bytes) -> None:
-    """By the server, of a connection on which this is all that comes."""
+    """Send these bytes on a new connection, and wait until the server closes it."""
     reader, writer = await asyncio.open_connection(*address.split(":"))
     writer.write(sent)
     async with asyncio.timeout(BOUND_S):
@@ -95,7 +95,7 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 
 async def is_served(edge: Edge) -> None:
-    """A whole generation, a small call and a health check, on a connection of their own."""
+    """Assert that a whole generation, a small call and a health check succeed on a new connection."""
     num_before = len(edge.engine.of_type(Submit))
     call = edge.generate(timeout=BOUND_S)
     request_id = (await edge.engine.submitted(num_before + 1)).request_id
@@ -109,7 +109,7 @@ async def is_served(edge: Edge) -> None:
 
 
 async def hands_over(prefill: PrefillEdge, channel: grpc.aio.Channel) -> None:
-    """A whole handoff, the first of all, and a small call."""
+    """Assert that a whole handoff, the first of this edge, and a small call succeed."""
     call: Any = channel.stream_stream(HANDOFF)(timeout=BOUND_S)
     await call.write(encode_prefill_batch(FINGERPRINT, (row(),)))
     call_id = (await asyncio.to_thread(prefill.engine.opened))[0].call_id
@@ -120,12 +120,12 @@ async def hands_over(prefill: PrefillEdge, channel: grpc.aio.Channel) -> None:
 
 
 def num_handlers() -> int:
-    """Calls that the server works on: each is a task."""
+    """The number of calls on which the server works. Each is a task."""
     return sum("_handle_exceptions" in repr(task) for task in asyncio.all_tasks())
 
 
 def num_streams() -> int:
-    """Calls that gRPC itself keeps."""
+    """The number of calls that gRPC itself keeps."""
     return sum("_schedule_rpc_coro" in repr(task) for task in asyncio.all_tasks())
 
 
@@ -134,7 +134,7 @@ def num_streams() -> int:
 
 @pytest.mark.parametrize("method", [GENERATE, GET_LOAD, CHECK, WATCH])
 async def test_a_call_whose_request_does_not_come_ends(edge: Edge, connect: Connect, method: str) -> None:
-    """Not at all, or not all of it."""
+    """One request does not come at all, and the other is incomplete."""
     slow = await connect()
     silent, partial = slow.open(method), slow.open(method)
     slow.send(frame(DATA, 0, partial, grpc_message(REQUEST)[:-1]))
@@ -149,7 +149,9 @@ async def test_a_call_whose_request_does_not_come_ends(edge: Edge, connect: Conn
 
 
 async def test_streams_beyond_the_limit_are_refused_and_the_small_calls_answered(edge: Edge, connect: Connect) -> None:
-    """Those whose request has not come count too; when they are over there is room again. One machine is one client."""
+    """Calls whose request has not arrived count too, and there is room again when they end. All connections of a
+    machine count as one client.
+    """
     slow = await connect()
     silent = [slow.open(GENERATE) for _ in range(NUM_STREAMS)]
     await eventually(lambda: num_handlers() == NUM_STREAMS)
@@ -205,7 +207,7 @@ async def test_a_connection_without_calls_is_closed_and_its_client_connects_agai
 
 async def test_connections_beyond_the_limit_are_closed_and_the_others_served(connect: Connect) -> None:
     async with running(max_connections=2) as edge:
-        await is_served(edge)  # its own connection stays
+        await is_served(edge)  # its own connection stays open
         other, third = [await connect(address=edge.address) for _ in range(2)]
         async with asyncio.timeout(BOUND_S):
             await third.is_closed.wait()
@@ -217,7 +219,7 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_served(con
 
 
 async def test_a_generation_that_nobody_reads_ends_and_holds_nothing(edge: Edge, connect: Connect) -> None:
-    """Its client lets nothing through: not an event, and of the status only what needs no window."""
+    """The client's window lets nothing through: no event, and only the part of the status that needs no window."""
     stalled = await connect(window=0)
     streams = [stalled.open(GENERATE, REQUEST) for _ in range(NUM_STREAMS)]
     await edge.engine.submitted(NUM_STREAMS)
@@ -233,7 +235,7 @@ async def test_a_generation_that_nobody_reads_ends_and_holds_nothing(edge: Edge,
 
 
 async def test_what_a_slow_reader_has_not_taken_is_kept_once(edge: Edge, connect: Connect) -> None:
-    """A reader that takes 16 bytes at a time is sent few, large events: the server holds no queue for it."""
+    """A reader of 16 bytes at a time gets few, large events, so the server keeps no queue for it."""
     slow = await connect(window=16)
     stream = slow.open(GENERATE, REQUEST)
     request_id = (await edge.engine.submitted()).request_id
@@ -262,7 +264,7 @@ def messages_in(data: bytes) -> list[inference_pb2.GenerateEvent]:
 
 
 async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, connect: Connect) -> None:
-    """Readiness, and what waits for it at shutdown, goes on."""
+    """Readiness changes, and a shutdown that waits for them, continue."""
     stalled = await connect(window=0)
     stalled.open(WATCH, health_pb2.HealthCheckRequest(service=SERVICE).SerializeToString())
     await eventually(lambda: num_handlers() == 1)
@@ -304,7 +306,7 @@ async def test_one_hosts_watches_are_bounded_and_streams_have_room_beside_them(
 
 
 async def test_a_handoff_that_nobody_reads_is_closed(edge: Edge, connect: Connect) -> None:
-    """Not even Accepted goes through. The engine drops its rows; calls that are read go on."""
+    """Not even Accepted gets through. The engine drops the rows of such calls, and calls that are read continue."""
     async with running_prefill_edge(limits=HandoffLimits(stall_timeout_s=SHORT_S)) as prefill:
         stalled = await connect(address=prefill.address, window=0)
         for _ in range(NUM_STREAMS):
@@ -330,7 +332,7 @@ async def test_a_handoff_whose_batch_comes_too_slowly_is_refused(edge: Edge, con
 
 
 async def test_handoffs_beyond_the_limit_of_streams_are_refused_and_the_small_calls_answered(connect: Connect) -> None:
-    """Those whose batch has not come count too."""
+    """Calls whose batch has not arrived count too."""
     async with (
         running_prefill_edge(server_limits=ServerLimits(max_streams=NUM_STREAMS)) as prefill,
         grpc.aio.insecure_channel(prefill.address) as channel,
@@ -374,7 +376,7 @@ async def codes_by_metadata(address: str, method: str) -> list[grpc.StatusCode]:
 
 @pytest.mark.parametrize("service", ["decode", "prefill"])
 async def test_metadata_beyond_the_size_limit_fails_alone(edge: Edge, service: str) -> None:
-    """Or with the connection that it came on, which gRPC may close."""
+    """gRPC may also close the connection on which such metadata came."""
     async with running_prefill_edge() as prefill, grpc.aio.insecure_channel(prefill.address) as channel:
         target = (edge.address, GET_LOAD) if service == "decode" else (prefill.address, PREFILL_LOAD)
         codes = await codes_by_metadata(*target)
@@ -404,7 +406,7 @@ async def test_a_request_that_cannot_be_parsed_is_refused_by_name(edge: Edge) ->
 
 
 async def test_a_chat_of_very_many_messages_is_refused_before_it_is_parsed(edge: Edge) -> None:
-    """Two million of them fit into a request."""
+    """Two million empty messages fit into one request."""
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage()] * (MAX_REQUEST_FIELDS + 1))
 
     code, reason, metadata = await error_of(edge.generate(chat=chat))

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS from decode to prefill: who is trusted is served, everyone else is told why and harms nothing."""
+"""TLS and mutual TLS from decode to prefill: trusted peers are served, and all others are told why and do no harm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.wire.strategies import VOCAB_SIZE
 
 
 class Rig:
-    """One prefill server with the credentials given, and decode transports that try to reach it."""
+    """A prefill server with the given credentials, and decode transports that try to reach it."""
 
     def __init__(self) -> None:
         self.loop = LoopThread()
@@ -60,7 +60,7 @@ class Rig:
         return decode, transport
 
     def is_served(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
-        """A whole handoff."""
+        """Assert that a whole handoff succeeds."""
         decode, transport = self.look(address, credentials)
         decode.latest_replica(lambda replica: replica.is_ready)
         transport.start(StartHandoff("call", address, (row(),)))
@@ -71,7 +71,7 @@ class Rig:
         assert decode.ended("call").error is None
 
     def refusal(self, address: str, credentials: grpc.ChannelCredentials | None) -> str:
-        """Why the replica is not ready, as GetLoad and the log name it."""
+        """The reason why the replica is not ready, as GetLoad and the log give it."""
         decode, _ = self.look(address, credentials)
         replica: Replica = decode.latest_replica(lambda replica: "not looked" not in str(replica.error))
         assert not replica.is_ready
@@ -135,7 +135,7 @@ FAULTS = {
     "another host": "the certificate of .* is for another hostname",
     "plain text": "does not speak TLS",
 }
-"""What is wrong with a server, and what who connects to it is told."""
+"""For each fault of a server's certificate, the error that a connecting peer reports."""
 
 
 def faulty_server(fault: str, ours: Authority, theirs: Authority) -> grpc.ServerCredentials | None:

@@ -1,4 +1,4 @@
-"""Tokens: who shows one that is known is served, everyone else is UNAUTHENTICATED; health is open to all."""
+"""Callers that send a known token are served, and all others get UNAUTHENTICATED. Health checks need no token."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_two_tokens_at_once_are_none(decode: str) -> None:
 
 
 async def looked_at(prefill: str, token: str | None) -> Replica:
-    """A replica as a decode service that shows `token` sees it."""
+    """The state of a replica, as a decode service that sends `token` sees it."""
     decode = RecordingDecode()
     transport = GrpcTransport(
         post=decode.post,
@@ -267,7 +267,7 @@ def test_what_is_loopback(address: str, expected: bool) -> None:
     assert is_loopback(address) is expected
 
 
-# The other address is nobody's (RFC 5737): listening there fails, which is no matter here.
+# The second address belongs to nobody (RFC 5737). Listening on it fails, but that does not matter here.
 @pytest.mark.parametrize(
     ("host", "protection", "expected"),
     [

@@ -1,4 +1,4 @@
-"""Connections to a decode service are replaced, so that clients of a name look it up again."""
+"""Connections to a decode service are replaced from time to time, so that clients of a name resolve it again."""
 
 from __future__ import annotations
 

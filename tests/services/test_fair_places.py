@@ -1,4 +1,6 @@
-"""Places that clients share: one alone has all, and none keeps the others out."""
+"""Places (call slots) that clients share: a single client may use all of them, and no client can keep the others
+out.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from hypothesis import strategies as st
 from common.addresses import network_of
 from common.rpc.fair_places import FairPlaces, Full
 
-NUM = 16  # and an eighth more
+NUM = 16  # and one eighth more
 
 
 class Hall:
-    """Places, and a clock that a test moves."""
+    """The places, with a clock that the test moves."""
 
     def __init__(self, num_places: int = NUM) -> None:
         self.now_s = 100.0
@@ -32,7 +34,7 @@ class Hall:
         self.places.give_back(client, self.taken_s[client].pop())
 
     def fill(self, client: str) -> int:
-        """How many places it gets."""
+        """Take as many places as the client gets, and return their number."""
         num = 0
         while self.take(client):
             num += 1
@@ -94,7 +96,7 @@ def test_when_to_come_again_follows_from_how_long_places_are_held_and_how_many_w
     hall.now_s += 32.0
     hall.leave("a")
     hall.take("a")
-    hall.now_s += 30.0  # what was wanted is forgotten
+    hall.now_s += 30.0  # long enough for requests of others to be forgotten
     told = [hall.retry_after_s for _ in range(8) if not hall.take("a")]
     assert told == [2, 4, 6, 8, 10, 12, 14, 16]
     for _ in range(100):

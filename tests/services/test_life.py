@@ -1,5 +1,5 @@
-"""In which order a service's parts start and stop, whatever ends it. The parts are the test's, and note what they are
-told to do.
+"""The order in which a service's parts start and stop, whatever ends the service. Fakes of the parts record the
+calls they get.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BOUND_S = 10.0
 
 
 class Thread:
-    """An EngineThread."""
+    """A fake EngineThread."""
 
     def __init__(self, steps: list[str]) -> None:
         self._steps = steps
@@ -47,7 +47,7 @@ class Thread:
 
 
 class Server:
-    """A ServiceServer that looks at readiness until it is there."""
+    """A fake ServiceServer that polls readiness until the service is ready."""
 
     def __init__(self, steps: list[str]) -> None:
         self._steps = steps
@@ -73,12 +73,12 @@ class Server:
             self._steps.append("readiness ends")
 
     async def stop(self, _grace_s: float) -> None:
-        await asyncio.sleep(0)  # what was cancelled ends
+        await asyncio.sleep(0)  # lets the cancelled task end
         self._steps.append("server stops")
 
 
 class Edge:
-    """A ServiceEdge."""
+    """A fake ServiceEdge."""
 
     is_ready = True
     num_open: ClassVar = {"num_things": 1}
@@ -112,7 +112,7 @@ class Edge:
 
 
 class Parts:
-    """`steps`: what they were told to do, in order."""
+    """Fakes of all parts. `steps` lists the calls they got, in order."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -131,7 +131,7 @@ def parts() -> Parts:
 
 
 async def live(parts: Parts, end: Callable[[asyncio.Event], None], *, grace_period_s: float = BOUND_S) -> None:
-    """From start to end, `end` being called once it serves."""
+    """Run a service from start to end. `end` is called once it serves."""
     life = ServiceLife(
         settings=DecodeSettings(grace_period_s=grace_period_s),
         runtime=cast(Any, parts.runtime),

@@ -1,4 +1,4 @@
-"""Look-ups of names, which may hang."""
+"""Name look-ups, which may hang without blocking the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service's process does before it serves."""
+"""The steps of a service's process before it serves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pathlib.Path(__file__).with_name("was-run").touch()
 
 
 def with_own_model(directory: Path) -> str:
-    """A model of a type that transformers does not know, with the code of one."""
+    """Make the model one that transformers does not know and that brings its own code. Returns the expected error."""
     config = json.loads((directory / "config.json").read_text())
     classes = {"AutoConfig": "code.XConfig", "AutoModelForCausalLM": "code.XForCausalLM"}
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "x", "auto_map": classes}))

@@ -1,4 +1,6 @@
-"""An engine that hangs or died: told within 5 s, every request ends with a reason, and so does the service."""
+"""An engine that hangs or dies: health reports it within 5 s, every request ends with a reason, and so does the
+service.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from tests.support.services_here import BOUND_S, ServiceHere, pair_here
 
 TOLD_WITHIN_S = 5.0
 STALL_TIMEOUT_S = 5.5
-"""Longer than it takes to be told, so that the two are seen apart."""
+"""The stall time-out. It is longer than the time until health reports the stall, so that both can be told apart."""
 
 Tiny = Callable[[str], Path]
 
@@ -37,7 +39,7 @@ Tiny = Callable[[str], Path]
 async def stuck_pair(
     tiny_model_dir: Tiny, *, stall_timeout_s: float = STALL_TIMEOUT_S
 ) -> AsyncIterator[tuple[ServiceHere, ServiceHere]]:
-    """(prefill, decode), ready."""
+    """A ready pair in this process, as (prefill, decode)."""
     async with pair_here(
         tiny_model_dir("llama"),
         decode={"prefill_timeout_s": 1.0},
@@ -48,7 +50,7 @@ async def stuck_pair(
 
 
 async def generate(decode: ServiceHere) -> int:
-    """The number of tokens of one request, which has many."""
+    """Run one long request, and return its number of tokens."""
     num_tokens = 0
     async for event in decode.client.generate(token_ids=[10, 11, 12], max_tokens=3000, ignore_eos=True):
         if isinstance(event, Delta):
@@ -63,7 +65,7 @@ async def decode_runs(decode: ServiceHere) -> None:
 
 
 def raise_cursed(_engine: object, _commands: Sequence[object]) -> NoReturn:
-    """The step of an engine that dies."""
+    """Replaces the step of an engine, which then dies."""
     raise RuntimeError("cursed")
 
 
@@ -161,7 +163,7 @@ async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
 async def test_a_decode_engine_that_died_ends_its_streams_and_the_service(
     tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "CLOSE_GRACE_S", BOUND_S)  # on a busy machine it would cut the refusal off
+    monkeypatch.setattr(life, "CLOSE_GRACE_S", BOUND_S)  # on a busy machine, the default would cut the refusal off
     async with stuck_pair(tiny_model_dir) as (_, decode):
         request = asyncio.create_task(generate(decode))
         await decode_runs(decode)
@@ -200,7 +202,7 @@ def test_a_process_whose_engine_is_lost_ends_with_1_whatever_hangs_in_it(tmp_pat
         check=False,
         capture_output=True,
         text=True,
-        timeout=3 * BOUND_S,  # with the imports of a service, 7 s of a core that others may want
+        timeout=3 * BOUND_S,  # a service's imports take 7 s of a core that other tests may need
     )
     assert (ended.returncode, ended.stdout) == (1, "served"), ended.stderr
     assert "stream forward has not moved" in ended.stderr

@@ -1,4 +1,4 @@
-"""What makes an engine unwell, and what loses it. Clock, streams and engine are the test's."""
+"""When the watchdog reports an engine as unwell or lost. The clock, streams and engine are fakes of the test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ScriptedEngine:
     num_steps_begun: int = 0
 
     def polls(self) -> None:
-        """A step that has nothing to do."""
+        """Take a step that has nothing to do."""
         self.num_steps_begun += 1
 
 
@@ -61,7 +61,7 @@ class Rig:
             watchdog.look()
 
     def look_for(self, seconds: float, *, polls: bool = True, layers: int = 0, sends: bool = False) -> None:
-        """Looks go on, and between any two of them what the arguments name."""
+        """Let the watchdog poll for some time. Between any two polls, the activities that the arguments name happen."""
         for _ in range(round(seconds / LOOK_INTERVAL_S)):
             self.now_s += LOOK_INTERVAL_S
             if polls:
@@ -73,7 +73,7 @@ class Rig:
             self.watchdog.look()
 
     def hang(self, stream: ScriptedStream) -> None:
-        """It has a piece that nothing runs."""
+        """Make the stream hang: it gets a piece that nobody runs."""
         stream.enqueue(nothing)
 
 
@@ -91,7 +91,9 @@ SOON_AFTER_S = 4 * LOOK_INTERVAL_S
 
 
 def assert_stalls(rig: Rig, part: str, **goes_on: int | bool) -> None:
-    """Unwell within 5 s, lost with `part` as the reason after the stall's bound, and neither before."""
+    """Assert that the engine is unwell within 5 s and lost, with `part` as the reason, after the stall time-out, and
+    neither earlier.
+    """
     rig.look_for(JUST_BEFORE_S, **goes_on)  # type: ignore[arg-type]
     assert rig.watchdog.is_well
     rig.look_for(SOON_AFTER_S, **goes_on)  # type: ignore[arg-type]
@@ -150,7 +152,7 @@ def test_a_copy_that_waits_for_a_long_forward_does_not_stall(rig: Rig) -> None:
 def test_a_forward_may_take_long_while_its_layers_go_on_and_so_may_the_step_that_waits_for_it(rig: Rig) -> None:
     rig.engine.is_stepping = True
     rig.hang(rig.forward)
-    for _ in range(100):  # a layer of three seconds each
+    for _ in range(100):  # each layer takes three seconds
         rig.look_for(3, polls=False)
         rig.num_layers += 1
     assert rig.watchdog.is_well
@@ -205,7 +207,7 @@ def test_a_stream_that_failed_loses_the_engine(rig: Rig) -> None:
 
 
 class HangingEngine:
-    """Its step waits for the test, and not for its device."""
+    """An engine whose step waits for the test and not for the device."""
 
     def __init__(self) -> None:
         self.has_begun, self.goes_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What a service does beside serving: in order, ended with the service."""
+"""Background work of a service: it runs in order and ends with the service."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_ends_between_two_parts_and_begins_nothing_more() -> None:
 
 
 def test_one_that_was_never_started_is_stopped_at_once() -> None:
-    """The service's start failed before it served."""
+    """This happens when a service fails to start."""
     assert WorkBeside().stop(0.0)
 
 
@@ -93,7 +93,7 @@ async def test_both_services_populate_their_pools_once_they_are_ready_and_not_be
     populated: list[int] = []
     monkeypatch.setattr(KvPool, "populate", lambda pool, check: populated.append(pool.num_free_slots))
     async with serving_here(decode_main, decode, "baton.v1.Inference") as service:
-        await service.turns(HealthStatus.NOT_SERVING)  # without a replica
+        await service.turns(HealthStatus.NOT_SERVING)  # while it has no replica
         assert populated == []
         async with serving_here(prefill_main, prefill, "baton.v1.Prefill"):
             await service.turns(HealthStatus.SERVING)

@@ -17,7 +17,7 @@ from common.telemetry.logs import configure_logs, only_log_lines
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """What a configured process writes; pytest's own logging is put back."""
+    """The log output of a configured process. pytest's own logging is restored afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     stream = io.StringIO()

@@ -1,4 +1,4 @@
-"""The recorder: what is on a track while somebody records, and that nothing is otherwise."""
+"""The timeline recorder: tracks hold events while somebody records, and nothing otherwise."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_a_span_is_made_an_event_after_the_recording(timeline: Timeline, track: 
 
 
 def test_what_was_recorded_is_let_go_of_as_it_is_read(timeline: Timeline, track: Track) -> None:
-    """By reference counts: a cycle would keep it until the collector comes, beside serving."""
+    """Reference counts must free it. A cycle would keep it until the garbage collector runs, which would disturb
+    serving.
+    """
     later = timeline.track("later")
     timeline.start(max_events=3)
     with track.span("step"):

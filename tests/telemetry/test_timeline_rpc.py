@@ -1,4 +1,6 @@
-"""Recording over gRPC: bounded, for callers with a token, one at a time, over when its caller leaves."""
+"""Timeline recording over gRPC is bounded, needs a token, allows one recording at a time, and ends when its caller
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ TOKEN = "old-0123456789"
 async def served(
     timeline: Timeline, tokens: tuple[str, ...] = (), *, answer_timeout_s: float = BOUND_S
 ) -> AsyncIterator[str]:
-    """The address of a service with `timeline`."""
+    """The address of a service that offers `timeline`."""
     servicer = TimelineServicer(
         timeline=timeline, service="baton.v1.Inference", instance_id="i", answer_timeout_s=answer_timeout_s
     )
@@ -45,7 +47,7 @@ def timeline() -> Timeline:
 
 @asynccontextmanager
 async def recording(address: str) -> AsyncIterator[None]:
-    """Somebody else's, from when it has begun until they leave."""
+    """A recording by another caller, from its start until the end of the block."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = timeline_pb2_grpc.TimelineStub(channel).Record(timeline_pb2.RecordTimelineRequest(duration_s=60))
         assert (await call.read()).HasField("started")  # type: ignore[attr-defined]
@@ -91,7 +93,7 @@ async def test_a_second_recording_is_refused_and_the_first_goes_on(timeline: Tim
 
 
 class SlowlyRead(Timeline):
-    """A recording that takes until `may_go_on` to be read."""
+    """A recording whose reading blocks until `may_go_on`."""
 
     def __init__(self) -> None:
         super().__init__()

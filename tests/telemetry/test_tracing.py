@@ -1,4 +1,4 @@
-"""When spans are exported, when not, and what a collector that does not answer costs."""
+"""When spans are exported and when not, and that a collector that does not answer costs nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_without_an_endpoint_there_is_no_sdk() -> None:
 
 
 def test_the_sdk_is_imported_in_one_module_and_that_in_one_place() -> None:
-    """What the contracts of imports cannot tell apart: all of OpenTelemetry is one package to them."""
+    """The import contracts cannot check this, since they see OpenTelemetry as one package."""
 
     def importing(pattern: str) -> list[str]:
         files = (file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py")))
@@ -89,7 +89,7 @@ def test_the_sdk_is_imported_in_one_module_and_that_in_one_place() -> None:
 
 
 class Collector(SpanExporter):
-    """Takes spans, or not."""
+    """A collector that accepts spans, or refuses them."""
 
     def __init__(self) -> None:
         self.takes = True
@@ -110,7 +110,7 @@ def test_a_collector_that_fails_is_logged_once_and_once_when_it_is_back() -> Non
 
 
 def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end() -> None:
-    """It listens, and says nothing. More spans end than the queue holds; nothing waits."""
+    """The collector listens and never answers. More spans end than the queue holds, and nothing blocks."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         before = set(threading.enumerate())

@@ -1,4 +1,4 @@
-"""Spans as they end, in this process, without a collector."""
+"""Collects ended spans in this process, without a collector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 
 class EndedSpans:
-    """`tracer` samples what its parents sample, and all roots."""
+    """A tracer and the spans it has ended. It samples all roots, and children whose parents are sampled."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
@@ -20,7 +20,7 @@ class EndedSpans:
 
     @property
     def all(self) -> Sequence[ReadableSpan]:
-        """In the order of their ends."""
+        """All ended spans, in the order of their ends."""
         return self._exporter.get_finished_spans()
 
     def names(self) -> list[str]:
@@ -41,7 +41,7 @@ def parent_ids(spans: Sequence[ReadableSpan]) -> set[int]:
 
 
 class Clock:
-    """The test's."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

@@ -1,4 +1,4 @@
-"""The gateway's span of an HTTP request, and the client's calls below it."""
+"""The gateway's span of an HTTP request, and its client's calls as children of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spans() -> EndedSpans:
 
 
 def answering(status: int, *, is_whole: bool = True, seen: list[dict[str, str]] | None = None) -> ASGIApp:
-    """An application that notes what the client would send along, and then answers in two parts."""
+    """An application that records the trace metadata its client would send, and answers in two parts."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if seen is not None:

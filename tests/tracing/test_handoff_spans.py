@@ -1,4 +1,4 @@
-"""The prefill edge's part in a row's spans: whose rows they are, and that each ends."""
+"""The prefill edge's spans of a row: they belong to the right request, and each one ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACED = replace(row(), traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
 
 
 class OneCommand:
-    """The context of a call whose receiver sends its batch, takes every frame, and says no more."""
+    """The context of a call whose receiver sends one batch, takes every frame, and sends nothing more."""
 
     def __init__(self, batch: bytes) -> None:
         self._batch: bytes | None = batch

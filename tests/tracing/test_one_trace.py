@@ -1,4 +1,6 @@
-"""One request, one trace: from the caller through the decode service to the prefill service, its times adding up."""
+"""One request makes one trace, from the caller through the decode service to the prefill service, and its times add
+up.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def only(name: str, spans: Sequence[ReceivedSpan]) -> ReceivedSpan:
 
 
 def stages_of(generate: ReceivedSpan, spans: Sequence[ReceivedSpan]) -> list[ReceivedSpan]:
-    """In their order; one may take no time."""
+    """The stages of a request, in order. A stage may take no time."""
     children = [span for span in children_of(generate, spans) if span.service == generate.service]
     return sorted((span for span in children if span.name in STAGES), key=lambda span: (span.start_ns, span.end_ns))
 

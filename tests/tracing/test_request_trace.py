@@ -1,4 +1,4 @@
-"""A request's spans from what its engine says of it, with the test's clock."""
+"""A request's spans, made from its engine's events on the test's clock."""
 
 from __future__ import annotations
 

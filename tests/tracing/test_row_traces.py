@@ -1,4 +1,4 @@
-"""A row's spans from what the prefill engine and the call's stream say of it, with the test's clock."""
+"""A row's spans, made from events of the prefill engine and of the call's stream on the test's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pair over gRPC in this process, whose spans go to a receiver."""
+"""A pair over gRPC in this process that exports its spans to a receiver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ async def traced_pair(
     decode_endpoint: str | None = None,
     caller_endpoint: str | None = None,
 ) -> AsyncIterator[TracedPair]:
-    """`endpoint` is everyone's who has none of their own. Once the pair is left, all spans have been exported."""
+    """Run a pair whose members export to `endpoint`, unless they have their own. When the block ends, all spans have
+    been exported.
+    """
     caller = ProcessSettings(
         listen=free_address(), otlp_endpoint=endpoint if caller_endpoint is None else caller_endpoint
     )

@@ -1,4 +1,4 @@
-"""What the tests of training train on: tiny targets, and conversations drawn from them."""
+"""Training data for tests: tiny targets, and conversations sampled from them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from training.data import Conversations
 from training.progress import Progress
 
 LAYERS = (0, 1, 1)
-"""Of a target with two layers."""
+"""The captured layers for a target with two layers."""
 
 
 QUESTION_LIMIT = 128
-"""Tokens of a question that `self-chat` samples."""
+"""The most tokens of a question that `self-chat` samples."""
 
 
 def arrays(path: Path) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def arrays(path: Path) -> dict[str, Any]:
 
 
 def save_data(path: Path, **changes: Any) -> Path:
-    """Three conversations of 4, 5 and 6 tokens; `changes` replace arrays, None removes one."""
+    """Save three conversations of 4, 5 and 6 tokens. `changes` replace arrays; None removes one."""
     arrays = {
         "tokens": np.arange(15, dtype=np.uint16),
         "offsets": np.array([0, 4, 9, 15]),
@@ -40,7 +40,9 @@ def save_data(path: Path, **changes: Any) -> Path:
 
 
 def save_sampled_data(path: Path, target_dir: Path, *, num_conversations: int, seed: int = 0) -> Path:
-    """Text of a target whose next token depends on the last one only; prompts of 4 tokens, 16 to 32 in all."""
+    """Save conversations sampled from a target whose next token depends on the last one only. They have prompts of 4
+    tokens and 16 to 32 tokens in all.
+    """
     random = np.random.default_rng(seed)
     logits = next_token_logits(target_dir).double()
     cumulated = logits.softmax(-1).cumsum(-1).numpy()
@@ -67,7 +69,7 @@ def make_conversations(texts: Sequence[Sequence[int]], answer_start: Sequence[in
 
 
 def tiny_config(**changes: Any) -> TrainConfig:
-    """For the conversations of `save_sampled_data`: an evaluation every 1000 tokens."""
+    """A config for the conversations of `save_sampled_data`, with an evaluation every 1000 tokens."""
     settings: dict[str, Any] = {
         "layers": LAYERS,
         "draft_vocab": 48,

@@ -1,4 +1,4 @@
-"""Attention of the training-time test is attention with an explicit mask over the keys of all steps."""
+"""The attention of the training-time test equals attention with an explicit mask over the keys of all steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _draw(num_heads: int, seed: int) -> list[Tensor]:
 
 
 def _masked(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Query i sees the first step's keys up to i, and key i of each later step."""
+    """The reference: query i attends to keys 0..i of the first step, and to key i of each later step."""
     seen = [torch.ones(_LENGTH, _LENGTH, dtype=torch.bool).tril()]
     seen += [torch.eye(_LENGTH, dtype=torch.bool)] * (len(keys) - 1)
     key, value = (torch.cat(each, dim=2).repeat_interleave(3, dim=1) for each in (keys, values))

@@ -1,4 +1,4 @@
-"""What the rows of a batch stand for, against loops over single positions."""
+"""The rows of training batches, compared with loops over single positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training.vocabulary import UNKNOWN
 
 _NUM_STEPS = 2
 _DRAFT_IDS = np.where(np.arange(100) % 5 == 0, UNKNOWN, np.arange(100))
-"""Every fifth token is outside."""
+"""The draft id of each target id. Every fifth target id is outside the draft vocabulary."""
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def conversations() -> Conversations:
 
 @pytest.fixture
 def features(conversations: Conversations) -> Features:
-    """Numbered by place; the target's most likely token is one more than the token's double."""
+    """Features that hold their own index. The target's most likely token is twice the index plus one."""
     places = np.arange(conversations.tokens.size)
     bits = torch.from_numpy(places).to(torch.bfloat16).view(torch.uint16).numpy()
     return Features(np.stack([bits] * 3, axis=1), bits[:, None], (2 * places + 1).astype(np.int32))

@@ -1,4 +1,4 @@
-"""Conversations from a file, and every way in which a file can be wrong."""
+"""Loading conversations from a file, and every way in which a file can be wrong."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_files_are_put_end_to_end_in_their_order(tmp_path: Path) -> None:
 
 
 def test_one_file_has_the_digest_that_it_always_had(tmp_path: Path) -> None:
-    """Features that were computed once stay good."""
+    """A changed digest would invalidate features that users have computed."""
     only = load_conversations(save_data(tmp_path / "data.npz"), vocab_size=15)
     assert join([only]).digest == only.digest == "b3cfe59a346746e898438cf41bd9ec74"
 

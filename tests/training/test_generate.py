@@ -1,4 +1,4 @@
-"""Conversations of a model with itself: what is asked of it, and the file they are put in."""
+"""`self-chat`: the requests it sends to the model, and the file of conversations it writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from training.generate import ANSWER_TEMPERATURES, SelfChat, read_openings, read
 
 
 class Model:
-    """Answers with tokens that follow from the request's seed. `asked` are the requests, `active` those at a time."""
+    """A fake model whose answers follow from the request's seed. `asked` lists the requests, and `active` the number
+    that ran at a time.
+    """
 
     def __init__(self, encoder: TextTokenizer, questions: Sequence[str] = ("How?",)) -> None:
         self._encoder = encoder
@@ -74,7 +76,7 @@ def encoder(target_dir: Path) -> TextTokenizer:
 def write(
     out: Path, model: Any, encoder: TextTokenizer, num_conversations: int, *, concurrency: int = 2, **changes: Any
 ) -> int:
-    """`changes` are of the options."""
+    """Write conversations. `changes` override the options of SelfChat."""
     self_chat = SelfChat(model, encoder, **{"model_digest": "theirs", "seed": 3, "max_answer_tokens": 40, **changes})
     return asyncio.run(
         write_self_chat(
@@ -170,7 +172,7 @@ def test_a_file_of_another_format_is_not_written_over(encoder: TextTokenizer, tm
 
 
 def test_by_default_it_draws_what_it_always_drew(encoder: TextTokenizer, tmp_path: Path) -> None:
-    """Files that were begun before stay reproducible."""
+    """Files that were begun by earlier versions can still be continued."""
     model = Model(encoder)
     write(tmp_path / "data.npz", model, encoder, 2, concurrency=1)
     assert [(request["temperature"], request["seed"]) for request in model.asked] == [
@@ -199,7 +201,7 @@ def test_a_question_goes_on_from_an_opening(encoder: TextTokenizer, tmp_path: Pa
 
 
 class WithStart(TextTokenizer):
-    """Like sentencepiece's: adds a token by itself, and decodes without the first space."""
+    """A tokenizer like sentencepiece's: it adds a start token, and decoding drops the first space."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         return (START_ID, *super().encode(text))

@@ -1,4 +1,6 @@
-"""What is trained is what is served: the exported head computes over the paged pool what the trainer's module does."""
+"""The trained head equals the served one: the exported head computes the same over the paged pool as the trainer's
+module.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _NUM_STEPS, _LENGTH = 4, 10
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "phi3"])
 def architecture_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a head dimension that is not hidden size over heads (Qwen3), and with fused weights (Phi-3)."""
+    """A target whose head dimension is not hidden size / heads (Qwen3), or whose weights are fused (Phi-3)."""
     return save_tiny_model(tmp_path_factory.mktemp("target"), request.param, num_hidden_layers=6)
 
 
@@ -43,7 +45,7 @@ def served(architecture_dir: Path) -> TargetModel:
 
 
 def _head(target: Target, vocabulary: DraftVocabulary) -> tuple[TrainableHead, dict[str, Any]]:
-    """With random weights that bfloat16 holds exactly, so that nothing is lost in the export."""
+    """A head with random weights that bfloat16 represents exactly, so that the export loses nothing."""
     config = head_config(target.config, draft_vocab=vocabulary.token_ids.size, layers=None)
     spec = head_spec(config, target.config, target.directory)
     head = TrainableHead(spec, max_length=_LENGTH + _NUM_STEPS, dtype=torch.float32)
@@ -84,7 +86,9 @@ def test_every_step_of_every_chain_is_what_the_services_compute(
 
 
 def _served_chain(draft: Any, tokens: Tensor, aux: Tensor) -> Tensor:
-    """[steps, Vd]: a prompt's extend, of which the last row drafts, then the chain over the tokens that follow."""
+    """Logits [steps, Vd] of the served head: extend over a prompt, whose last row drafts, then a chain over the
+    following tokens.
+    """
     paged, length = PagedDraft(draft, num_rows=1), aux.shape[0]
     hidden = paged.extend({1: (tokens[1 : 1 + length].tolist(), draft.fuse(aux))})[1][-1:]
     logits = [draft.logits(hidden)]

@@ -1,4 +1,4 @@
-"""The fused loss is the plain formula."""
+"""The fused loss equals the plain formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is minimised and what is measured, with a head that drafts the token it is fed."""
+"""The training loss and the measured acceptance, with a head that drafts the token it is fed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_acceptance_counts_a_draft_only_while_all_before_it_were_right(objective
 
 
 def test_each_step_is_judged_at_its_own_rows_by_the_target_s_distribution(objective: Objective) -> None:
-    """The target's state at position 3 is learned by row 2 at step 0 and by row 1 at step 1: both are fed token 3."""
+    """Row 2 learns the target's state at position 3 in step 0, and row 1 learns it in step 1. Both are fed token 3."""
     final = torch.randn(1, _VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     losses = objective.losses(batch([[0, 1, 2, 3, 4, 5]], final=final, rows=torch.tensor([2])))
     logits = _SCALE * one_hot(torch.tensor([3]), _VOCAB_SIZE).float()

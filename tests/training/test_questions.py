@@ -1,4 +1,4 @@
-"""Questions about code: of which functions, and in which words."""
+"""Generated questions about code: the functions they ask about, and their wording."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LONG_ENOUGH = "Does what a function of that name does."
 
 
 def save_module(path: Path, *names: str) -> None:
-    """Functions of these names, each with a docstring of its own."""
+    """Write a module with functions of these names, each with its own docstring."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(f'def {name}():\n    """{_LONG_ENOUGH} {name}"""\n' for name in names))
 
 
 @pytest.fixture
 def stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One of two files, with what is beside it in an installation."""
+    """A fake standard library of two files, with other folders that an installation has."""
     root = tmp_path / "lib" / "python3"
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(root)}.__getitem__)
     save_module(root / "alpha.py", "one", "two")
@@ -87,7 +87,7 @@ except ImportError:
 
 @pytest.mark.parametrize(("num_chars", "is_kept"), [(29, False), (30, True), (400, True), (401, False)])
 def test_docstrings_are_neither_short_nor_long(num_chars: int, is_kept: bool, tmp_path: Path) -> None:
-    """Without their indentation."""
+    """Lengths count without indentation."""
     text = f"a\n    {'b' * (num_chars - 2)}"
     assert bool(found(f'def f():\n    """{text}\n    """', tmp_path)) is is_kept
 

@@ -1,4 +1,4 @@
-"""Whole runs on a tiny target: what they learn, leave behind, and go on from."""
+"""Whole training runs on a tiny target: what they learn, the files they leave, and how they resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Train = Callable[..., list[Evaluation]]
 
 @pytest.fixture
 def train(tmp_path: Path, last_token_model_dir: Path, sampled_data: Path, features_dir: Path) -> Train:
-    """A run in `tmp_path`/out; keyword arguments change the settings."""
+    """A function that trains into `tmp_path`/out. Its keyword arguments change the settings."""
 
     def start(*, out: Path = tmp_path / "out", should_stop: Callable[[], bool] = lambda: False, **changes: Any) -> Any:
         config = tiny_config(**changes)
@@ -48,13 +48,13 @@ def train(tmp_path: Path, last_token_model_dir: Path, sampled_data: Path, featur
 
 @pytest.fixture(scope="session")
 def features_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Computed by the first run of the session."""
+    """Features that the first run of the session computes and later runs reuse."""
     return tmp_path_factory.mktemp("features")
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A run of `tiny_config()` from its first step to its last."""
+    """A completed run of `tiny_config()`."""
 
     out: Path
     evaluations: list[Evaluation]
@@ -111,7 +111,7 @@ def test_from_nothing_to_a_head_that_drafts(
 
 
 def test_an_untrained_head_drafts_nothing(train: Train) -> None:
-    """What the head above is measured against."""
+    """The baseline for the trained head."""
     (only,) = train(max_tokens=1, batch_tokens=32, lr=1e-9, muon_lr=1e-9)
     assert only.accuracy[0] < 0.2 and only.tau < 1.3
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train: Train, ch
 def test_a_checkpoint_is_of_the_files_and_not_only_of_what_is_in_them(
     tmp_path: Path, last_token_model_dir: Path
 ) -> None:
-    """What is held out depends on where one file ends."""
+    """Which conversations are held out depends on where one file ends and the next begins."""
 
     def part(name: str, first: int, stop: int) -> Path:
         whole = save_sampled_data(tmp_path / "whole.npz", last_token_model_dir, num_conversations=60, seed=3)
@@ -232,7 +232,7 @@ def test_checkpoints_are_written_by_the_clock_and_at_the_end(
 def test_what_is_held_out_is_neither_trained_on_nor_counted(
     tmp_path: Path, last_token_model_dir: Path, sampled_data: Path, features_dir: Path
 ) -> None:
-    config = tiny_config(eval_tokens=10**9)  # evaluations read what is held out
+    config = tiny_config(eval_tokens=10**9)  # evaluations use all held-out conversations
     prepared = prepare_training(
         last_token_model_dir, [sampled_data], tmp_path, config=config, progress=quiet(), features_dir=features_dir
     )
@@ -290,7 +290,7 @@ def test_a_signal_ends_a_run_with_checkpoint_and_head(
 def test_while_the_target_runs_a_signal_ends_the_command(
     tmp_path: Path, sampled_data: Path, last_token_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be long until there is something to keep."""
+    """Computing the target's features may take long, and leaves nothing worth keeping."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(run, "compute_features", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     result = cli(tmp_path, sampled_data, last_token_model_dir)
@@ -300,7 +300,7 @@ def test_while_the_target_runs_a_signal_ends_the_command(
 
 
 def _interrupting(export: Callable[[Any], None], number: signal.Signals) -> Callable[[Any], None]:
-    """Sends the signal at the first evaluation."""
+    """Wraps the export, and sends the signal at the first evaluation."""
     sent: list[int] = []
 
     def exported(self: Any) -> None:

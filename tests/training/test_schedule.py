@@ -1,4 +1,4 @@
-"""Warm-up, constant, decay."""
+"""The learning rate: warm-up, then constant, then decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton self-chat`: what it asks of a served model, and what it refuses."""
+"""`baton self-chat`: the requests it sends to a served model, and the options it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draft vocabulary."""
+"""The choice of the draft vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run may begin with a head: its weights, and its draft vocabulary or the data's."""
+"""A run may start from an existing head: it takes the head's weights, and the head's or the data's draft vocabulary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Prepare = Callable[..., Trainer]
 
 @pytest.fixture(scope="module")
 def head_dir(tmp_path_factory: pytest.TempPathFactory, last_token_model_dir: Path, sampled_data: Path) -> Path:
-    """A head that was trained for a while."""
+    """A head that was trained for a short while."""
     out = tmp_path_factory.mktemp("first")
     config = tiny_config(max_tokens=9000, batch_tokens=128)
     prepare_training(last_token_model_dir, [sampled_data], out, config=config, progress=quiet()).run(lambda: False)
@@ -61,7 +61,7 @@ def test_it_begins_where_the_head_ended(prepare: Prepare, head_dir: Path) -> Non
 
 
 def after_three_steps() -> Callable[[], bool]:
-    """By then there is one evaluation."""
+    """A stop condition that is True after three steps, when there has been one evaluation."""
     asked = iter([False] * 3 + [True])
     return lambda: next(asked)
 
@@ -124,7 +124,9 @@ def test_rows_of_new_tokens_are_the_targets_moved_as_those_of_known_tokens_were(
 
 @pytest.mark.parametrize("num_known", [1, 32, 33, 34, 60])
 def test_rows_of_new_tokens_are_not_moved_far_when_the_moves_of_known_ones_say_nothing(num_known: int) -> None:
-    """Moves that have nothing to do with the target's rows, near as many of them as the map has inputs."""
+    """The known tokens' moves are unrelated to the target's rows, and there are nearly as many of them as the map
+    has inputs.
+    """
     torch.manual_seed(0)
     target_rows, moves = torch.randn(400, 32), torch.randn(400, 32)
     before, after = DraftVocabulary(np.arange(num_known), 400), DraftVocabulary(np.arange(400), 400)

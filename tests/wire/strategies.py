@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the handoff's values, and a small model's shapes to draw them for."""
+"""Hypothesis strategies for the handoff's values, and the shapes of a small model to draw them for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SPECULATIVE = Fingerprint(
 )
 
 _printable = st.text(max_size=8).filter(str.isprintable)
-"""What arrives as it was sent: all else is escaped."""
+"""Text that arrives as it was sent. All other text is escaped."""
 _float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 _uint32 = st.integers(0, 2**32 - 1)
 _uint64 = st.integers(0, 2**64 - 1)
@@ -49,7 +49,7 @@ token_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12).ma
 
 
 def number(option: NumberOption) -> st.SearchStrategy[float]:
-    """Values of the option as they travel: floats are float32."""
+    """Values of the option that survive the wire, on which floats are float32."""
     if option.kind is int:
         return st.integers(int(option.low), int(option.high))
     low = float(np.nextafter(np.float32(option.low), np.float32(1))) if option.low else 2.0**-10
@@ -148,7 +148,7 @@ def frames(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint: Fingerpri
 
 
 def comparable(value: object) -> object:
-    """`value` with numpy arrays replaced by something `==` compares, dtype and shape included."""
+    """Replaces numpy arrays in `value` by something that `==` compares, including dtype and shape."""
     if isinstance(value, np.ndarray) and value.dtype == np.uint8:
         return value.tobytes()  # a payload, which is bytes too
     if isinstance(value, np.ndarray):

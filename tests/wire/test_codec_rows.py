@@ -1,4 +1,4 @@
-"""A row that cannot be understood is that row's failure; the call's other rows are served."""
+"""A row that cannot be decoded fails alone, and the call's other rows are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of very many entries are refused by their number, before the event loop parses or looks at each."""
+"""Messages with very many entries are refused by their count, before the event loop parses or reads each entry."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.wire.wire_samples import PLAIN_ROW
 
 MANY = MAX_MESSAGE_BYTES // 2 - 64
 CPU_BOUND_S = 1.0
-"""Four times what the slowest takes on a slow machine."""
+"""CPU time limit: four times what the slowest case takes on a slow machine."""
 NUM_TRIES = 3
-"""One of them is fast enough: what else a core does, and when garbage is collected, only adds to its CPU time."""
+"""Tries, of which one must be fast enough. Other work on the core and garbage collection only add CPU time."""
 FINGERPRINT = encode_fingerprint(PLAIN).SerializeToString()
 
 
@@ -105,7 +105,7 @@ def test_held_tokens_of_groups_that_no_model_has_are_refused_before_any_is_looke
     "name", ["token_ids", "sampling.stop_token_ids", "sampling.eos_token_ids", "sampling.logit_bias_ids"]
 )
 def test_lists_that_no_row_has_are_refused_before_any_is_looked_at(name: str) -> None:
-    """That all their entries are one and the same makes them no shorter."""
+    """A list counts with its full length even if all of its entries are equal."""
     row = encode_row(PLAIN_ROW)
     part = {"token_ids": row, "sampling.stop_token_ids": row.sampling.params}.get(name, row.sampling)
     getattr(part, name.removeprefix("sampling.")).extend([1] * (MAX_ROW_TOKENS + 1))
@@ -123,7 +123,7 @@ def test_a_fingerprint_longer_than_any_is_refused() -> None:
 
 
 def test_a_call_of_the_largest_rows_is_taken() -> None:
-    """Every list at its longest, in every row."""
+    """Every list of every row has its largest length."""
     sampling = replace(
         PLAIN_ROW.sampling,
         stop_token_ids=tuple(range(MAX_END_TOKEN_IDS // 2)),

@@ -1,4 +1,4 @@
-"""Two fingerprints differ in a named field, or KV may move."""
+"""Two fingerprints either allow KV to move, or differ in a field that the error names."""
 
 from __future__ import annotations
 

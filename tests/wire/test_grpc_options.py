@@ -1,4 +1,4 @@
-"""Keepalive: often enough to notice a dead peer, and never too often for the server."""
+"""Keepalive pings: frequent enough to notice a dead peer, and never too frequent for the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUND_S = 10.0
 
 
 def test_servers_take_as_many_pings_as_either_client_sends() -> None:
-    """A server counts pings that come sooner than it allows, and ends the connection (GOAWAY) after some of them."""
+    """A server counts pings that come sooner than it allows, and ends the connection (GOAWAY) after a few of them."""
     server = dict(server_options())
     assert server["grpc.http2.max_ping_strikes"] == 0, "pings are counted against the client"
     for client in (dict(channel_options()), dict(channel.channel_options(None, None))):
@@ -32,7 +32,7 @@ def test_both_ends_look_for_a_dead_peer() -> None:
 
 
 async def test_a_long_stream_outlives_any_number_of_pings() -> None:
-    """A server with gRPC's own options ends the connection at the third."""
+    """A server with gRPC's default options would end the connection at the third ping."""
     server = grpc.aio.server(options=server_options())
 
     async def generate(_request: bytes, _context: object) -> AsyncIterator[bytes]:

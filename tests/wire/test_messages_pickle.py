@@ -1,4 +1,4 @@
-"""Everything edges and engines exchange survives pickling, so that an engine can become its own process."""
+"""All messages between edges and engines can be pickled, so that an engine could become its own process."""
 
 from __future__ import annotations
 

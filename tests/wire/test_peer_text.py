@@ -1,4 +1,4 @@
-"""What becomes of text that somebody else wrote, in errors, in the log and in the client."""
+"""Text from a peer is made safe in errors, in the log and in the client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of the handoff's messages and the fields in them are the contract: both are fixed for a version."""
+"""The bytes and fields of the handoff's messages are fixed for each protocol version."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ SENT = {
     ),
     "row_failed": "IhMIARADGAEg+gEqCGdyw7bDn2VycQAAAAAAAAAAfUcqrOs=",
 }
-"""What a peer of that version sends for the values below, in base64: all fields but `shard` and `ticket`."""
+"""The bytes that a peer of that version sends for the values below, in base64. They contain all fields but `shard`
+and `ticket`.
+"""
 
 TARGET = LayerGroupSpec("target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 FINGERPRINT = Fingerprint(
@@ -125,7 +127,9 @@ CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=100)
 
 
 def digest_of_fields(*kinds: Descriptor) -> str:
-    """Of all messages in these: numbers and types of their fields; of enums the values. Fields may be renamed."""
+    """A digest of all messages in these: the numbers and types of their fields and the values of enums. Renaming a
+    field does not change it.
+    """
     reached = {message.full_name: message for kind in kinds for message in messages(kind)}
     contract = [
         (name, [described(field) for field in sorted(message.fields, key=lambda field: field.number)])

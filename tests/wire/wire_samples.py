@@ -1,4 +1,4 @@
-"""Well-formed messages for a test to damage."""
+"""Well-formed messages for tests to damage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOGPROBS_ROW = HandoffRow(
 
 
 def segment_message(group: LayerGroupSpec, row: HandoffRow) -> prefill_pb2.KvSegment:
-    """All of the group's KV of row 0."""
+    """A segment with all of the group's KV of row 0."""
     return prefill_pb2.KvSegment(
         row=0,
         layer_group=group.name,
@@ -35,7 +35,7 @@ def segment_message(group: LayerGroupSpec, row: HandoffRow) -> prefill_pb2.KvSeg
 
 
 def segment_payload(group: LayerGroupSpec, row: HandoffRow) -> bytes:
-    """What belongs to that message."""
+    """The payload of that segment message."""
     return bytes(index % 251 for index in range(group.token_bytes)) * len(row.token_ids)
 
 

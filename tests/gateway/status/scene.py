@@ -1,4 +1,4 @@
-"""Services that expose what a test counts, and collectors that look at them when the test says so."""
+"""Services that expose known counts, and collectors that poll them when the test says so."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOAD = InferenceLoad("d1", POOL, POOL, 0, 2, 7, REPLICAS, 0, 0)
 
 
 class Exposed:
-    """A service's real metrics at a real endpoint of its own."""
+    """The real metrics of a service, served at an endpoint of its own."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry()
@@ -84,7 +84,7 @@ class Clock:
 
 
 class Decode:
-    """A decode service's answers to GetLoad."""
+    """A fake decode service that answers GetLoad."""
 
     def __init__(self, load: InferenceLoad | None = None) -> None:
         self.answer = load
@@ -100,7 +100,7 @@ class Decode:
 
 
 class Names:
-    """What names mean now."""
+    """A fake name service. `addresses` are the current ones of each name."""
 
     def __init__(self, **addresses: Sequence[str]) -> None:
         self.addresses = dict(addresses)

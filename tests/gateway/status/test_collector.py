@@ -1,4 +1,4 @@
-"""Sampling goes on while somebody looks, once for everybody."""
+"""The collector samples only while somebody views the page, and once for all viewers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.gateway.status.scene import Clock, Decode
 
 
 class Rounds:
-    """Counts rounds by their look-ups, and lets each pause end when the test says so."""
+    """Counts rounds of sampling by their look-ups. The test decides when each pause between them ends."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -29,7 +29,7 @@ class Rounds:
         )
 
     async def next_round(self, after_s: float) -> None:
-        """The pause that was begun ends; return at the next one, or at the sampling's end."""
+        """End the pause that has begun. Returns at the next pause, or when sampling ends."""
         await self.paused.wait()
         self.paused.clear()
         self.clock.now_s += after_s
@@ -68,7 +68,7 @@ async def test_sampling_ends_with_its_connections_once_nobody_has_looked_for_a_w
     await rounds.paused.wait()
     assert rounds.num_rounds == 2
     await rounds.next_round(after_s=1)
-    for _ in range(100):  # turns of the loop, in which connections are closed
+    for _ in range(100):  # rounds of the event loop, in which connections are closed
         await asyncio.sleep(0)
     assert not rounds.collector.is_sampling
     assert rounds.num_rounds == 2

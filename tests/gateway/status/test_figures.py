@@ -1,4 +1,4 @@
-"""Known counts at real endpoints give the right figures."""
+"""The status page's figures are right for known counts at real endpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_rates_are_what_was_counted_over_the_time_that_passed(
     clock: Clock, pair: tuple[Sampler, ExposedDecode, ExposedPrefill]
 ) -> None:
     sampling, decode, prefill = pair
-    decode.requests.output_tokens.inc(500)  # before anybody looked
+    decode.requests.output_tokens.inc(500)  # before anybody viewed the page
     await sampling.sample()
     decode.requests.output_tokens.inc(100)
     decode.requests.prompt_tokens.inc(40)

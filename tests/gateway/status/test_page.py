@@ -1,4 +1,4 @@
-"""The page over HTTP. In a browser it is looked at by hand: docs/status.md."""
+"""The status page over HTTP. docs/status.md tells how to check it by hand in a browser."""
 
 from __future__ import annotations
 

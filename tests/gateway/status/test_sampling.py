@@ -1,4 +1,4 @@
-"""Targets that restart, vanish, multiply, or answer with anything but metrics."""
+"""Sampling of targets that restart, vanish, multiply, or answer with something other than metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gateway.status.scraper import MAX_BYTES, ScrapeFailed, Scraper
 from tests.gateway.status.scene import IDLE, LOAD, Clock, Decode, ExposedDecode, Names, numeric, sampler
 
 NUM_POOL_THREADS = 32
-"""That an event loop's own pool has at most."""
+"""The most threads that an event loop's own pool has."""
 BOUND_S = 20.0
 
 
