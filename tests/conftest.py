@@ -18,7 +18,7 @@ from common.model.target import TargetModel
 from tests.support.models import save_last_token_model, save_tiny_model
 from tests.support.pair import MakePair, pairs_that_keep_all
 
-if TYPE_CHECKING:  # where only tests/gpu runs, what it needs is not installed
+if TYPE_CHECKING:  # not installed where only tests/gpu runs
     from baton.local_pair import LocalPair
 
 
@@ -30,7 +30,7 @@ def pytest_configure() -> None:
     """Set up hypothesis without a deadline, since test processes share the cores and an example may have to wait for
     one.
     """
-    if find_spec("hypothesis") is not None:  # where only tests/gpu runs it is not installed
+    if find_spec("hypothesis") is not None:  # not installed where only tests/gpu runs
         import hypothesis
 
         hypothesis.settings.register_profile("baton", deadline=None)

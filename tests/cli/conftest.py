@@ -1,4 +1,4 @@
-"""Commands started in these tests find the fake services in place of the real ones."""
+"""Makes the commands started in these tests find fake services in place of the real ones."""
 
 from __future__ import annotations
 

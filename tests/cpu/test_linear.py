@@ -1,4 +1,4 @@
-"""A packed linear layer computes what the plain one does."""
+"""A linear layer with packed weights computes the same as the plain one."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class IdleEngine:
         self._cuda.ask("close")
 
 
-# ---- which device -----------------------------------------------------------------------------------------------
+# ---- the current device -----------------------------------------------------------------------------------------
 
 
 def test_the_thread_that_opens_a_device_has_entered_it(cuda: FakeCuda) -> None:
@@ -165,7 +165,7 @@ def test_a_device_that_is_there_and_does_not_work_is_told_in_one_line(cuda: Fake
         open_device("cuda", num_threads=1)
 
 
-# ---- how long it waits ------------------------------------------------------------------------------------------
+# ---- waiting times ----------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -206,7 +206,7 @@ def test_a_wait_that_is_over_its_bound_names_its_event_and_stream(cuda: FakeCuda
     assert time.monotonic() - begin_s < BOUND_S
 
 
-# ---- what it makes of a fault -----------------------------------------------------------------------------------
+# ---- faults -----------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_device_is_named_by_the_wait_that_met_it(cuda: FakeCuda) -> None:

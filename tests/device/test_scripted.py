@@ -153,7 +153,7 @@ def test_a_policy_may_pick_any_order_that_the_events_permit(script: Script) -> N
 
 
 def test_streams_may_progress_between_any_two_calls(script: Script) -> None:
-    """Here everything runs as early as it can."""
+    """With this policy all work runs as early as it can: within the call that enqueues it."""
     device = ScriptedDevice(on_host_call=ScriptedDevice.run_all)
     forward = device.new_stream("forward")
     script.put(forward, "verify")

@@ -215,7 +215,7 @@ def test_when_decode_is_killed_prefill_frees_everything_and_serves_the_next_one(
         assert tokens(completions) == undisturbed
 
 
-# ---- stopped: the process is there, its connections are open, and it says nothing ----------------------------------
+# ---- stopped: the process exists and its connections are open, but it is silent ------------------------------------
 
 
 @contextmanager

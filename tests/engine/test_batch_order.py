@@ -16,7 +16,9 @@ from tests.engine.relay_rig import make_batch
 MAX_MERGED = 4
 
 Operation = tuple[str, int]
-"""("merge", number of new rows), or ("filter", bit mask): entry i stays if bit i is set."""
+"""An operation on a batch: ("merge", number of new rows), or ("filter", bit mask), where entry i stays if bit i is
+set.
+"""
 
 operations = st.lists(
     st.tuples(st.just("merge"), st.integers(0, MAX_MERGED)) | st.tuples(st.just("filter"), st.integers(0, 255)),

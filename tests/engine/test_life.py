@@ -26,7 +26,7 @@ WRITERS = {
     "lease": {DECODE_LIFE, PREFILL_LIFE},
     "state": {DECODE_LIFE, PREFILL_LIFE, "common/kv/pool.py"},
 }
-"""By attribute: the files that may write it on an object other than their own `self`."""
+"""For each attribute, the files that may write it on an object other than their own `self`."""
 
 
 def sources() -> dict[str, str]:
@@ -35,7 +35,7 @@ def sources() -> dict[str, str]:
 
 
 def targets_of(node: ast.AST) -> list[ast.expr]:
-    """What the statement assigns to, the members of a tuple each."""
+    """The targets of an assignment. The members of a tuple count separately."""
     assigned = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     left = [target for target in assigned if isinstance(target, ast.expr)]
     found = []

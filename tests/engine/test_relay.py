@@ -52,7 +52,7 @@ def check_row_zero_is_padding() -> None:
     assert relay.future_map.new_seq_lens_buf[1:].tolist() == [0, 0, 5, 0], "padding reached a request's row"
 
 
-# ---- I3, the part that needs no draft: the fence ----------------------------------------------------------------
+# ---- I3 without drafts: the fence -------------------------------------------------------------------------------
 
 
 def check_lengths_are_read_behind_publish_ready() -> None:
@@ -76,7 +76,7 @@ def check_the_wait_for_publish_ready_is_bounded() -> None:
     raise AssertionError("lengths were taken although the fence was not reached")
 
 
-# ---- I4: nobody but the next forward reads what is stashed ------------------------------------------------------
+# ---- I4: only the next forward reads stashed values -------------------------------------------------------------
 
 
 CALLS = {
@@ -156,7 +156,7 @@ def check_a_step_that_was_not_stashed_is_noticed() -> None:
 
 
 def check_an_unusable_token_fails_its_row_alone() -> None:
-    """In production, the flag for an unusable token returns with the results."""
+    """Without debug checks, a flag that comes with the step's results reports the unusable token."""
     scripted = ScriptedEngine(debug_checks=False)
     bad, good = scripted.submit("bad", [1, 2], 6), scripted.submit("good", [3], 6)
     scripted.start("bad", "good")
@@ -166,7 +166,7 @@ def check_an_unusable_token_fails_its_row_alone() -> None:
     assert good.token_ids == good.expected
 
 
-# ---- I7: bootstrap beside a forward in flight -------------------------------------------------------------------
+# ---- I7: bootstrap while a forward is in flight -----------------------------------------------------------------
 
 
 def check_bootstrap_does_not_move_the_fence() -> None:

@@ -147,7 +147,7 @@ def test_a_deadline_that_passes_at_prefill_ends_a_retracted_request() -> None:
     assert isinstance(younger.error, DeadlineExceeded)
 
 
-# ---- the way back ---------------------------------------------------------------------------------------------------
+# ---- the return of a retracted request ------------------------------------------------------------------------------
 
 
 def lose_its_handoffs(scripted: ScriptedEngine, clock: Clock, times: int) -> None:

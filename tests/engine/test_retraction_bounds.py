@@ -177,7 +177,7 @@ def lived(life: Life) -> int:
     return watcher.scripted.engine.load().num_retractions
 
 
-# ---- any life ---------------------------------------------------------------------------------------------------
+# ---- random lives -----------------------------------------------------------------------------------------------
 
 arrivals = st.builds(
     Arrival,
@@ -209,7 +209,7 @@ def test_in_any_life_nobody_starves() -> None:
     assert num_retractions > 8, "the pools were too large for this test"
 
 
-# ---- the same lives, the engine sound and broken -------------------------------------------------------------------
+# ---- the same lives with a sound and a broken engine ---------------------------------------------------------------
 
 SCARCE = Life(
     arrivals=(

@@ -45,7 +45,7 @@ def test_figures_that_contradict_each_other_are_refused(figures: dict[str, int])
         SpecInfo(**figures)
 
 
-# ---- from the settings -------------------------------------------------------------------------------------------
+# ---- settings ----------------------------------------------------------------------------------------------------
 
 
 def speculation(*, num_layers: int = 1, **values: Any) -> SpecInfo:

@@ -33,7 +33,7 @@ from tests.engine.speculating import (
 )
 from tests.engine.tags import VOCAB_SIZE
 
-# ---- I12: whatever happens ----------------------------------------------------------------------------------------
+# ---- I12: the same tokens in every case ---------------------------------------------------------------------------
 
 
 def check_speculated_tokens_are_the_oracles() -> None:
@@ -62,7 +62,7 @@ def check_speculated_tokens_are_the_oracles() -> None:
     assert num_retractions > 0, "nothing was retracted: the pool is too large for this test"
 
 
-# ---- I3, I4: the fence, and what needs none -----------------------------------------------------------------------
+# ---- I3, I4: the fence, and steps without one ---------------------------------------------------------------------
 
 
 def pending_when_blocking(scripted: ScriptedEngine) -> list[list[str]]:
@@ -198,7 +198,7 @@ def check_a_verified_step_that_was_not_stashed_is_noticed() -> None:
     assert outcome.token_ids == outcome.expected[: len(outcome.token_ids)] != []
 
 
-# ---- I7: bootstrap beside a speculative forward in flight ---------------------------------------------------------
+# ---- I7: bootstrap while a speculative forward is in flight -------------------------------------------------------
 
 
 def check_bootstrap_beside_draft_extend_leaves_the_fence() -> None:

@@ -1,18 +1,18 @@
-"""What is to go wrong in a test build of a service, where, and how often: a JSON file.
+"""The faults to inject into a service: what goes wrong, where and how often. A plan is a JSON file.
 
 {"seed": 7, "faults": [{"point": "handoff.frame", "action": "drop", "rate": 0.01}]}
 
-| point | visited | actions |
+| point | visited by | actions |
 |---|---|---|
-| `handoff.frame` | by each frame that the prefill service sends | FRAME_ACTIONS, kill |
-| `handoff.command` | by each command that the prefill service receives | FRAME_ACTIONS but reorder, kill |
-| `handoff.received` | by each frame that the decode service reads | truncate, corrupt, kill |
-| `pool.reserve` | whenever a row is asked for | fail (there is none), kill |
-| `memory.host` | by each buffer in host memory | fail (out of memory), kill |
-| `shared_memory.lent` | by each segment that prefill lends | stall, reuse (of slots), unlink (the socket), kill |
-| `shared_memory.read` | by each such segment once it is copied, before it is checked | stall, kill |
-| `stream.<name>` | by each piece on that stream of STREAM_PIECES, before it runs | stall, raise, kill |
-| `stream.<name>.<piece>` | by each such piece | stall, raise, kill |
+| `handoff.frame` | each frame that the prefill service sends | FRAME_ACTIONS, kill |
+| `handoff.command` | each command that the prefill service receives | FRAME_ACTIONS except reorder, kill |
+| `handoff.received` | each frame that the decode service reads | truncate, corrupt, kill |
+| `pool.reserve` | each request for a row | fail (no row is free), kill |
+| `memory.host` | each allocation of host memory | fail (out of memory), kill |
+| `shared_memory.lent` | each segment that prefill lends | stall, reuse (its slots), unlink (the socket), kill |
+| `shared_memory.read` | each such segment after it is copied and before it is checked | stall, kill |
+| `stream.<name>` | each piece (unit of work) on that stream of STREAM_PIECES, before it runs | stall, raise, kill |
+| `stream.<name>.<piece>` | each piece of that name, before it runs | stall, raise, kill |
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan decides which faults happen. They are the same in every run, and nothing else goes wrong."""
+"""A plan decides which faults happen, the same ones in every run. Without a planned fault, nothing goes wrong."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def wire_messages(descriptor: Descriptor, *, depth: int = 0) -> st.SearchStrateg
 
 @st.composite
 def damaged(draw: st.DrawFn, seeds: tuple[bytes, ...]) -> bytes:
-    """One of `seeds` with some bytes changed, cut out, repeated or appended."""
+    """Draws one of `seeds` and changes, cuts out, repeats or appends some bytes."""
     data = bytearray(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(1, 4))):
         position = draw(st.integers(0, len(data)))
@@ -120,7 +120,7 @@ def damaged(draw: st.DrawFn, seeds: tuple[bytes, ...]) -> bytes:
 
 
 def hostile_messages(descriptor: Descriptor, seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
-    """A seed whose fields are overridden, fields alone, a damaged seed, or anything at all."""
+    """Draws a seed with overridden fields, fields alone, a damaged seed, or arbitrary bytes."""
     fields = wire_messages(descriptor)
     overridden = st.tuples(st.sampled_from(seeds), fields).map(b"".join)
     return st.one_of(overridden, overridden, fields, damaged(seeds), st.binary(max_size=64), st.sampled_from(seeds))

@@ -1,4 +1,4 @@
-"""/v1/completions, called with the `openai` package, in front of a real pair."""
+"""/v1/completions, called with the `openai` package, in front of a real prefill and decode service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two formats, in front of a real pair."""
+"""Log-probabilities in OpenAI's two formats, in front of a real prefill and decode service."""
 
 from __future__ import annotations
 

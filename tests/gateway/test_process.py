@@ -229,7 +229,7 @@ def test_an_upload_on_a_reused_connection_goes_on_while_silent_ones_make_room(
         upload.putheader("content-length", str(len(body)))
         upload.endheaders()
         silent = list(open_connections(gateway, stack, num=60))
-        assert gateway.ask("GET", "/health/live").status == 200  # its answer shows that everything before it was read
+        assert gateway.ask("GET", "/health/live").status == 200  # earlier requests were read
         for _ in open_connections(gateway, stack):
             upload.send(body[num_sent : num_sent + 2048])
             num_sent += 2048

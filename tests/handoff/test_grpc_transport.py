@@ -91,7 +91,7 @@ def rig() -> Iterator[Rig]:
     rig.close()
 
 
-# ---- a replica whose words are a weapon ------------------------------------------------------------------------------
+# ---- a replica that sends hostile text -------------------------------------------------------------------------------
 
 
 HOSTILE = '\x1b[2J\x1b]0;pwned\x07\n{"event": "a line of its own"}\r\u202egnp.exe\x00' + "x" * 1_900_000

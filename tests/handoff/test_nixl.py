@@ -140,7 +140,7 @@ def test_a_look_is_answered_while_the_way_is_opened_which_ends_with_its_instance
         assert steps[-1] == "ended" and steps.count("ended") == 2
 
 
-# ---- where it is not there -----------------------------------------------------------------------------------------
+# ---- without NIXL --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reason", ["not there now", "no way to it"])

@@ -115,7 +115,7 @@ async def edge() -> AsyncIterator[Edge]:
         yield edge
 
 
-# ---- what is refused before the engine hears of it ----------------------------------------------------------------
+# ---- refusals by the edge alone -----------------------------------------------------------------------------------
 
 
 async def test_another_fingerprint_is_a_failed_precondition_naming_the_field(edge: Edge) -> None:

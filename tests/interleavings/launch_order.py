@@ -30,7 +30,8 @@ class LaunchOrder(Observer):
         self._host = 0  # the host's last poll of an event: everything it knows to be done
         self._passed: dict[str, set[int]] = {}  # per stream: the work waited for since its own last work
         self._last: dict[str, int] = {}
-        self._after_event: dict[int, tuple[ScriptedEvent, set[int]]] = {}  # by id, which stays in use
+        # By the id of the event, which is kept so that no other object gets its id.
+        self._after_event: dict[int, tuple[ScriptedEvent, set[int]]] = {}
         self._running = SCHEDULE
         self._is_schedule_open = False
         self._memory = Memory(self._footprint, lambda: self._running, lets_go=True)
@@ -52,7 +53,7 @@ class LaunchOrder(Observer):
         """Raises AssertionError if two accesses race."""
         check_no_races(self.trace, counts=lambda unit: True)
 
-    # ---- what the streams are asked -----------------------------------------------------------------------------
+    # ---- calls to the streams -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def launching(self, stream: ScriptedStream, name: str) -> Iterator[None]:
@@ -94,7 +95,7 @@ class LaunchOrder(Observer):
         self.trace.append(transition)
         return len(self.trace) - 1
 
-    # ---- what they touch ----------------------------------------------------------------------------------------
+    # ---- memory accesses ----------------------------------------------------------------------------------------
 
     def _footprint(self) -> Footprint:
         """The footprint of the code that runs now: a piece, or work that the host gives the schedule stream."""

@@ -286,7 +286,7 @@ def _attributes(holder: object) -> dict[str, object]:
     return {**vars(holder), **(holder.seeds if isinstance(holder, FutureMap) else {})}
 
 
-# ---- bodies -----------------------------------------------------------------------------------------------------
+# ---- bodies of scenarios ----------------------------------------------------------------------------------------
 
 
 def one_request(engine: ExploredEngine) -> None:

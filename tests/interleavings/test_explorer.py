@@ -247,7 +247,7 @@ def every_order(body: Body, *, lags: bool) -> list[tuple[int, ...]]:
         choices[-1] += 1
 
 
-@pytest.mark.parametrize("seed", [*range(7), *range(8, 12), 15, 23, 35])  # seed 7 has tens of thousands of orders
+@pytest.mark.parametrize("seed", [*range(7), *range(8, 12), 15, 23, 35])  # 7 would have tens of thousands of orders
 def test_nothing_that_any_order_comes_to_is_missed(seed: int) -> None:
     body, lags = random_body(random.Random(seed)), seed % 2 == 1
     outcomes: list[tuple[int, ...]] = []

@@ -41,7 +41,7 @@ NOTHING = MemoryBeside(row_bytes=1, peak_bytes=lambda num_rows: num_rows)
 
 
 def beside(kind: type[DecodeSettings | PrefillSettings], *, spec_info: SpecInfo | None = None, **options: Any) -> Any:
-    """The memory that a service with this model needs beside its pool, on a GPU that records graphs."""
+    """The memory that a service with this model needs in addition to its pool, on a GPU that records graphs."""
     model = SimpleNamespace(vocab_size=VOCAB, hidden_size=4096, dtype=torch.bfloat16, torch_device=GPU)
     draft = None if spec_info is None else SimpleNamespace(capture=SimpleNamespace(num_states=3))
     runtime: Any = SimpleNamespace(

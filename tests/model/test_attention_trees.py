@@ -29,7 +29,9 @@ SHAPES = {
     "one token of each row behind earlier ones": (1, 4, (3, 12)),
     "more queries than the kernel takes": (33, 33, (0, 11)),
 }
-"""(new tokens of each row, number of its last tokens that the mask covers, earlier tokens of each row)."""
+"""Cases by name: (new tokens of each row, number of its last tokens that the mask covers, earlier tokens of each
+row).
+"""
 
 
 def backend_of(name: str, dtype: torch.dtype) -> AttentionBackend:

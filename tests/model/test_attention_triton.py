@@ -29,7 +29,7 @@ ROWS = {
     "prompts of any length behind any prefix": ((0, 40), (7, 1), (200, 33), (1, 2)),
 }
 HEADS = [((4, 4), 64), ((4, 1), 96), ((14, 2), 128), ((2, 1), 256), ((3, 1), 20)]
-"""((query heads, KV heads), head_dim)."""
+"""Each entry is ((query heads, KV heads), head_dim)."""
 CASES = [*((lens, (6, 2), 80) for lens in ROWS), *(("decode, rows of several parts", *shape) for shape in HEADS)]
 
 

@@ -66,7 +66,7 @@ class Toy:
 
 
 SHAPES = {"decode": (1, None), "verify": (4, None), "a tree": (4, 4), "a level of a tree": (2, 6)}
-"""(tokens of each row, number of its last tokens that the mask covers, or None without a mask)."""
+"""Cases by name: (tokens of each row, number of its last tokens that the mask covers, or None without a mask)."""
 BATCHES = [{1: 8, 2: 9, 3: 12, 4: 7, 5: 8}, {6: 11}, {2: 10, 5: 9, 1: 12}, {3: 9, 4: 9}, {1: 12}]
 
 

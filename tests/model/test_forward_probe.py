@@ -163,7 +163,7 @@ def test_a_model_that_keeps_other_logits_than_those_asked_for_is_seen(kept: int)
         served(model)
 
 
-# ---- far into a context ----------------------------------------------------------------------------------------------
+# ---- positions far into a context ------------------------------------------------------------------------------------
 
 FAR: dict[str, Any] = {"max_position_embeddings": 4096, "initializer_range": 0.1}
 

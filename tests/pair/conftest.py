@@ -57,8 +57,8 @@ def copying_part(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def leaning(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """A head that knows what follows the last token, with 60 of the target's ids. Drafts are accepted and rejected, and
-    all KV matters.
+    """A head that knows which token usually follows the last one, and has 60 of the target's ids. Its drafts are
+    partly accepted and partly rejected, and the target's tokens depend on the KV of all positions.
     """
     return copying_head(
         tmp_path_factory.mktemp("leaning-head"), leaning_model_dir, family="eagle3", draft_vocab_size=60

@@ -24,7 +24,7 @@ from decode_service.speculate.draft_tree import Accepted, DraftTree
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
-# ---- what the target draws --------------------------------------------------------------------------------------
+# ---- the target's draws -----------------------------------------------------------------------------------------
 
 
 def _target_draws(patch: pytest.MonkeyPatch, mutant: Callable[..., Sampled]) -> None:
@@ -106,7 +106,7 @@ def rejected_tokens_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SamplingState, "count_runs", mutant)
 
 
-# ---- what is accepted -------------------------------------------------------------------------------------------
+# ---- acceptance -------------------------------------------------------------------------------------------------
 
 
 def draft_committed_unverified(patch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def all_tokens_drawn_with_one_noise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sampling, "gumbel_noise", lambda keys, token_ids: noise(keys, torch.zeros_like(token_ids)))
 
 
-# ---- what is drafted --------------------------------------------------------------------------------------------
+# ---- drafts -----------------------------------------------------------------------------------------------------
 
 
 def _drafts_draw(patch: pytest.MonkeyPatch, mutant: Callable[..., Tensor]) -> None:

@@ -162,7 +162,7 @@ def test_an_unknown_or_ended_request_cannot_be_aborted(make_pair: MakePair, tiny
     assert len(outcome.token_ids) == SAMPLING.max_tokens
 
 
-# ---- the others -----------------------------------------------------------------------------------------------------
+# ---- other requests -------------------------------------------------------------------------------------------------
 
 PHASES: dict[str, Callable[[InProcessPair], bool]] = {
     "prefilling": lambda pair: pair.prefill.load().num_running > 0,

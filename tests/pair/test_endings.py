@@ -195,7 +195,7 @@ def test_each_request_of_a_batch_gets_as_many_logprobs_as_it_asked_for(pair: InP
         assert all(len(entry.top_ids) == len(entry.top_values) == asked[name] for entry in outcomes[name].logprobs)
 
 
-# ---- what shapes the logits -----------------------------------------------------------------------------------------
+# ---- logits processors ----------------------------------------------------------------------------------------------
 
 
 class PresenceAndFrequency(LogitsProcessor):

@@ -319,7 +319,9 @@ def test_a_mismatch_of_every_replica_fails_a_request_at_once_and_of_one_does_not
 def test_a_mismatch_behind_a_name_is_waited_out_for_another_replica_may_come(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
-    """This happens when the prefill services of a deployment are replaced before its decode services, or after them."""
+    """Such a mismatch occurs when a deployment's prefill services are replaced before its decode services, or after
+    them.
+    """
     clock = Clock()
     pair = make_pair(tiny_target("llama"), PairOptions(), clock=clock)
     (replica,) = pair.replicas

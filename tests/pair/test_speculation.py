@@ -108,7 +108,7 @@ def test_greedy_tokens_equal_generate(
 
 
 def check_tokens_of_a_leaning_target(leaning: Drafted, shape: str) -> None:
-    """Drafts are accepted and rejected, and all KV matters."""
+    """The drafts are partly accepted and partly rejected, and the target's tokens depend on the KV of all positions."""
     with pairs_that_keep_all() as make_pair:
         pair = make_pair(leaning.target, PairOptions(chunk_tokens=64, **SHAPES[shape]), draft=leaning.head)
         vocab_size = SMALL_VOCAB_SIZE

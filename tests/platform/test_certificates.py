@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "deploy/two-hosts/make_certificates.sh"
 ROLES = ("prefill", "decode")
 CONTAINERS_USER = 10001
 AS_ORDINARY_USER = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
-"""A command prefix that drops root's capabilities. Root then has only the rights of a file's owner."""
+"""A command prefix for root that drops its capabilities. Root may then only write what its owner may write."""
 TIMEOUT_S = 60
 
 

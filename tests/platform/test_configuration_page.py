@@ -24,7 +24,7 @@ def settings_classes() -> list[type[BaseSettings]]:
 
 
 def test_its_tables_are_those_of_the_code() -> None:
-    """`python -m scripts.settings_tables` writes them."""
+    """`python -m scripts.settings_tables` writes the tables."""
     assert with_tables(PAGE.read_text()) == PAGE.read_text()
 
 

@@ -80,7 +80,7 @@ def metrics_in_table() -> set[str]:
 
 @pytest.mark.parametrize("module", modules_with_metrics(), ids=module_name)
 def test_metrics_are_made_by_classes_that_take_their_registry(module: Path) -> None:
-    """The test of the page needs this, to list the exported metrics."""
+    """The test of the page builds these classes to list the metrics that they export."""
     assert exporters(module)
 
 

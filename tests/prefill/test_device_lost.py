@@ -1,4 +1,4 @@
-"""A device that fails under a prefill forward ends the engine: its calls end, and their rows are computed elsewhere."""
+"""A device failure during a prefill forward ends the engine. Its calls end, and their rows are computed elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of SmolLM2's tokens."""
+"""The bytes of each SmolLM2 token decode to the token's text."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def num_streams() -> int:
     return sum("_schedule_rpc_coro" in repr(task) for task in asyncio.all_tasks())
 
 
-# ---- who does not send ----------------------------------------------------------------------------------------------
+# ---- clients that do not send ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [GENERATE, GET_LOAD, CHECK, WATCH])
@@ -215,7 +215,7 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_served(con
         assert not other.is_closed.is_set()
 
 
-# ---- who does not read ----------------------------------------------------------------------------------------------
+# ---- clients that do not read ---------------------------------------------------------------------------------------
 
 
 async def test_a_generation_that_nobody_reads_ends_and_holds_nothing(edge: Edge, connect: Connect) -> None:
@@ -355,7 +355,7 @@ async def test_handoffs_beyond_the_limit_of_streams_are_refused_and_the_small_ca
         await hands_over(prefill, channel)
 
 
-# ---- who sends too much ---------------------------------------------------------------------------------------------
+# ---- clients that send too much -------------------------------------------------------------------------------------
 
 
 async def test_a_request_beyond_the_size_limit_fails_alone(edge: Edge) -> None:

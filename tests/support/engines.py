@@ -19,21 +19,22 @@ SMALL: dict[str, Any] = {"max_rows": 4, "max_kv_tokens": 64, "max_context_tokens
 
 
 def cpu_device() -> Device:
-    """A device whose streams are threads. The engine that is given it closes it."""
+    """A device whose streams are threads. The engine that gets it also closes it."""
     return open_device("cpu", num_threads=1)
 
 
 def new_decode_engine(model: object, device: Device | None = None, **options: Any) -> DecodeEngine:
-    """A decode engine of `SMALL` sizes, except for what `options` say; on a CPU device of its own where none is given.
+    """A decode engine with the sizes in `SMALL`, which `options` override. Without a device it gets a CPU device of its
+    own.
 
-    `model` is a TargetModel, or stands in for one.
+    `model` is a TargetModel or a stand-in for one.
     """
     return DecodeEngine(model=cast(TargetModel, model), device=device or cpu_device(), **{**SMALL, **options})
 
 
 def new_prefill_engine(model: object, device: Device | None = None, **options: Any) -> PrefillEngine:
-    """A prefill engine of `SMALL` sizes, except for what `options` say; on a CPU device of its own where none is
-    given.
+    """A prefill engine with the sizes in `SMALL`, which `options` override. Without a device it gets a CPU device of
+    its own.
     """
     return PrefillEngine(model=cast(TargetModel, model), device=device or cpu_device(), **{**SMALL, **options})
 
@@ -57,7 +58,7 @@ class PrefillHalf:
         *,
         shares_memory: bool = False,
     ) -> None:
-        """Step with a new call of one row for each prompt."""
+        """Open a call with one row for each prompt, and step once."""
         self.step(OpenCall(call_id, handoff_rows(prompts, sampling), shares_memory=shares_memory))
 
     def step(self, *commands: Command) -> None:

@@ -1,4 +1,4 @@
-"""Greedy output against transformers' `generate`: one check for every device."""
+"""Compares a pair's greedy output with transformers' `generate`, in one check for every device."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ async def serving_here(
         async with asyncio.timeout(BOUND_S):
             await asyncio.gather(serving, return_exceptions=True)
         await asyncio.to_thread(runtime.close)
-        for life in lives:  # a process whose engine is lost ends without
+        for life in lives:  # a real process would end with its lost engine
             assert await asyncio.to_thread(life.thread.stop, BOUND_S)
 
 

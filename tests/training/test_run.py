@@ -290,7 +290,9 @@ def test_a_signal_ends_a_run_with_checkpoint_and_head(
 def test_while_the_target_runs_a_signal_ends_the_command(
     tmp_path: Path, sampled_data: Path, last_token_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Computing the target's features may take long, and leaves nothing worth keeping."""
+    """The command ends at once: computing the target's features may take long, and nothing of it is worth keeping
+    yet.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(run, "compute_features", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     result = cli(tmp_path, sampled_data, last_token_model_dir)

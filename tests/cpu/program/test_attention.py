@@ -32,8 +32,8 @@ _SIZES = [
     (20, 3, 1),
     (12, 2, 2),
 ]
-"""(head_dim, heads, KV heads). They cover whole vector registers and remainders, and one or several queries per KV
-head.
+"""Each entry is (head_dim, heads, KV heads). They cover whole vector registers and remainders, and one or several
+queries per KV head.
 """
 
 
