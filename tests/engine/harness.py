@@ -1,4 +1,6 @@
-"""The decode engine on a scripted device, with a stand-in model, draft head and prefill whose KV consists of tags."""
+"""Runs the decode engine on a scripted device. Its model, draft head and prefill are stand-ins whose KV consists of
+tags.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The relay (FutureMap) on a scripted device without an engine, driven by steps that relay lengths as speculation
-does.
+"""Drives the relay without an engine, on a scripted device.
+
+The relay is the FutureMap: the device tensors through which a decode step passes tokens and lengths to the next. The
+steps here relay lengths as speculation does.
 """
 
 from __future__ import annotations

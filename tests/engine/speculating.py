@@ -1,6 +1,4 @@
-"""Shared by the checks of a speculating engine: draft depths that follow a script or chance, and the expected
-outcome.
-"""
+"""Helpers for the checks of a speculating engine: draft depths from a script or at random, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -49,8 +47,9 @@ def assert_drafted_as_expected(outcome: Outcome) -> None:
 
 
 class RandomDepth(FixedDepth):
-    """Chooses random draft depths in spells: some of depth 0, mostly without a seed, and some of any depth. A step
-    drafts only if the step before left a seed.
+    """Chooses draft depths at random. A step drafts only if the step before left a seed.
+
+    Phases of steps with any depth alternate with phases of steps without drafts, most of which leave no seed.
     """
 
     def __init__(self, deepest: SpecInfo, numbers: random.Random) -> None:

@@ -1,5 +1,5 @@
-"""Invariant I12 when a head lags: before its next draft it reads every token that earlier steps left unread, at the
-right position.
+"""Invariant I12 when a draft head lags: before its next draft it reads every token that earlier steps left unread, at
+the right position.
 
 The tag head guesses nothing right when one of the tokens it should have read is missing, so the accepted drafts reveal
 it.

@@ -1,4 +1,4 @@
-"""Invariants I9, I10 and I15: rows, slots and tensors that a stream may still touch are not given away."""
+"""Invariants I9, I10 and I15: rows, slots and tensors that a stream may still touch are not reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Invariants I2, I3, I4, I6, I7 and I8: the relay between two iterations."""
+"""Invariants I2, I3, I4, I6, I7 and I8: the relay, the device tensors through which a decode step passes tokens and
+lengths to the next step.
+"""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def check_bootstrap_beside_draft_extend_leaves_the_fence() -> None:
 
 
 def check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with() -> None:
-    """One row joins a batch whose draft-extend is still to run. Another is merged when no slots are left to launch
+    """One new row joins a batch whose draft-extend is still to run. Another joins when no slots are left to launch
     it.
     """
     scripted = ScriptedEngine(spec_info=CHAIN)
@@ -247,7 +247,9 @@ def check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with() -> None:
 
 
 def check_a_row_bootstrapped_and_not_launched_keeps_its_length() -> None:
-    """The row is merged while its first step's slots still belong to an aborted row, whose forward is in flight."""
+    """The row joins the batch while the slots of its first step still belong to an aborted row, whose forward is in
+    flight.
+    """
     scripted = ScriptedEngine(spec_info=CHAIN, max_rows=2, max_kv_tokens=46)
     scripted.submit("gone", [1, 2], 40)
     scripted.start("gone")

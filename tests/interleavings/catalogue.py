@@ -1,4 +1,6 @@
-"""The scenarios that are explored, and which scenario shows which mutant."""
+"""The scenarios that are explored, and the scenario that shows each mutant. A mutant is the engine with one rule
+removed.
+"""
 
 from __future__ import annotations
 

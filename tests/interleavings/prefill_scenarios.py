@@ -130,7 +130,9 @@ class ExploredPrefill:
 
 @dataclass(frozen=True, slots=True)
 class PrefillScenario:
-    """A prefill scenario. `budget_tokens` limits the tokens whose KV may be unsent at any time."""
+    """A scenario of a prefill engine of the given size. `budget_tokens` limits the tokens whose KV may be unsent at
+    any time.
+    """
 
     body: Body
     max_rows: int

@@ -241,7 +241,9 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class RelayAlone:
-    """A scenario of the relay without an engine: a row is bootstrapped while another step verifies and extends."""
+    """A scenario of the relay (FutureMap) without an engine: a new row is written into it while a step of other rows
+    verifies and drafts.
+    """
 
     name: str = "bootstrap_beside_draft_extend"
 
@@ -294,8 +296,8 @@ def one_request(engine: ExploredEngine) -> None:
 
 
 def two_requests(engine: ExploredEngine) -> None:
-    """Each request is handed over, bootstrapped and finished while the other's forwards run, or after them if rows are
-    short.
+    """The KV of each request arrives, and its row joins the batch and finishes while the other's forwards run, or
+    after them if rows are short.
     """
     engine.submit("a", [1, 2], 3)
     engine.submit("b", [5, 6, 7], 3)

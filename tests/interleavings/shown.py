@@ -1,4 +1,6 @@
-"""All mutants, and the checks of tests/engine that show them, each in an order that the check itself scripts."""
+"""All mutants (engines with one rule removed), and the check of tests/engine that fails with each. The check scripts
+the order of the streams itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Mutants of speculation. Each changes the tokens, the accepted drafts, or the seeds for the next step's drafts."""
+"""Mutants of speculation (one rule removed each). They change tokens, accepted drafts, or the seeds of the next
+drafts.
+"""
 
 from __future__ import annotations
 

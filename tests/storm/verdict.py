@@ -58,8 +58,8 @@ def faults_of(services: Iterable[ServiceProcess]) -> Faults:
 
 
 def visits_of(services: Iterable[ServiceProcess]) -> Counter[str]:
-    """Counts the visits of each point in the service that visited it most often. With the same seed, all services
-    are hit at the same visits.
+    """Counts the visits of each point (a named place where faults are injected) in the service that visited it most
+    often. With the same seed, all services are hit at the same visits.
     """
     visits: Counter[str] = Counter()
     for service in services:
@@ -71,8 +71,8 @@ def visits_of(services: Iterable[ServiceProcess]) -> Counter[str]:
 
 
 def dead_points(plan: FaultPlan, faults: Faults, visits: Counter[str], *, is_long: bool = False) -> list[str]:
-    """Describes planned faults that did not happen: points that nothing visited, and faults that so many visits cannot
-    have missed.
+    """Describes planned faults that did not happen: points (named places where faults are injected) that nothing
+    visited, and faults that so many visits cannot have missed.
 
     With `is_long`, every planned fault must have happened.
     """

@@ -1,4 +1,6 @@
-"""Mutants that break invariant I7: bootstrap, and the order between the streams and the schedule side."""
+"""Mutants that break invariant I7: bootstrap, which writes a new row's first token and length into the relay, and
+the order between the streams and the schedule side.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def bootstrap_rearms_publish_ready(patch: pytest.MonkeyPatch) -> None:
 
 
 def bootstrap_on_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """Run bootstrap on a stream for which no forward waits."""
+    """Run bootstrap (the write of a new row into the relay) on a stream for which no forward waits."""
     bootstrap, given = FutureMap.bootstrap, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:

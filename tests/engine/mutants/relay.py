@@ -1,4 +1,7 @@
-"""Mutants that break invariants I2, I3, I6 and I8: the relay's rows, fence, inputs and empty batches."""
+"""Mutants that break invariants I2, I3, I6 and I8.
+
+They change the relay: the device tensors through which a decode step passes tokens and lengths to the next step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ from tests.engine.mutants.kinds import arguments_given
 
 
 def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
-    """Relay tokens through a ring buffer instead of by row. It has fewer entries than requests can run at once."""
+    """Keep the relayed tokens in a ring buffer instead of one entry per row. It has fewer entries than requests can
+    run at once.
+    """
     init, stash, bootstrap = FutureMap.__init__, FutureMap.stash, FutureMap.bootstrap
     resolve, forward = FutureMap.resolve_forward_inputs, PlainWorker.forward
     rings: dict[int, tuple[dict[int, int], Iterator[int]]] = {}

@@ -1,4 +1,6 @@
-"""Mutants of retraction: which request gives way, which returns first, and with which tokens."""
+"""Mutants of retraction, in which a request gives its KV slots to an older one and returns later. They change which
+request gives way, which returns first, and with which tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ def oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def handoffs_under_way_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """Never retract a request whose handoff is under way. A running request gives way instead, whatever is reserved for
-    the handoff.
+    """Never retract a request whose handoff (its prefill and the transfer of its KV) is under way. A running request
+    gives way instead, whatever is reserved for the handoff.
     """
 
     class OnlyRunning:

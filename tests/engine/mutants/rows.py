@@ -61,7 +61,7 @@ def row_merged_before_its_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def landing_into_a_released_row(patch: pytest.MonkeyPatch) -> None:
-    """Let the landing zone keep the row of a request that has ended."""
+    """Let the landing zone (which copies arriving KV into the pool) keep the row of a request that has ended."""
     patch.setattr(LandingZone, "forget", lambda self, req: None)
 
 
@@ -129,7 +129,9 @@ def grown_slot_leaks(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_released_twice(patch: pytest.MonkeyPatch) -> None:
-    """Release a request's slots twice: when it ends, and again when its quarantine ends."""
+    """Release a request's slots twice: when it ends, and again when its quarantine (the wait for forwards that may
+    still write to them) ends.
+    """
     release, take = KvPool.release, SlotAllocator.take
     allocators: list[SlotAllocator] = []
 

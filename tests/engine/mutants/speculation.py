@@ -21,7 +21,9 @@ from tests.engine.tags import GROUP
 
 
 def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """Stash seeds on another stream. They follow the step that made them, but no forward waits for them."""
+    """Write the draft head's seeds into the relay on another stream: after the step that made them, but no forward
+    waits for it.
+    """
     stash, given = FutureMap.stash, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
@@ -47,14 +49,14 @@ def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_earlier_steps_fence_stays_armed(patch: pytest.MonkeyPatch) -> None:
-    """Leave an earlier step's fence armed when a step without drafts is launched."""
+    """Keep the lengths that an earlier step published when a step without drafts is launched, so that the next step
+    takes those.
+    """
     patch.setattr(FutureMap, "publish_nothing", lambda self: None)
 
 
 def rows_at_their_limit_are_launched(patch: pytest.MonkeyPatch) -> None:
-    """Launch a row once more although its published length is at its limit, before the results that end its request are
-    taken.
-    """
+    """Launch a further step for a row although its published length shows that it has all its tokens."""
     patch.setattr(RunningRows, "have_room_after", lambda self, rows, seq_lens: np.ones(len(rows), dtype=np.bool_))
 
 

@@ -28,7 +28,7 @@ def results_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def failure_outlives_its_step(patch: pytest.MonkeyPatch) -> None:
-    """Enqueue all work without its step's scope, so that the failure of one step outlives it on the stream."""
+    """Enqueue all work without its scope, which limits a failure to one step. A failure then also hits later steps."""
     enqueue = ScriptedStream.enqueue
 
     def mutant(self: ScriptedStream, work: Work, scope: Scope | None = None) -> None:
