@@ -17,6 +17,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import DIRECTORY, SharedPool
 from common.nixl.child import TransferProcess
+from common.service.server import ServiceServer
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, KvSegment
 from decode_service.handoff.grpc_transport import GrpcTransport
@@ -138,6 +139,10 @@ class GrpcHome:
     @property
     def servicer(self) -> PrefillServicer:
         return self._edge.servicer
+
+    @property
+    def server(self) -> ServiceServer:
+        return self._edge.server
 
     async def _serve(self, prefill: ScriptedPrefill, fingerprint: Fingerprint) -> PrefillEdge:
         return await start_prefill_edge(

@@ -44,13 +44,13 @@ def test_a_replica_that_drains_and_is_missed_finishes_the_reads_that_were_begun(
         pair.prefill.finish(call.call_id)
         wait_until(lambda: is_reading(pair.reader))
         reader = pair.reader
-        peers.loop.run(pair._server.set_ready(False))
+        peers.loop.run(pair.server.set_ready(False))
         pair.decode.latest_replica(lambda replica: not replica.is_ready)
         assert pair.decode.num_ends("call") == 0
     assert pair.decode.ended("call").error is None
     arrived, _ = pair.decode.frames("call", 2)
     assert comparable(arrived) == comparable(segment(0, 3))
-    peers.loop.run(pair._server.set_ready(True))
+    peers.loop.run(pair.server.set_ready(True))
     pair.decode.latest_replica(lambda replica: replica.is_ready)
     assert pair.reader is reader
     assert pair.hand_over("next")
@@ -130,7 +130,7 @@ def test_a_look_is_answered_while_the_way_is_opened_which_ends_with_its_instance
         pair.reader._has_failed = True
         wait_until(lambda: steps == ["begun"])
         for is_ready in (False, True):
-            peers.loop.run(pair._server.set_ready(is_ready))
+            peers.loop.run(pair.server.set_ready(is_ready))
             pair.decode.latest_replica(lambda replica, want=is_ready: replica.is_ready == want)  # type: ignore[misc]
         assert not pair.start().shares_memory
         pair.servicer._instance_id = "another"
