@@ -1,4 +1,7 @@
-"""The interface of this package: the functions of `common.cpu_engine.CpuEngine`. Services import nothing else of it."""
+"""The interface of this package: the functions of `common.cpu_engine.CpuEngine`.
+
+`common.cpu_engine` imports only this module.
+"""
 
 from __future__ import annotations
 

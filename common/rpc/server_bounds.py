@@ -141,7 +141,11 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(respond, response_serializer=handler.response_serializer)
 
     async def _request(self, context: Context, kind: type[Message] | None) -> Message | bytes:
-        """Returns the request of a call, parsed as `kind`, or its bytes if `kind` is None. Else aborts the call."""
+        """Reads the one request of a call. Returns it parsed as `kind`, or as bytes if `kind` is None.
+
+        Aborts the call as an invalid request if none arrives in time, the stream ends first, it has too many fields, or
+        it cannot be parsed.
+        """
         try:
             async with asyncio.timeout(self._timeout_s):
                 data = await context.read()

@@ -86,7 +86,7 @@ class KvSender:
         self._of_call[call_id] = sender
 
     def num_pieces(self, prompt: Prompt) -> int:
-        """Returns how many pieces of the prompt are not sent yet, or are lent."""
+        """Returns how many pieces of the prompt still need the pool: those not copied out yet, and those lent."""
         return self._of_call[prompt.call_id].num_pieces(prompt)
 
     def forget(self, prompt: Prompt) -> None:

@@ -128,8 +128,8 @@ def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries
 
 
 def _sums_of(num_vectors: int) -> Any:
-    """Returns an intrinsic that sums the values of tokens for 1 to _QUERIES queries, over `num_vectors` vectors of a
-    head's numbers.
+    """Returns an intrinsic that adds up the tokens' values, each multiplied by a query's weight of that token, for 1 to
+    _QUERIES queries at once. It computes `num_vectors` * LANES numbers of the head.
     """
 
     @intrinsic
