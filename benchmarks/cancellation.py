@@ -24,6 +24,7 @@ FREE_BOUND_S = 30.0
 PROMPT_TOKENS = 1500
 CHUNK_TOKENS = 128
 NEW_TOKENS = 2000
+NUM_TRIES = 20
 
 
 class Phase(StrEnum):
@@ -51,7 +52,14 @@ class CancellationRig:
             case Phase.PREFILLING:
                 wait_until(self._is_prefilling, about=self.pair.prefill_load)
             case Phase.TRANSFERRING:
-                wait_until(self._is_only_transferring, about=self.pair.load)
+                for _ in range(NUM_TRIES):
+                    if self._comes_to_transfer():
+                        break
+                    stream.close()
+                    wait_until(self.pair.holds_nothing, about=self.pair.load)
+                    stream = self.generate()
+                else:
+                    raise AssertionError(f"the transfer was over {NUM_TRIES} times before anybody looked")
             case Phase.DECODING:
                 self._read_first_token(stream)
             case Phase.QUEUED:
@@ -71,8 +79,14 @@ class CancellationRig:
     def _is_prefilling(self) -> bool:
         return self.pair.prefill_load().num_computing > 0
 
-    def _is_only_transferring(self) -> bool:
-        return self.pair.load().rows.transferring > 0 and self.pair.prefill_load().num_computing == 0
+    def _comes_to_transfer(self) -> bool:
+        """Waits for the phase. Returns False if it was over before anybody looked: the request runs already."""
+
+        def is_only_transferring() -> bool:
+            return self.pair.load().rows.transferring > 0 and self.pair.prefill_load().num_computing == 0
+
+        wait_until(lambda: is_only_transferring() or self.pair.load().rows.running > 0, about=self.pair.load)
+        return self.pair.load().rows.running == 0
 
     def _read_first_token(self, stream: EventStream) -> None:
         assert any(isinstance(event, Delta) for event in stream), "no token came"
