@@ -96,6 +96,9 @@ def handoff_command() -> Iterator[Run]:
         except ProtocolError as error:
             assert_travels(InvalidRequest(error.field, error.message))
             return
+        except FingerprintMismatch as error:  # of a peer with another protocol version
+            assert_travels(error)
+            return
         if not isinstance(command, PrefillBatch):
             return
         difference = first_difference(command.fingerprint, PLAIN)
