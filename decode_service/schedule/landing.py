@@ -392,8 +392,12 @@ class LandingZone:
     def _take_prebuilt(self, call_id: str, columns: PrebuiltBatch) -> Sequence[AllComputed]:
         rows = [(entry, index, self._row(call_id, index)) for entry, index in enumerate(columns.rows.tolist())]
         wanted = [(entry, index, row) for entry, index, row in rows if row is not None]
+        checked = set[int]()
         for entry, index, row in wanted:
+            if row.columns is not None or index in checked:
+                raise FrameRejected(index, "a second PrebuiltBatch entry")
             self._check_entry(columns, entry, index, row)
+            checked.add(index)
         for entry, _, row in wanted:
             row.columns = columns
             row.entry = entry
@@ -401,8 +405,6 @@ class LandingZone:
         return [AllComputed(row.req) for _, _, row in wanted]
 
     def _check_entry(self, columns: PrebuiltBatch, entry: int, index: int, row: LandingRow) -> None:
-        if row.columns is not None or columns.rows.tolist().index(index) != entry:
-            raise FrameRejected(index, "a second PrebuiltBatch entry")
         if columns.seq_lens[entry] != len(row.req.token_ids):
             raise FrameRejected(index, f"seq_len {columns.seq_lens[entry]} is not {len(row.req.token_ids)}")
         if not 0 <= columns.first_token_ids[entry] < self._vocab_size:

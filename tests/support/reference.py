@@ -1,4 +1,4 @@
-"""What transformers computes for one prompt: the expected tokens and log-probabilities."""
+"""The expected tokens and log-probabilities of a prompt, as transformers computes them."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Kind(IntEnum):
 
 
 class Store(IntEnum):
-    """What a matrix product (LINEAR) does with its output. KEEP stores it. ADD adds it to the target. GATE stores
+    """Says where a matrix product (LINEAR) puts its output. KEEP stores it. ADD adds it to the target. GATE stores
     silu(first) * second of the two halves of each panel. LOGITS stores it as float32.
     """
 

@@ -1,0 +1,46 @@
+"""A replica that names a row twice in PrebuiltBatch entries breaks the protocol, in one frame or in two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from common.device.scripted import ScriptedDevice
+from common.wire.handoff import PrebuiltBatch
+from decode_service.schedule.landing import FrameRejected, LandingZone
+from decode_service.schedule.request import Request
+from tests.engine.relay_rig import make_pool
+from tests.engine.tags import GROUP, VOCAB_SIZE
+
+
+def entries_of(rows: Sequence[int]) -> PrebuiltBatch:
+    number = len(rows)
+    return PrebuiltBatch(
+        rows=np.array(rows),
+        seq_lens=np.full(number, 2),
+        first_token_ids=np.full(number, 1),
+        bytes_sent={GROUP.name: np.full(number, 2 * GROUP.token_bytes)},
+        queue_s=np.zeros(number),
+        compute_s=np.zeros(number),
+        first_token_logprobs=(None,) * number,
+        seed_columns={},
+    )
+
+
+@pytest.mark.parametrize("frames", [[[0, 1, 1]], [[0, 1], [1]]], ids=["one frame", "two frames"])
+def test_a_second_entry_of_a_row_is_rejected_naming_it(frames: list[list[int]]) -> None:
+    pool = make_pool()
+    device = ScriptedDevice()
+    zone = LandingZone(device=device, pool=pool, vocab_size=VOCAB_SIZE, nontemporal_copies=False)
+    reqs = [SimpleNamespace(request_id=str(i), lease=pool.reserve(2), token_ids=[1, 2]) for i in range(2)]
+    zone.open("call", "replica", [cast(Request, req) for req in reqs])
+    *earlier, last = frames
+    for rows in earlier:
+        assert len(zone.take_frame("call", entries_of(rows))) == len(rows)
+    with pytest.raises(FrameRejected, match="row 1: a second PrebuiltBatch entry"):
+        zone.take_frame("call", entries_of(last))
+    assert not zone.poll().ready
