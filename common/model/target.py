@@ -52,24 +52,24 @@ class Target(Protocol):
     def torch_device(self) -> torch.device: ...
 
     def forward(self, batch: ForwardInput) -> TargetOutput:
-        """Computes the batch's tokens, writes their KV to `batch.kv`, and returns logits and captured states."""
+        """Computes the batch's tokens, writes their KV to `batch.kv`, and returns logits and captured hidden states."""
 
     def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
-        """Does the first part of `forward`, and returns a call that does the rest.
+        """Does the first part of `forward`, and returns a function that does the rest.
 
-        The first part reads no tensor of a decode forward. So it may run before they are filled, and on another thread.
-        Make the returned calls in the order of preparation.
+        Unless `batch` has a tree mask, the first part reads none of its tensors. So `prepare` may be called before the
+        tensors are filled, and on another thread. Call each returned function once, in the order of preparation.
         """
 
 
 class TargetModel:
     """A decoder-only model whose KV is stored in a pool shaped by `layer_group`.
 
-    `attention` is the attention backend of its layers. `new_decoder` compiles the same model into a program and holds
-    the original weights as long as it is set; None if the model's class is not known. `files` are the files that the
-    model was loaded from. `eos_token_ids` are the ids that end the model's output. `forward` is called from one thread
-    at a time. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps states after the final norm to
-    logits.
+    `attention` is the attention backend of its layers. `new_decoder` compiles the model into a ForwardProgram; it is
+    None if no program is wanted, or none supports the model. It keeps the original weights in memory: set it to None
+    when it is no longer needed. `files` are the files that the model was loaded from. `eos_token_ids` are the ids that
+    end the model's output. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps hidden states after
+    the final norm to logits. Call `forward` from one thread at a time.
     """
 
     def __init__(
@@ -116,12 +116,13 @@ class TargetModel:
 
     @property
     def runs_program(self) -> bool:
-        """Whether a program is set; it then computes the forwards that it accepts."""
+        """Whether a ForwardProgram is set. If so, it computes the forwards that it accepts; operators do the rest."""
         return self._program is not None
 
     def run_program(self, program: ForwardProgram) -> None:
-        """Lets `program` compute the forwards that it accepts, from the next one on. Any thread may call this during
-        forwards.
+        """From the next forward on, lets `program` compute the forwards that it accepts.
+
+        Any thread may call this, also during a forward.
         """
         self._program = program
 
@@ -166,9 +167,10 @@ class TargetModel:
             _base(self._model).register_forward_hook(partial(_keep_output, _FINAL), with_kwargs=True)
 
     def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
-        """Computes the batch's tokens, writes their KV to `batch.kv`, and returns logits and captured states.
+        """Computes the batch's tokens, writes their KV to `batch.kv`, and returns logits and captured hidden states.
 
-        On CUDA everything is enqueued on the current stream, and nothing waits for it.
+        `on_layer_kv` has callbacks by layer. Each is called once the KV of its layer and of all earlier layers is
+        written. On CUDA everything is enqueued on the current stream, and nothing waits for it.
         """
         return self.prepare(batch, on_layer_kv=on_layer_kv)()
 
@@ -180,10 +182,9 @@ class TargetModel:
         return lambda: TargetOutput(*compute())
 
     def forward_to_compare(self, batch: ForwardInput) -> TargetOutput:
-        """Computes a forward with the model's own layers, even if a program is set. It does not count in
-        `num_layers_begun`.
+        """Computes a forward with PyTorch's operators, even if a ForwardProgram is set, as a reference for comparison.
 
-        Any thread may call it, also during other forwards.
+        The forward does not count in `num_layers_begun`. Any thread may call this, also during other forwards.
         """
         return self._forward_by_operators(batch, None, on_layer=lambda: None)
 
@@ -224,10 +225,10 @@ class TargetModel:
 
 
 class _ToldPlan(AttentionPlan):
-    """An attention plan that reports progress: `on_layer` before each layer, and the layer's own callback after its KV
-    is written.
+    """An attention plan that reports progress, so that a watchdog can tell a long forward from one that hangs.
 
-    A watchdog can thus tell a long forward from one that hangs.
+    It calls `on_layer` before each layer's attention, and after a layer's KV is written the callback that `on_layer_kv`
+    has for this layer, if any.
     """
 
     def __init__(self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: OnLayerKv) -> None:

@@ -155,10 +155,9 @@ def _probe_mask(
     device: Any = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """Builds the attention mask. Returns None if each token attends exactly all tokens up to its own, and the mask
-    otherwise.
+    """Returns None if each token attends to itself and to all earlier tokens, and the attention mask otherwise.
 
-    A layer that then receives a mask is refused.
+    transformers calls this to build the mask. The probe refuses a model that passes a mask to a layer.
     """
     queries = q_offset + torch.arange(q_length, device=device).unsqueeze(1)
     spread = torch.arange(0, kv_length, 1 + kv_length // _MAX_KEYS, device=device)
@@ -199,11 +198,12 @@ class _ToldPast(DynamicCache):
 def probe_attention(
     model: Any, *, name: str, torch_device: torch.device
 ) -> tuple[AttentionShape, Unsplit, list[Unsplit]]:
-    """Runs the model on a short prompt. Returns its attention's shape, the reference forward, and those at
-    `far_positions`.
+    """Observes how each layer of the model attends, and computes reference forwards with transformers alone.
 
-    `model` must use the attention PROBE_NAME, and uses another one afterwards. Raises UnsupportedModel, naming the
-    trait, unless each layer attends exactly once, fully, causally, and with one shape.
+    Returns the shape of the attention, the forward of a short prompt, and one forward at each of `far_positions`.
+    `model` must be set to the attention implementation PROBE_NAME; afterwards it is set to another one. Raises
+    UnsupportedModel, naming the trait, unless each layer calls attention exactly once, each token attends to all tokens
+    up to itself, and all layers have the same shape.
     """
 
     def refused(trait: str) -> UnsupportedModel:
@@ -256,9 +256,10 @@ def probe_attention(
 
 
 def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, start: int, name: str) -> Unsplit:
-    """Computes `tokens` after a past of `start` tokens.
+    """Computes `tokens` at positions `start` and up, and returns the result as a reference.
 
-    Raises UnsupportedModel if the same tokens with explicit positions, as Baton passes them, give another result.
+    The positions follow from a KV cache that claims `start` past tokens. Baton passes positions explicitly instead:
+    raises UnsupportedModel if that gives other queries, keys or values.
     """
     positions = torch.arange(start, start + tokens.numel(), device=tokens.device).unsqueeze(0)
     past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -312,7 +313,7 @@ def _checked_tables(model: nn.Module, says: str) -> Iterator[None]:
 
 
 def _check_rotated_share(model: Any, head_dim: int, name: str) -> None:
-    """Raises UnsupportedModel if the model rotates another share of each head than its config states."""
+    """Raises UnsupportedModel if rotary embedding rotates a different share of `head_dim` than the config states."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     shares = {key: rope.get(key, getattr(model.config, key, None)) for key in ROTATED_SHARES}
     rotated = {2 * buffer.numel() for buffer_name, buffer in model.named_buffers() if buffer_name.endswith("inv_freq")}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Exponential backoff: each wait is twice the one before, up to `max_doublings` times.
+    """Exponential backoff: the first wait is `first_s`, and each next one twice as long, up to `max_doublings` times.
 
-    Waits start over at `first_s` if an attempt succeeded and stayed good for longer than the wait before it.
+    If an attempt succeeded, and its success lasted longer than the wait before it, waits start over at `first_s`.
     """
 
     def __init__(self, *, first_s: float, max_doublings: int, clock_s: Callable[[], float] = time.monotonic) -> None:

@@ -28,7 +28,7 @@ class TransferProcess(AskedProcess):
     """
 
     def __init__(self, process: Process, timeout_s: float, **end: float) -> None:
-        """Wraps a process that is not ready yet. Call `started` instead."""
+        """Used by `started`, which callers should use instead. The arguments are those of AskedProcess."""
         super().__init__(process, timeout_s, **end)
         self.address = 0
         """The address of the memory in the child process."""

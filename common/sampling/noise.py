@@ -23,7 +23,7 @@ _MIX32_B = _signed(0x846CA68B, 32)
 
 
 def _shift_right(x: Tensor, bits: int, width: int) -> Tensor:
-    """Shifts right logically, while torch's own operator keeps the sign."""
+    """Shifts signed integers of `width` bits right and fills with zeros; torch's own operator copies the sign bit."""
     return (x >> bits) & ((1 << (width - bits)) - 1)
 
 
@@ -44,7 +44,7 @@ def _mix32(x: Tensor) -> Tensor:
 def row_keys(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
     """Returns each row's noise key, from its seed, choice index and absolute token position. All are [B] int64.
 
-    A seed's 64 bits are those of an unsigned number.
+    An unsigned 64-bit seed is passed as the int64 with the same bits.
     """
     keys = _mix64(seeds + _GOLDEN)
     keys = _mix64((keys ^ choice_indices) + _GOLDEN)

@@ -220,9 +220,9 @@ def propose_branches(
     """Returns the draft head's `topk` best guesses, best first: ids [B, topk] int64 and probabilities [B, topk]
     float32.
 
-    The arguments are those of `propose`. A probability is the draft head's own, given the noise, and serves only to
-    rank guesses. It is 0 if the head's logits are not numbers, or where a child could otherwise seem likelier than its
-    parent.
+    The arguments are those of `propose`. The probabilities are the softmax of the head's logits with temperature and
+    noise applied. They serve only to rank guesses. NaN is replaced by 0, so that in a draft tree no child ranks above
+    its parent.
     """
     coupled = coupled_logits(logits, token_ids, rows, positions, state, batch)
     best = coupled.topk(topk, dim=-1)
@@ -233,10 +233,10 @@ def propose_branches(
 def coupled_logits(
     logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, batch: SamplingBatch
 ) -> Tensor:
-    """Scales the draft head's logits by the temperature, and adds the noise with which the target's token will be
+    """Divides the draft head's logits by the temperature, and adds the noise with which the target's token will be
     drawn.
 
-    Both are applied in place, to rows that are not greedy. The arguments are those of `propose`; returns [B, Vd].
+    Changes and returns `logits` [B, Vd]. Rows of greedy requests are not changed. The arguments are those of `propose`.
     """
     if state.kernels is not None:
         return state.kernels.couple(logits, token_ids, rows, positions, state)

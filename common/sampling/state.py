@@ -70,8 +70,9 @@ class DrawKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowSeed:
-    """The initial sampling state of a row. `token_ids` are the prompt's, then those of output so far, from `prompt_len`
-    on.
+    """The initial sampling state of a row.
+
+    The first `prompt_len` of `token_ids` are the prompt. Those after it are output that the request has already.
     """
 
     row: int
@@ -87,8 +88,8 @@ class SamplingState:
     `in_prompt` (bool) and `output_counts` (int32) are [rows, vocab]. Each numeric parameter is a strided column [rows];
     `floats` holds the columns of FLOAT_OPTIONS by name. Bias and end ids are padded to fixed widths: a padded bias adds
     0 to token 0, a padded end id repeats the first. `num_bias` and `num_ends` count the entries that are not padding.
-    Parts of a row that its request does not use may hold an earlier request's values. `kernels` draw tokens; None:
-    operators do.
+    Parts of a row that its request does not use may hold an earlier request's values. Tokens are drawn by `kernels`, or
+    by PyTorch's operators if `kernels` is None.
     """
 
     def __init__(
@@ -163,8 +164,9 @@ class SamplingState:
         self.output_counts[rows, token_ids] += 1
 
     def count_runs(self, rows: Tensor, token_ids: Tensor, is_counted: Tensor) -> None:
-        """Adds a run of tokens to each row's output counts. Shapes: rows [B]; token_ids and is_counted (bool)
-        [B, M].
+        """Adds those of up to M tokens for which `is_counted` is True to each row's output counts.
+
+        Shapes: rows [B] int64; token_ids [B, M] int64; is_counted [B, M] bool. A token may occur several times.
         """
         each_row = rows.unsqueeze(1).expand_as(token_ids)
         self.output_counts.index_put_((each_row, token_ids), is_counted.to(torch.int32), accumulate=True)
@@ -219,7 +221,7 @@ class SamplingBatch:
         )
 
     def repeated(self, num_times: int) -> SamplingBatch:
-        """Returns the batch in which each entry is repeated `num_times`, adjacent."""
+        """Returns a batch that repeats each entry `num_times`; the copies of an entry are adjacent."""
         if self.is_greedy:
             return self  # no index to repeat
         places = np.arange(num_times)
@@ -244,7 +246,8 @@ NUM_NEEDS = len(fields(SamplingBatch))
 def sampling_needs(params: Sequence[ResolvedSampling]) -> NDArray[np.int64]:
     """Returns which parts of sampling each request needs, [B, NUM_NEEDS] int64.
 
-    Columns are 0 or 1 in the order of SamplingBatch's fields; the last one is the number of top logprobs.
+    There is one column for each field of SamplingBatch, in the same order. The last column has the number of top
+    logprobs; the others have 1 if the request needs the part, and 0 otherwise.
     """
     needs = [
         (

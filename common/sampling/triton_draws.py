@@ -7,8 +7,8 @@
 
 Nothing is sorted. In descending order of logit, then ascending order of id, top_k and top_p each keep a first part of
 the tokens. The logit of the last kept token, and how many tokens with this same logit are kept, determine that part.
-The logit is found as the largest number such that all tokens at or above it are enough: in count for top_k, in
-probability for top_p. That takes sixteen passes of two bits each.
+The logit of the last kept token is the largest number x such that the tokens with a logit of at least x are enough: in
+count for top_k, in total probability for top_p. Bisection finds its 32 bits in sixteen passes of two bits each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALIGNMENT = 16
 
 
 def _function(function: Callable[..., Any]) -> Any:
-    """Makes a function that kernels may call."""
+    """A decorator for a function that kernels may call."""
     return triton.jit(function)
 
 
@@ -80,15 +80,16 @@ def _ordered(x):  # type: ignore[no-untyped-def]
 
 @_function
 def _number(bits):  # type: ignore[no-untyped-def]
-    """Returns the float32 number whose ordered bits these are. It inverts `_ordered`."""
+    """Inverts `_ordered`: returns the float32 number that `_ordered` maps to `bits`."""
     return tl.where((bits >> 31) == 1, bits & 0x7FFFFFFF, bits ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
 @_function
 def _weights(scores, tokens, num_columns, largest, BY_CHANCE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the ordered bits of a block of tokens, and their weights.
+    """Returns the scores of a block of tokens, as bits that sort in the same order (`_ordered`), and their weights.
 
-    A weight is 1 or, if BY_CHANCE, the token's probability divided by that of the likeliest token.
+    A weight is 1 or, if BY_CHANCE, the token's probability divided by that of the likeliest token. `largest` is the
+    largest of all scores.
     """
     is_there = tokens < num_columns
     x = tl.load(scores + tokens, mask=is_there, other=float("-inf"))
@@ -98,7 +99,10 @@ def _weights(scores, tokens, num_columns, largest, BY_CHANCE: tl.constexpr):  # 
 
 @_function
 def _last_kept(scores, num_columns, largest, enough, BY_CHANCE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the ordered bits of the largest number such that all tokens at or above it weigh at least `enough`."""
+    """Returns `_ordered` of the largest number x such that all tokens with a score of at least x weigh `enough`.
+
+    They weigh `enough` if the sum of their `_weights` is at least this.
+    """
     found = tl.full([], 0, tl.uint32)
     for digit in range(16):
         unit = tl.full([], 1, tl.uint32) << (30 - 2 * digit)
@@ -175,11 +179,11 @@ def draw(  # type: ignore[no-untyped-def]
     IS_CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Draws one row's token per program. The grid is [B].
+    """Draws the token of one batch entry in each program. The grid is [B].
 
-    If IS_TARGET, it draws the target's token by all rules. Otherwise it draws a draft head's, whose logits' columns are
-    the tokens `column_ids`, with temperature and noise only. Unless IS_CHOSEN, no token is chosen: the logits are
-    overwritten with the values from which one would be.
+    If IS_TARGET, it draws the target's token by all rules of sampling. Otherwise it draws a draft head's token, with
+    temperature and noise only; the columns of the head's logits are the tokens `column_ids`. Without IS_CHOSEN it
+    chooses no token, and only applies these rules to `logits` in place.
     """
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
@@ -313,7 +317,7 @@ def draw(  # type: ignore[no-untyped-def]
 
 
 class TritonDraws(DrawKernels):
-    """Draws tokens with the Triton kernel of this module. `launch` runs each launch; a test may replace it."""
+    """Draws tokens with the Triton kernel of this module. `launch` starts the kernel; a test may replace it."""
 
     def __init__(self, launch: Launcher = Launch.run) -> None:
         self._launch = launch

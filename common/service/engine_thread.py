@@ -49,8 +49,8 @@ class Engine(Protocol[_CommandT_contra, _EventT_co]):
     def be_woken_by(self, wake: Callable[[], None]) -> None:
         """Gives the engine a callback that ends the loop's wait for a command. Any thread may call `wake`.
 
-        An engine that waits for a stream can have the stream call it, and then needs to poll less often. Call this
-        once, before the first step.
+        An engine that waits for a stream can have the stream call `wake`, and so needs to poll less often. Call
+        `be_woken_by` once, before the first step.
         """
 
     def load(self) -> EngineLoad: ...

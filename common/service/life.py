@@ -66,7 +66,7 @@ class ServiceEdge(Protocol):
 
 
 class ServiceLife:
-    """Starts and stops the parts of a service. All of them are completely built before.
+    """Starts and stops the parts of a service. The parts that it is given are completely built, and not started.
 
     `populate` allocates the memory of the engine's KV pool in the background while the service serves.
     """

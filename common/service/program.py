@@ -49,7 +49,10 @@ def run_program(
 
 
 def _exit_status_of(error: Exception) -> int:
-    """Logs in one line why the process cannot start or continue; an unexpected error also gets a traceback."""
+    """Logs in one line why the process cannot start or continue, and returns its exit status.
+
+    An unexpected error is logged with its traceback.
+    """
     if isinstance(error, StartupError):
         _log.debug("cannot_start_because", exc_info=error)
         _log.critical("cannot_start", error=str(error))

@@ -54,7 +54,8 @@ class Runtime:
     """Everything that was loaded for a service: model, draft head, device and the like.
 
     `directory` is the model's. `context_tokens` is the longest context that model and settings allow one request.
-    `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is None if forwards are not fused.
+    `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is the background work that compiles forwards
+    into programs, None if there is none. `populates` says whether the KV pool's memory is allocated in the background.
     """
 
     directory: Path
@@ -77,8 +78,10 @@ class Runtime:
         return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}
 
     def size_pool(self, settings: ServiceSettings, beside: MemoryBeside, *, tokens_ahead: int = 0) -> PoolSize:
-        """Returns the number of rows and tokens of the KV pool, and logs them. Raises StartupError if memory is
-        short.
+        """Returns the number of rows and tokens of the KV pool, and logs them.
+
+        `beside` is the memory that the service needs besides the pool. A row gets slots for `tokens_ahead` more tokens
+        than a request may have. Raises StartupError if memory is short.
         """
         memory, token_bytes = self.device.memory(), sum(group.token_bytes for group in self.fingerprint.layer_groups)
         limits = PoolLimits(
@@ -103,10 +106,9 @@ class Runtime:
         return size
 
     def start_beside(self, populate: Work) -> None:
-        """Starts the background work: it populates the KV pool, then fuses forwards, each if settings and model allow
-        it.
+        """Starts the background work, as far as settings and model allow it. Call it once, when the service serves.
 
-        Call it once, when the service serves.
+        `populate` comes first, which allocates the KV pool's memory. Then forwards are compiled into programs.
         """
         works = (populating(populate) if self.populates else None, self.fusing)
         self.beside.start(*(work for work in works if work is not None))
@@ -151,10 +153,10 @@ def engine_arguments(settings: ServiceSettings, runtime: Runtime, size: PoolSize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """The size of the largest step, and the memory kept besides its forward.
+    """The size of the largest step, from which the memory that it needs is computed.
 
-    The forward computes `num_tokens` tokens, of which `num_logits` have logits. A draft head reads `num_head_tokens` at
-    a time. `kept_bytes` are hidden states and recorded forwards.
+    The model's forward computes `num_tokens` tokens, and logits for `num_logits` of them. A draft head's forward
+    computes `num_head_tokens`. `kept_bytes` is the memory that kept hidden states and recorded CUDA graphs take.
     """
 
     num_tokens: int
@@ -166,10 +168,10 @@ class StepMemory:
 def memory_beside(
     runtime: Runtime, step: Callable[[int], StepMemory], *, staged_bytes: int, tokens_ahead: int = 0
 ) -> MemoryBeside:
-    """Returns how much memory a service uses besides its pool. `step` gives the largest step for a number of rows.
+    """Returns how much memory a service uses besides its pool. `step` returns the largest step for a number of rows.
 
-    On a GPU, the partial results of attention and `staged_bytes` of KV in transfer are added. A row has slots for
-    `tokens_ahead` more tokens than a request.
+    On a GPU it includes the partial results of attention, and `staged_bytes` for KV in transfer. A row has slots for
+    `tokens_ahead` more tokens than a request may have.
     """
     model = runtime.model
     each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens + tokens_ahead)

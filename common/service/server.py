@@ -1,4 +1,4 @@
-"""The gRPC server of both services: bounds on clients, reflection, and health that tells the truth."""
+"""The gRPC server of both services: bounds on clients, reflection, and health checks."""
 
 from __future__ import annotations
 
@@ -263,5 +263,8 @@ def open_server(
 
 
 def server_tokens(settings: ServiceSettings) -> tuple[str, ...]:
-    """Returns the tokens of which callers must show one. There are none if the settings name no file."""
+    """Returns the tokens that callers may use; each caller must show one of them.
+
+    Returns none if the settings name no file: callers then need no token. Raises ConfigError if the file is invalid.
+    """
     return () if settings.auth_token_file is None else read_tokens("auth_token_file", settings.auth_token_file)

@@ -60,8 +60,8 @@ class _Sign:
 class Watchdog:
     """Watches an engine's step and streams for progress. Use it from the event loop only.
 
-    Only time between two polls counts, at most one second each. So after the process or its machine was suspended, the
-    engine still counts as well. An engine that is lost stays lost, whatever it does later.
+    Each poll adds at most one second to the time for which a part counts as stalled. So an engine is not taken for lost
+    when the process or its machine was suspended. An engine that is lost stays lost, whatever it does later.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class Watchdog:
     def _signs(self, streams: Sequence[StreamProgress]) -> Iterator[_Sign]:
         """Returns the state of each stream, and of the engine's step.
 
-        Layers begun count as progress of the compute streams only, since a copy may hang while the model runs. The step
-        may wait for any stream, so the progress of all of them counts for it too.
+        A layer that the model begins counts as progress of the compute streams, but not of other streams, since a copy
+        may hang while the model runs. The step may wait for any stream, so any stream's progress counts as the step's.
         """
         layers = self._num_layers_begun()
         for stream in streams:

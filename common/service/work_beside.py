@@ -1,7 +1,7 @@
 """Background work of a service: it makes the service faster, but need not be done before the service serves.
 
-First the KV pool is populated. Then forwards are fused: they are compiled in a process of their own, and taken into
-use.
+First the KV pool is populated: its memory is allocated. Then forwards are fused: a separate process compiles the whole
+forward of a model into one program, which the service uses from then on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Stopped(Exception):
-    """The service ends, so background work must stop."""
+    """Raised inside background work to stop it, because the service ends."""
 
 
 class WorkBeside:
@@ -47,13 +47,16 @@ class WorkBeside:
         self._thread: threading.Thread | None = None
 
     def start(self, *works: Work) -> None:
-        """Starts the works, to run one after the other. Call it once."""
+        """Starts the thread, which runs `works` one after the other. Call it once."""
         assert self._thread is None, "is started once"
         self._thread = threading.Thread(target=self._run, args=works, name="work-beside", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Stops the thread between two parts of a work. Returns False if it did not end within `timeout_s`."""
+        """Asks the thread to stop at its next check. Returns False if it did not end within `timeout_s`.
+
+        Work calls its Check between its parts.
+        """
         self._stopping.set()
         if self._thread is None:
             return True
@@ -77,7 +80,10 @@ class WorkBeside:
 
 
 def populating(populate: Work) -> Work:
-    """Returns `populate` as a work that logs an OSError instead of failing: pages then get memory when first used."""
+    """Wraps `populate`, which allocates the KV pool's memory, so that an OSError is logged and not raised.
+
+    Pages that it did not reach get memory when they are first used.
+    """
     return partial(_populate_logged, populate)
 
 
@@ -91,10 +97,10 @@ def _populate_logged(populate: Work, check: Check) -> None:
 def new_fusing(
     engine: CpuEngine, model: TargetModel, draft: PagedHead | None, *, num_threads: int, max_tokens: int
 ) -> Work | None:
-    """Returns the work that fuses the forwards of `model` and `draft` by `CpuEngine.fuse`.
+    """Returns the background work that compiles each forward of `model` and `draft` into one program.
 
-    Its errors are logged, and model and draft head then continue as before. Returns None if the model cannot be
-    compiled.
+    It calls `CpuEngine.fuse`. An error is logged, and operators then go on to compute the forwards. Returns None if the
+    model cannot be compiled.
     """
     if model.new_decoder is None:
         if draft is not None:
