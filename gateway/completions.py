@@ -20,7 +20,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def _unless_false(value: Any) -> Any:
-    """Turns `false` into None: both mean that no log-probabilities are wanted. Chat requests have `false` here."""
+    """Turns `false` into None: both ask for no log-probabilities. Chat requests use `false`, so it is accepted here."""
     return None if value is False else value
 
 

@@ -36,8 +36,9 @@ class _BoundedConnection(H11Protocol):
 
     It is aborted when a request's head takes too long, when the client reads nothing of the written data for too long,
     or when it sends more than `max_head_bytes` ahead while a request is open. (uvicorn limits only the wait between
-    two requests.) Unread data is watched even while the connection is closing. Over TLS, the TLS layer buffers the last
-    64 KiB itself, and asyncio limits its closing.
+    two requests.) The limit for a client that does not read also holds while the connection is closing. Over TLS, the
+    last 64 KiB are in asyncio's TLS layer, where this class does not see them; asyncio itself limits how long that
+    layer takes to close.
     """
 
     http_limits: HttpLimits
@@ -125,7 +126,7 @@ class _BoundedConnection(H11Protocol):
         self._stall_alarm.set(self.http_limits.client_stall_timeout_s, look)
 
     def _read_on(self) -> None:
-        """Continue reading after a whole request, where uvicorn stops: only a read notices that the client left."""
+        """Reads on after a whole request, where uvicorn would pause, because only a read shows that the client left."""
         ahead, _ = self.conn.trailing_data
         if len(ahead) > self.http_limits.max_head_bytes:
             self.transport.abort()
@@ -133,16 +134,18 @@ class _BoundedConnection(H11Protocol):
             self.flow.resume_reading()
 
     def _await_head(self) -> None:
-        """Starts the time limit for a request's head. It also limits the rest of a refused body, which
-        is still read.
+        """Starts the time limit for the head of the next request, unless a request is open or the limit is running.
+
+        If a request was answered before its whole body came, the rest of the body must come within this limit too.
         """
         if not self._head_alarm.is_set and not self._has_request:
             self._head_alarm.set(self.http_limits.head_timeout_s, self.transport.abort)
 
     def _pace(self, num_bytes: int) -> None:
-        """Counts received bytes against the slowest permitted rate, from the request's first byte on.
+        """Compares the received bytes with the slowest permitted rate, from the request's first byte on.
 
-        A request that fell behind counts as too slow until it has caught up.
+        A request that fell below the rate stays too slow until it has made up for the missing bytes. Bytes that come
+        early count for at most `body_window_s`.
         """
         limits, now_s = self.http_limits, self.loop.time()
         paced_until_s = (self._paced_until_s or now_s) + num_bytes / limits.min_body_rate

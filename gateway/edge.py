@@ -67,7 +67,7 @@ class Edge:
 class KeyCheck:
     """An ASGI layer that requires a key under /v1, and with `covers_status` also for the status page and metrics.
 
-    It lies inside Edge and inside the CORS layer, because a browser sends preflights without a key.
+    Edge and the CORS layer wrap it, because a browser sends preflights without a key.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, covers_status: bool) -> None:

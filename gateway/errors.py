@@ -70,7 +70,7 @@ def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiE
 
 
 def not_served(param: str, but: str = "") -> ApiError:
-    """Returns the error for a field or value that is not supported. `but` says which value would be."""
+    """Returns the error for a field or value that is not supported. `but` names what is supported."""
     return invalid(param, f"is not served, {but}" if but else "is not served", code="unsupported_parameter")
 
 
@@ -83,12 +83,11 @@ def context_exceeded(
     max_tokens: int | None = None,
     message: str = "that is exceeded",
 ) -> ApiError:
-    """Returns the error for a request that exceeds the model's context, in OpenAI's words.
+    """Returns the error for a request that exceeds the model's context, with status 400.
 
-    Client libraries recognise the error by these words.
-
-    `param` is the field in question, `prompt` the name of the field with the prompt. Without token counts the text says
-    `message`.
+    The text uses OpenAI's words, because client libraries recognise the error by them. `param` names the wrong field,
+    and `prompt` the field that holds the prompt. `message` is part of the text if `param` is another field than the
+    prompt and `num_prompt_tokens` is not known.
     """
     if num_prompt_tokens is None and param == prompt:
         # Tokens beyond the limit were not counted.
@@ -132,8 +131,8 @@ def internal() -> ApiError:
 
 
 def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
-    """Converts a BatonError into an HTTP error. `params` maps fields of the gRPC request to the
-    HTTP request's names.
+    """Converts a BatonError into an HTTP error. `params` maps a field's name in the gRPC
+    request to its name in the HTTP request, where the two differ.
     """
     message = str(error)
     match error.code:

@@ -242,7 +242,7 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
 
 
 def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[GenerationFields]) -> None:
-    """Raises ApiError for a field that is unknown, or unsupported with a value that is not neutral."""
+    """Raises ApiError if the field `name` is unknown, or if it is unsupported and its value would change the answer."""
     value, nothings = values[name], {**_ASKS_FOR_NOTHING, **kind.asks_for_nothing}.get(name)
     if nothings is None:
         raise invalid(name[:64], "is unknown", code="unknown_parameter")

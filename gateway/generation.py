@@ -147,7 +147,7 @@ class _Answering:
     async def whole(self, choices: Choices, send: Send) -> None:
         """Waits for all choices and sends one JSON object.
 
-        If the request fails, raises its BatonError or ApiError, and has sent nothing.
+        Raises BatonError or ApiError if the request fails; then nothing has been sent.
         """
         started = await self._started(choices)
         builders = [CompletionBuilder() for _ in started]

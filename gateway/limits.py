@@ -11,10 +11,10 @@ from common.config.gateway_settings import GatewaySettings
 class HttpLimits:
     """The limits of a connection.
 
-    head          must come within `head_timeout_s` of its first byte; the first one of a connection also within that
-                  time of the connection's opening or TLS handshake
-    body          must come within `body_timeout_s` of the head; after `body_grace_s` at no less than `min_body_rate`
-                  bytes a second over any `body_window_s`
+    head          must be complete `head_timeout_s` after its first byte; the first head of a connection,
+                  `head_timeout_s` after the connection was opened (with TLS: after the handshake)
+    body          must be complete `body_timeout_s` after the head; after the first `body_grace_s` it must come at
+                  `min_body_rate` bytes a second or more, measured over `body_window_s`
     no request    the connection is closed after `keep_alive_s`
     no reading    a client that reads nothing of a pending answer for `client_stall_timeout_s` is dropped
     """

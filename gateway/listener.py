@@ -47,12 +47,13 @@ class _Open:
 class OpenConnections:
     """Counts the open connections of one listener, and decides which one is closed when there is no room for a new one.
 
-    When all places are taken, a new connection replaces an idle one, which has no whole request: a silent one, or, if
-    there is none, one that is still sending its request. The client (by network) with the most idle connections loses
-    its oldest. One client has at most seven eighths of all places. Beyond that its new connections replace its own idle
-    ones.
+    A connection is idle while no whole request has come on it. When all places are taken, a new connection replaces an
+    idle one: one that sends nothing, or, if there is none, one that is still sending its request. The client (by
+    network) with the most such connections loses the one that is idle for longest. If no connection is idle, the new
+    one is refused. One client has at most seven eighths of all places; beyond that its new connections replace only its
+    own idle ones.
 
-    Connections are known by their descriptors. Use it on the event loop only.
+    Connections are identified by their file descriptors. Use it on the event loop only.
     """
 
     def __init__(self, *, max_connections: int) -> None:
@@ -65,9 +66,10 @@ class OpenConnections:
         self._told_s = float("-inf")
 
     def add(self, descriptor: int, client: str, *, close: Callable[[], None]) -> Room:
-        """Adds a new connection, after closing an idle one if that is necessary. Returns how there was room for it.
+        """Adds a new connection, after closing an idle one if no place is free.
 
-        With `Room.NONE` the connection is not added, and the caller must refuse it.
+        Returns FREE if a place was free, MADE if a connection was closed for it, and NONE if there is no room. With
+        NONE the connection is not added, and the caller must refuse it.
         """
         room = self._make_room(client)
         if room is not Room.NONE:
@@ -76,7 +78,7 @@ class OpenConnections:
         return room
 
     def remove(self, descriptor: int) -> None:
-        """Call when a connection was closed."""
+        """Forgets a connection. Call it when the connection was closed."""
         self.is_not_idle(descriptor)
         if (connection := self._open.pop(descriptor, None)) is None:  # another connection has taken its place already
             return
@@ -85,9 +87,9 @@ class OpenConnections:
             del self._num_open[connection.client]
 
     def is_idle(self, descriptor: int, *, is_sending: bool = False, close: Callable[[], None] | None = None) -> None:
-        """Call when a connection has no whole request. `is_sending` says whether it is sending one.
+        """Records that a connection is idle. `is_sending` says whether part of a request has come at a permitted rate.
 
-        A given `close` replaces the connection's function for closing it.
+        `close`, if given, replaces the function that closes the connection.
         """
         if (connection := self._open.get(descriptor)) is not None:  # None: it is being closed
             connection.close = close or connection.close
@@ -96,7 +98,7 @@ class OpenConnections:
             own.add(connection.client, descriptor)
 
     def is_not_idle(self, descriptor: int) -> None:
-        """Call when a whole request has come on a connection."""
+        """Records that a connection is not idle, because a whole request has come on it."""
         if (connection := self._open.get(descriptor)) is not None:
             self._silent.discard(connection.client, descriptor)
             self._sending.discard(connection.client, descriptor)
@@ -179,7 +181,7 @@ class BoundedListener(socket.socket):
     """A listening socket for asyncio that limits open connections, and accepts in a loop until none waits."""
 
     def __init__(self, listener: socket.socket, *, connections: OpenConnections, is_tls: bool) -> None:
-        """Takes over `listener`'s descriptor."""
+        """Takes over the descriptor of `listener`, which cannot be used after that."""
         family, kind, protocol = listener.family, listener.type, listener.proto
         super().__init__(family, kind, protocol, fileno=listener.detach())
         self._connections = connections

@@ -1,9 +1,9 @@
-"""Writes log-probabilities in the formats of the two endpoints.
+r"""Writes log-probabilities in the formats of the two endpoints.
 
-A token may be a part of a character, so that its bytes are no valid text. It is written as escaped bytes: `\xe2\x80` in
-chats, `bytes:\xe2\x80` in completions. Completions have the most likely tokens as an object whose keys are the tokens'
-texts. If several have the same text, the chosen token keeps it, or else the most likely one; each of the others gets
-the key `token_id:` with its id.
+A token may be only a part of a character, so that its bytes are no valid text. It is written as escaped bytes:
+`\xe2\x80` in chats, `bytes:\xe2\x80` in completions. A completion lists the most likely tokens as an object whose keys
+are the tokens' texts. If several tokens have the same text, that key belongs to the chosen token, or else to the most
+likely one; each of the others gets the key `token_id:` with its id.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class CompletionLogprobs:
 
 
 def _top(position: PositionLogprobs) -> dict[str, float]:
-    """Returns the log-probabilities at one position by token text: the most likely tokens, best first, and the chosen
-    one.
+    """Returns the log-probabilities at one position, by token text: the most likely tokens, best first, then the chosen
+    one if it is not among them.
 
-    The chosen token's key is the same as in the list `tokens`.
+    The chosen token's key equals its entry in the `tokens` list of the answer.
     """
     entries = {entry.token_id: entry for entry in (*position.top, position.chosen)}
     chosen = _text(position.chosen.token, "bytes:")

@@ -17,8 +17,8 @@ FREE_BODY_BYTES = 64 << 10
 class OpenRequest:
     """An open request, which `fail` can end from outside.
 
-    `fails_by` sets the function that `fail` calls with the error. If `fail` was called before, it is called at once.
-    Only the first error counts.
+    `fails_by` sets the function that `fail` calls with the error. If `fail` was called before, `fails_by` calls the
+    function at once. Only the first error counts.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,9 @@ class OpenRequest:
 class OpenRequests:
     """All open requests of the gateway. Use it on the event loop only. After `drain` no request is admitted.
 
-    A request counts as open once its head has come. While its body arrives, the size of the body is limited together
-    with all others. After that it takes one of `max_open` places. Places and bytes are shared fairly among clients.
+    A request counts as open once its head has come. All bodies that are still arriving may hold `max_reading_bytes`
+    together. A request whose body has come takes one of `max_open` places. Places and bytes are shared fairly among
+    clients.
     """
 
     def __init__(self, *, max_open: int, max_reading_bytes: int) -> None:

@@ -60,7 +60,7 @@ Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
 class Plan:
     """A parsed request: `n` choices of each prompt, ordered by prompt.
 
-    `params` maps fields of the gRPC request to the HTTP request's names, if they differ.
+    `params` maps a field's name in the gRPC request to its name in the HTTP request, where the two differ.
     """
 
     model: str

@@ -20,10 +20,11 @@ _JSON = re.compile(rb"\s*application/json\s*(;(?!\s*charset\s*=)[^;]*|;\s*charse
 async def read_json_body(
     receive: Receive, headers: Sequence[tuple[bytes, bytes]], *, limits: HttpLimits, hold: Callable[[int], None]
 ) -> bytes:
-    """Reads the request's body and returns it. It never holds more than `limits.max_request_bytes`.
+    """Reads the request's body and returns it.
 
-    After each part it calls `hold` with the number of bytes so far, and passes its exceptions on. Raises ApiError (408
-    too slow, 413 too large, 415 not JSON) or ClientLeft.
+    Calls `hold` with the number of bytes received so far, after each part but the last. An exception of `hold` ends the
+    reading. Raises ClientLeft, or ApiError: 408 if the body comes too slowly, 413 if it is larger than
+    `limits.max_request_bytes`, 415 if the headers do not declare plain JSON in UTF-8.
     """
     given = dict(headers)
     _check_kind(headers)
@@ -81,8 +82,8 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> R
 async def _left(receive: Receive, working: asyncio.Task[Any]) -> bool:
     """Waits for the disconnect message, and returns whether it came before `working` ended.
 
-    After the end the message means only that the answer is complete. (Nothing else tells: data sent to a client that
-    has left is dropped without an error.)
+    After the end of `working` the message means only that the answer is complete. The message is the only sign that a
+    client has left: data sent to such a client is dropped without an error.
     """
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -36,8 +36,8 @@ class RequestRecord:
     """The data of one HTTP request for its log line and for metrics.
 
     `status` is the answer's status, or that of an error that broke the answer off. `error` says why the answer is an
-    error. Requests with the same `client` share places: it is the API key if several are configured, else the network
-    address.
+    error. `client` names whoever sent the request: the number of the API key if several keys are configured, else the
+    client's network. Places and memory are shared fairly among clients.
     """
 
     route: str
@@ -61,8 +61,8 @@ class RequestRecord:
         return time.monotonic() - self.began_s
 
     def take_id(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Take over the caller's x-request-id, if it sent one. Raises ApiError if that has other characters than
-        allowed.
+        """Takes over the caller's x-request-id, if there is one. Raises ApiError if it is too long, or has characters
+        that are not allowed.
         """
         for name, value in headers:
             if name == b"x-request-id":

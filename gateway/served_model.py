@@ -64,10 +64,10 @@ class ServedModel:
         self._asking: asyncio.Task[ModelCard | BatonError] | None = None
 
     async def card(self) -> ModelCard:
-        """Returns the served model. A known answer is returned at once, even if it is old; then a new one is fetched
-        meanwhile.
+        """Returns the served model.
 
-        Raises the BatonError of the call if no answer is known yet.
+        A known answer is returned at once; if it is old, a new one is fetched in the background. If none is known yet,
+        waits for the call, and raises its BatonError.
         """
         if self._card is not None and self._clock() - self._asked_s < self._max_age_s:
             return self._card

@@ -27,9 +27,9 @@ class Histogram:
         return self.sum / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """Estimates a quantile by interpolation within its bucket. `share` is between 0 and 1; None without
-        observations.
+        """Estimates a quantile by interpolation within its bucket. `share` is between 0 and 1.
 
+        Returns None if there are no observations.
         The first bucket begins at 0. Values above the last finite bound count as that bound.
         """
         if not self.count:

@@ -21,7 +21,7 @@ class Increase:
     def between(cls, earlier: Exposition, later: Exposition) -> Self:
         """Returns the growth from an earlier to a later exposition of one service.
 
-        If any counter shrank, the service has restarted, and its counters began at 0.
+        If any counter shrank, the service has restarted; then the growth is counted from 0.
         """
         has_restarted = any(later.counters.get(key, 0.0) < value for key, value in earlier.counters.items())
         before = {} if has_restarted else earlier.counters
@@ -42,7 +42,7 @@ class Increase:
         return cls(dict(total))
 
     def since(self, earlier: Increase) -> Increase:
-        """Returns the growth after `earlier`, which must be a part of this one."""
+        """Returns the growth after the end of `earlier`, which must have started at the same sample as this one."""
         nothing: Mapping[Labels, float] = {}
         return Increase(
             {

@@ -15,7 +15,7 @@ MAX_MEMBERS = 64
 
 class Member(Protocol):
     async def sample(self, now_s: float) -> None:
-        """Ask the service once. Limited in time; an error of the service is recorded, not raised."""
+        """Asks the service once, for a limited time. An error of the service is recorded, not raised."""
 
     async def close(self) -> None: ...
 
@@ -24,9 +24,9 @@ MemberT = TypeVar("MemberT", bound=Member)
 
 
 class Members(Generic[MemberT]):
-    """Keeps one member for each address of `targets`, such as a service that is sampled.
+    """Keeps one member, such as a sampled service, for each address of `targets`; at most `max_members` in all.
 
-    `join` makes the member when its address is found. The member is closed when the address is gone.
+    `join` makes the member of an address when the address is found. The member is closed when its address is gone.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Members(Generic[MemberT]):
         return len({each.numeric for target in self._targets for each in target.found}) - len(self._by_address)
 
     async def sample(self, now_s: float) -> None:
-        """Look up every target and sample every member, all at the same time: none waits for another."""
+        """Looks up every target and then samples its members. All targets are handled at the same time."""
         await asyncio.gather(*(self._sample_target(target, now_s) for target in self._targets))
 
     async def _sample_target(self, target: TargetAddresses, now_s: float) -> None:

@@ -12,7 +12,7 @@ from gateway.status.watched_service import WatchedService
 
 
 def pair_of(watched: Sequence[WatchedService], services: Sequence[Service], now_s: float) -> Pair:
-    """Combines the services' figures. `services` are the views of `watched`, in the same order.
+    """Combines the services' figures. `services` has the result of `view()` for each of `watched`, in the same order.
 
     A rate is the sum of the services' rates, each over the time for which that service was sampled.
     """

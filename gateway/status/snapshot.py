@@ -68,9 +68,9 @@ class Figures:
 class Service:
     """The state and figures of one metrics endpoint.
 
-    `role` is "decode", "prefill", or "" before the first answer. `is_ready` is the service's own health. If the service
-    cannot be reached, `reason` says why, the present states are None, and `figures` cover the samples left in the
-    window.
+    `role` is "decode", "prefill", or "" before the first answer. `is_ready` is the service's own report. If the service
+    cannot be reached, `reason` says why, `rows` to `unsent_kv_bytes` are None, and `figures` cover the samples
+    that are still in the window.
     """
 
     target: str
@@ -113,7 +113,10 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Output tokens per second of all services between two rounds. The later round was `age_s` before the last one."""
+    """Output tokens per second of all services between two rounds.
+
+    `age_s` is the time from the later of the two to the newest round.
+    """
 
     age_s: float
     tokens_per_s: float
@@ -153,7 +156,7 @@ class Outdated:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The result of the last complete round. It is `age_s` old, or None if there was none yet.
+    """The result of the last complete round. `age_s` is its age; None before the first round.
 
     `window_s` is the time that the samples span. `num_left_out` counts known addresses that are not sampled because
     there are too many.

@@ -79,7 +79,7 @@ class WatchedDecode:
 
 
 def unknown_decode(target: str, reason: str) -> Decode:
-    """Returns the view of a target that has no address."""
+    """Returns what the status page shows of a decode target that has no address."""
     return Decode(target, "", False, reason, "", None, None, ())
 
 

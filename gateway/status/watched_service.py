@@ -1,4 +1,4 @@
-"""Samples one service's metrics and computes its view on the status page."""
+"""Samples one service's metrics and computes what the status page shows of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.status.window import SampleWindow, Step
 
 
 class WatchedService:
-    """A service whose metrics are fetched once a round. Its view covers the last `window_s` seconds."""
+    """A service whose metrics are fetched once a round. `view` returns its figures over the last `window_s` seconds."""
 
     def __init__(self, address: Address, *, scraper: Scraper, window_s: float) -> None:
         self._address = address
@@ -74,7 +74,7 @@ class WatchedService:
 
 
 def unknown_service(target: str, reason: str) -> Service:
-    """Returns the view of a target that has no address."""
+    """Returns what the status page shows of a metrics target that has no address."""
     return Service(
         target, "", "", False, False, reason, None, None, None, None, None, figures_of("", Increase({}), 0.0)
     )

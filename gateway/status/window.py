@@ -13,7 +13,8 @@ from gateway.status.increase import Increase
 class Step:
     """The interval between two successive samples.
 
-    `before` and `after` are the growth of counters from the first sample of all to the interval's start and end.
+    `before` is the growth of the counters from the first sample ever taken to the interval's start, and `after` the
+    growth from that sample to the interval's end.
     """
 
     from_s: float
