@@ -1,9 +1,10 @@
 """Stores the inputs that the draft head has not read yet, from steps that drafted nothing and left no seed.
 
 A seed is the head's first drafts and hidden state, from which the next step drafts. A forward of the head over one
-token per row mostly reads the head's weights. So a step without drafts only stores the target's hidden states and
-tokens. The head catches up in one forward when a seed is wanted or a row has no room left here. The schedule side knows
-each row's lag, because such a step commits one token per row.
+token per row is wasteful, because most of its time goes into reading the head's weights. So a step without drafts only
+stores the target's hidden states and tokens. The head catches up in one forward when a seed is wanted or a row has no
+room left here. A row's lag is the number of tokens that the head has not read. The schedule side knows it, because a
+step without drafts commits one token per row.
 
 steps   no seed   no seed   no seed   seed
 lag        0         1         2       3   ─▶ the head reads 4 tokens
@@ -27,8 +28,8 @@ from decode_service.forward.forward_batch import ForwardBatch
 class Unread:
     """T tokens for the head to read; the tokens of one row are adjacent.
 
-    `captured` [T, states * H] are the target's hidden states, `next_ids` [T] the token after each. `last` [B] is the
-    index of each entry's last valid token.
+    `captured` [T, states * H] are the target's hidden states at these tokens, and `next_ids` [T] the token that follows
+    each. `last` [B] is, for each entry of the batch, the index of its last valid token.
     """
 
     window: ForwardInput
@@ -59,7 +60,10 @@ class DraftBacklog:
         self._next_ids[batch.req_pool_indices, places] = next_ids
 
     def unread(self, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
-        """Returns everything that the head has not read of the batch's rows. Call it after `put`."""
+        """Returns all tokens of the batch's rows that the head has not read. Call it after `put`.
+
+        `group` is the name of the head's layer group in `pool`.
+        """
         num_tokens = batch.draft_lag + 1
         prefix_lens = batch.seq_lens_cpu - num_tokens
         stops = num_tokens.cumsum()

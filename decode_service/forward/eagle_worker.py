@@ -1,4 +1,4 @@
-"""EAGLE speculation. A one-layer head drafts a chain or a tree, one forward per level; several layers draft a chain."""
+"""EAGLE speculation. A head of one layer drafts a chain or a tree; a head of several layers drafts a chain."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class _ChainStep:
-    """The input of the head's forward for one level of a chain, without its tokens.
+    """The input of the head's forward that drafts one level of a chain. The input tokens are filled in later.
 
-    `drafted_positions` [B] are the positions of the tokens that it drafts.
+    `drafted_positions` [B] are the positions of the drafted tokens.
     """
 
     window: ForwardInput
@@ -63,7 +63,10 @@ class EagleWorker(SpeculativeWorker):
         return torch.stack(tokens, dim=1)
 
     def _chain_steps(self, batch: ForwardBatch, num_steps: int) -> Iterator[_ChainStep]:
-        """Yields the input of each further level. All are computed at once, because each operator call costs time."""
+        """Yields the inputs of the `num_steps` levels after the first.
+
+        The tensors of all levels are computed together, because each operator call costs time.
+        """
         positions = batch.positions.view(batch.batch_size, -1).t()[:num_steps].contiguous()
         slots = batch.out_cache_loc.view(batch.batch_size, -1).t()[:num_steps].contiguous()
         columns = zip(*(column.unbind() for column in (positions, slots, positions + 1, positions + 2)), strict=True)
@@ -87,7 +90,7 @@ class EagleWorker(SpeculativeWorker):
     def _draft_branches(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
         """Drafts a tree. On each level the `topk` likeliest paths continue.
 
-        Of all drafts the `num_draft_tokens` likeliest form the tree.
+        The tree consists of the `num_draft_tokens` likeliest of all drafts.
         """
         num_rows, topk = batch.batch_size, spec_info.topk
         device = inputs.tokens.device
@@ -150,7 +153,8 @@ class EagleWorker(SpeculativeWorker):
 class MultiLayerEagleWorker(SpeculativeWorker):
     """Speculates with a head of several layers: layer i drafts token i + 1 of the chain.
 
-    KV that a layer wrote for rejected drafts is not removed.
+    All drafts of a step are in its seed: the head made them in the step before. KV that a layer wrote for rejected
+    drafts is not removed.
     """
 
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:

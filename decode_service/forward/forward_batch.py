@@ -25,11 +25,11 @@ class ForwardMode(Enum):
 class ForwardBatch:
     """The input of one forward. It owns its tensors and refers to no request and no ScheduleBatch.
 
-    The target computes M tokens per entry. `positions` [B * M] follow each entry's prefix without gaps; a tree has
-    others. `seq_lens` [B] includes these tokens; `prefix_lens` [B] is the length of the KV before them. `out_cache_loc`
-    [B * S] are the slots after the prefix that the step may write. `undrafted` are the indices of entries whose drafts
-    do not count. `draft_lag` [B] counts the tokens that the head has not read before this step. `seq_lens_sum` is
-    computed only here.
+    The target computes M tokens per entry. `positions` [B * M] are the M positions after each entry's prefix; a worker
+    that drafts a tree computes its own. `seq_lens` [B] includes the M tokens; `prefix_lens` [B] is the length of the KV
+    before them. `seq_lens_sum` is the sum of `seq_lens`. `out_cache_loc` [B * S] are the slots after the prefix that
+    the step may write, S for each entry. `undrafted` are the indices of entries whose requests want no drafts: their
+    drafts are ignored. `draft_lag` [B] counts the tokens that the head has not read before this step.
     """
 
     req_pool_indices: Tensor
@@ -99,7 +99,7 @@ class ForwardBatch:
 
     @property
     def leaves_head_behind(self) -> bool:
-        """Whether the step's tokens are stored for the head to read later."""
+        """Whether the draft head does not read the step's tokens now: they are stored for it to read later."""
         return self.spec_info is not None and not self.spec_info.head_reads(self.draft_lag)
 
     @property

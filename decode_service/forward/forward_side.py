@@ -1,4 +1,4 @@
-"""Creates the decode engine's objects on the forward stream: the worker, the relay and the sampling state."""
+"""Creates what the decode engine runs forwards with: the forward stream, worker, relay and sampling state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from decode_service.speculate.spec_info import SpecInfo
 class ForwardSide:
     """The decode engine's objects that forwards use.
 
-    `recorded` says what recording the forwards as graphs took; None if they are not recorded.
+    `recorded` holds the time and memory that recording the forwards as graphs took, or None if none are recorded.
     """
 
     stream: Stream
@@ -50,8 +50,8 @@ class ForwardSide:
     ) -> ForwardSide:
         """Creates the objects, warms the kernels and records the forwards if they are to be replayed.
 
-        `levels` are all depths that steps may draft, the deepest last; it is empty without `draft`. Raises PieceFailed
-        if the forwards should be recorded and cannot be.
+        `levels` are the speculations of all depths that a step may have, the deepest last. It is empty without `draft`.
+        Raises PieceFailed if the forwards should be recorded and cannot be.
         """
         max_rows = pool.rows.max_rows
         recorder = device.graphs if replays_forwards else None
@@ -120,7 +120,9 @@ def new_worker(
     stream: Stream,
     graphs: ForwardGraphs | None = None,
 ) -> Worker:
-    """Creates the worker that fits the head, or a plain one without it. `draft` and `spec_info` are given together.
+    """Creates the worker that fits the head `draft`, or a plain worker if there is none.
+
+    `draft` and `spec_info` are both given or both None.
 
     With `graphs`, forwards of recorded shapes are replayed.
     """

@@ -51,12 +51,12 @@ class RelayedInputs:
 
 
 class FutureMap:
-    """Relays each row's lengths, tokens and seeds from one step to the next. It needs no ring buffer and no counter.
+    """Relays each row's lengths, tokens and seeds from one step to the next.
 
     Every buffer has max_rows + 1 rows and is allocated once; row 0 absorbs padding. `relays_lengths` means that the
     worker publishes lengths that the schedule side cannot know (speculation). Without it the schedule side knows all
-    lengths, and `resolve_seq_lens` does nothing. `poisons_consumed_rows` overwrites each token when it is read, so that
-    a row read twice, or before it was written, is detected as invalid.
+    lengths, and `resolve_seq_lens` returns None. `poisons_consumed_rows` overwrites each token when it is read, so that
+    a second read without a write in between is detected as invalid.
     """
 
     def __init__(
@@ -101,8 +101,9 @@ class FutureMap:
         self.publish_ready = self._forward_stream.record(scope, "publish_ready")
 
     def publish_nothing(self) -> None:
-        """Declares that the step being launched publishes no lengths: each row grows by one token, as the batch already
-        says.
+        """Declares that the step being launched publishes no lengths.
+
+        It drafts nothing, so each row grows by one token, and the schedule side has counted that token already.
         """
         self.publish_ready = None
 
@@ -133,9 +134,9 @@ class FutureMap:
         """Returns the lengths that the last verify published for these rows, or None if the batch already has its
         lengths.
 
-        Shapes: both [B] int64. The schedule side calls it before the next launch; it waits for `publish_ready` within a
-        bound. Rows bootstrapped since that verify have the lengths that bootstrap wrote. The batch already has its
-        lengths if `relays_lengths` is False, or if the last step published none.
+        Shapes: both [B] int64. The schedule side calls it before the next launch. It waits for `publish_ready`, for at
+        most the wait time-out. Rows bootstrapped since that verify have the lengths that bootstrap wrote. The batch
+        already has its lengths if `relays_lengths` is False, or if the last step published none.
         """
         if not self.relays_lengths or req_pool_indices.shape[0] == 0 or self.publish_ready is None:
             return None
@@ -162,8 +163,9 @@ class FutureMap:
         """Writes the first tokens, seeds and KV lengths of rows that no forward has produced. Shapes: [B, ...].
 
         The schedule side calls it when a prebuilt batch is merged; for B == 0 it writes nothing. It is safe while a
-        forward is in flight, because a row leaves quarantine only when no forward uses it. The launch orders it before
-        the next forward. It never touches `publish_ready`, so it never waits for a draft-extend.
+        forward is in flight, because no such forward uses these rows: a row leaves quarantine only after the last one
+        that does. The next forward waits for these writes, because its launch makes it wait for the schedule side.
+        Bootstrap does not use `publish_ready`, so it waits for no forward.
         """
         if req_pool_indices.shape[0] == 0:
             return

@@ -31,8 +31,9 @@ class Recorded:
 
 
 def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo | None], *, vocab_size: int, state_bytes: int) -> int:
-    """Returns the bytes that recorded forwards keep: each shape's logits, and `state_bytes` of
-    hidden states per token.
+    """Returns how many bytes of results the recorded forwards keep, for all shapes together.
+
+    Each token of a shape has its logits, and `state_bytes` of hidden states.
     """
     tokens_a_row = {num_step_tokens(spec_info) for spec_info in spec_infos}
     num_tokens = sum(batch_sizes(max_rows)) * sum(tokens_a_row)
@@ -55,10 +56,10 @@ def record_forwards(
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Recorded:
-    """Records a forward for every number of rows and each speculation in `spec_infos`, before the first request.
+    """Records a forward for every batch size of `graphs` and each speculation in `spec_infos`.
 
-    The largest comes first: its intermediate memory is enough for the others. Raises PieceFailed if a forward cannot be
-    recorded, and DeviceTimeout if it does not end within `timeout_s`.
+    Call it before the first request. The largest batch comes first: its intermediate memory is enough for the others.
+    Raises PieceFailed if a forward cannot be recorded, and DeviceTimeout if it does not end within `timeout_s`.
     """
     begin_s, begin_bytes = clock(), graphs.held_bytes()
     with graphs.recording():
@@ -74,9 +75,7 @@ def record_forwards(
 
 
 def padding_batch(num_rows: int, spec_info: SpecInfo | None, torch_device: torch.device) -> ForwardBatch:
-    """Builds a step of `num_rows` entries that all use the padding row, without earlier tokens and
-    without a request.
-    """
+    """Builds a step of `num_rows` entries that belong to no request: all use the padding row, and none has a prefix."""
     has_drafts = spec_info is not None and spec_info.has_drafts
     seq_len = 0 if has_drafts else 1  # a step without drafts is prepared with its token counted
     num_slots = 1 if spec_info is None else spec_info.num_slots

@@ -1,4 +1,4 @@
-"""One iteration of speculative decoding: draft, verify with the target, extend the draft head's KV.
+"""One step of speculative decoding: draft, verify with the target, extend the draft head's KV.
 
 stream:   resolve ─▶ draft ─▶ verify ─▶ publish ─▶ extend ─▶ (stash, by the scheduler)
                                           └─▶ the schedule side prepares the next step while extend runs
@@ -37,7 +37,10 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A verify whose inputs are ready: the drafts, their positions [B * (D + 1)], and the function that runs it."""
+    """A verification whose inputs are ready: D drafts for each row, and `compute`, the function that runs the target.
+
+    `positions` [B * (D + 1)] are those of each row's last committed token and its drafts.
+    """
 
     tree: DraftTree
     positions: Tensor
@@ -46,9 +49,10 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """The target's results along each entry's accepted path, which has W nodes; the first `accept_lens` [B] count.
+    """The target's results at W nodes of each entry's drafts, of which only the first `accept_lens` [B] are accepted.
 
-    `tokens` [B, W] are the target's own tokens after each node. `captured` [B, W, states * H] are its hidden states.
+    `tokens` [B, W] are the tokens that the target drew after each node. `captured` [B, W, states * H] are its hidden
+    states there. `new_seq_lens` [B] are the entries' lengths with the accepted tokens.
     """
 
     tokens: Tensor
@@ -58,7 +62,7 @@ class _Verified:
 
 
 class SpeculativeWorker(ABC):
-    """The base of speculating workers: drafts (as the subclass does), verifies and extends.
+    """The base of speculating workers: runs draft, verify and extend. Subclasses define how to draft.
 
     It publishes the lengths of steps with drafts, which only their forwards know (invariant I3).
     """
@@ -194,15 +198,18 @@ class SpeculativeWorker(ABC):
         return _Verified(tokens, captured, accept_lens, batch.prefix_lens + accept_lens)
 
     def _move_kv(self, batch: ForwardBatch, path: Tensor) -> None:
-        """Moves the target's KV of accepted nodes to the slots of their positions."""
+        """Moves the target's KV of accepted nodes to the slots of their positions in the row.
+
+        `path` [B, W] are the accepted nodes. Only trees need it: a chain's nodes lie there already.
+        """
         kv = self._pool.buffers[self._model.layer_group.name]
         slots = batch.out_cache_loc.view(batch.batch_size, -1)
         source, destination = slots.gather(1, path), slots[:, : path.shape[1]]
         kv.index_copy_(2, destination.flatten(), kv.index_select(2, source.flatten()))
 
     def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:
-        """Runs the head over the accepted tokens and all it left unread. Writes the head's KV and returns the next
-        step's seed.
+        """Runs the head over all tokens that it has not read, the step's own included. Writes the head's KV and returns
+        the last tokens and the next step's seed.
 
         If no seed is wanted, a one-layer head drafts nothing; a head of several layers still does, because its layers
         read each other's drafts.
@@ -235,11 +242,11 @@ class SpeculativeWorker(ABC):
         return RelayPayload(verified.tokens[:, 0])
 
     def _accepted(self, batch: ForwardBatch, verified: _Verified) -> Unread:
-        """Returns the head's input after a step with drafts: the step's own tokens. Those past the accepted ones are
-        ignored.
+        """Returns the head's input after a step with drafts: the step's own tokens, of which `last` marks the last
+        accepted one.
 
-        An impossible number of accepted tokens fails its row later, where the host checks it. Until then it indexes
-        only that row's own tokens.
+        An impossible number of accepted tokens is clamped here, so that it indexes only its own row's tokens. The host
+        checks the number later and fails the row.
         """
         assert not batch.draft_lag.any(), "a step that drafts has seeds, and so a head that has read everything"
         num_rows, num_tokens = verified.tokens.shape
@@ -253,8 +260,8 @@ class SpeculativeWorker(ABC):
 
 
 def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) -> Sampled:
-    """Selects the tokens drawn after the nodes of `path` [B, W] from those drawn after all
-    `num_nodes` of each entry.
+    """Selects from `sampled`, which has a token drawn after each of an entry's `num_nodes` nodes, those after the nodes
+    of `path` [B, W].
     """
 
     def nodes_of(entries: Tensor, first_nodes: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class Worker(Protocol):
 
 
 class PlainWorker:
-    """Decodes one token per row and step, without drafts. Lengths grow by one each step, so it publishes none
+    """Decodes one token per row and step, without drafts. It publishes no lengths, because each grows by one
     (invariant I5).
     """
 
@@ -132,7 +132,7 @@ def _fail(error: Exception) -> TargetOutput:
 
 
 def step_figures(batch: ForwardBatch) -> dict[str, int]:
-    """Returns a forward's figures for the timeline: rows, their tokens in total, and the tokens that these attend."""
+    """Returns a forward's figures for the timeline: rows, tokens that it computes, and the sum of sequence lengths."""
     num_tokens = batch.batch_size * batch.num_tokens
     return {"rows": batch.batch_size, "tokens": num_tokens, "context_tokens": batch.seq_lens_sum}
 
@@ -149,8 +149,9 @@ def window_input(
 ) -> ForwardInput:
     """Builds the input of a forward over `tokens` [B, M], which follow each entry's prefix. They may be [B] if M is 1.
 
-    `num_before` tokens of the same step come between the prefix and `tokens`. `positions` [B, M] is None for a chain;
-    for a tree `tree_mask` [B, M, W] says which tokens each one attends.
+    `num_before` tokens of the same step come between the prefix and `tokens`. `group` names the layer group whose KV
+    the forward uses. For a chain `positions` and `tree_mask` are None. For a tree `positions` [B, M] are those of the
+    tokens, and `tree_mask` [B, M, num_before + M] says which of the step's tokens each one attends.
     """
     num_rows, num_tokens = tokens.shape[0], 1 if tokens.dim() == 1 else tokens.shape[1]
     seq_lens, slots = batch.seq_lens, batch.out_cache_loc

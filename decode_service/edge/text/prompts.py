@@ -23,7 +23,7 @@ _BYTES_PER_REPLAYED_TOKEN = 16
 class Prompts:
     """Turns prompts into token ids. For the event loop only, inside an `async with`. Errors name the request's field.
 
-    A text with more bytes than the longest tokens of a full context is rejected without any work on it.
+    A text that has more bytes than a full context of the longest tokens is rejected without tokenising it.
     """
 
     def __init__(
@@ -52,7 +52,10 @@ class Prompts:
         self._threads.shut_down()
 
     async def replay(self, work: Callable[[], T], *, num_tokens: int) -> T:
-        """Runs `work`, which detokenises `num_tokens` tokens, on a text thread. Raises Overloaded."""
+        """Runs `work`, which detokenises `num_tokens` tokens, on one of the TextThreads and returns its result.
+
+        Raises Overloaded if too much text waits there.
+        """
         return await self._threads.run("replay", work, num_bytes=num_tokens * _BYTES_PER_REPLAYED_TOKEN)
 
     async def encode(self, prompt: Prompt) -> Sequence[int]:

@@ -20,7 +20,7 @@ _RETRY_AFTER_S = 1
 
 
 class WaitingBytes:
-    """Counts the bytes of texts that wait or are processed in one lane. It admits `max_bytes`, or one longer text."""
+    """Counts the bytes of texts that wait or are processed, and admits at most `max_bytes`, or one longer text."""
 
     def __init__(self, max_bytes: int, *, purpose: str) -> None:
         self._max_bytes = max_bytes
@@ -29,7 +29,7 @@ class WaitingBytes:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> None:
-        """Adds a text of `num_bytes`. Raises Overloaded if there would be too many."""
+        """Adds a text of `num_bytes`. Raises Overloaded if the sum would exceed the limit."""
         with self._lock:
             if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
                 message = f"{self._num_bytes} bytes of prompts wait to be {self._purpose}"
@@ -42,7 +42,7 @@ class WaitingBytes:
 
 
 class TextThreads:
-    """Three threads, called lanes, for short, long and the longest texts. No text waits for one of another lane.
+    """Three threads, called lanes: for short, long and the longest texts. A text waits only for texts of its own lane.
 
     In each lane at most `max_bytes` of text, or one longer text, wait or are processed.
     """
@@ -60,10 +60,11 @@ class TextThreads:
         ]
 
     async def run(self, name: str, work: Callable[[], T], *, num_bytes: int) -> T:
-        """Runs `work` in the lane for texts of `num_bytes`, and returns or raises its result. Also raises Overloaded.
+        """Runs `work` in the lane for texts of `num_bytes`. Returns its result, or raises its error.
 
-        If the caller is cancelled, work that has not begun is dropped. Work that has begun goes on, and its bytes still
-        count.
+        Raises Overloaded if too much text waits in the lane. `name` is the name of the work's span on the timeline. If
+        the caller is cancelled, work that has not begun is dropped. Work that has begun goes on, and its bytes count
+        until it ends.
         """
         executor, track, waiting = next(
             (executor, track, waiting)
