@@ -60,8 +60,8 @@ class GrpcCall:
     ) -> None:
         """Prepares a call; `exchange` begins it.
 
-        `num_steps` returns how many steps the replica's engine had made at the last poll. `pool` is the replica's KV
-        pool, or None if it cannot be read from here. Received frames become spans on `track`.
+        `num_steps` returns how many steps the replica's engine had made when the replica was last polled. `pool` is the
+        replica's KV pool, or None if it cannot be read from here. `track` of the timeline gets a span for each frame.
         """
         self._track = track
         self._call_id = command.call_id
@@ -85,8 +85,9 @@ class GrpcCall:
         self._commands.put_nowait(encode_release_segments(numbers))
 
     async def exchange(self) -> None:
-        """Posts the call's frames until the replica ends the call. Raises a BatonError if the call
-        ends in another way.
+        """Sends the rows and posts the frames that come back, until the replica ends the call.
+
+        Raises a BatonError if the call ends in another way.
         """
         secret = b"" if self._pool is None else self._pool.secret
         start_ns = time.monotonic_ns()
@@ -124,9 +125,7 @@ class GrpcCall:
                 await stream.write(await self._commands.get())
 
     async def _read_frames(self, stream: Stream) -> None:
-        """Reads and posts frames. While one frame is handled, the next is read if the budget has room for the first
-        one.
-        """
+        """Reads and posts frames. If the budget has room for a frame, the next is read while it is decoded."""
         reading = asyncio.ensure_future(stream.read())
         try:
             accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
@@ -147,7 +146,10 @@ class GrpcCall:
             reading.add_done_callback(_forget_failure)
 
     async def _take(self, data: bytes, num_taken: int) -> None:
-        """Decodes a frame and posts it. The call already holds `num_taken` bytes of the budget for it."""
+        """Decodes a frame and posts it, for a segment once the budget has room.
+
+        The call already holds `num_taken` bytes of the budget for it.
+        """
         try:
             if num_taken:
                 await asyncio.sleep(0)  # asks for the next frame before this thread is busy
@@ -183,9 +185,9 @@ class GrpcCall:
     ) -> bytes | None:
         """Waits for a frame and returns it. Returns None if the replica ended the call without an error.
 
-        Raises PrefillUnavailable after `timeout_s` without a frame. The time-out starts again while the replica's
-        engine makes steps, because it is busy with other rows, not lost. The wait consists of counted short waits. So
-        frames that came while this process was stopped are read before the time-out.
+        Raises PrefillUnavailable after `timeout_s` without a frame. The time-out starts again whenever the replica's
+        engine has made a step: then it is busy with other rows, not lost. The time-out is counted in short waits, not
+        by the clock, so that a time in which this process was stopped counts as one short wait.
         """
         seen, num_looks = num_steps() if num_steps else 0, 0
         while not reading.done() and not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:

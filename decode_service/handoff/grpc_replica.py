@@ -87,8 +87,9 @@ class GrpcReplica:
         return next(self._turns)
 
     async def look(self, timeout_s: float) -> Replica:
-        """Polls the replica and returns its state. If a new process answers at the address, its fingerprint is compared
-        first.
+        """Polls the replica and returns its state, within `timeout_s` for each request.
+
+        If a new process answers at the address, its fingerprint is compared first.
         """
         try:
             asked = health_pb2.HealthCheckRequest(service=PREFILL_SERVICE)
@@ -211,10 +212,10 @@ class GrpcReplica:
         return parse(kind, answer)
 
     def _not_ready(self, error: BatonError) -> Replica:
-        """Returns the state of a replica that cannot serve, and drops its mapped pool, whose process may be dead.
+        """Returns the state of a replica that cannot serve. Drops its pool if it is shared memory.
 
-        A new process's memory is mapped again. A pool read through NIXL stays, because a replica that drains or missed
-        one poll may still be read.
+        The process that owns that memory may be dead; when the replica is ready again, its pool is mapped again. A pool
+        read through NIXL stays, because it may still be read when the replica drains or missed one poll.
         """
         if isinstance(self._pool, MappedPool):
             self._pool = None

@@ -35,9 +35,10 @@ class _Watched:
 class GrpcReplicas:
     """Polls every known replica and calls `post` with all their states when one changes. For the event loop only.
 
-    If several entries lead to one address, the first one counts, fixed addresses before names. A replica that its name
-    no longer has is kept while it is ready or `has_calls`. A name that has found nothing yet is reported as a replica
-    that is not ready, with the name as its address.
+    `addresses` has fixed addresses and DNS names. An address that several of them lead to is polled once; fixed
+    addresses count first. A replica that its DNS name no longer lists is kept while it is ready or has calls (as
+    `has_calls` says of its address). A name that has no addresses yet is reported as a replica that is not ready, with
+    the name as its address.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class GrpcReplicas:
         return watched.seen.error or watched.replica
 
     def lost(self, address: str, error: PrefillUnavailable) -> None:
-        """Marks a replica as not ready, because a call lost it. It is polled at once, which corrects a wrong report."""
+        """Marks a replica as not ready after a call to it was lost, and polls it at once to find out whether it is."""
         if (watched := self._watched.get(address)) is not None:
             self._saw(watched, Replica(address, is_ready=False, error=error))
             watched.look_now.set()
@@ -100,7 +101,7 @@ class GrpcReplicas:
             await asyncio.wait(tasks, timeout=self._timeouts.close_timeout_s)
 
     def _update(self) -> None:
-        """Drops replicas that no name has and no call uses, and connects to new ones."""
+        """Connects to new replicas, and drops those that no longer have an entry, are not ready and have no call."""
         if not self._is_open:
             return
         wanted = self._wanted()
@@ -156,7 +157,7 @@ class GrpcReplicas:
         self._update()
 
     def _report(self) -> None:
-        """Posts the replicas' states if they changed. Two errors with the same text are equal."""
+        """Posts the replicas' states if they changed. Errors with the same text count as equal."""
         replicas = [watched.seen for watched in self._watched.values()]
         replicas += [
             Replica(str(watch.name), is_ready=False, error=PrefillUnavailable(watch.error))

@@ -37,8 +37,8 @@ class GrpcTransport:
     call.
 
     `addresses` are "HOST:PORT", one replica each, or "dns:///NAME:PORT", a replica for each address that `look_up`
-    finds. With TLS the certificates of the latter must name NAME. A call's task reads one frame ahead of the receive
-    budget; after that the stream's flow control stops the replica.
+    finds. With TLS the certificates of replicas found by a name must be for NAME. While the receive budget is full, a
+    call reads one more frame; then gRPC's flow control stops the replica.
     """
 
     def __init__(

@@ -23,14 +23,14 @@ from decode_service.messages import (
 
 
 class PrefillPort(Protocol):
-    """The calls of the transport to the prefill engine. None of them blocks."""
+    """The interface through which InProcessTransport calls the prefill engine. No method blocks."""
 
     def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None: ...
 
     def cancel(self, call_id: str, rows: tuple[int, ...]) -> None: ...
 
     def close(self, call_id: str) -> None:
-        """Ends the call: the engine sends no further frame, and bytes not yet reported by `sent` never will be."""
+        """Ends the call: the engine sends no further frame of it. No `sent` follows for bytes that are still open."""
 
     def sent(self, call_id: str, num_bytes: int) -> None: ...
 
@@ -47,8 +47,8 @@ class InProcessTransport:
     """A HandoffTransport whose only replica is a prefill engine in this process.
 
     The prefill engine reports by `frame_ready`, `call_done` and `peer_lost`. Frames wait here while the receive budget
-    is full. The prefill engine's send budget bounds them, because a segment counts as sent only after it was handed
-    over.
+    is full. The prefill engine's send budget bounds them, because a segment counts as sent only after it was posted to
+    the decode engine.
     """
 
     def __init__(self, *, post: Post, prefill: PrefillPort, address: str, receive_budget_bytes: int) -> None:
@@ -97,8 +97,9 @@ class InProcessTransport:
         self._lose(PrefillUnavailable("the in-process handoff is closed"))
 
     def frame_ready(self, call_id: str, frame: Frame) -> None:
-        """Takes a frame from the prefill engine, in order. A frame of a closed call is dropped. Any
-        thread may call it.
+        """Takes the next frame of a call from the prefill engine. A frame of a closed call is dropped.
+
+        Any thread may call it.
         """
         with self._lock:
             if (call := self._calls.get(call_id)) is not None:
@@ -106,7 +107,7 @@ class InProcessTransport:
                 self._hand_over(call_id)
 
     def call_done(self, call_id: str) -> None:
-        """Ends a call whose rows have all ended: CallEnded follows its last frame. Any thread may call it."""
+        """Ends a call whose rows have all ended. CallEnded is posted after its last frame. Any thread may call it."""
         with self._lock:
             if (call := self._calls.get(call_id)) is not None:
                 call.is_done = True
@@ -117,7 +118,7 @@ class InProcessTransport:
         self._lose(PrefillUnavailable(reason))
 
     def _hand_over(self, call_id: str) -> None:
-        """Posts the call's frames as far as the budget allows. Frames after a segment that must wait also wait."""
+        """Posts the call's frames in order, up to the first segment for which the budget has no room."""
         call = self._calls[call_id]
         while call.frames:
             frame = call.frames[0]

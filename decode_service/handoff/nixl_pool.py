@@ -1,10 +1,11 @@
-"""A prefill replica's KV pool that is read through NIXL (a GPU and RDMA transfer library) in a process of its own.
+"""Reads a prefill replica's KV pool through NIXL (a GPU and RDMA transfer library), which runs in a process of its own.
 
-ticket ─▶ ranges of the replica's memory ─read, stamps after it─▶ staging ─▶ the engine's landing copies
+ticket ─▶ ranges of the replica's memory ─read KV, then stamps─▶ staging ─▶ the engine's landing copies
 
-As from a mapped pool, the result is SharedKv, whose stamps show whether it is current. KV is not read directly into the
-engine's own pool: an abandoned read may still write until its process has ended (`common.nixl.agent`), and its slots
-could belong to another row by then. The staging memory belongs to this pool alone and ends with it.
+Each slot of the replica's pool has a stamp, a number that changes when the slot is given to another row. A read returns
+SharedKv, as if the pool were mapped; its stamps show whether the slots still held the segment's KV. KV is not read
+directly into the engine's own pool: an abandoned read may still write until its process has ended
+(`common.nixl.agent`), and its slots could belong to another row by then. Each NixlPool has staging memory of its own.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class NixlPool:
         process: TransferProcess,
         staging: Staging,
     ) -> None:
-        """Describes a pool by its `header`, the first bytes of the replica's memory at `address`. It takes over
-        `process`.
+        """Wraps a pool that lies at `address` of the replica's memory and begins with the bytes `header`.
+
+        The object owns `process` from now on, and ends it.
         """
         self.secret, num_slots = split_header(header)
         self._has_failed = False
@@ -60,9 +62,10 @@ class NixlPool:
     async def opened(
         cls, offer: prefill_pb2.NixlPool, *, groups: Sequence[LayerGroupSpec], timeout_s: float
     ) -> NixlPool:
-        """Opens the pool that the replica offers, and reads its header. Each later read also has `timeout_s`.
+        """Opens the pool that the replica offers, and reads its header. `timeout_s` bounds this and each later read.
 
-        `groups` are the replica's layer groups, by its fingerprint. Raises PoolUnusable if it cannot be read from here.
+        `groups` are the layer groups that the replica's fingerprint names. Raises PoolUnusable if the pool cannot be
+        read from here.
         """
         try:
             staging = Staging(_STAGING_BYTES)
@@ -90,7 +93,7 @@ class NixlPool:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Marks the pool as used. It can be read until the block ends, even if it is retired."""
+        """A context in which the pool counts as used: even if it is retired meanwhile, it can be read until the end."""
         self._num_users += 1
         try:
             yield
@@ -117,9 +120,9 @@ class NixlPool:
         await self._process.close()
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> RemoteKv | None:
-        """Returns where the KV of the ticket's slots lies in the replica's memory, or None if there are no such slots.
+        """Returns where the KV of the ticket's slots lies in the replica's memory. Reads nothing: `fetch` does.
 
-        `layers` is a range of the group's layers.
+        Returns None if the pool has no such slots. `layers` is a range of the group's layers.
         """
         if not ticket.is_of(self.num_slots):
             return None
@@ -139,9 +142,9 @@ class NixlPool:
     async def fetch(self, remote: RemoteKv) -> SharedKv:
         """Reads the KV of one segment (at most MAX_LENT_BYTES) into memory of this process, and then its slots' stamps.
 
-        The stamps show whether the replica reused the slots meanwhile. Raises NixlError; after one failure every call
-        raises it. If the task is cancelled while it reads, the read goes on and keeps its memory until it has ended. A
-        read that has not begun is dropped.
+        The stamps show whether the replica reused the slots meanwhile. Raises NixlError if the read fails, and on every
+        call after that. If the task is cancelled while it reads, the read goes on and keeps its memory until it has
+        ended. A read that has not begun is dropped.
         """
         stamps_at = -(-remote.num_bytes // NUMBER_BYTES) * NUMBER_BYTES
         await self._turn.acquire()
@@ -155,7 +158,10 @@ class NixlPool:
         return await asyncio.shield(asyncio.ensure_future(self._read(remote, start, taken, stamps_at)))
 
     async def _read(self, remote: RemoteKv, start: int, taken: NDArray[np.uint8], stamps_at: int) -> SharedKv:
-        """Performs the read, and lets the next one begin."""
+        """Reads KV and stamps to offset `start` of the staging memory, then lets the next read begin.
+
+        `taken` is that range of the memory; the stamps lie `stamps_at` bytes after its start.
+        """
         kv_bytes, num_tokens = remote.num_bytes, len(remote.ticket.slots)
         try:
             await self._process.read(remote.kv, start)
@@ -179,7 +185,7 @@ def _ranges(
 ) -> NDArray[np.uint64]:
     """Returns the address and byte size of each run of items at each base address: [bases * runs, 2].
 
-    A run begins at item `starts[i]` after the base and has `lengths[i]` items.
+    Run i begins `starts[i]` items after the base and has `lengths[i]` items of `item_bytes`.
     """
     addresses = bases[:, None] + starts * np.uint64(item_bytes)
     num_bytes = np.broadcast_to(lengths * np.uint64(item_bytes), addresses.shape)

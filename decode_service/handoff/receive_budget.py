@@ -1,4 +1,4 @@
-"""The receive budget: a bound on the bytes of segments that the engine was given and has not copied to its pool."""
+"""The receive budget: a bound on the bytes of received segments that are not yet copied into the engine's pool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 
 
 class ReceiveBudget:
-    """Grants bytes to calls in the order they asked. One grant is always allowed, however large. Not thread-safe."""
+    """Grants bytes to calls in the order in which they asked. Not thread-safe.
+
+    While nothing is granted, a request of any size is granted, so that a segment above the limit can pass.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -15,20 +18,20 @@ class ReceiveBudget:
 
     @property
     def next_waiting(self) -> str | None:
-        """The call that is granted next, or None if none waits."""
+        """The call whose turn it is, or None if no call waits."""
         return next(iter(self._waiting), None)
 
     def take_at_once(self, num_bytes: int) -> bool:
-        """Takes the bytes if no call waits and they keep within the limit. Returns whether it took them."""
+        """Takes the bytes if no call waits and they fit in the limit. Returns whether it took them."""
         if self._waiting or self._held_bytes + num_bytes > self._limit_bytes:
             return False
         self._held_bytes += num_bytes
         return True
 
     def try_take(self, call_id: str, num_bytes: int) -> bool:
-        """Takes the bytes for the call and returns True, or puts the call in line and returns False.
+        """Takes the bytes for the call and returns True, or puts the call at the end of the line and returns False.
 
-        The call must ask again when it is `next_waiting`.
+        A call in line keeps its place. It must ask again when it is `next_waiting` and bytes came back.
         """
         self._waiting.setdefault(call_id)
         fits = not self._held_bytes or self._held_bytes + num_bytes <= self._limit_bytes
@@ -58,7 +61,7 @@ class AsyncReceiveBudget:
         return self._budget.take_at_once(num_bytes)
 
     async def take(self, call_id: str, num_bytes: int) -> None:
-        """Waits until the call has the bytes. Only one task per call may wait."""
+        """Waits until the budget has room, and takes the bytes for the call. Only one task per call may wait."""
         turn = self._turns[call_id] = asyncio.Event()
         try:
             while not self._budget.try_take(call_id, num_bytes):

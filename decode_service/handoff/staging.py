@@ -44,7 +44,7 @@ class Staging:
         return start, taken
 
     def close(self) -> None:
-        """Closes the file, so that no further process can map it. Ranges given out stay valid."""
+        """Closes the memory's file, so that no further process can map it. Ranges given out stay valid."""
         os.close(self.file)
 
     def _first_fit(self, num_bytes: int) -> int | None:

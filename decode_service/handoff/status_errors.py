@@ -1,4 +1,4 @@
-"""Translates the status of a failed Handoff call into an error of its rows."""
+"""Translates the gRPC status of a failed Handoff call into the error with which its rows are lost."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PEER_REFUSES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE
 
 
 def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:
-    """Returns FingerprintMismatch, PrefillUnavailable or EngineFault, by the status code and the ErrorInfo.
+    """Returns FingerprintMismatch, PrefillUnavailable or EngineFault, depending on the status code and the ErrorInfo.
 
-    A message beyond the size limit is RESOURCE_EXHAUSTED without an ErrorInfo. It is an EngineFault, because it would
-    be too large for any replica.
+    gRPC reports a message above the size limit as RESOURCE_EXHAUSTED without an ErrorInfo. That becomes an EngineFault,
+    because the message would be too large for any replica.
     """
     code, info = failure.code(), error_info(failure)
     details = failure.details() or ""

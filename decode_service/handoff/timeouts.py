@@ -9,11 +9,12 @@ from dataclasses import dataclass
 class HandoffTimeouts:
     """Time-outs and intervals of the handoff, in seconds.
 
-    A call is lost without a connection within `connect_timeout_s`, without Accepted within `accept_timeout_s`, or
-    without another frame within `progress_timeout_s`. Each replica is polled every `poll_interval_s`, for at most
-    `poll_timeout_s`. Each DNS name is looked up every `look_up_interval_s`; a look-up fails after `look_up_timeout_s`.
-    Each NIXL operation (reading a segment, or starting its process) fails after `nixl_timeout_s`. After a failure the
-    pool is opened again after `nixl_retry_s`, a wait that doubles each time.
+    A call is lost if it has no connection within `connect_timeout_s`, no Accepted frame within `accept_timeout_s` after
+    that, or no further frame within `progress_timeout_s`. Each replica is polled every `poll_interval_s`; a request of
+    a poll fails after `poll_timeout_s`. Each DNS name is looked up every `look_up_interval_s`; a look-up fails after
+    `look_up_timeout_s`. Each NIXL operation (reading a segment, or starting the process) fails after `nixl_timeout_s`.
+    After a failure the pool is opened again after `nixl_retry_s`, a wait that doubles with each failure in a row.
+    Closing waits for at most `close_timeout_s`.
     """
 
     connect_timeout_s: float = 2.0
@@ -29,9 +30,9 @@ class HandoffTimeouts:
 
     @classmethod
     def of_progress(cls, timeout_s: float) -> HandoffTimeouts:
-        """Returns the time-outs for a `progress_timeout_s` of `timeout_s`.
+        """Returns time-outs whose `progress_timeout_s` is `timeout_s`.
 
-        Accepted and NIXL reads need no engine, so they get the same time, but 10 s at most.
+        `accept_timeout_s` and `nixl_timeout_s` are the same, but 10 s at most: neither waits for the replica's engine.
         """
         short_s = min(10.0, timeout_s)
         return cls(accept_timeout_s=short_s, nixl_timeout_s=short_s, progress_timeout_s=timeout_s)

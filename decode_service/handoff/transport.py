@@ -24,26 +24,26 @@ Post = Callable[[TransportReport], None]
 
 
 class HandoffTransport(Protocol):
-    """Carries Handoff calls between the engine and the replicas. It reports through the `Post` that it was created
-    with.
+    """Carries Handoff calls between the engine and the replicas. It reports through the function `post` that it was
+    created with.
 
-    Any thread may call its methods, except `open` and `close`; none of them blocks. For each `start` it posts in this
-    order: FrameArrived with Accepted, a FrameArrived for each further frame as the replica sent them, exactly one
-    CallEnded. A call that fails early has only CallEnded.
+    Any thread may call its methods, except `open` and `close`; none of them blocks. For each `start` it posts, in this
+    order: FrameArrived with Accepted, FrameArrived for each further frame in the replica's order, and exactly one
+    CallEnded. For a call that fails early it posts only CallEnded.
 
-    Receive budget: the payload bytes of segments posted and not yet `landed`, over all calls, stay within
+    Receive budget: over all calls, the payload bytes of segments posted and not yet `landed` stay within
     `receive_budget_bytes`, except that one segment is always allowed. While the budget is full, a call reads only its
     next frame, and then the replica must stop sending. The engine calls `landed` for every segment posted, even if it
     drops the segment or the call has ended; only `landed` gives bytes back.
 
-    The error in CallEnded is FingerprintMismatch, PrefillUnavailable or EngineFault (the protocol was broken).
-    PrefillUnavailable means that the replica was lost, refused or stalled, and another may serve the rows. A
-    ReplicasChanged in which the replica is not ready is posted before it. A call ends when its replica is lost or sends
-    nothing for the time-outs.
+    A call ends when its replica ends it, is lost, or sends nothing for as long as the time-outs allow. The error in
+    CallEnded is FingerprintMismatch, PrefillUnavailable or EngineFault (the protocol was broken). PrefillUnavailable
+    means that the replica was lost, refused or stalled, and that another may serve the rows. Before such a CallEnded, a
+    ReplicasChanged reports the replica as not ready.
     """
 
     async def open(self) -> None:
-        """Begins to watch the replicas, without waiting for any. ReplicasChanged follows, and again at each change."""
+        """Begins to watch the replicas, and waits for none. Posts ReplicasChanged soon, and again at each change."""
 
     def start(self, command: StartHandoff) -> None:
         """Opens a call. Its `call_id` must be new. If the replica is not ready, the call ends at once."""
