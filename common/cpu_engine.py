@@ -64,18 +64,18 @@ class CpuEngine(Protocol):
         """Replaces the parts of `model` that the engine knows by faster modules that compute the same."""
 
     def new_decoder(self, model: nn.Module) -> NewProgram | None:
-        """Prepares the compilation of `model` as it is now; later changes of its modules have no effect.
+        """Returns a function that compiles `model` as it is now; later changes of its modules have no effect.
 
-        Returns None if the engine does not know the model's class, dtype or sizes.
+        Returns None if the engine does not support the model's class, dtype or sizes.
         """
 
     def head_kernels(self) -> Kernels:
         """Returns the kernels that the layers of draft heads use."""
 
     def new_head_programs(self, checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewProgram | None:
-        """Prepares the compilation of the draft head in `checkpoint`, whose tensors fit `spec` and `target`.
+        """Returns a function that compiles the draft head in `checkpoint`, whose tensors fit `spec` and `target`.
 
-        Returns None if the engine does not know the head's dtype, sizes or variant.
+        Returns None if the engine does not support the head's dtype, sizes or variant.
         """
 
     def fuse(
@@ -92,7 +92,7 @@ class CpuEngine(Protocol):
         """Makes `model`, and `draft` if it has programs, run forwards of up to `max_tokens` tokens as one compiled
         program.
 
-        The program uses `num_threads` threads. Call this once: the objects that prepared the compilation are released.
+        The program uses `num_threads` threads. Call this once, because it releases what it needs for the compilation.
         Returns the largest difference between the program's logits and the model's, relative to their size. `niceness`
         applies to the compiling process. `check` is called between parts of the work, and may raise. `log` receives the
         progress.
@@ -104,12 +104,13 @@ class CpuEngine(Protocol):
     def kv_copy(self) -> Callable[[Tensor, Tensor], object]:
         """Returns a function that copies KV [layers, planes, tokens, ...] from its second argument to its first.
 
-        Both have one shape and dtype. Large copies bypass the CPU's caches. It compiles, which takes a second.
+        Both have the same shape and dtype. Large copies bypass the CPU's caches. Calling `kv_copy` compiles the
+        function, which takes a second.
         """
 
 
 def cpu_engine(torch_device: torch.device) -> CpuEngine | None:
-    """Returns the compiled engine, or None for other devices, and if the engine or its compiler is not installed."""
+    """Returns the compiled engine, or None if `torch_device` is no CPU, or if the engine or numba is not installed."""
     if torch_device.type != "cpu":
         return None
     try:

@@ -12,8 +12,8 @@ from common.config.process_settings import ProcessSettings
 
 
 class GatewaySettings(ProcessSettings):
-    """The gateway's settings. It forwards requests to the services in `decode`; its status page shows
-    `metrics_targets`.
+    """The gateway's settings. The gateway forwards requests to the services in `decode`, and its status page shows
+    the metrics of `metrics_targets`.
     """
 
     example = "--listen 127.0.0.1:8000 --decode 127.0.0.1:50051"

@@ -31,14 +31,14 @@ NO_DRAFT = "none"
 
 
 class ServiceSettings(ProcessSettings):
-    """Settings that both services share. `draft` names the head in use after validation; "" means none."""
+    """Settings that both services share. After validation, `draft` names the draft head in use; "" means none."""
 
     share_of_cores: ClassVar[float]
     """The share of a CPU's cores that a forward uses if `num_threads` is 0."""
 
     @property
     def max_fused_tokens(self) -> int:
-        """The most tokens of a forward that one compiled kernel computes as a whole."""
+        """The largest number of tokens in a forward that one compiled kernel computes as a whole."""
         raise NotImplementedError
 
     def uses(self, path: FastPath) -> bool:
@@ -54,7 +54,7 @@ class ServiceSettings(ProcessSettings):
 
     @property
     def device_key(self) -> str:
-        """The device's name in a form that is equal for all names of one device."""
+        """The device's name in one form: "cuda" becomes "cuda:0", which is the same device."""
         return "cuda:0" if self.device == "cuda" else self.device
 
     metrics_listen: OptionalAddress = ""

@@ -12,8 +12,8 @@ _EMPTY = object()
 class Cell(Generic[T]):
     """A value that one piece (a unit of work on a stream) sets once and later ones read.
 
-    Other threads may read it after an event that was recorded later. If the piece that sets it fails, later pieces of
-    the same failure scope are skipped, so none of them reads an empty cell.
+    Another thread may read it once an event that was recorded after that piece is done. If the piece fails, later
+    pieces of the same failure scope are skipped, so none of them reads an empty cell.
     """
 
     __slots__ = ("_value",)

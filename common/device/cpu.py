@@ -223,7 +223,7 @@ class CpuStream(Stream):
         self._is_waiting = False
 
     def _abandon(self) -> None:
-        """Drops queued work and completes queued events with StreamClosed. Any thread may call this, also again."""
+        """Drops queued work and completes queued events with StreamClosed. Any thread may call it, also repeatedly."""
         self._is_abandoned = True
         error = StreamClosed(f"stream {self.name} ended before it reached this work")
         self._scope.fail(error)

@@ -1,8 +1,8 @@
 """Implements the interface of `stream.py` with CUDA. This module imports without CUDA; a CudaDevice needs it.
 
 A piece (a unit of work) runs at once on the calling thread, and puts its kernels on the CUDA stream. An error in its
-Python is known then. A fault in a kernel is noticed later, when an event is checked or another piece calls CUDA, and is
-raised as DeviceLost.
+Python code shows at once. A fault in a kernel is noticed later, when an event is checked or another piece calls CUDA,
+and is raised as DeviceLost.
 
 CUDA keeps a current device for each thread, which is device 0 on a new thread. Pieces run with the device of their
 stream as the current one. A thread that uses a device outside of pieces calls `enter_thread` first.
@@ -46,7 +46,7 @@ class CudaEvent(Event):
     """A CUDA event. `synchronize` polls it, because CUDA's own wait has no time limit.
 
     It polls without pause for the first 100 µs, only releasing the interpreter's lock each time, and then every 50 µs.
-    So the caller goes on at most one pause later than it could.
+    So the caller learns at most 50 µs late that the event is done.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class CudaEvent(Event):
 class CudaStream(Stream):
     """A CUDA stream.
 
-    The caller keeps tensors that several streams use referenced until the step's last event, because torch's allocator
-    assigns each block of memory to one stream only.
+    The caller must keep a reference to each tensor that several streams use until the step's last event is done.
+    Torch's allocator assigns each block of memory to one stream, and could reuse it while another still reads it.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class CudaStream(Stream):
         return self._scope.name
 
     def progress(self) -> StreamProgress:
-        """Returns how far the stream is. It watches one event until that is done, then the latest recorded one."""
+        """Returns how far the stream has come. It checks one event until that is done, then the latest recorded one."""
         if self._watched is None or self._watched.is_done():
             self._num_passed += 1
             self._watched = self._latest
@@ -181,8 +181,9 @@ class CudaStream(Stream):
     def failure_for(self, error: BaseException, doing: str) -> BaseException:
         """Returns DeviceLost if the device has faulted, else `error` itself.
 
-        Any later call may report the fault of an earlier kernel, as an exception of PyTorch, cuBLAS or Triton. So this
-        queries the stream: it fails again if the device has faulted. `doing` says in the message what was done.
+        The fault of a kernel may be raised by any later call, as an exception of PyTorch, cuBLAS or Triton. So this
+        method queries the stream, which fails again if the device has faulted. `doing` says, for the error's message,
+        what the caller was doing.
         """
         if is_of_device(error):
             return error
@@ -209,7 +210,7 @@ class CudaStream(Stream):
 
 
 class CudaDevice(Device):
-    """One GPU. Its schedule stream is CUDA's default stream, the current one of every thread that sets no other."""
+    """One GPU. Its schedule stream is CUDA's default stream, which a thread uses unless it sets another one."""
 
     def __init__(self, index: int, *, timeline: Timeline | None = None) -> None:
         self._timeline = timeline or Timeline()

@@ -58,9 +58,10 @@ def run_piece(
 
 
 def failure_of(scope: Scope | None, stream_scope: Scope) -> BaseException | None:
-    """Returns the error of an event of `scope` that the stream reaches now: the scope's error, else the stream's.
+    """Returns the error that an event of `scope` carries if the stream reaches it now.
 
-    If the device is lost, that error comes first. Returns None if neither has failed.
+    It is the scope's error, else the stream's, or None if neither has failed. If the stream has lost its device, it is
+    always the stream's DeviceLost.
     """
     if scope is not None and scope.error is not None and not isinstance(stream_scope.error, DeviceLost):
         return scope.error

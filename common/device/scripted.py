@@ -241,12 +241,15 @@ class ScriptedStream(Stream):
             self.run_next()
 
     def run_all(self) -> None:
-        """Runs all work of this stream. Raises NotReady if it comes to a wait for another stream that is not over."""
+        """Runs all work of this stream. Raises NotReady if the stream has to wait for work of another stream."""
         while self._queue:
             self.run_next()
 
     def settle(self) -> bool:
-        """Completes the events, and passes the waits that are over, at the head of the queue. Returns True if any."""
+        """Takes events, and waits whose event is done, from the head of the queue, and completes them.
+
+        Stops at a function, or at a wait whose event is not done. Returns True if it completed any.
+        """
         moved = False
         while self._queue and not self._is_running:
             match self._queue[0]:
@@ -304,7 +307,7 @@ class Observer:
 
     @contextlib.contextmanager
     def launching(self, stream: ScriptedStream, name: str) -> Iterator[None]:
-        """Wraps the run of the enqueued function `name`, on devices that run functions while they are enqueued."""
+        """A context in which the device runs the function `name`, if it runs functions while they are enqueued."""
         yield
 
     def recorded(self, stream: ScriptedStream, event: ScriptedEvent) -> None:
@@ -403,7 +406,7 @@ class ScriptedDevice(Device):
                 stream.run_next()
 
     def settle(self) -> None:
-        """Completes all events and passes all waits that do not need pending work, on all streams."""
+        """Completes all events and waits, on all streams, that do not depend on functions that have not run yet."""
         streams = [*self.streams]
         if isinstance(self._schedule_stream, ScriptedStream):
             streams.append(self._schedule_stream)

@@ -106,7 +106,7 @@ class Event(Protocol):
 
 
 def wait_in_order(event: Event, timeout_s: float) -> None:
-    """Blocks until `event` is done, and ignores the failure of one piece of work, which concerns only its step.
+    """Blocks until `event` is done. Ignores the failure of a single piece of work, because it concerns only its step.
 
     Raises PieceFailed if the device or the stream failed, and DeviceTimeout after `timeout_s`.
     """
@@ -136,11 +136,11 @@ class StreamKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StreamProgress:
-    """How far a stream has come. A stream that stays busy with the same `num_done` for long may hang.
+    """How far a stream has come. A stream may hang if it stays busy for long and `num_done` does not change.
 
-    `is_busy` is True if work runs or could run now, so not while the stream waits for another one. (CUDA cannot tell
-    the difference.) `num_done` counts finished operations; on CUDA it counts recorded points that were seen passed.
-    `error` is set if the stream itself has failed and runs nothing any more.
+    `is_busy` is True if work runs or could run now. It is False while the stream waits for another one, except on CUDA,
+    which cannot tell the difference. `num_done` counts finished operations; on CUDA it grows when `Stream.progress`
+    finds that the event it watches is done. `error` is set if the stream itself has failed and runs nothing any more.
     """
 
     name: str
@@ -157,7 +157,7 @@ class Stream(Protocol):
     def name(self) -> str: ...
 
     def progress(self) -> StreamProgress:
-        """Returns how far the stream is. Never blocks. Call it from one thread only, which may be any."""
+        """Returns how far the stream has come. Never blocks. Always call it from the same thread, which may be any."""
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
         """Runs `work` after everything that was enqueued on this stream before, and then drops its reference to it.
@@ -269,7 +269,7 @@ class Device(Protocol):
         return None
 
     def progress(self) -> Sequence[StreamProgress]:
-        """Returns the progress of every stream that `new_stream` made. Never blocks. Call it from one thread."""
+        """Returns the progress of every stream that `new_stream` made. Never blocks. Always call it from one thread."""
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns uninitialised host memory, pinned if the device needs that for asynchronous copies."""
@@ -277,14 +277,15 @@ class Device(Protocol):
     def to_host(self, tensor: Tensor) -> Tensor:
         """Returns a copy of `tensor` on the host, or `tensor` itself if the device is a CPU.
 
-        The running stream makes the copy: read it after an event that is recorded later. `tensor` must not be written
-        to any more.
+        The copy is work of the stream whose piece calls this, or of the schedule stream outside of pieces. Read it
+        once an event that was recorded later is done. `tensor` must not be written to any more.
         """
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Returns a copy of a host tensor on the device. It never shares storage with the tensor.
 
-        The running stream makes the copy, without blocking the caller.
+        The copy is work of the stream whose piece calls this, or of the schedule stream outside of pieces. It does not
+        block the caller.
         """
 
     def close(self, timeout_s: float) -> None:

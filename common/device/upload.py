@@ -13,10 +13,10 @@ from torch import Tensor
 def upload(
     values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, torch_device: torch.device
 ) -> Tensor:
-    """Returns `values` as a tensor of the same shape on the device. The running stream makes the copy.
+    """Returns `values` as a tensor of the same shape on the device.
 
-    On CUDA the copy is made from pinned memory, which torch keeps until the copy is done. A copy from pageable memory
-    would make the caller wait for everything enqueued before it.
+    On CUDA the copy is work of the current stream. It is made from pinned memory, which torch keeps until the copy is
+    done. A copy from pageable memory would make the caller wait for everything enqueued before it.
     """
     return _upload(torch.tensor(values, dtype=dtype), torch_device)
 
@@ -34,7 +34,7 @@ def _upload(host: Tensor, torch_device: torch.device) -> Tensor:
 
 
 def device_copy(host: Tensor, torch_device: torch.device) -> Tensor:
-    """Returns a copy of `host` on the device, made like `upload`. It never shares storage with `host`."""
+    """Returns a copy of `host` on the device, made as by `upload`. It never shares storage with `host`."""
     if torch_device.type == "cpu":
         return host.clone()
     with torch.cuda.device(torch_device):  # memory is pinned by the device that is current

@@ -39,7 +39,7 @@ class Checkpoint:
         return name in self._tensors
 
     def untaken(self) -> Checkpoint:
-        """Returns a copy with the tensors that are still here. Taking from one does not affect the other."""
+        """Returns a copy with the tensors that were not taken yet. Taking from one does not affect the other."""
         return Checkpoint(
             self._tensors, directory=self._directory, kind=self._kind, dtype=self._dtype, device=self._device
         )

@@ -1,4 +1,4 @@
-"""Reads typed values from a draft head's config.json, and its layer, which all formats describe with Llama's fields."""
+"""Reads a draft head's config.json: typed values, and the head's layer, which all formats describe as Llama does."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ConfigReader:
 
 
 def read_block(reader: ConfigReader) -> BlockSpec:
-    """Returns the layer that the config describes.
+    """Returns the specification of the transformer layer that the config describes.
 
     Raises UnsupportedModel if the layer is computed in another way than Llama's or Qwen2's, and DraftMismatch for
     missing or invalid values.
@@ -113,7 +113,7 @@ def read_block(reader: ConfigReader) -> BlockSpec:
 
 
 def _read_rope(reader: ConfigReader, num_heads: int, head_dim: int) -> LlamaConfig:
-    """Returns a LlamaConfig with the head's rotary embedding."""
+    """Returns a LlamaConfig that describes the head's rotary embedding. Raises DraftMismatch for invalid values."""
     fields = {key: copy.deepcopy(reader.config[key]) for key in _ROPE_KEYS if reader.config.get(key) is not None}
     try:
         config = LlamaConfig(

@@ -2,7 +2,7 @@
 
 It writes the head's KV of these tokens, and drafts the tokens that follow. Layer i of the head pairs the hidden state
 of token t with the embedding of token t + 1 + i. So at the end of the known tokens, layer i needs i drafts of the
-layers before it:
+layers before it. Here x1 to x3 are the computed tokens, and "bonus" is the token that the target sampled after them:
 
     known      x1 x2 x3 | bonus
     layer 0    x2 x3 bonus              ─▶ d1

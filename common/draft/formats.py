@@ -24,9 +24,10 @@ _MIMO, _MIMO_V2, _NEXTN = "model.mtp_layers.", "model.mtp.layers.", "model.layer
 def read_spec(
     config: Mapping[str, Any], tensor_names: Collection[str], *, directory: str, num_target_layers: int
 ) -> DraftSpec:
-    """Returns the head that the config describes. `num_target_layers` is the target model's number of layers.
+    """Returns the specification of the head that the config describes.
 
-    Raises DraftMismatch or UnsupportedModel, which name the key and `directory`.
+    `num_target_layers` is the target model's number of layers. Raises DraftMismatch or UnsupportedModel, which name the
+    key and `directory`.
     """
     reader = ConfigReader(config, directory)
     if "speculators_model_type" in config:

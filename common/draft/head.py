@@ -87,7 +87,7 @@ class DraftHead(Protocol):
 
 
 class HeadProgram(Protocol):
-    """A compiled program that computes `extend` and `step` of a head with one layer, for the batches that it takes."""
+    """A compiled program for `extend` and `step` of a head with one layer. `takes` says which batches it supports."""
 
     def takes(self, batch: ForwardInput) -> bool: ...
 

@@ -20,9 +20,10 @@ Op = Callable[[Tensor], Tensor]
 
 
 class Kernels(Protocol):
-    """Makes the operations of a draft head's layers from weights. `rotated` is itself an operation.
+    """The operations of a draft head's layers, for one kind of device.
 
-    The operations take [T, inputs]. Linear weights are [outputs, inputs].
+    `linear`, `norm` and `gated_mlp` take weights and return an operation on [T, inputs]. Linear weights are
+    [outputs, inputs]. `rotated` has no weights and is itself an operation.
     """
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Op: ...

@@ -39,7 +39,8 @@ def load_draft(
     """Returns the draft head in `directory`, on the device and in the dtype of `target`.
 
     The head uses the target's embedding if it has none of its own. With `fuses` it also prepares the head to be
-    compiled into programs, if the CPU engine supports its format; until then its tensors stay in memory.
+    compiled into programs, if the CPU engine supports its format. The checkpoint's tensors stay in memory until it is
+    compiled.
 
     Raises DraftMismatch if tensors or config keys are missing, unknown, or do not fit each other or the target, and
     UnsupportedModel for traits that are not supported. It never initialises weights at random.

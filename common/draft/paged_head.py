@@ -103,7 +103,7 @@ class PagedHead(ABC):
     def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor: ...
 
     def run_program(self, program: HeadProgram) -> None:
-        """Makes later `extend` and `step` calls use `program`, for the batches that it takes.
+        """Makes later `extend` and `step` calls use `program`, for the batches that it supports.
 
         Any thread may call this, also while a forward runs.
         """
@@ -125,7 +125,7 @@ class PagedHead(ABC):
         return output_of(self, batch, hidden) if program is None else program.step(batch, hidden)
 
     def _program_for(self, batch: ForwardInput) -> HeadProgram | None:
-        """Returns the program if it takes this batch, else None. Counts both cases."""
+        """Returns the program if it supports this batch, else None. Counts both cases."""
         program = self._program
         if program is None or not self.forward_counts.count(is_taken=program.takes(batch)):
             return None
@@ -140,8 +140,8 @@ class PagedHead(ABC):
 def read_embedding(parts: HeadParts, name: str, hidden_size: int) -> Op:
     """Returns the embedding: a function from token ids [T] to [T, hidden_size].
 
-    It is the head's own, the tensor `name`, or the target's if there is no such tensor. Raises DraftMismatch if that
-    has another width.
+    It is the head's own, from the tensor `name`, or the target's if the checkpoint has no such tensor. Raises
+    DraftMismatch if the target's embedding is needed and is not `hidden_size` wide.
     """
     weight = parts.checkpoint.take_if_there(name, parts.target.vocab_size, hidden_size)
     if weight is not None:

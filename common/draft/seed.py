@@ -1,4 +1,4 @@
-"""The speculative seed: the first drafts and hidden states with which the next iteration starts drafting."""
+"""The speculative seed: the first drafts and hidden states with which the next decode step starts drafting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN_STATES = "hidden_states"
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """The drafts of B rows, with which the next iteration starts.
+    """The drafts of B rows, with which the next decode step starts.
 
     `topk_index` int64 holds target token ids. For a head with one layer it is [B, topk]: the best candidates for each
     row's next token. For a head with several layers it is [B, layers]: one draft of each layer.
@@ -51,7 +51,7 @@ def seed_columns(head: DraftHead, *, topk: int) -> tuple[SeedColumnSpec, ...]:
 
 
 def column_to_numpy(column: Tensor) -> NDArray[np.generic]:
-    """Returns the column as a numpy array, to be sent. bfloat16 becomes uint16 with the same bits: numpy lacks it."""
+    """Returns the column as a numpy array. bfloat16, which numpy lacks, becomes uint16 with the same bits."""
     is_bfloat16 = column.dtype == torch.bfloat16
     values: NDArray[np.generic] = (column.view(torch.uint16) if is_bfloat16 else column).numpy()
     return values

@@ -25,7 +25,7 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """The specification of an EAGLE-1 or EAGLE-2 head. The head is the same; only the use for drafting differs."""
+    """The specification of an EAGLE-1 or EAGLE-2 head. Both have the same layers; only the way of drafting differs."""
 
     block: BlockSpec
     vocab_size: int
@@ -41,7 +41,7 @@ class Eagle3Spec:
     - `norm_before_fc`: one norm over all captured states together. `fc_norm`: a norm over each of them.
     - `norm_before_residual`: the residual stream starts with the normed hidden state.
     - `norm_output`: the next draft step gets the normed output.
-    - `tied_head`: the output head is the head's own embedding, if the checkpoint has that.
+    - `tied_head`: the output head is the head's own embedding, if the checkpoint has one.
     """
 
     block: BlockSpec

@@ -13,7 +13,7 @@ def read_token_ids(checkpoint: Checkpoint, *, vocab_size: int, draft_vocab_size:
 
     The checkpoint's tensor `d2t` holds offsets: target id = draft id + d2t[draft id]. It may be absent if the
     vocabulary is not reduced. The tensor `t2d` marks the target ids that have a draft id. It may be absent too, but
-    must agree with `d2t`. Raises DraftMismatch.
+    must agree with `d2t`. Raises DraftMismatch if a tensor is missing or invalid, or if they disagree.
     """
     if draft_vocab_size > vocab_size:
         raise checkpoint.mismatch(f"draft_vocab_size {draft_vocab_size} exceeds vocab_size {vocab_size}")

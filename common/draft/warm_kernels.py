@@ -1,4 +1,4 @@
-"""Compiles GPU kernels before the first request, which would otherwise be compiled at their first launch."""
+"""Compiles GPU kernels before the first request. Otherwise a kernel would be compiled at its first launch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def warm_kernels(
     """Runs forwards of padding on `stream`, to compile all kernels of the target, the draft head and sampling.
 
     It runs one forward for each shape for which attention has a kernel, also with tree masks if `draft_topk` is above
-    1 (tree drafting). Blocks until they are done. Raises PieceFailed if one fails, and DeviceTimeout after `timeout_s`.
+    1 (tree drafting). Blocks until all are done. Raises PieceFailed if one fails, and DeviceTimeout after `timeout_s`.
     """
     shapes = model.attention.kernel_shapes(with_masks=draft_topk > 1)
     draws = sampling_state.kernels

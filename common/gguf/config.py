@@ -94,19 +94,23 @@ class Metadata:
         return items
 
     def own(self, name: str, kind: type, default: Any = _MISSING) -> Any:
-        """Returns the value of a key of the architecture, as `take` does. `name` is the key without its prefix."""
+        """Returns the value of a key that starts with the architecture's name. Raises as `take` does.
+
+        `name` is the rest of the key: "block_count" stands for `llama.block_count`.
+        """
         return self.take(f"{self.architecture}.{name}", kind, default)
 
     def positive(self, name: str, default: Any = _MISSING) -> float:
-        """Returns a finite number above 0, of a key of the architecture. Raises RefusedFile for any other value."""
+        """Returns the same value as `own`. Raises RefusedFile unless it is a finite number above 0."""
         value: float = self.own(name, float, default)
         if not 0 < value < math.inf:
             raise self.refuse(f"{self.architecture}.{name}", "is no positive number")
         return value
 
     def count(self, name: str, default: Any = _MISSING) -> int:
-        """Returns a positive integer, of a key of the architecture. A list with the same number for each layer counts
-        as one.
+        """Returns the same value as `own`. Raises RefusedFile unless it is a positive integer.
+
+        A list that has the same number for every layer is read as this number.
         """
         key = f"{self.architecture}.{name}"
         value = self._values.get(key)
@@ -349,11 +353,11 @@ def _rope(keys: Metadata, fields: dict[str, Any], frequency_factors: np.ndarray 
 
 
 def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int | None) -> dict[str, Any]:
-    """Returns the rope parameters of type llama3 that divide frequency i by `factors[i]`; llama.cpp stores only the
-    factors.
+    """Returns rope parameters of type llama3 with which transformers divides frequency i by `factors[i]`.
 
-    Parameters are guessed, and the frequencies that transformers computes with them are compared with the factors.
-    Raises RefusedFile if none fit.
+    llama.cpp stores the factors and not the parameters. So this function tries several parameters, and compares the
+    frequencies that transformers computes from them. `original` is the original context length, if the file has it.
+    Raises RefusedFile if no parameters fit.
     """
     import torch  # these take seconds to import, and few files need them
     from transformers import LlamaConfig
@@ -388,11 +392,11 @@ def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int
 
 
 def _band(per_token: np.ndarray, kept: np.ndarray) -> tuple[float, float] | None:
-    """Fits the band in which the `kept` share of a frequency rises linearly from 0 to 1. Returns its ends in turns per
-    token.
+    """Returns the ends of the band of frequencies in which `kept` rises linearly from 0 to 1, or None if no line fits.
 
-    Returns None if no line fits. Two shares inside the band determine the line; with fewer, any line that fits is
-    taken.
+    `per_token` [N] are rope frequencies, in turns per token. `kept` [N] tells how each is scaled: 0 for a frequency
+    that is divided by the whole factor, 1 for one that is unchanged. Two values inside the band determine the line;
+    with fewer, the function takes one of the lines that fit.
     """
     below, above = kept < 1e-6, kept > 1 - 1e-6
     slowest = float(per_token[below].max(initial=0.0))

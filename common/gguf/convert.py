@@ -18,7 +18,7 @@ def convert_gguf(path: Path, out_dir: Path, dtype: str) -> None:
     """Converts the file `path` to the directory `out_dir`: safetensors in `dtype`, config, generation config and
     tokenizer.
 
-    Raises RefusedFile unless the result has every key and tensor of the file, and nothing else.
+    Raises RefusedFile if a key or tensor cannot be converted exactly, or one that the model needs is missing.
     """
     reader = _read(path)
     keys = Metadata({name: field.contents() for name, field in reader.fields.items()})

@@ -195,7 +195,10 @@ def _pretrained(keys: Metadata, backend: Any, tokens: list[str]) -> Any:
 
 
 def _sentencepiece(keys: Metadata, path: Path, tokens: list[str]) -> Any:
-    """Builds a SentencePiece BPE tokenizer, in the form that transformers builds."""
+    """Builds a SentencePiece BPE tokenizer.
+
+    transformers converts it. Then the file's keys decide whether it puts a space or the start token before a text.
+    """
     if len(keys.items(f"{_PREFIX}.scores", float)) != len(tokens):
         raise RefusedFile(f"{_PREFIX}.scores: not one for each of {len(tokens)} tokens")
     keys.items(f"{_PREFIX}.merges", str, [])

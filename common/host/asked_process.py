@@ -94,13 +94,14 @@ class AskedProcess:
             _log.error("the process %s was killed and has not ended", self.pid)
 
     async def first_answer(self) -> tuple[int, bytes]:
-        """Awaits the answer that some processes send at their start, without a command. Raises ChildFailed."""
+        """Awaits the answer that some processes send at their start, without a command. Raises as `ask` does."""
         return await self._exchange(b"", self._timeout_s)
 
     async def ask(self, content: bytes, *, timeout_s: float | None = None) -> tuple[int, bytes]:
-        """Sends a command and returns the status and the content of the answer. Raises ChildFailed.
+        """Sends a command and returns the status and the content of the answer.
 
-        `timeout_s` replaces the usual limit for this answer.
+        `timeout_s` replaces the usual limit for this answer. Raises ChildFailed if the answer does not come in time,
+        and ChildEnded if the process has ended.
         """
         command = protocol.LENGTH.pack(len(content)) + content
         return await self._exchange(command, self._timeout_s if timeout_s is None else timeout_s)

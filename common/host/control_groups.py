@@ -18,8 +18,8 @@ class ControlGroup:
 def groups_of(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
     """Yields the control groups that may limit this process: its own, then each parent up to the top.
 
-    `controller` is the resource, such as "memory". The directories need not exist: in a container the path may be the
-    host's, while the container's own group is the top.
+    `controller` is the resource, such as "memory". The directories may not exist: in a container, Linux may report
+    the path that the group has on the host, while the top directory shows the container's own group.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

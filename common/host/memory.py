@@ -1,4 +1,4 @@
-"""Host memory: returns how much is still available, and makes the process keep the memory that it frees.
+"""Host memory: measures how much is still available, and makes the process keep the memory that it frees.
 
 Linux lets a process allocate more memory than there is, and kills it when it uses too much. So code that needs much
 memory checks first.
@@ -77,8 +77,9 @@ def _numbers(path: Path) -> dict[str, int]:
 def keep_freed_memory() -> None:
     """Makes malloc keep freed memory for reuse, instead of returning it to the operating system.
 
-    Hundreds of KV segments are allocated and freed each second. Returning the 8 MiB of each and getting them again,
-    page by page, takes half the time of sending over gRPC. Does nothing if the C library is not glibc.
+    KV segments of up to 8 MiB are allocated and freed hundreds of times each second. Without this, half of the time of
+    sending over gRPC would go into returning their memory and getting it again, page by page. Does nothing if the C
+    library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -1,7 +1,7 @@
 """Host memory whose pages the operating system provides when they are first used, or in the background.
 
 Clearing a page of 4 KiB takes 0.25 to 1 us, and some 14 us in a virtual machine whose host must provide it first. For
-all pages of a KV pool that is seconds. Neither start-up nor requests should wait that long.
+all pages of a KV pool this adds up to seconds. Neither start-up nor requests should wait that long.
 """
 
 from __future__ import annotations
