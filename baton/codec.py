@@ -75,7 +75,7 @@ StatsT = TypeVar("StatsT", Timings, SpeculationCounts)
 
 
 def _stats_of(kind: type[StatsT], message: inference_pb2.Timings | inference_pb2.SpeculationCounts) -> StatsT:
-    """Returns a `kind` whose fields have the values of the message's fields of the same names."""
+    """Returns an object of type `kind`, whose fields have the values of the message's fields of the same names."""
     values: dict[str, Any] = {field.name: getattr(message, field.name) for field in dataclasses.fields(kind)}
     columns: dict[str, Any] = {name: tuple(n) for name, n in values.items() if not isinstance(n, int | float)}
     return kind(**{**values, **columns})

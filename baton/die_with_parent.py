@@ -3,7 +3,8 @@
     die_with_parent.py PARENT_PID COMMAND...
 
 This is a separate script because code between fork and exec is unsafe in a process with gRPC's threads. The kernel
-takes the thread that started the process for the parent. It needs Linux; elsewhere the command runs without this.
+takes the thread that started the process for the parent. On systems other than Linux the command runs, but nothing
+kills it.
 """
 
 import ctypes

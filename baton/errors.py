@@ -14,8 +14,8 @@ BatonError                  carries the gRPC code, the ErrorInfo reason and its 
 ├── Unimplemented           the server does not know the call
 ├── Internal                the server failed, or broke the protocol
 └── LocalPairError          raised by `baton.local_pair` only
-    ├── ServiceDied         a service process ended: why is in the message
-    ├── PairMismatch        the services cannot work together: the difference is in the message
+    ├── ServiceDied         a service process ended: the message says why
+    ├── PairMismatch        the services cannot work together: the message names the difference
     └── StartTimedOut       a service did not become ready in time
 """
 

@@ -1,6 +1,7 @@
-"""Waits until services on CPUs have compiled fused forwards, because figures measured earlier are too low.
+"""Waits until services on CPUs run fused forwards: the whole model as one compiled program.
 
-Each service says on its metrics page whether it has.
+A service compiles that program while it already serves, so speeds measured earlier are too low. Its metrics page says
+whether it runs fused forwards yet.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def are_fused(metrics_addresses: Sequence[str]) -> bool:
-    """Returns whether all services have fused their forwards.
+    """Returns whether all services run fused forwards. Each address is that of a service's metrics page.
 
-    Raises OSError, which names the metrics page, when one does not answer.
+    Raises OSError, which names the page, when one does not answer.
     """
     return all(_is_fused(f"http://{address}/metrics") for address in metrics_addresses)
 
 
 def await_fused(metrics_addresses: Sequence[str], *, timeout_s: float) -> bool:
-    """Waits until all services have fused their forwards. Returns False if `timeout_s` passes first.
+    """Waits until all services run fused forwards. Returns False if `timeout_s` passes first.
 
     Raises OSError like `are_fused`.
     """

@@ -59,11 +59,11 @@ class RequestRecord:
 class LoadReport:
     """The measurements of one workload. Rates count the tokens of requests that succeeded.
 
-    `decode_tokens_per_s` leaves out each request's first token. Its time runs from the earliest first token to the last
-    token of all. `full_load_tokens_per_s` counts only the `full_load_s` in which `concurrency` requests decode, with
-    none still in prefill. `handoff_mb_per_s` is the median over requests of the KV size divided by the prefill and
-    transfer time (KV is sent while the prompt is still being computed). `exposed_transfer_*_s` is the transfer time
-    after the prefill's end.
+    `decode_tokens_per_s` leaves out each request's first token, and divides by the time from the earliest first token
+    to the last token of all requests. `full_load_tokens_per_s` counts only the `full_load_s` in which `concurrency`
+    requests decode, with none still in prefill. `handoff_mb_per_s` is the median over requests of the KV size divided
+    by the prefill and transfer time (KV is sent while the prompt is still being computed). `exposed_transfer_*_s` is
+    the transfer time after the prefill's end.
     """
 
     concurrency: int

@@ -58,9 +58,9 @@ class LocalPair:
     Options that are None keep the services' defaults. `modules` names the Python module of each kind of service, and
     `new_service` builds the process. With `gateway_listen` the OpenAI-compatible gateway runs too. With
     `exposes_metrics`, or with a gateway, each service has a port for metrics. The first decode service listens on
-    `decode_port` if that is free. `taken_ports` are not used: other pairs will listen on them. Logs go to `log_dir`;
-    without one they are kept in a temporary directory, only if the pair failed. While the pair is watched, `on_phase`
-    receives changes of health, and `on_words` receives log lines as text.
+    `decode_port` if that is free. No process gets one of `taken_ports`, because other pairs will listen on them. Logs
+    go to `log_dir`, or else to a temporary directory, which is removed at the end unless the pair failed. While the
+    pair is watched, `on_phase` receives changes of health, and `on_words` receives log lines as text.
     """
 
     def __init__(

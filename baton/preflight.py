@@ -110,9 +110,9 @@ def _check_tokens(prefill: PrefillSettings, decode: DecodeSettings, gateway: Gat
 
 
 def _check_memory(prefill: PrefillSettings, num_prefill: int, decode: DecodeSettings, num_decode: int) -> None:
-    """Raises InvalidArgument if the KV pools on one GPU want more than its memory.
+    """Raises InvalidArgument if the memory shares of the services on one GPU add up to more than 1.
 
-    A pool whose number of tokens is configured takes no share and is not counted.
+    A service with `max_kv_tokens` has no share, because that setting gives its pool's size. It is not counted.
     """
     for device in {prefill.device_key, decode.device_key} - {"cpu"}:
         parts = [

@@ -30,8 +30,8 @@ def choosing_ports(*, wait_s: float = 10.0) -> Iterator[frozenset[int]]:
     """Holds a lock under which a new pair chooses its ports. Yields the ports of this user's other pairs.
 
     Pairs that are still loading count too. Announce the new pair before leaving the block, so that the next one sees
-    its ports. If the directory cannot be written, nothing is locked and no ports may be known. Raises Unavailable if
-    another process holds the lock for longer than `wait_s`.
+    its ports. If the directory cannot be written, nothing is locked, and the ports of other pairs may be missing.
+    Raises Unavailable if another process holds the lock for longer than `wait_s`.
     """
     with ExitStack() as stack:
         with suppress(OSError):

@@ -34,7 +34,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """How many members of one pool are in each state. The states add up to `total`."""
+    """How many of a KV pool's rows, or of its slots, are in each state. The states add up to `total`."""
 
     total: int
     free: int

@@ -21,7 +21,11 @@ ANSWER_TIMEOUT_S = 60.0
 
 
 class EventKind(Enum):
-    """The kind of a timeline event, as in `baton.v1`. The spans of a track nest, and so do the spans of a task."""
+    """The kind of a timeline event, as in `baton.v1`.
+
+    A SPAN is work of the track itself; the spans of a track nest. A TASK is work of an asyncio task, interleaved with
+    other tasks; events with the same `task` nest. A COUNTER holds figures that are valid from `start_ns` on.
+    """
 
     SPAN = timeline_pb2.TimelineEvent.SPAN
     TASK = timeline_pb2.TimelineEvent.TASK
@@ -30,7 +34,9 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """One event of a timeline. `start_ns` is a time of the service's CLOCK_MONOTONIC."""
+    """One event of a timeline. `start_ns` is a time of the service's CLOCK_MONOTONIC. `task` is "" unless its kind is
+    TASK.
+    """
 
     kind: EventKind
     name: str
@@ -49,8 +55,9 @@ class TimelineEvent:
 class ServiceTimeline:
     """The recording of one service.
 
-    `tracks` maps a track's name to its events, ordered by their ends. `num_dropped` counts the older events that were
-    lost. Two services with equal, non-empty `clock_id`s share a clock. Add `unix_offset_ns` to a time to get Unix time.
+    `tracks` maps a track's name to its events, ordered by their ends. `num_dropped` maps it to the number of older
+    events for which there was no room. Two services with equal, non-empty `clock_id`s share a clock. Add
+    `unix_offset_ns` to a time to get Unix time.
     """
 
     address: str

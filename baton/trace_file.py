@@ -89,7 +89,7 @@ def _arrows(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def _about(timelines: Sequence[ServiceTimeline]) -> dict[str, str]:
-    """Describes each service by its address: its instance id, and how many events it dropped."""
+    """Maps the name and address of each service to a text: its instance id, and how many events it dropped."""
     return {
         f"{each.service} {each.address}": f"instance {each.instance_id}, {sum(each.num_dropped.values())} dropped"
         for each in timelines

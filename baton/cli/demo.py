@@ -1,5 +1,5 @@
-"""The `baton demo` command: serves a real model, checks its answer against a committed one,
-then measures full speed.
+"""The `baton demo` command: serves a real model, checks that it gives the expected answer, then measures the speed of
+the pair.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _PROMPTS = (
 class _Figures:
     """Measurements of prompts that were answered one at a time.
 
-    `is_full_speed` says whether the services had fused their forwards; None means that this is not known.
+    `is_full_speed` says whether both services ran fused forwards, the whole model as one compiled program. None means
+    that this is not known.
     """
 
     drafted: Sequence[Shown]
@@ -74,7 +75,7 @@ class _Figures:
 
 
 def _rate(runs: Sequence[Shown]) -> float:
-    """Returns decode tokens per second over all prompts. The first token of each prompt and its time do not count."""
+    """Returns decode tokens per second over all prompts, leaving out each first token and the time until it."""
     seconds = sum(run.wall_s - (run.ttft_s or 0.0) for run in runs)
     return sum(len(run.completion.token_ids) - 1 for run in runs) / seconds if seconds > 0 else 0.0
 

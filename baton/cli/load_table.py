@@ -67,7 +67,7 @@ def load_table(addresses: Mapping[str, str], loads: Mapping[str, ServiceLoad]) -
 
 
 def pool_text(pool: PoolLoad) -> str:
-    """Formats how many members of the pool are in each state. States without members are left out."""
+    """Formats how many rows or slots of the pool are in each state. States that hold none are left out."""
     states = ("reserved", "transferring", "running", "quarantined")
     in_use = [f"{getattr(pool, state)} {state}" for state in states if getattr(pool, state)]
     return ", ".join([f"{pool.free} of {pool.total} free", *in_use])

@@ -59,8 +59,8 @@ def _json_progress(stage: str, num_done: int, num_total: int) -> None:
 
 
 class _Bars(progress.Progress):
-    """Shows one progress bar per stage, or one line per stage without a terminal. Shows nothing
-    before the first stage.
+    """Shows one progress bar for each stage, such as a download. Without a terminal it prints one line for each.
+    Shows nothing before the first stage.
     """
 
     def __init__(self) -> None:

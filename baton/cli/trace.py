@@ -32,7 +32,7 @@ def trace(
     token_file: options.TokenFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Record what services do for a while: a file that Perfetto's viewer opens."""
+    """Record for a while what services do, in a file that Perfetto's viewer opens."""
     addresses = [*(decode or ()), *(prefill or ())]
     if not addresses:
         raise typer.BadParameter("name a service at least", param_hint="--decode and --prefill")

@@ -75,7 +75,7 @@ def train_draft(
     dtype: Annotated[str, typer.Option(help="Of the computation: bfloat16 or float32.")] = _DEFAULTS.dtype,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores.")] = None,
 ) -> None:
-    """Train an EAGLE-3 head on the target's own conversations. Ctrl-C stops, the same command goes on."""
+    """Train an EAGLE-3 head on the target's own conversations. Ctrl-C stops; the same command continues."""
     captured = options.parse_token_ids(layers, "--layers")
     with reported_errors(False):
         prepare_model(model, as_json=False)
@@ -150,7 +150,7 @@ def _train(
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Yields a list that records the signals to stop. The second signal raises KeyboardInterrupt."""
+    """Yields a list to which the first SIGINT or SIGTERM is added. The second one raises KeyboardInterrupt."""
     received: list[int] = []
 
     def receive(number: int, frame: object) -> None:

@@ -112,7 +112,7 @@ class AsyncClient:
 
     With `resume`, a generation whose call ends UNAVAILABLE continues in another call. It fails when no event has come
     for `resume_timeout_s` after the break. Before any server has accepted the request, `admission_timeout_s` applies
-    instead (by default the same). Construct it in a running event loop.
+    instead (by default the same). Construct the client in a running event loop.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class AsyncClient:
         """Start a generation from exactly one of `prompt`, `token_ids` and `chat`.
 
         `generated_token_ids` is the output that an earlier stream of this request delivered: the new stream continues
-        after it. The caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
+        after it. Requests with the same `seed` and different `choice_index` (0, 1, ...) draw different tokens. The
+        caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
         """
         request = generate_request(
             prompt=prompt,

@@ -145,7 +145,8 @@ class Client:
         """Start a generation from exactly one of `prompt`, `token_ids` and `chat`.
 
         `generated_token_ids` is the output that an earlier stream of this request delivered: the new stream continues
-        after it. The caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
+        after it. Requests with the same `seed` and different `choice_index` (0, 1, ...) draw different tokens. The
+        caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
         """
         request = generate_request(
             prompt=prompt,

@@ -46,8 +46,8 @@ _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 class Progress:
     """The output that a generation has delivered so far.
 
-    With the same prompt and options it makes a request that continues the output. `seed` is None before Started.
-    `generated_token_ids` begins with those of the request.
+    A request with this seed and these tokens, and otherwise the same prompt and options, continues the output. `seed`
+    is None before Started. `generated_token_ids` holds those that the request came with, then the delivered ones.
     """
 
     seed: int | None
@@ -60,10 +60,10 @@ class Generation:
     `timeout_s` covers all calls together. After a break, new calls are made until `resume_timeout_s` has passed without
     an event; None means that no call follows. Before the first event, `admission_timeout_s` applies instead.
 
-    A new call follows UNAVAILABLE, and CANCELLED without a reason. After one break, a new call also follows refusals
-    that the break may have caused: the queue is full, or the server that lost the connection still holds the request
-    id. With both timeouts set, a request refused because the queue is full is sent again at the time that the server
-    named, if that is within `admission_timeout_s`.
+    A new call follows UNAVAILABLE, and CANCELLED without an ErrorInfo reason. After one break, a new call also follows
+    refusals that the break may have caused: the queue is full, or the server that lost the connection still holds the
+    request id. With both timeouts set, a request refused because the queue is full is sent again at the time that the
+    server named, if that is within `admission_timeout_s`.
 
     If a stream has grown too long for one server's context, another server's may be large enough. The stream ends with
     Unavailable if no such server is found in time.
