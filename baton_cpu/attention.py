@@ -88,7 +88,8 @@ def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[
     [B] int64. The mask covers the last `num_masked[b]` tokens (at most W) of row b; each query attends all earlier
     tokens of its row.
 
-    The mask means nothing for rows with more than MAX_QUERIES queries. Such a query attends all tokens up to itself.
+    The mask means nothing for rows with more than MAX_QUERIES queries. A query of such a row attends all tokens up to
+    itself.
     """
     if batch.tree_mask is not None:
         mask = batch.tree_mask.contiguous().numpy()

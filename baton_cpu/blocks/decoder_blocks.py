@@ -22,8 +22,9 @@ from common.model.replace import replace_modules
 
 
 class PackedAttention(nn.Module):
-    """An attention block with packed weights. It computes what `block` does, an instance of one of ATTENTIONS that uses
-    Baton's paged attention.
+    """Computes what the attention block `block` does, from packed weights (see PackedLinear).
+
+    `block` is an instance of one of the classes in ATTENTIONS, and uses Baton's paged attention.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -62,8 +63,9 @@ class PackedAttention(nn.Module):
 
 
 class PackedGatedMLP(nn.Module):
-    """A gated MLP with packed weights. It computes what `block` does, an instance of one of MLPS with SiLU
-    activation.
+    """Computes what the gated MLP `block` does, from packed weights (see PackedLinear).
+
+    `block` is an instance of one of the classes in MLPS, with SiLU as its activation.
     """
 
     def __init__(self, block: nn.Module) -> None:

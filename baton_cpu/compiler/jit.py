@@ -28,8 +28,8 @@ def jit(function: Kernel, *, is_kept: bool = False) -> Kernel:
     interpreter's lock.
 
     With `is_kept` the compiled code is also written to numba's cache, where it is found by source file, CPU, signature
-    and closure. The compiler may reorder sums. NaN and infinity keep their meaning; otherwise a broken row would look
-    sound.
+    and closure. The compiler may reorder sums. It may not assume that there is no NaN or infinity, because these show
+    that a row's results are wrong.
     """
     return cast("Kernel", numba.njit(cache=is_kept, **_OPTIONS)(function))
 

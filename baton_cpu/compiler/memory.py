@@ -1,4 +1,4 @@
-"""Operations on addresses, for kernels: see memory as an array, and change numbers that other threads change too."""
+"""Operations on addresses, for kernels: view memory as an array, and atomically update numbers that threads share."""
 
 from __future__ import annotations
 

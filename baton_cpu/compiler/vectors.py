@@ -28,8 +28,8 @@ def declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
 
 
 def prefetch_line(builder: Any, address: Any, *, once: bool = False) -> None:
-    """Generates a prefetch of the cache line at `address`. With `once` the line is marked as read only once, so that
-    the outer caches keep what they have.
+    """Generates a prefetch of the cache line at `address`. `once` tells the CPU that the line will be read a single
+    time, so that it does not replace other data in the outer caches.
     """
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
@@ -46,14 +46,14 @@ def spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:
 
 
 def multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Generates left * right + total, of vectors."""
+    """Generates `left * right + total` for three vectors."""
     kind = ir.FunctionType(FLOATS, [FLOATS, FLOATS, FLOATS])
     return builder.call(declared(builder, f"llvm.fmuladd.v{LANES}f32", kind), [left, right, total])
 
 
 def hidden(builder: Any, word: Any) -> Any:
-    """Returns `word` in a form that the compiler cannot recognise as the same value. So it loads from there again
-    instead of keeping what it loaded before in a register.
+    """Returns `word`, an index or address, in a form that the compiler does not recognise as the same value. So it
+    loads again what lies there, instead of keeping the value of an earlier load in a register.
     """
     return builder.asm(ir.FunctionType(WORD, [WORD]), "", "=r,0", [word], False)
 

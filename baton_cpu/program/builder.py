@@ -43,10 +43,11 @@ class AttentionSize:
 class Program:
     """A forward as a list of operations, as the kernel reads it.
 
-    `operations` [n, fields] and `numbers` [n, 2] describe the operations. `widths` is the row length of each buffer in
-    elements, and `float_buffers` has the numbers of the buffers that are float32. `normed_width` is the width of the
-    widest input of a matrix product that must first be normalised, converted or selected. `kept` holds the tensors
-    whose addresses are in `operations`.
+    `operations` [n, fields] has the integers of each operation (see Field), and `numbers` [n, 2] its floating-point
+    constants: epsilon and scaling. `widths` is the row length of each buffer in elements. `float_buffers` has the
+    indices of the buffers that are float32. Some inputs of matrix products are first normalised or converted, or only
+    some of their rows are taken; `normed_width` is the largest width of such an input. `kept` holds the tensors whose
+    addresses are in `operations`.
     """
 
     operations: NDArray[np.int64]
@@ -61,8 +62,8 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class FusedDecoder:
-    """A model written down as a program, with the rotary tables of all positions that it takes: cosines and sines, each
-    [positions, head_dim].
+    """A model as a program, with rotary tables for every position that it accepts: cosines and sines, each [positions,
+    head_dim].
     """
 
     program: Program
@@ -113,7 +114,7 @@ class ProgramBuilder:
     """Collects the operations, buffers and weights of a program. Buffers are given by number. Weights are [outputs,
     inputs] in `dtype`.
 
-    `check` is called between parts of the packing of weights. It may raise an exception to stop it.
+    `check` is called again and again while weights are packed. It may raise an exception to stop the packing.
     """
 
     def __init__(self, dtype: torch.dtype, check: Callable[[], None] = lambda: None) -> None:
@@ -219,8 +220,11 @@ class ProgramBuilder:
         self._add(Kind.LARGEST, {Field.SOURCE: logits, Field.WIDTH: self._widths[logits]})
 
     def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:
-        """Adds a matrix product that computes silu(gate(x)) * up(x) of the RMS-normalised rows of `source`. Both
-        weights become one: half of the outputs of each of its panels are those of `gate`, half those of `up`.
+        """Adds a LINEAR that writes silu(gate(x)) * up(x) to buffer `target`, where x are the RMS-normalised rows of
+        buffer `source`.
+
+        Both weights become one. Of each panel, the unit in which weights are packed, half the outputs are those of
+        `gate`, and half those of `up`.
         """
         half = PANEL_WIDTH // 2
         both = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
@@ -237,8 +241,8 @@ class ProgramBuilder:
         key_norm: Tensor | None = None,
         epsilon: float = 0.0,
     ) -> None:
-        """Adds the operations of a layer's attention. Each row of `source` holds a token's query, key and value heads,
-        in this order.
+        """Adds the operations of a layer's attention, which write its output to buffer `target`. Each row of buffer
+        `source` holds a token's query, key and value heads, in this order.
         """
         assert self._attention in (None, size), "the layers' attention is of one size"
         self._attention = size

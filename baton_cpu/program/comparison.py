@@ -71,8 +71,10 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
 
 def head_difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dtype: torch.dtype) -> float:
     """Returns how far the results of `program` are from those of `head`: the largest relative difference of logits,
-    hidden states and KV. Compared are an extend (a forward over captured states) of several rows, two steps after it,
-    and an extend by a chunk.
+    hidden states and KV.
+
+    The forwards that it compares are an extend (over captured states) of several rows, two steps after it, and an
+    extend by a chunk.
 
     `head` must still compute by its own layers. `captured_size` is the width of the captured states: number of states *
     H.

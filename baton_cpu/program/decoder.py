@@ -1,4 +1,4 @@
-"""Writes down a decoder-only model of transformers as a program: a list of operations that the kernel runs."""
+"""Translates a decoder-only model of transformers into a program: a list of operations that the kernel runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def can_fuse(model: nn.Module) -> bool:
 
 
 def decoder_of(model: nn.Module) -> NewProgram:
-    """Returns a function that writes down `model` as a program. `can_fuse(model)` must be true.
+    """Returns a function that translates `model` into a program. `can_fuse(model)` must be true.
 
     The function uses the weights that the model has now, so the model's modules may be replaced before it is called.
     The program has packed weights of its own, and shares the embedding and the norms.
@@ -54,7 +54,7 @@ def decoder_of(model: nn.Module) -> NewProgram:
 
 
 def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Returns the rotary tables of a model with `num_positions` positions, and of drafts past them: cosines and sines,
+    """Returns rotary tables for `num_positions` positions and some more, which drafts may reach: cosines and sines,
     each [positions, head_dim].
     """
     positions = torch.arange(min(num_positions + _MORE_POSITIONS, _MAX_POSITIONS))

@@ -1,4 +1,4 @@
-"""Writes down an EAGLE-3 draft head as two programs: one reads the states that the target captured, the other the
+"""Translates an EAGLE-3 draft head into two programs: one reads the states that the target captured, the other the
 head's own outputs.
 """
 
@@ -42,10 +42,10 @@ class HeadPrograms:
 
 
 def programs_of(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewProgram | None:
-    """Returns a function that writes down the head in `checkpoint` as programs, or None if kernels cannot run it. The
+    """Returns a function that translates the head in `checkpoint` into programs, or None if kernels cannot run it. The
     tensors in `checkpoint` must fit `spec` and `target`.
 
-    Kernels cannot run heads of unknown dtype or sizes, heads that normalise each captured state by itself, and heads
+    Kernels cannot run heads of unsupported dtype or sizes, heads that normalise each captured state by itself, or heads
     that use the target's output head.
     """
     block, dtype = spec.block, target.dtype

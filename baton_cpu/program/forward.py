@@ -121,8 +121,10 @@ class _ChunkParts:
 
 
 class _Windows:
-    """Where each row's new tokens begin, and which tokens they attend. A row with few new tokens, a window, has a mask.
-    A chunk attends in parts.
+    """For each row of a forward: where its new tokens begin, and which tokens they attend.
+
+    A row with at most MAX_QUERIES new tokens is a window, and has a mask. A row with more is a chunk, and has entries
+    in `chunks` instead.
     """
 
     def __init__(self, batch: ForwardInput) -> None:
@@ -147,8 +149,9 @@ class _Windows:
 
 
 class FusedForward:
-    """A ForwardProgram: runs a program on a team of threads. Forwards of more than `max_tokens` tokens are not taken.
-    One thread at a time may prepare, and one may compute.
+    """A ForwardProgram that runs a program on a team of threads. `takes` returns False for forwards of more than
+    `max_tokens` tokens, which the model's own layers must compute. One thread at a time may prepare, and one may
+    compute.
 
     It keeps buffers for the most tokens of any forward so far, and memory for one layer's packed K and V of the longest
     chunks so far.
@@ -295,11 +298,10 @@ class FusedForward:
         addresses[inner.start : inner.stop, 0] = [buffer.data_ptr() for buffer in self._buffers]
 
     def _groups(self, extend_lens: tuple[int, ...], max_seq_len: int) -> tuple[int, int]:
-        """Returns into how many groups each request's attention is divided, and the bytes of memory that this takes.
+        """Returns the number of groups for each request's attention, and the bytes of memory for the parts' results.
 
-        Attention is computed in parts of a request's tokens, and a thread takes a group of parts at once. So threads
-        share few requests, and long ones. The bytes hold the results of all parts. (1, 0) means one group and no stored
-        results.
+        A request's tokens are divided into parts of PART_TOKENS, and a thread takes a group of parts at once. So all
+        threads have work even if requests are few or one is long. (1, 0) means one group and no stored results.
         """
         attention = self._program.attention
         num_queries = attention.num_heads * sum(num for num in extend_lens if num <= MAX_QUERIES)

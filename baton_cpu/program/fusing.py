@@ -58,8 +58,8 @@ def fuse(
     """Makes `model` run its forwards as one program, and `draft` as well if it has programs. Returns the relative
     difference between the program's logits and the model's.
 
-    `CpuEngine.fuse` explains the arguments and exceptions. A head whose programs differ too much from its layers goes
-    on running its layers.
+    `CpuEngine.fuse` explains the arguments and exceptions. A head whose programs differ too much from its layers keeps
+    running its layers.
     """
     dtype = model.dtype
     try:
@@ -86,8 +86,8 @@ def fuse(
 
 
 def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Log) -> list[FusedDecoder]:
-    """Returns the programs to run: the target's, and then the draft head's for extend and for step, if it has any and
-    memory suffices.
+    """Returns the programs to run: the target's, then the draft head's for extend and for step. The head's are missing
+    if it has none, or if there is too little memory for them.
     """
     assert model.new_decoder is not None
     decoder = model.new_decoder(check)
@@ -107,8 +107,8 @@ def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Lo
 def _compared_head(
     draft: PagedHead, forwards: Sequence[ForwardProgram], model: TargetModel, log: Log
 ) -> HeadProgram | None:
-    """Returns the head that runs by its programs, or None if they compute something else than `draft`. That is logged,
-    and `draft` goes on as it was.
+    """Returns a head that runs by the programs in `forwards`. If their results differ from those of `draft`, logs a
+    warning and returns None; `draft` then keeps running its layers.
     """
     head = FusedHead(*forwards)
     captured_size = draft.capture.num_states * model.hidden_size

@@ -48,7 +48,7 @@ def packed(weight: Tensor, memory: WeightMemory, check: Callable[[], None]) -> T
     """Returns `weight` [outputs, inputs] packed into panels: [panels, steps, PANEL_WIDTH, numbers of a step]. A row's
     inputs must be a whole number of steps. Outputs that the last panel lacks are 0.
 
-    `check` is called before each 64 MiB, and may raise.
+    `check` is called before each 64 MiB are packed. It may raise an exception to stop the packing.
     """
     num_outputs, num_inputs = weight.shape
     step = step_of(weight.dtype)

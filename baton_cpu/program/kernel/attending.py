@@ -24,7 +24,7 @@ PART_TOKENS = 64
 
 
 def part_bytes(num_queries: int, head_dim: int) -> int:
-    """Returns the bytes of the result that attention over one part of the tokens has for `num_queries` queries: their
+    """Returns the size in bytes of the attention result of one part of the tokens, for `num_queries` queries: their
     sums of values, then their highest scores, then their sums of weights.
     """
     return 4 * num_queries * (head_dim + 2)
@@ -153,8 +153,8 @@ def _weigh(scores, num_tokens, lanes):
 
 @jit
 def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):
-    """Adds to `sums` the values of tokens `begin` .. `end` - 1, multiplied by each query's weights. Some queries do not
-    attend these tokens; a value is not read for a query whose weight is 0.
+    """Adds to `sums` the values of tokens `begin` .. `end` - 1, multiplied by each query's weights. It is for tokens
+    that only some queries attend: where a query's weight is 0, it does not read the value.
     """
     places = words(slots, end)
     for t in range(begin, end):
@@ -169,7 +169,7 @@ def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):
 @jit
 def _join(joined, part, num_queries, head_dim):
     """Merges the attention result of one part of the tokens, at address `part`, into `joined`, the result of the parts
-    before it. It rounds the same wherever it is called.
+    before it. Multiply-adds are explicitly fused, so every call rounds alike, however the compiler optimises it.
     """
     own = array_at(pointer(part), (num_queries * (head_dim + 2),), np.float32)
     all_ = array_at(pointer(joined), (num_queries * (head_dim + 2),), np.float32)
@@ -191,8 +191,8 @@ def _attend_part(
     call, fields, b, first, num_new, begin, num_own, num_near, keys, values, slots, queries, part, weights_at, like
 ):
     """Computes attention over the `num_own` tokens from `begin` on, as if there were no others. Writes sums of values,
-    highest scores and sums of weights to address `part`. The `num_near` tokens from `begin` on are prefetched
-    meanwhile.
+    highest scores and sums of weights to address `part`. Meanwhile it prefetches later tokens, up to the `num_near`
+    tokens from `begin` on.
     """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_queries = num_new * fields[Field.NUM_HEADS]
@@ -240,8 +240,8 @@ def _attend_part(
 
 @jit
 def _few_tokens_before(starts, b):
-    """Returns the number of new tokens of the requests before `b` in the batch, without requests that attend as chunks.
-    The stored results of request `b` begin after those of so many tokens.
+    """Returns how many new tokens the requests before `b` in the batch have, leaving out requests that attend as
+    chunks. The results of these tokens are stored before those of request `b`.
     """
     total = np.int64(0)
     for other in range(b):

@@ -1,9 +1,9 @@
 """Attention of chunks, requests with more than MAX_QUERIES new tokens: matrix products over packed keys and values.
 
-PREPARE_CHUNKS   an item: the tokens of one panel of keys, of one request and all its KV heads
-                 new ones: (norm) ▸ rotate ▸ write KV      all: K and V from the pool to panels, for all queries
-ATTEND_CHUNKS    an item: one KV head of one request, some new tokens
-                 (norm) ▸ rotate queries ▸ for a block of keys at a time: scores ▸ weights ▸ sums of values
+PREPARE_CHUNKS   an item: PANEL_WIDTH tokens of one request, for all KV heads
+                 new tokens: (norm) ▸ rotate ▸ write KV to the pool; then all tokens: copy KV from the pool to panels
+ATTEND_CHUNKS    an item: some new tokens of one request, for one KV head
+                 (norm) ▸ rotate queries ▸ for each block of keys: scores ▸ weights ▸ sums of values
 
 Keys and values are packed in panels of PANEL_WIDTH, for each request and KV head. T is the request's number of tokens
 and D is head_dim, both rounded up to whole panels. A step is 4 bytes of a row: two bfloat16 numbers or one float32.

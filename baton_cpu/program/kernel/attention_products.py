@@ -1,13 +1,14 @@
-"""Computes the scores of a request's queries with the keys of some of its tokens, and the sums of their values by the
-queries' weights.
+"""Computes the scores of a request's queries with the keys of some of its tokens, and the weighted sums of these
+tokens' values.
 
 Keys and values are read as vectors where they lie in the pool; nothing is gathered. They are loaded once for each pass,
-which computes a few queries. A pass takes as many numbers of each head as registers can hold. Where fewer are left it
-takes one vector of them, and the last ones are computed one by one.
+which computes a few queries. A pass covers as many numbers of a head as registers can hold. The rest of the head takes
+passes of one vector each, and numbers that do not fill a vector are computed one by one.
 
 Arguments of all functions: `plane` is the address of slot 0's numbers of one KV head, and slots lie `token_bytes`
-apart. `slots` is the address of the tokens' slots (int64). Other arrays are float32, with `stride` or `head_dim`
-numbers for each query.
+apart. `slots` is the address of the tokens' slots (int64). The first `num_near` of them may be read for prefetches, and
+`num_tokens` are computed. Other arrays are float32, with `stride` or `head_dim` numbers for each query. `like` is an
+array of the pool's dtype.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def _scores_of(num_vectors: int) -> Any:
 
 
 def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: Any) -> None:
-    """Generates a loop over the tokens that computes their scores, four tokens at a time. If the last four are not
-    complete, the last token is repeated.
+    """Generates a loop over the tokens that computes their scores, four tokens at a time. If fewer than four are left,
+    it repeats the last token.
     """
     plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, out, stride, adds = arguments
     starts = [builder.add(queries, builder.mul(head_dim, WORD(4 * query))) for query in range(num_queries)]
@@ -179,7 +180,9 @@ def _generate_sums(builder: Any, arguments: Any, num_vectors: int, num_queries: 
 
 
 def _begin_loop(builder: Any) -> tuple[Any, Any, Any]:
-    """Begins a loop. Returns its counter, its block, and the block before it. `_end_loop` ends it."""
+    """Begins a loop in the generated code. Returns its counter, its basic block, and the block before it. Call
+    `_end_loop` with them after generating the loop's body.
+    """
     before, loop = builder.block, builder.append_basic_block("tokens")
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -187,8 +190,8 @@ def _begin_loop(builder: Any) -> tuple[Any, Any, Any]:
 
 
 def _end_loop(builder: Any, place: Any, loop: Any, before: Any, step: int, end: Any) -> None:
-    """Ends the loop: adds `step` to its counter `place`, which begins at 0, and repeats the loop while that is below
-    `end`. The loop runs at least once.
+    """Ends a loop that `_begin_loop` began: adds `step` to its counter `place`, which starts at 0, and repeats the loop
+    while the counter is below `end`. The loop runs at least once.
     """
     after = builder.append_basic_block("after")
     following = builder.add(place, WORD(step))
@@ -199,7 +202,9 @@ def _end_loop(builder: Any, place: Any, loop: Any, before: Any, step: int, end: 
 
 
 def _ask_ahead(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any, num_near: Any, *size: Any) -> None:
-    """Generates a prefetch of the token TOKENS_AHEAD after `token`, or of the last of the `num_near` tokens."""
+    """Generates a prefetch of the token that comes TOKENS_AHEAD after `token`, or of the last of the `num_near` tokens
+    if that comes earlier.
+    """
     num_vectors, element = size
     later, last = builder.add(token, WORD(TOKENS_AHEAD)), builder.sub(num_near, WORD(1))
     later = builder.select(builder.icmp_signed("<", later, last), later, last)

@@ -99,8 +99,8 @@ class _Step:
         return loaded
 
     def numbers(self, kind: ir.Type, *, size: int = 1, place: int = 0) -> Iterator[Any]:
-        """Generates a vector for each row of x that has number `place` of the row's `size` numbers of this step in
-        every lane.
+        """Yields a vector for each row of x, with one of the row's numbers in every lane. A row has `size` numbers in
+        this step, of which `place` is the index of the one to load.
 
         Each number is loaded just before it is needed, because few registers are left.
         """
@@ -165,8 +165,7 @@ def _multiply_halves(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
     """Generates the products of one step of bfloat16 weights, by float32 multiplications, and adds them to `sums`.
     Returns the new sums: each row's vectors in turn.
 
-    Weights are loaded twice, once for each half of a pair. To keep them for the other half would take too many
-    registers.
+    Weights are loaded twice, once for each half of the pairs, because too few registers are left to keep them.
     """
     for place, half in enumerate((_lower, _upper)):
         weights, old = [half(builder, weight) for weight in step.weights()], iter(sums)

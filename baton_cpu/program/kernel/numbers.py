@@ -1,7 +1,7 @@
 """Rounds and stores numbers in kernels that are written once for all dtypes.
 
-Results are rounded to the model's dtype. Numbers that products read are stored as float32 where the CPU does not
-multiply bfloat16.
+Results are rounded to the model's dtype. Where the CPU does not multiply bfloat16, the inputs of matrix products are
+stored as float32 after that rounding.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def _panel_bytes(fields, like):
 
 @jit
 def _most_items(call, fields, like):
-    """Returns how many items of an operation a thread takes at once, at most. For a LINEAR these are neighbouring
-    panels of its weight, some _MOST_BYTES of reading; for other operations it is one.
+    """Returns the most items of an operation that a thread takes at once. For a LINEAR an item is a panel of its
+    weight, and a thread takes as many as amount to _MOST_BYTES of reading. For other operations it takes one.
     """
     if fields[Field.KIND] != Kind.LINEAR:
         return np.int64(1)
@@ -161,10 +161,12 @@ def _run(board, run, call, thread, like):
 
 def take_part(board, run, call, shared_address, thread, wake_or_sleep_fd, like):
     """Runs programs as one thread of a team. Thread 0 leads: it runs the program that `call` describes to its end, and
-    returns. Another thread helps with every program that is begun from now on, until the team stops; its `run` and
+    returns. Any other thread helps with every program that is begun from now on, until the team stops; its `run` and
     `call` are scratch memory.
 
-    Leading and helping are one function, so that it is compiled once, by `load_kernels`.
+    The leader copies `call` to `shared_address`, where helpers read it, and wakes sleeping helpers by writing to the
+    pipe `wake_or_sleep_fd`; helpers sleep by reading from it. Leading and helping are one function, so that it is
+    compiled once, by `load_kernels`.
     """
     shared = words(shared_address, call.shape[0])
     if thread == 0:

@@ -59,7 +59,7 @@ def share_of(num_left, share, most):
     """Returns how many of the `num_left` items a thread takes at once: `num_left` / `share`, at most `most`, and at
     least one.
 
-    So long runs of neighbouring items are taken first, and threads end together.
+    At first threads take many neighbouring items at once. Near the end they take few, so that they finish together.
     """
     return max(np.int64(1), min(num_left // share, most))
 
@@ -88,8 +88,8 @@ def end_items(board, operation, num_taken):
 
 @jit
 def offer_core(num_turns):
-    """Yields the core every few turns, for other threads of the system that wait for it. Called between two turns, when
-    no thread of the team waits for items of this one.
+    """Yields the core to other threads of the system, once every few turns. A turn is the items that a thread takes at
+    once. Call this between two turns, when no other thread of the team waits for items that this thread has taken.
     """
     if num_turns % _TURNS_BETWEEN_OFFERS == 0:
         yield_core()
@@ -122,7 +122,9 @@ def await_operation(board, run, operation, num_items, ahead, ahead_bytes):
 
 @jit
 def show_progress(board):
-    """Counts one more sign of progress; `Team.num_shown` returns their number."""
+    """Adds one to the count of progress that `Team.num_shown` returns. The leader calls this at the start of a layer of
+    the target.
+    """
     add_to_word(board + 8 * _PROGRESS, 1)
 
 
@@ -181,8 +183,8 @@ def await_run(board, last_run, sleep_fd):
 
 @jit
 def is_run(board, run):
-    """Returns whether `run` is still the present run. If so, all that this thread has read of its description belongs
-    to it.
+    """Returns whether `run` is still the present run. If so, the words that this thread has copied before this call
+    describe that run, not another one.
     """
     fence()
     return load_word(board + 8 * _RUN) == run
@@ -225,7 +227,7 @@ class Team:
 
     @property
     def num_shown(self) -> int:
-        """How often programs have shown progress. Any thread may ask."""
+        """The number of the target's layers that have begun in all runs together. Any thread may read it."""
         return int(self._board[_PROGRESS])
 
     def close(self, timeout_s: float) -> bool:
