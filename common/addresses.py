@@ -104,7 +104,7 @@ def network_of(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether "host:port" is reachable from this machine only. Of host names, this is assumed of localhost only."""
+    """Whether "host:port" is reachable from this machine only. Returns False for every host name but localhost."""
     host, _ = host_and_port(address.removeprefix("dns:///"))
     try:
         return host == "localhost" or ip_address(host).is_loopback

@@ -89,7 +89,9 @@ class _WindowPlan:
 
 
 def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tensor) -> Tensor:
-    """Returns for each query which tokens of its row it attends, [B, queries, tokens] bool."""
+    """Returns for each query which tokens of its row it attends, [B, queries, tokens] bool. `places` [tokens] holds
+    the tokens' positions, 0 to tokens - 1.
+    """
     if batch.tree_mask is None:
         first = (batch.seq_lens - num_queries).unsqueeze(1)
         last = first + torch.arange(num_queries, device=places.device)
@@ -102,7 +104,11 @@ def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tens
 
 @dataclass(frozen=True, slots=True)
 class _Extend:
-    """One row's share of the forward: its tokens [start, stop). `slots` is None if these are all tokens of the row."""
+    """One row's share of the forward: its new tokens are [start, stop) of all new tokens.
+
+    `slots` holds the slots of all the row's tokens. It is None if the row has new tokens only: then their keys and
+    values need not be read from the pool.
+    """
 
     start: int
     stop: int
@@ -170,8 +176,8 @@ def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | 
 
 
 def _tree_mask(num_tokens: int, attended: Tensor, *, like: Tensor) -> Tensor:
-    """Returns an additive mask [extend_len, num_tokens]: the row's last tokens by `attended`, and all tokens before
-    them.
+    """Returns an additive mask [extend_len, num_tokens]. `attended` [extend_len, W] says which of the row's last W
+    tokens each query attends; every query attends all tokens before these.
     """
     num_queries, num_masked = attended.shape
     before = torch.ones((num_queries, num_tokens - num_masked), dtype=torch.bool, device=attended.device)

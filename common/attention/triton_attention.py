@@ -6,7 +6,8 @@ enough parallel work.
 
 The parts of a row depend on its own length only. Whether rows are split, and how many queries a program takes, depends
 on the largest number of new tokens of any row in the forward. So in a forward whose rows all have the same number of
-new tokens, a row's result does not depend on the other rows. A prompt's may: its sums may be taken in another order.
+new tokens, a row's result does not depend on the other rows. Otherwise, as in a forward of several prompts, other rows
+may change the order in which a row's sums are taken, and so their rounding.
 
 A plan launches the same kernels on the same grids for any row lengths up to `max_seq_len`. So a forward can be recorded
 and replayed. No step waits for the device.
@@ -64,9 +65,8 @@ class Tiles:
         """Chooses tiles for rows of `num_pairs` (query, head) pairs, of which groups of `num_shared` read the same
         keys.
 
-        Returns None if no tile fits into `shared_bytes` or into registers. Registers limit a tile too: where a tile
-        spilled, it was made smaller or given more warps. Products of float32 are computed one by one, and need the most
-        registers.
+        Returns None if no tile fits into `shared_bytes` or into registers. Where a tile is known to spill registers, a
+        smaller one or more warps are chosen. Products of float32 are computed one by one, and need the most registers.
         """
         fewest = max(_MIN_BLOCK, _power_of_two(num_shared))
         row_bytes = dim_block * itemsize
@@ -148,7 +148,7 @@ class TritonAttention:
             self.tiles(shape.num_new)
 
     def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
-        """Returns one forward for each block of queries, with rows that are split and rows that are not."""
+        """Returns forwards that cover every size of query block, with rows that are split and rows that are not."""
         few = [1 << power for power in range(_MAX_SPLIT_QUERIES.bit_length())]
         shapes = [
             *(KernelShape(num_new, num_new) for num_new in (*few, 2 * _MAX_SPLIT_QUERIES)),
@@ -198,11 +198,11 @@ class _PagedPlan:
         self._mask = None if mask is None else mask.contiguous().view(torch.uint8)
 
     def _cut_rows(self, extend_lens: Sequence[int], split_bytes: int) -> list[tuple[slice, range]]:
-        """Groups rows whose partial results fit into `split_bytes` together. Returns the rows and new tokens of each
-        group.
+        """Cuts the rows into groups whose partial results fit into `split_bytes`. Returns the rows and new tokens of
+        each group.
 
-        A group may be a single larger row. If rows are not split, all of them form one group. How a row is split
-        depends only on its own length, not on its group.
+        A row that does not fit is a group of its own. If rows are not split, all of them form one group. How a row is
+        split depends only on its own length, not on its group.
         """
         stops = [0, *itertools.accumulate(extend_lens)]
         num_together = max(1, self._num_rows)

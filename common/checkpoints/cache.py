@@ -120,7 +120,7 @@ def run_python(
 def _lock(path: Path, waiting: str, progress: Progress) -> Iterator[None]:
     """Holds an exclusive lock on a file inside this context. The system releases it if this process dies.
 
-    While another process holds it, `progress` is called with `waiting`.
+    While another process holds it, `progress` is called with `waiting` as the stage, and may raise to end the wait.
     """
     with path.open("w") as file:
         while True:

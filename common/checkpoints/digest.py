@@ -49,9 +49,9 @@ _WITHOUT_LIMIT = frozenset({"default", "linear", "llama3"})
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft head, and how many candidates for the first draft token a seed holds.
+    """A draft head with its setting `topk`: the number of candidates for the first draft token in a draft seed.
 
-    A seed is the state from which the next draft begins.
+    A draft seed is the state from which the next draft begins.
     """
 
     head: PagedHead
