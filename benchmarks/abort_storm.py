@@ -39,8 +39,9 @@ MAX_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """The times of one storm, in seconds of the client's clock. `cancelling_s` is from the first cancellation to the
-    last.
+    """The times of one storm, in seconds at the client.
+
+    `sending_s` is the time until all requests were admitted, `cancelling_s` the time to cancel them all.
     """
 
     num_cancelled: int
@@ -52,8 +53,8 @@ class Storm:
 class Rates:
     """The tokens per second of the requests that stay.
 
-    `whole` is from their first token to their last, which takes `seconds`. `during` and `after` cover the windows
-    DURING_S and AFTER_S after the start.
+    `whole` covers the time from their first token to their last, which is `seconds` long. `during` and `after` cover
+    the windows DURING_S and AFTER_S, which count from the first request sent.
     """
 
     seconds: float
@@ -155,8 +156,9 @@ async def _run(address: str, num_new_tokens: int, num_cancelled: int | None) -> 
 
 
 async def _storm(client: AsyncClient, num_requests: int, vocab_size: int) -> Storm:
-    """Sends requests and cancels them all, once every one has been admitted. Those that have rows
-    are then in prefill.
+    """Sends `num_requests` requests, waits until all have been admitted, and cancels them all.
+
+    By then some of them have a row and are being prefilled; the others are queued.
     """
     prompts = Workload(1, num_requests, PROMPT_TOKENS, 1, prompt_seed=1).prompts(vocab_size)
     begun_s = time.perf_counter()

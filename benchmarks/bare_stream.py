@@ -45,7 +45,7 @@ class StreamRates:
 async def stream_rates(num_bytes: int, *, kept_bytes: int, first_bytes: int, begins_bare: bool) -> StreamRates:
     """Measures streams of `num_bytes` at each message size, bare and with a handoff's work.
 
-    The messages come from `kept_bytes` of memory, because one message sent again and again would come from a cache.
+    The messages are slices of a buffer of `kept_bytes`, because one message sent again and again would stay in a cache.
     Before each measurement `first_bytes` are streamed as a warm-up. Amounts are rounded to whole messages, at least
     one. `begins_bare` says which kind of stream goes first.
     """

@@ -2,8 +2,8 @@
 
     python -m benchmarks.beside_prompts
 
-Each configuration of the prefill service runs as a pair of its own. A stream decodes first alone, then while prompts
-are computed one after the other. Prints a table and saves it.
+Each configuration of the prefill service runs as a pair of its own. At first requests decode alone; then they decode
+while prompts are computed, one after the other. Prints a table and saves it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _NEW_TOKENS = 192
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The results of one round: gaps between tokens in milliseconds, and prompts in tokens/s, alone and beside each
-    other.
+    """The results of one round: gaps between decoded tokens in milliseconds, and prompts in tokens/s.
+
+    "Alone" means that only one of the two runs, "beside" that both run at the same time.
     """
 
     alone_p50_ms: float

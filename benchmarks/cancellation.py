@@ -38,14 +38,15 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CancellationRig:
-    """A pair with a single row on the decode side, which is slow enough to catch a request in each phase."""
+    """A pair that is slow enough to catch a request in each phase. Its decode service has a single row."""
 
     pair: RunningPair
 
     def catch(self, phase: Phase) -> tuple[EventStream, ...]:
-        """Brings a request into `phase` and returns its stream. The pair must be empty before.
+        """Brings a request into `phase` and returns its stream. The pair must hold nothing before.
 
-        For QUEUED it returns two streams to drop in this order: the queued request, and the one that it waits for.
+        For QUEUED it returns two streams, to be closed in this order: the queued request's, and that of the running
+        request that it waits for.
         """
         stream = self.generate()
         match phase:
@@ -80,7 +81,10 @@ class CancellationRig:
         return self.pair.prefill_load().num_computing > 0
 
     def _comes_to_transfer(self) -> bool:
-        """Waits for the phase. Returns False if it was over before anybody looked: the request runs already."""
+        """Waits until the request's prompt is computed and its KV is still being transferred.
+
+        Returns False if the transfer ended unseen, between two looks at the load, and the request is running already.
+        """
 
         def is_only_transferring() -> bool:
             return self.pair.load().rows.transferring > 0 and self.pair.prefill_load().num_computing == 0

@@ -24,8 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Ceilings:
     """The best rates of a machine.
 
-    `flops_per_s` is by dtype; a multiplication and an addition count as two operations. A CPU without bfloat16
-    multiplication has the rate of float32 there.
+    `flops_per_s` is keyed by the dtype's name; a multiplication and an addition count as two operations. If the CPU
+    cannot multiply bfloat16, the entry for bfloat16 is the rate of float32.
     """
 
     read_bytes_per_s: float
@@ -54,9 +54,9 @@ class Ceilings:
 
 
 def bandwidth_bytes_per_s(device: str, num_bytes: int) -> float:
-    """Measures the memory bandwidth: the best of two reductions over `num_bytes`, and of a copy, which counts twice.
+    """Measures the memory bandwidth: the best of two reductions over `num_bytes` and a copy of them.
 
-    `num_bytes` should be too large for any cache.
+    The copy counts twice `num_bytes`, because it reads and writes them. `num_bytes` should exceed every cache.
     """
     values = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(values)

@@ -112,7 +112,8 @@ def attention_launches(
 ) -> list[Launch]:
     """Returns the kernel launches of attention in one layer, over a pool of `num_slots`.
 
-    Raises StartupError if the kernels do not support such heads.
+    `overlaps` says whether the device starts a kernel before the previous one ends. Raises StartupError if the kernels
+    do not support such heads.
     """
     launches: list[Launch] = []
     backend = TritonAttention(heads, shared_bytes=shared_bytes, overlaps=overlaps, launch=launches.append)
@@ -227,7 +228,10 @@ def sampling_kernels(capability: int) -> Iterator[Compiled]:
 
 
 def layer_launches(layer: LayerSizes, *, overlaps: bool = False) -> list[Launch]:
-    """Returns the kernel launches of a decoder layer, in a forward of one token and in a forward of many."""
+    """Returns the kernel launches of a decoder layer, in a forward of one token and in a forward of many.
+
+    `overlaps` says whether the device starts a kernel before the previous one ends.
+    """
     launches: list[Launch] = []
     kernels, dtype = LayerKernels(overlaps=overlaps, launch=launches.append), layer.dtype
 

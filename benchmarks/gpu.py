@@ -216,7 +216,7 @@ def end_to_end_s(target: TargetModel, sizes: Sizes, device: str) -> float:
 
 
 def peer_s(model: Any, sizes: Sizes) -> float:
-    """Returns the same time for transformers' continuous batching: from the first prompt's arrival to the last token.
+    """Returns the seconds from the first prompt's arrival to the last token in transformers' continuous batching.
 
     A first wave, which is not measured, creates the manager with its cache and graphs; its thread is then running
     already. The waves have different prompts, because the manager may keep the KV of earlier ones.

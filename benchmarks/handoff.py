@@ -4,15 +4,15 @@ Two processes have their own engines, servers and connections; only the models c
 turn:
 
     the handoff over gRPC
-    a gRPC stream between two Python processes, at several message sizes: bare, and with a handoff's copies and sums
+    a gRPC stream between two Python processes, at several message sizes: bare, and with copies and checksums
     the handoff through shared memory
     the handoff through NIXL, with the transport that it chooses and over TCP
     a copy by one thread of much more memory than the caches hold
 
-Each connection is warmed up with as many bytes as the concurrent requests have. Rates are in MB/s of payload. Ratios
-are taken within a round. Ratios to a stream refer to the message size with the best median; the stream sends as much
-memory as a prompt's KV, again and again. The table shows medians and is saved with its date. The exit status is 1 when
-a bound is missed.
+Each connection is warmed up with the KV of as many prompts as are handed over at a time. Rates are in MB/s of payload.
+Ratios are taken within a round. Ratios to a stream refer to the message size with the best median. A stream sends the
+same buffer, as large as one prompt's KV, again and again. The table shows medians and is saved with its date. The exit
+status is 1 when a bound is missed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Compares the gRPC pair with transformers' `generate` token for token, with SmolLM2 in float32.
 
 Without a draft head, six configurations cover every pair of values of {alone, 16 at once} x {overlap on, off} x {chunk
-16, 64, 512}. With it, twelve cover every pair of these and of {chain of 3, chain of 4, tree, adaptive depth}. The
-first turns of a JSON-lines file of outside prompts (`--turns`, with a "turns" list in each line) run in two of each
-group. Writes its table into benchmarks/results. The exit status is 1 if anything but a tie of two logits diverges, if
-there is more than one tie in 5,000 tokens, or if a fixed depth commits at most 1.5 tokens per forward of the target.
+16, 64, 512}. With a draft head, twelve cover every pair of these and of {chain of 3, chain of 4, tree, adaptive depth}.
+Two of the six and two of the twelve also run outside prompts: the first turns of a JSON-lines file (`--turns`), whose
+lines each have a "turns" list. Writes its table into benchmarks/results. The exit status is 1 if anything but a tie of
+two logits diverges, if there is more than one tie in 5,000 tokens, or if a fixed depth commits at most 1.5 tokens per
+forward of the target.
 """
 
 from __future__ import annotations

@@ -38,9 +38,11 @@ LOOK_INTERVAL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The results of one cut. Times are in seconds from the cut, or from its end.
+    """The results of one cut. All times are in seconds.
 
-    `prefill_empty_s` is when the prefill service held nothing more for the decode service that it could not reach.
+    `not_ready_s` and `prefill_empty_s` are the times from the start of the cut until the decode service was not ready,
+    and until the prefill service held no rows and no KV; infinite if that did not happen during the cut. The times
+    named `after_mend` count from the end of the cut. `longest_request_s` is a duration.
     """
 
     not_ready_s: float

@@ -1,8 +1,8 @@
-"""Runs a peer: another program, a library without server and streaming, that is measured for comparison with Baton.
+"""Runs a peer: a program that measures another inference library, for comparison with Baton.
 
-The program receives the sizes (`--prompt`, `--generate`, `--batch`, and `--threads` if a benchmark sets them). It
-prints one JSON object: `peer`, `dtype`, `threads`, and `rows` of `batch`, `decode_tokens_per_s` and
-`prefill_tokens_per_s`.
+The library is called directly, without a server or streaming. The program receives the sizes as `--prompt`,
+`--generate` and `--batch`, and `--threads` if the benchmark sets it. It prints one JSON object with `peer` (a name),
+`dtype`, `threads`, and `rows`: a list of objects with `batch`, `decode_tokens_per_s` and `prefill_tokens_per_s`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def run_peer(
 ) -> PeerFigures | None:
     """Runs the peer and returns its figures.
 
-    Returns None if it failed; its output is printed, the run goes on, and its bound is missed. Raises SystemExit if the
-    peer computes in another dtype, because a ratio to it would mean nothing.
+    Prints the reason and returns None if the peer fails; a caller counts the bound on the ratio to it as missed. Raises
+    SystemExit if the peer computes in another dtype, because a ratio to it would mean nothing.
     """
     arguments = ["--prompt", str(num_prompt_tokens), "--generate", str(num_new_tokens)]
     arguments += ["--batch", ",".join(map(str, batches))]

@@ -124,9 +124,10 @@ def prompt_flops(costs: ModelCosts, num_tokens: int) -> float:
 
 
 def matmul_flops_per_s(costs: ModelCosts, num_threads: int) -> float:
-    """Measures the best rate of matrix products, with a packed linear layer of the model's MLP over 512 tokens.
+    """Measures the best rate of matrix products, in operations per second.
 
-    It is in bfloat16 if the CPU can multiply that, else in float32.
+    It runs linear layers with the sizes of the model's MLP over 512 tokens, with packed weights: in bfloat16 if the CPU
+    can multiply that, else in float32.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)

@@ -39,6 +39,6 @@ class ChatTokens:
         return [self.of_chat(text) for text in texts]
 
     def of_project(self) -> Prompts:
-        """Returns the project's own prompts, without the long ones."""
+        """Returns the tokens of each of the project's own prompts, without the long ones."""
         short = [prompt for prompt in PROMPTS if not prompt.name.startswith("long")]
         return [self.of_chat(prompt.text) if prompt.is_chat else self.of_text(prompt.text) for prompt in short]

@@ -33,8 +33,9 @@ Most of that time is the start of a process.
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The services to kill and then to restart, each in this order and without a pause. Names are
-    those in a LocalPair.
+    """The services to kill, and those to restart after that, in this order and without a pause between them.
+
+    The names are those that LocalPair gives its services, such as "prefill-0".
     """
 
     killed: tuple[str, ...]
@@ -43,9 +44,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The results of one case, in seconds. "First served" is the first request served of those begun after the kill.
+    """The results of one case. Times are in seconds.
 
-    `first_served_after_ready_s` is negative if other services served it before the restarted ones were ready.
+    "First served" is the first request that was begun after the kill and was served.
+    `first_served_after_ready_s` is negative if it was served before all restarted services were ready.
     """
 
     ready_after_kill_s: float

@@ -76,8 +76,9 @@ _ROW_BYTES = 4
 
 
 class Stopwatch:
-    """Measures the seconds of named parts, without the time inside `stopped`, on the wall clock or the thread's CPU
-    clock.
+    """Measures how many seconds the named parts of a program take, on the wall clock or the thread's CPU clock.
+
+    Calls through `timed` are measured; the time of work that `stopped` wraps does not count.
     """
 
     def __init__(self) -> None:
@@ -110,8 +111,8 @@ class Stopwatch:
 
 
 class _UncountedStream(InlineStream):
-    """A stream that runs work as soon as it is enqueued. The watch is stopped for the work, but
-    not for enqueueing it.
+    """A stream that runs work as soon as it is enqueued. The stopwatch counts the enqueueing, but not
+    the work.
     """
 
     def __init__(self, name: str, watch: Stopwatch) -> None:
@@ -310,7 +311,10 @@ class ScheduleRig:
             )
 
     def start(self) -> None:
-        """Step until every row runs, or, if rows are replaced, until all have run once."""
+        """Submits a request for each row, steps until they run, and forgets the times measured so far.
+
+        With `output_tokens` it takes that many steps, so that requests have begun to end and to be replaced.
+        """
         for number in range(self._num_rows):
             share = (number + 1) / self._num_rows
             self._submit(CONTEXT_TOKENS - PROMPT_TOKENS if self._output_tokens is None else self._output_tokens * share)
@@ -382,7 +386,7 @@ def _group(name: str) -> LayerGroupSpec:
 
 
 def _run_at_once(live: LiveRequest) -> None:
-    """Runs a stream's reader, which does not wait because there is news."""
+    """Runs a stream's reader once. There must be news for it, so that it returns without waiting."""
     try:
         live.read().send(None)
     except StopIteration:

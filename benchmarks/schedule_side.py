@@ -41,10 +41,11 @@ SCENARIOS = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a step at one batch size. Times are medians in microseconds.
+    """The cost of a step at one batch size. Times are in microseconds, and medians except for `p99`.
 
-    `num_running` is the mean number of rows in a step. `total` is the step with the delivery of its events. `core` is
-    the speed of the core meanwhile.
+    `num_running` is the mean number of rows in a step. `total` is the wall time of a step with the delivery of its
+    events, `p99` its 99th percentile, and `cpu` the thread's CPU time for it. `parts` divides it. `edge` is the edge's
+    time for one step's events. `core` has samples of the core's speed, taken between the steps.
     """
 
     batch_size: int
@@ -101,7 +102,7 @@ def exponent(costs: list[Cost]) -> float | None:
 
 
 def judged(costs: list[Cost]) -> tuple[str, bool]:
-    """Returns the line with the verdict, and whether the bounds are met. Growth is not judged for a single size."""
+    """Returns the line with the verdict, and whether the bounds are met. A single batch size has no bound on growth."""
     last, growth = costs[-1], exponent(costs)
     is_met = last.total <= BOUND_US and (growth is None or growth < 1)
     grows = "" if growth is None else f", growth exponent {growth:.2f}, less than 1"

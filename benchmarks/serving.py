@@ -184,8 +184,10 @@ def render(
         return f"{ratio:.2f}{verdict}"
 
     def judged_peer(ratios: list[float], full_load_s: float) -> str:
-        """Judges the ratio to the peer. The bound is missed if a requested peer failed, or if the
-        window is too short.
+        """Returns the table cell with the ratio to the peer, and records whether its bound is met.
+
+        The bound is also missed if a requested peer failed, or if the time in which all requests decoded together,
+        `full_load_s`, is too short.
         """
         nonlocal is_met
         if result["is_peer_wanted"] and not ratios:

@@ -35,7 +35,10 @@ ADAPTIVE = "adaptive"
 
 
 async def measure(address: str, prompts: list[list[int]], seconds: float) -> str:
-    """Returns a row of the table without its first cell."""
+    """Measures a running pair on `prompts`, one at a time, and returns its row of the table without the first cell.
+
+    The timeline is recorded for `seconds`.
+    """
     workload = Workload(1, len(prompts), 0, NEW_TOKENS)
 
     async with AsyncClient(address, rpc_timeout_s=30.0) as client:

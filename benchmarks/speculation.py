@@ -177,10 +177,10 @@ def num_requests_at(concurrency: int) -> int:
 async def speed(
     client: AsyncClient, prompts: Prompts, concurrency: int, num_new_tokens: int, *, first: int
 ) -> dict[str, float]:
-    """Measures the speed with prompts in turn, from number `first` on.
+    """Measures the speed on prompts taken in turn, from number `first` on, with `concurrency` requests at a time.
 
-    There are several requests for each that runs at a time. With drafts, rows end at different times, and with one
-    request each the slowest row would decide the result.
+    It sends two to four times as many requests as run at a time. With drafts, requests end at different times; if there
+    were no more requests to follow, the slowest would decide the result.
     """
     num_requests = num_requests_at(concurrency)
     chosen = [prompts[(first + number) % len(prompts)] for number in range(num_requests)]

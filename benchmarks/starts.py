@@ -2,9 +2,9 @@
 
     python -m benchmarks.starts
 
-It starts with an empty cache, then with the converted model kept, then also with the compiled kernels kept. The
-operating system's file cache is always warm. The last start is made `--rounds` times and judged by the median. Writes a
-dated table into benchmarks/results. The exit status is 1 if that start is not ready in time.
+The first start has an empty cache. The second finds the converted model in the cache, the third also the compiled
+kernels. The operating system's file cache is always warm. The third start is repeated `--rounds` times and judged by
+the median. Writes a dated table into benchmarks/results. The exit status is 1 if that start is not ready in time.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def cell(seconds: Sequence[float]) -> str:
 
 
 def measure() -> Start:
-    """Starts a pair and measures the start. Raises TimeoutError if full speed is not reached."""
+    """Starts a pair of the demo model and measures the start. Raises TimeoutError if it does not reach full speed."""
     begin_s = time.monotonic()
     with LocalPair(dtype="bfloat16", exposes_metrics=True) as pair:
         ready_s = time.monotonic() - begin_s

@@ -18,9 +18,9 @@ LOOK_INTERVAL_S = 0.02
 class SteadyLoad:
     """Keeps `concurrency` greedy requests of `num_new_tokens` each running: one that ends is followed by another.
 
-    Entering the block waits until all requests are running and no prompt is being computed; with short requests, until
-    as many have ended as run at a time. `num_tokens` and `num_begun` count tokens and requests so far. Leaving the
-    block cancels all requests.
+    Use it with `async with`. Entering the block waits until all requests decode at the same time. Short requests may
+    never do that; then it waits until `concurrency` requests have ended. `num_tokens` and `num_begun` count the tokens
+    received and the requests begun so far. Leaving the block cancels all requests.
     """
 
     def __init__(

@@ -119,9 +119,9 @@ def cpu_s(pair: LocalPair) -> float:
 
 
 async def window(pair: LocalPair, load: SteadyLoad, way: Way, seconds: float) -> Window:
-    """Applies `way` to all services for at least `seconds`, and measures tokens and CPU time meanwhile.
+    """Runs `way` on all services for `seconds`, and measures tokens and CPU time until it returns.
 
-    Sending the recording after that is included, because it is part of the cost.
+    So the window of a recording includes the time in which the recording is sent, which is part of its cost.
     """
     num_tokens, begun_cpu_s, begun_s = load.num_tokens, cpu_s(pair), time.perf_counter()
     done = await asyncio.gather(*(way(service.address, seconds) for service in pair.services))
@@ -137,8 +137,10 @@ async def four_windows(pair: LocalPair, load: SteadyLoad, window_s: float, *, be
 
 
 async def measure_decoding(pair: LocalPair, rounds: int, window_s: float) -> list[Pairing]:
-    """Measures windows in which requests only decode. Each round starts eight requests and ends
-    when one of them ends.
+    """Measures windows in which requests only decode.
+
+    Each round starts eight requests and ends when one of them ends. The group of four windows in which that happens is
+    not returned.
     """
     pairings: list[Pairing] = []
     async with AsyncClient(pair.decode_addresses[0]) as client:

@@ -1,10 +1,10 @@
 """Measures how much disaggregation adds to the time to the first token: a pair compared with both engines in one
 process.
 
-Each round sends a prompt to both; the one that goes first alternates. The pair is two services, called through the gRPC
-client. The other runs the same engines in this process, with the in-process handoff and a service's settings, but
-without client, server and sockets, so that all of those count against the pair. The exit status is 1 if the pair's time
-exceeds the other's by more than a tenth of the prefill time, in the median over rounds.
+Each round sends a prompt first to one and then to the other, in alternating order. The pair is two services, called
+through the gRPC client. The single process runs the same engines with a service's settings and an in-process handoff,
+but without client, server and sockets, so that all of those count against the pair. The exit status is 1 if the pair
+takes longer by more than a tenth of the prefill time, in the median over rounds.
 """
 
 from __future__ import annotations
