@@ -138,7 +138,7 @@ def _configs(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def _config(model_type: str, fields: dict[str, Any]) -> Any:
-    """Builds a config from `fields`. Keeps the default sliding window if the architecture does not accept None."""
+    """Builds a config from `fields`. An architecture that rejects `sliding_window=None` keeps its default window."""
     kind = transformers.CONFIG_MAPPING[model_type]
     try:
         return kind(**fields)
@@ -195,7 +195,7 @@ def _tokens(seed: int, vocab_size: int) -> list[int]:
 
 @torch.inference_mode()
 def _greedy(model: Any, prompt: Sequence[int]) -> tuple[list[int], Tensor]:
-    """Decodes greedily, without a KV cache. Returns the tokens, and the logits [_NUM_DECODED, vocab] of each."""
+    """Decodes greedily, without a KV cache. Returns the tokens, and their logits [_NUM_DECODED, vocab]."""
     tokens, rows = list(prompt), []
     for _ in range(_NUM_DECODED):
         rows.append(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float())

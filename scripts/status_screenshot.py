@@ -1,7 +1,7 @@
 """Takes docs/status-page.png: a picture of the status page while a pair is under load, with Debian's chromium.
 
-Two prefill services and a decode service serve the demo model with its draft head. To compare with the picture, the
-last figures that the page received are printed, and the metrics of each service.
+Two prefill services and a decode service serve the demo model with its draft head. After the picture it prints the
+page's figures (/status.json) and the metrics of each service, so that one can compare them with the picture.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ DTYPES = ("bfloat16", "float32")
 class TrainConfig:
     """The settings of a training run. Raises ConfigError, naming a setting that is out of range.
 
-    Amounts of tokens count answer tokens only. `layers` are the target's layers whose input the head reads; None means
-    the EAGLE-3 format's default. `batch_tokens` limits the size of a training step: its number of conversations times
-    the longest one's length. `dtype` is the type of the computation; weights are float32.
+    `max_tokens`, `warmup_tokens` and `eval_tokens` count answer tokens only. `layers` are the target's layers whose
+    input the head reads; None means the EAGLE-3 format's default. `batch_tokens` limits the size of a training step:
+    its number of conversations times the longest one's length. `dtype` is the type of the computation; weights are
+    float32.
     """
 
     layers: tuple[int, ...] | None = None

@@ -2,7 +2,7 @@
 
 aux.bin       bfloat16 [T, layers * H]   the inputs of the captured layers, concatenated
 final.bin     bfloat16 [T, H]            the output of the final norm
-argmax.bin    int32 [T]                  the target's most likely token after each
+argmax.bin    int32 [T]                  the target's most likely next token after each token
 complete.json                            names the data and the target; it is written last, so the others are complete
                                          if it exists
 """
@@ -106,7 +106,8 @@ def compute_features(
 ) -> None:
     """Computes the features of all conversations into `directory`.
 
-    Files of an interrupted computation are deleted first, because they may be hard links to another directory's.
+    It deletes the files of an interrupted computation first. It does not overwrite them, because they may be hard links
+    to the files of another directory.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name in _FILES:

@@ -133,7 +133,10 @@ class SelfChat:
             )
 
     async def conversation(self, number: int) -> Conversation:
-        """Makes the conversation with this number. Raises ConfigError if the model asks no question that ends."""
+        """Makes the conversation with this number.
+
+        Raises ConfigError if every question that the model makes up is empty or too long.
+        """
         random = np.random.default_rng((self._seed, number))
         if isinstance(self._source, Questions):
             return await self._answered(self._source.texts[number], random)
@@ -229,8 +232,9 @@ def _user_opening(encoder: PromptEncoder) -> tuple[int, ...]:
 
 
 def _plain_tokens(encoder: TextTokenizer, line: str, option: str) -> tuple[int, ...]:
-    """Encodes a line without the special tokens that the tokenizer adds. Raises ConfigError if the line contains
-    others.
+    """Encodes a line, and leaves out the special tokens that the tokenizer adds.
+
+    Raises ConfigError, naming `option`, if the line itself contains special tokens.
     """
     encoded = encoder.encode(line)
     plain = tuple(token_id for token_id in encoded if token_id not in encoder.special_ids)
@@ -240,7 +244,7 @@ def _plain_tokens(encoder: TextTokenizer, line: str, option: str) -> tuple[int, 
 
 
 def _read_text(path: Path, option: str) -> tuple[str, str]:
-    """Returns the text of a file, and its digest."""
+    """Returns the text of a file, and its digest. Raises ConfigError, naming `option`, if it cannot be read."""
     try:
         data = path.read_bytes()
         return data.decode(), hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -55,8 +55,9 @@ class Target:
         return token_ids
 
     def last_layer(self) -> dict[str, Tensor]:
-        """Returns the weights of the last decoder layer, by their names in it. Empty unless the layers are
-        `model.layers`.
+        """Returns the weights of the last decoder layer. The keys are names within the layer.
+
+        Returns an empty dictionary if the model does not keep its layers in `model.layers`.
         """
         prefix = f"model.layers.{self.config.num_hidden_layers - 1}."
         tensors: dict[str, Tensor] = self.model.state_dict()
