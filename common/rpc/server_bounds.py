@@ -48,7 +48,10 @@ def clients_told_apart(tokens: Sequence[str]) -> ClientOf:
 
 
 def _whose(address: str) -> str:
-    """Returns the client's name for an address: "loopback", or the network of the host."""
+    """Returns the name of the client at `address`: "loopback", the IPv4 address, or the /64 network of an IPv6 host.
+
+    A text that is not an address is returned unchanged.
+    """
     try:
         host, _ = host_and_port(address)
     except ValueError:

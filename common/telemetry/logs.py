@@ -78,8 +78,9 @@ def configure_logs(
 
 
 def _bound(_logger: WrappedLogger, _method: str, line: EventDict) -> EventDict:
-    """Escapes and shortens the text fields of a line, since any of them may come from a peer. Tracebacks are added
-    later.
+    """Escapes and shortens the text fields of a log line, since any of them may come from a peer.
+
+    It runs before tracebacks are added, which therefore stay as they are.
     """
     return {key: peer_text(value, _MAX_FIELD_BYTES) if isinstance(value, str) else value for key, value in line.items()}
 

@@ -18,8 +18,8 @@ class RequestMetrics:
     """The metrics of requests. `outcome` is a finish reason ("eos", "length", ...) or an ErrorInfo reason in lower
     case.
 
-    Every outcome is exposed with 0 from the start, because Prometheus sees no increase in a series whose first value is
-    500.
+    Every outcome is exposed with 0 from the start. Otherwise Prometheus would not count the requests that precede the
+    first scrape of an outcome as an increase.
     """
 
     def __init__(self, registry: CollectorRegistry, *, finish_reasons: Iterable[Enum]) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """A speculative step: its drafted levels, the tokens committed for each drafting row, and the seconds of each part.
+    """A step with drafts.
 
+    `num_levels` is how many tokens ahead it drafted: the depth of the draft tree. `accept_lens` has the number of
+    tokens that each drafting row gained. `draft_s`, `verify_s` and `extend_s` are the durations of the step's parts.
     `idle_s` is how long the stream was idle between the previous step and this one. It is None if the previous step had
     already ended when this one was launched.
     """

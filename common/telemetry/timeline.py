@@ -45,11 +45,15 @@ class TimelineEvent(NamedTuple):
 
 
 class DeferredEvent(Protocol):
-    """An object that is turned into an event after the recording. It is not changed any more once it is in a ring."""
+    """An object that is recorded now and turned into a TimelineEvent after the recording, which makes recording cheap.
+
+    It must not change any more once it is in a Ring.
+    """
 
     def resolve(self) -> TimelineEvent | None:
-        """Returns the event, or None if the device has not reached its end, or failed. Any thread may call it after the
-        recording.
+        """Returns the event, or None if the device has not finished the recorded work, or has failed.
+
+        Call it after the recording, on any thread.
         """
 
 
@@ -111,12 +115,18 @@ class Track:
         self.ring: Ring | None = None  # None while there is no recording
 
     def span(self, name: str, detail: str = "", **figures: int) -> AbstractContextManager[None]:
-        """A context that records a span around code of the track's thread. The code must not await."""
+        """Returns a context that records a span around code of the track's thread. The code must not await.
+
+        `detail` is a text and `figures` are numbers by name, which the timeline shows with the span.
+        """
         ring = self.ring
         return NOT_RECORDED if ring is None else _Span(ring, EventKind.SPAN, name, detail, "", figures)
 
     def task(self, name: str, task: str, **figures: int) -> AbstractContextManager[None]:
-        """A context that records a span around code of an asyncio task. The code may await."""
+        """Returns a context that records a span around code of an asyncio task. The code may await.
+
+        `task` identifies the work that the span belongs to, such as a request id. `figures` are numbers by name.
+        """
         ring = self.ring
         return NOT_RECORDED if ring is None else _Span(ring, EventKind.TASK, name, "", task, figures)
 
@@ -197,8 +207,9 @@ def recorded(
 
 
 class _Span:
-    """A span that is being recorded. It is put into the ring as it is, and made an event later, to cost little while
-    serving.
+    """A span that is being recorded. It adds itself to the ring when it ends.
+
+    `resolve` makes it an event after the recording, so that it costs little while the service serves.
     """
 
     __slots__ = ("_detail", "_duration_ns", "_figures", "_kind", "_name", "_ring", "_start_ns", "_task")
@@ -233,7 +244,8 @@ class _Span:
 def _read(name: str, ring: Ring, end_ns: int) -> RecordedTrack:
     """Returns the events of a ring that ended by `end_ns`.
 
-    A writer that was inside a span at `end_ns` may have added it since, or be about to count it.
+    The track's thread may still be writing: a span that was open at `end_ns` may be added to the ring later, also while
+    this function reads it. Such a span is left out.
     """
     kept = list(ring.events.copy())
     resolved = (event if isinstance(event, TimelineEvent) else event.resolve() for event in kept)

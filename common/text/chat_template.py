@@ -68,9 +68,9 @@ class _CallsForm(NamedTuple):
 class ChatTemplate:
     """A model's chat template. It renders conversations, and checks that the text has everything that was said.
 
-    A short word might be in the text by chance. So each sequence of roles is also rendered once with markers as
-    contents, and each role once with a content of few characters. `parts_roles` are the roles whose content the
-    template expects as a list of parts; None finds them by trial.
+    A short content might occur in the text by chance, although the template leaves it out. So each sequence of roles is
+    also rendered once with unmistakable markers as contents, and each role with contents of few characters.
+    `parts_roles` are the roles whose content the template expects as a list of parts; None finds them by trial.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class ChatTemplate:
         return read
 
     def _choose_form(self, role: str) -> None:
-        """Chooses how this role's content is passed: as a string, or as a list of parts if only this form is kept in
-        the text.
+        """Chooses how this role's content is passed: as a list of parts if the template renders only those, else as a
+        string.
 
         Raises ChatRefused if the template keeps a user's words in neither form.
         """
@@ -159,8 +159,8 @@ class ChatTemplate:
             )
 
     def _find_num_dropped(self, role: str) -> int:
-        """Returns the length in characters up to which the template leaves out a content of this role for being short,
-        or 0.
+        """Returns the length in characters of the longest content of this role that the template leaves out for being
+        short, or 0 if there is none.
         """
         for around in _AROUND[role]:
             if self._keeps(role, _marker(0), around) and not self._keeps(role, _RARE, around):
@@ -178,8 +178,9 @@ class ChatTemplate:
 
     @cached_property
     def _calls_form(self) -> _CallsForm:
-        """The first form of tool calls that the template keeps. If it keeps none, each conversation shows what is left
-        out.
+        """The first of `_CALLS_FORMS` in which the template renders tool calls completely.
+
+        If there is none, this is the first form, and `render` finds what is left out of each conversation.
         """
         call = ToolCall(_marker(0), json.dumps({_marker(1): _marker(2)}), _PROBE_ID)
         conversation = [
@@ -204,10 +205,10 @@ class ChatTemplate:
         return None
 
     def _find_dropped(self, shape: bytes) -> _Said | None:
-        """Returns the first part that the template leaves out of a conversation of this shape, or None.
+        """Returns the first part that the template leaves out of a conversation of this `_shape`, or None.
 
-        It renders markers as contents. A template that refuses the markers has read them, so nothing counts as left out
-        then.
+        It renders a conversation with markers as contents, and looks for the markers in the text. If the template
+        refuses that conversation it has read the markers, so nothing counts as left out.
         """
         probes, said = _probes(shape)
         try:
@@ -246,8 +247,9 @@ def _call_as_read(call: ToolCall, form: _CallsForm) -> dict[str, Any]:
 
 
 def _object_of(arguments: str) -> dict[str, Any] | None:
-    """Parses the arguments of a call. Returns None if they are not a JSON object, or if the object would lose
-    something.
+    """Parses the arguments of a tool call. Returns None if they are not a JSON object.
+
+    Also returns None if the parsed object would lose something: if a name comes twice or a number is not finite.
     """
     if not arguments.strip():
         return {}  # some models write nothing if there are no arguments
@@ -279,7 +281,10 @@ _ANY_MARKER = re.compile(r"qz\d+zq")
 
 
 def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> bytes:
-    """Encodes the form of a conversation without its words: one byte for each message and for each of its calls."""
+    """Encodes the form of a conversation without its words: one byte for each message and for each of its calls.
+
+    `pieces` has the `_pieces` of each message.
+    """
     shape = bytearray()
     for message, said in zip(messages, pieces, strict=True):
         code = _ROLE * ROLES.index(message.role) | _SAYS * bool(said)
@@ -290,7 +295,7 @@ def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> 
 
 
 def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
-    """Returns a conversation of this shape whose contents are markers, and what each marker stands for."""
+    """Returns a conversation of this `_shape` whose contents are markers, and by marker what it stands for."""
     probes: list[ChatMessage] = []
     said: dict[str, _Said] = {}
 
@@ -336,10 +341,13 @@ def _find_missing(
 ) -> _Said | None:
     """Returns the first part of the conversation that is missing from the text, or None.
 
-    `pieces` are the pieces of each message's content. The text must have the parts in this order: a turn goes from one
-    user or system message to the next, and turns come in order. Within a turn each kind of part keeps its order: the
-    assistant's words, its calls, and the tools' answers. An answer comes after the calls that it may answer. Some
-    templates write the words beside calls last. A system message may be moved before all turns.
+    `pieces` has the `_pieces` of each message. `has_objects` says that the template got the arguments of calls as
+    objects, and not as JSON text.
+
+    The text must have the parts in this order: a turn goes from one user or system message to the next, and turns come
+    in order. Within a turn each kind of part keeps its order: the assistant's words, its calls, and the tools' answers.
+    A tool's answer comes after the calls that it may answer. The assistant's words may come before or after its calls,
+    because some templates write them last. A system message may be moved before all turns.
     """
     search = _Search(text)
     ends = dict.fromkeys(("system", "assistant", "call", "tool"), 0)
@@ -365,9 +373,10 @@ def _find_missing(
 
 
 def _pieces(message: ChatMessage) -> Iterator[str]:
-    """Returns the pieces of a content that every template must keep.
+    """Returns the pieces of a message's content that every template must keep.
 
-    Templates may drop blanks around the content, switches, and an assistant's thoughts.
+    Templates may drop blanks around the content, switches that turn thinking on or off (such as /no_think), and an
+    assistant's thoughts.
     """
     content, end = message.content, 0
     if message.role == "assistant":
@@ -408,7 +417,7 @@ _NEAR_CHARS = 1024
 
 
 def _quotings(words: str) -> Sequence[str]:
-    """Returns how JSON, ASCII-only JSON and Python escape the words, without forms that equal the words."""
+    """Returns the words as JSON, ASCII-only JSON and Python escape them. Forms without any escape are left out."""
     if _NOT_QUOTED.fullmatch(words):
         return ()
     quotings = [encode_basestring(words)[1:-1], encode_basestring_ascii(words)[1:-1], repr('"' + words)[2:-1]]
@@ -420,8 +429,8 @@ def _quotings(words: str) -> Sequence[str]:
 class _Search:
     """Finds words in a text, unchanged or escaped. All kinds of line ends match, with or without blank lines.
 
-    In `_plain` each run of line ends is one character; in `_quoted` each run of escaped line ends is one, too. Such a
-    run ends at the same index of `_plain_ends` and `_quoted_ends`.
+    `_plain` is the text with each run of line ends replaced by one line end. `_quoted` is `_plain` with each run of
+    escaped line ends replaced by one, too. The i-th replaced run ends at `_plain_ends[i]` and at `_quoted_ends[i]`.
     """
 
     def __init__(self, text: str) -> None:
@@ -462,7 +471,10 @@ class _Search:
             done, stop = stop, 2 * stop
 
     def end_of_number(self, number: str, start: int) -> int:
-        """Works like `end_of`, for a number that is not a part of another number."""
+        """Returns the end of the first occurrence of `number` that begins at `start` or later, or -1.
+
+        A number that is a part of another number is no occurrence.
+        """
         starts = self._starts_of_numbers.get(number, [])
         index = bisect_left(starts, start)
         return starts[index] + len(number) if index < len(starts) else -1
@@ -476,18 +488,19 @@ class _Search:
 
 
 def _moved(at: int, ends: Sequence[int], other_ends: Sequence[int]) -> int:
-    """Converts a position between two texts. Corresponding places end at `ends` in one text and at `other_ends` in the
-    other.
+    """Converts position `at` in one text to the corresponding position in another.
+
+    The texts differ only in some places. The i-th ends at `ends[i]` in the one and at `other_ends[i]` in the other.
     """
     index = bisect_right(ends, at)
     return at + other_ends[index - 1] - ends[index - 1] if index else at
 
 
 class _InAnyOrder:
-    """Finds words in any order. Equal words are found at different places.
+    """Finds words in any order from `start` on. Equal words must occur at different places.
 
-    After very many searched characters words must come in order, because a large group of words would otherwise take
-    time quadratic in its length.
+    To search for many words in any order takes time quadratic in their number. So once very many characters have been
+    searched, further words must come in order.
     """
 
     def __init__(self, search: _Search, start: int) -> None:
@@ -508,7 +521,10 @@ class _InAnyOrder:
 
 
 class _refusing:
-    """A context that turns any exception of a template into ChatRefused."""
+    """A context that turns any exception of a template into ChatRefused. It lets TextTooLong pass.
+
+    In the error's message, `otherwise` describes a failure that is not the template's own refusal.
+    """
 
     def __init__(self, otherwise: str) -> None:
         self._otherwise = otherwise

@@ -68,7 +68,9 @@ def main() -> None:
 
 
 def _bound_memory(num_bytes: int) -> None:
-    """Limits the memory beyond what is mapped now, which includes Python and system files such as locales of some
+    """Lets this process map at most `num_bytes` more than it has mapped already.
+
+    What is mapped already is not limited, because its size depends on the system: locale files alone may take some
     hundred MiB.
     """
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -24,8 +24,9 @@ class TokenDecoder(Protocol):
     """The part of a tokenizer that turns output into text."""
 
     def is_skipped(self, token_id: int) -> bool:
-        """Whether this is a special token or an id past the vocabulary. Such a token has no text and does not separate
-        others.
+        """Whether this is a special token or an id past the vocabulary.
+
+        Such a token has no text. The tokens before and after it are decoded as if they were adjacent.
         """
 
     @property

@@ -25,7 +25,12 @@ _MAX_ENTRIES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """The first command of a call: rows to prefill. A row that cannot be decoded is a RowFailed; the others go on."""
+    """The first command of a call: rows to prefill.
+
+    If the receiver cannot decode a row, `rows` has a RowFailed in its place, and the other rows are prefilled.
+    `pool_secret` is what the decode service has read at the start of the prefill service's KV pool, which proves that
+    it can read there. It is empty if it cannot.
+    """
 
     fingerprint: Fingerprint
     rows: tuple[HandoffRow | RowFailed, ...]
@@ -41,7 +46,10 @@ class CancelRows:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSegments:
-    """The command that gives KV segments back, which the sender lent from its pool. `numbers` are their tickets'."""
+    """The command that gives lent KV segments back to the prefill service, whose pool holds them.
+
+    `numbers` has the number of each segment's ticket.
+    """
 
     numbers: tuple[int, ...]
 
@@ -50,7 +58,7 @@ HandoffCommand = PrefillBatch | CancelRows | ReleaseSegments
 
 
 def encode_prefill_batch(fingerprint: Fingerprint, rows: Sequence[HandoffRow], *, pool_secret: bytes = b"") -> bytes:
-    """Returns the bytes of the command to prefill `rows`."""
+    """Returns the bytes of the command to prefill `rows`. PrefillBatch explains `pool_secret`."""
     batch = prefill_pb2.PrefillBatch(
         fingerprint=encode_fingerprint(fingerprint),
         rows=[encode_row(row) for row in rows],
@@ -65,14 +73,14 @@ def encode_cancel_rows(rows: Sequence[int]) -> bytes:
 
 
 def encode_release_segments(numbers: Sequence[int]) -> bytes:
-    """Returns the bytes of the command that gives lent KV segments back. `numbers` are those of their tickets."""
+    """Returns the bytes of the command that gives lent KV segments back. `numbers` are the segments' ticket numbers."""
     return seal(prefill_pb2.HandoffCommand(release_segments=prefill_pb2.ReleaseSegments(numbers=numbers)))
 
 
 def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffCommand:
     """Returns the command in `data`.
 
-    Raises ProtocolError, which names the field, for an invalid command; one with too many fields is not even parsed.
+    Raises ProtocolError, which names the field, if the command is invalid; if it has too many fields, it is not parsed.
     Raises FingerprintMismatch for a PrefillBatch of another protocol version.
     """
     most_fields = _FIELDS_A_ROW * max_rows + _OTHER_FIELDS

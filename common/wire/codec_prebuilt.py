@@ -94,7 +94,10 @@ def _require_length(name: str, length: int, num_rows: int) -> None:
 
 
 def _integers(name: str, values: Sequence[int], num_rows: int, below: int | None = None) -> NDArray[np.int64]:
-    """Returns a column of integers, [num_rows]. Raises ProtocolError if one is not below `below`."""
+    """Returns a column of integers, [num_rows] int64. Raises ProtocolError if one is not below `below`.
+
+    The values are unsigned in the message. Also raises ProtocolError if there is not one for each row.
+    """
     _require_length(name, len(values), num_rows)
     column = np.fromiter(values, np.int64, num_rows)
     if below is not None:
@@ -103,7 +106,10 @@ def _integers(name: str, values: Sequence[int], num_rows: int, below: int | None
 
 
 def _durations(name: str, values: Sequence[float], num_rows: int) -> NDArray[np.float64]:
-    """Returns a column of seconds, [num_rows]. Raises ProtocolError if one is negative or not finite."""
+    """Returns a column of seconds, [num_rows] float64. Raises ProtocolError if one is negative or not finite.
+
+    Also raises ProtocolError if there is not one for each row.
+    """
     _require_length(name, len(values), num_rows)
     column = np.fromiter(values, np.float64, num_rows)
     require(bool((np.isfinite(column) & (column >= 0)).all()), f"prebuilt_batch.{name}", "has an impossible duration")

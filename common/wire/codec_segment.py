@@ -23,7 +23,10 @@ class ReadablePool(Protocol):
     def num_slots(self) -> int: ...
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | RemoteKv | None:
-        """Returns the KV of a segment: `layers` of a group, in the ticket's slots. None if there are no such slots."""
+        """Returns the KV of a segment: the `layers` of a group, in the ticket's slots.
+
+        Returns None if the pool does not have these slots.
+        """
 
 
 def encode_segment(segment: KvSegment, into: prefill_pb2.KvSegment) -> None:

@@ -75,7 +75,10 @@ def seal(message: MessageT, payload: Payload | FramedKv = b"") -> bytes:
 
 
 def seal_bytes(message: bytes, payload: Payload | FramedKv = b"") -> bytes:
-    """Like `seal`, for a message that is serialised already."""
+    """Returns the bytes to send: the payload, the serialised message and their checksum.
+
+    Copies the payload once, and a FramedKv not at all.
+    """
     rest = message + prefill_pb2.HandoffTrailer(payload_bytes=len(payload)).SerializeToString()
     if isinstance(payload, bytes | np.ndarray):
         return b"".join((np.frombuffer(payload, np.uint8).data, _summed(rest, crc32c(payload))))
@@ -103,7 +106,10 @@ def unseal(kind: type[MessageT], data: bytes, *, most_fields: int) -> tuple[Mess
 
 
 def _summed(rest: bytes, payload_crc32c: int) -> bytes:
-    """Returns `rest` with a trailer that has the checksum of the payload and `rest`."""
+    """Returns `rest` followed by a trailer with the checksum of the payload and `rest`.
+
+    `payload_crc32c` is the checksum of the payload alone.
+    """
     return rest + prefill_pb2.HandoffTrailer(crc32c=crc32c(rest, payload_crc32c)).SerializeToString()
 
 

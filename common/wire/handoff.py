@@ -48,7 +48,8 @@ NewFramedKv = Callable[[int, WriteKv], FramedKv]
 class HandoffRow:
     """One sequence to prefill. `token_ids` from `prompt_len` on are output tokens of an earlier run of the request.
 
-    There are such tokens if the decode engine gave up the request's KV (a retraction) or the request was resumed.
+    There are such tokens if the decode engine gave up the request's KV (a retraction) or the client resumed the request
+    after its stream had broken.
     """
 
     request_id: str
@@ -78,8 +79,9 @@ class KvSegment:
     - `payload`: [layers, planes, tokens, heads, head_dim] in the group's dtype, little-endian, as flat bytes, at most
       MAX_SEGMENT_BYTES. It is not written any more.
     - `framed`: the memory of the frame that will send it.
-    - `shared`: the sender's pool, whose slots are kept until the segment is released. The reader uses the KV only if
-      `is_current` is still True after reading. The transport fetches a RemoteKv, so an engine never gets one.
+    - `shared`: the sender's pool, whose slots are kept until the segment is released. A SharedKv is read directly, and
+      what was read is valid only if its `is_current` is True afterwards. A RemoteKv must be fetched first: the
+      transport does so, and an engine never gets one.
     """
 
     row: int
@@ -141,7 +143,10 @@ Frame = Accepted | KvSegment | PrebuiltBatch | RowFailed
 
 
 def frame_figures(frame: Frame, row_of: Callable[[int], HandoffRow]) -> dict[str, int]:
-    """Returns the figures that a timeline shows for a frame besides its bytes. `row_of` returns the row of an index."""
+    """Returns the numbers, by name, that a timeline shows for a frame besides its size in bytes.
+
+    `row_of` returns the call's row with a given index.
+    """
     match frame:
         case KvSegment():
             row = row_of(frame.row)
