@@ -46,7 +46,7 @@ class DecodeEdge:
         return {"num_requests": len(self._live_requests)}
 
     def drain(self) -> None:
-        """Stops admitting requests. The engine is told only at the end; until then it finishes the requests it has."""
+        """Stops admitting requests. The engine goes on with those it has, and is told to drain only by `end_rest`."""
         self._live_requests.drain()
 
     async def wait_idle(self) -> None:

@@ -135,8 +135,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort_with(context, error)
 
     async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context, client: ClientWrites) -> Ending:
-        """Runs an admitted request and returns its ending, which the caller writes. It is cancelled when the client
-        leaves.
+        """Runs an admitted request to its end, and returns the ending, which the caller writes to the client.
+
+        Raises the request's error if it fails. gRPC cancels the call, and so this method, when the client leaves.
         """
         with self._request_track.task("tokenize", live.request_id):
             prompt_token_ids = await self._prompts.encode(checked.prompt)

@@ -47,7 +47,7 @@ class LiveRequest:
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, output: OutputProcessor, num_prompt_tokens: int) -> None:
-        """Prepares for tokens, now that the prompt is known."""
+        """Prepares for output tokens. Call it once the prompt is known, before the engine gets the request."""
         self._output = output
         self._num_prompt_tokens = num_prompt_tokens
 

@@ -99,7 +99,7 @@ class LiveRequests:
         deadline_unix_ms: int,
         wants_drafts: bool,
     ) -> None:
-        """Hands the request to the engine. Raises its error if it has ended since `admit`."""
+        """Hands the request to the engine. Raises the request's error if it has failed since `admit`."""
         if isinstance(live.ending, BatonError):
             raise live.ending
         live.begin(output, len(prompt_token_ids))

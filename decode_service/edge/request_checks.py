@@ -221,8 +221,8 @@ def _in_order_of_calls(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]
 def _answers(calls: Sequence[ToolCall], answers: Sequence[ChatMessage], first: int) -> Sequence[ChatMessage]:
     """Returns the tool answers in the order of their calls, each with its function's name.
 
-    Templates that write no call ids identify an answer by that name. `first` is the index of the first answer's
-    message.
+    Templates that write no call ids identify an answer by that name. `first` is the index in the conversation of the
+    first answer's message. Raises InvalidRequest if calls and answers do not match.
     """
     if not calls and not any(answer.tool_call_id for answer in answers):
         return answers

@@ -39,11 +39,11 @@ class ChatRendering:
 
     A process that takes too long is killed. `chat_template` returns the template's source and special tokens, or raises
     ChatRefused. At the start the template renders a probe conversation, whose result decides in which form message
-    contents are passed to it. If it fails there, every conversation is refused for that reason. If no process could be
+    contents are passed to it. If the probe fails, every conversation is refused for that reason. If no process could be
     started, the next conversation tries again.
 
-    Conversations are divided by length into the lanes of TextThreads. Those of one lane do not wait for another's, and
-    each lane bounds its own waiting bytes. Processes that had nothing to do for `spare_s` are ended, except two.
+    Conversations are divided by size into lanes (`LANES`), so that short ones do not wait for long ones. Each lane has
+    its own limit of waiting bytes. Processes that had nothing to do for `spare_s` are ended, except two.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class ChatRendering:
     async def render(self, messages: Sequence[ChatMessage], *, num_bytes: int) -> str:
         """Renders a conversation. `num_bytes` is the size of its contents.
 
-        Raises ChatRefused, TextTooLong or Overloaded. If the caller is cancelled, the conversation is dropped, unless a
-        process renders it. That rendering goes on, and its place and bytes still count.
+        Raises ChatRefused, TextTooLong or Overloaded. If the caller is cancelled while the conversation waits, it is
+        dropped. A rendering that has begun goes on, and its place and bytes count until it ends.
         """
         if self._refusal is not None:
             raise ChatRefused(self._refusal)
@@ -122,8 +122,10 @@ class ChatRendering:
         return result
 
     async def _render(self, command: bytes) -> str | Exception:
-        """Renders a conversation and returns the text or the error. A raised error might have no caller left to receive
-        it.
+        """Renders a conversation and returns the text or the error.
+
+        It returns the error instead of raising it, because the caller may be gone, and asyncio logs an exception that
+        nobody receives.
         """
         try:
             try:
@@ -190,7 +192,8 @@ class ChatRendering:
 async def _answer(process: AskedProcess, command: bytes, *, cpu_s: float) -> str:
     """Sends a command to the process and returns its answer.
 
-    Raises ChatRefused or TextTooLong, or ChildFailed if the process has ended for another reason than its time limit.
+    Raises ChatRefused or TextTooLong. A process that used more than `cpu_s` of CPU time has ended: that raises
+    ChatRefused too. Raises ChildFailed if the process failed in any other way.
     """
     try:
         status, content = await process.ask(command)

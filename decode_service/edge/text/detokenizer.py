@@ -18,9 +18,9 @@ _MAX_LOOKED_AT = 1024
 
 @dataclass(frozen=True, slots=True)
 class DecodedText:
-    """The text that a token adds. `text` is final.
+    """The text that a token adds.
 
-    `tail` would follow it if no token came, but a later token may still change it.
+    `text` is final. `tail` follows it if the output ends here, and a later token may still change `tail`.
     """
 
     text: str
@@ -28,11 +28,11 @@ class DecodedText:
 
 
 class IncrementalDetokenizer:
-    """Detokenises output one token at a time. The texts of all `push` calls and of one `flush` are the text after the
-    prompt.
+    """Detokenises output one token at a time, as the continuation of a prompt.
 
-    Together they are `decode` of prompt and output, less the beginning it shares with `decode` of the prompt. Only the
-    prompt's last tokens are decoded. A character that the prompt begins and the output completes belongs to the output.
+    The texts that all `push` calls and one final `flush` return, joined, are the output's text: `decode` of prompt and
+    output together, without the beginning that it shares with `decode` of the prompt alone. Only the prompt's last
+    tokens are decoded. A character that the prompt begins and the output completes belongs to the output.
     No returned text splits a character: bytes that may begin one are kept until it is complete, or until `flush`.
 
         ids    ... │ context: final │ pending │        decode(context + pending) minus decode(context) is the text
@@ -76,7 +76,7 @@ class IncrementalDetokenizer:
         return DecodedText(new)
 
     def flush(self) -> str:
-        """Returns the text that was kept back. Push nothing afterwards."""
+        """Returns the rest of the output's text, which was kept back. Do not call `push` afterwards."""
         return self._beyond_prompt(self._kept_back())
 
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
@@ -91,7 +91,10 @@ class IncrementalDetokenizer:
         self._prompt_rest = self._kept_back()
 
     def _beyond_prompt(self, text: str) -> str:
-        """Returns the part of `text` that belongs to the output. `text` begins where the emitted text ends."""
+        """Returns the part of `text` that belongs to the output and not to the prompt.
+
+        `text` begins where the text that is final so far ends.
+        """
         rest = self._prompt_rest
         while not text.startswith(rest):
             rest = rest[:-1]
@@ -101,9 +104,9 @@ class IncrementalDetokenizer:
         return self._decoder.decode(self._window)[self._num_emitted_chars :]
 
     def _push_byte(self, token_id: int, byte: int) -> str:
-        """Adds a byte token and returns the tail. Nothing is final before the run of byte tokens ends.
+        """Adds a byte-fallback token and returns the text since the final text, which is not final itself.
 
-        Until then the next byte may turn the whole run into U+FFFD.
+        A run of byte tokens becomes final when it ends: until then the next byte may turn all of it into U+FFFD.
         """
         if self._run is None:
             self._run = _ByteRun(before=self._kept_back())
@@ -113,8 +116,9 @@ class IncrementalDetokenizer:
         return self._run.text.rstrip(_REPLACEMENT)
 
     def _forget(self, recent: Sequence[int]) -> None:
-        """Keeps only `recent` as context. It keeps all if `recent` has no text alone, because a decoder may strip the
-        start.
+        """Drops all ids from the window except `recent`, the context for the next ids.
+
+        If `recent` alone decodes to no text, it drops nothing: the decoder may strip a space at the start of a text.
         """
         text = self._decoder.decode(recent)
         if text:
@@ -123,11 +127,10 @@ class IncrementalDetokenizer:
             self._num_emitted_chars = len(text)
 
     def _cut(self, text: str) -> None:
-        """Drops all but the last few ids of a window whose last character is never complete.
+        """Drops all but the last few ids of a window that has grown long because its last character is incomplete.
 
-        The last few suffice if no character lies across the cut, so that both parts decode to the same text as
-        together. They also suffice if they contain a whole character before the last one, because no earlier byte then
-        affects what follows.
+        It cuts where no character is split, so that both parts decode to the same text as together. It also cuts where
+        the rest has a whole character before its last one, because then no earlier byte affects what follows.
         """
         num_left = len(text) - self._num_emitted_chars
         for place in range(len(self._window) - 1, len(self._window) - 1 - _TRIED_CUTS, -1):
@@ -141,10 +144,11 @@ class IncrementalDetokenizer:
 
 
 def _visible_end(decoder: TokenDecoder, token_ids: Sequence[int]) -> list[int]:
-    """Returns the last few token ids that have text. Of a run of byte tokens among them it returns all.
+    """Returns the last few token ids that have text, without skipped tokens.
 
-    A run of byte tokens is text only as a whole; a very long run is cut where a character begins. Only the last 1,024
-    ids are examined. If all of them are skipped, the prompt counts as one without text.
+    A run of byte tokens is text only as a whole, so it is returned completely; a very long run is cut where a character
+    begins. Only the last 1,024 ids are examined. If all of them are skipped, the result is empty, as for a prompt
+    without text.
     """
     end: list[int] = []
     for token_id in reversed(token_ids[-_MAX_LOOKED_AT:]):
@@ -175,7 +179,7 @@ class _ByteRun:
 
     @property
     def text(self) -> str:
-        """The text `before` the run, followed by the run's own text if it is valid so far."""
+        """The text `before` the run, followed by the run's own text if its bytes so far are complete characters."""
         return self._before + self._chars[self._num_stripped :] if self._is_text else self._before
 
     def push(self, byte: int) -> bool:
@@ -192,8 +196,8 @@ class _ByteRun:
         return len(self._chars) == 1 and self._is_text
 
     def align(self, decoded: str) -> None:
-        """Notes whether the decoder strips the run's first character, a space that begins an output.
+        """Notes whether the tokenizer's decoder strips the run's first character, such as a space that begins a text.
 
-        `decoded` is the decoder's text for the first character.
+        `decoded` is the decoder's text for what is `before` the run and the first character.
         """
         self._num_stripped = len(self.text) - len(decoded)

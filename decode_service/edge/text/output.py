@@ -104,8 +104,9 @@ class OutputProcessor:
         return OutputPiece(tuple(token_ids[: len(texts)]), "".join(texts), tuple(positions))
 
     def finish(self) -> str:
-        """Returns the rest of the text after the engine ended the output: no stop string can follow
-        the text held back.
+        """Returns the text that is still held back. Call it after the engine has ended the output.
+
+        No stop string can be completed any more, so nothing needs to be held back.
         """
         if self._match is not None:
             return ""
@@ -156,7 +157,7 @@ class OutputProcessor:
 
 
 def _len_of_begun_stop(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that begins `stop` without completing it."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`, or 0."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length
