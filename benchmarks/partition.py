@@ -128,7 +128,7 @@ def measure(
 
 
 def problems_of(each: Partition, cut_for_s: float) -> list[str]:
-    """Returns a text for each bound that was missed."""
+    """Returns a text for each bound that was missed, and for each error other than UNAVAILABLE."""
     limits = {
         "not_ready_s": 5.0,
         "ready_after_mend_s": 10.0,

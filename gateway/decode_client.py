@@ -43,8 +43,9 @@ def open_decode_client(settings: GatewaySettings) -> AsyncClient:
 
 
 def decode_token(settings: GatewaySettings) -> str | None:
-    """Reads the token for the decode services; None if no token file is configured. Raises ConfigError for an empty
-    file.
+    """Reads the token that authenticates the gateway to the decode services.
+
+    Returns None if no token file is configured. Raises ConfigError for an empty file.
     """
     if settings.decode_token_file is None:
         return None

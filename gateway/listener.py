@@ -178,7 +178,11 @@ class _Idle:
 
 
 class BoundedListener(socket.socket):
-    """A listening socket for asyncio that limits open connections, and accepts in a loop until none waits."""
+    """A listening socket for asyncio that limits open connections.
+
+    `accept` raises BlockingIOError, which stops asyncio's loop of accepts, if no connection waits, after it refused or
+    replaced one, and for a while after the process ran out of descriptors or memory.
+    """
 
     def __init__(self, listener: socket.socket, *, connections: OpenConnections, is_tls: bool) -> None:
         """Takes over the descriptor of `listener`, which cannot be used after that."""

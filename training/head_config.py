@@ -56,7 +56,7 @@ def head_config(target: Any, *, draft_vocab: int, layers: tuple[int, ...] | None
 
 
 def head_spec(config: dict[str, Any], target: Any, directory: Path) -> Eagle3Spec:
-    """Reads `config` as the services will read it. `directory` is the target's.
+    """Returns the spec of the head, read from `config` as the services will read it. `directory` is the target's.
 
     Raises ConfigError for layers that the target does not have, and UnsupportedModel or DraftMismatch, naming
     `directory`, if the services would not serve such a head.

@@ -17,7 +17,7 @@ MAX_CONNECTIONS = 64
 
 
 class ScrapeFailed(Exception):
-    """A service's metrics could not be fetched. The message gives the reason for people."""
+    """A service's metrics could not be fetched. The message says why, in words for the status page."""
 
 
 class Scraper:
