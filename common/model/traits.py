@@ -292,7 +292,8 @@ def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, sta
 def _checked_tables(model: nn.Module, says: str) -> Iterator[None]:
     """Inside this context, looking up a row past the end of an embedding table raises UnsupportedModel.
 
-    On a CUDA device such a look-up, of a position for example, would be an unrecoverable fault.
+    On a CUDA device such a look-up, of a position for example, would be an unrecoverable fault. The error's message
+    begins with `says`.
     """
 
     def check(table: str, module: nn.Module, args: tuple[Any, ...]) -> None:

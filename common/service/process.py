@@ -50,12 +50,12 @@ Serve = Callable[[SettingsT, Process], Awaitable[None]]
 def run_service(
     program: str, kind: type[SettingsT], import_serve: Callable[[], Serve[SettingsT]], argv: Sequence[str]
 ) -> int:
-    """Loads the model and serves until `serve` returns, which SIGTERM and SIGINT cause. Returns `run_program`'s exit
-    status.
+    """Reads the settings, loads the model, and serves until SIGTERM or SIGINT. Returns `run_program`'s exit status.
 
-    If the engine is lost, this ends the process with status 1. gRPC and the libraries of models are imported only after
-    the settings are validated and the named model and head seem to exist. So `--help` and mistakes are answered at
-    once, and gRPC writes no log lines of its own.
+    `import_serve` imports the service and returns its function that serves. `kind` is the class of its settings. If
+    the engine is lost, this ends the process with status 1. gRPC and the libraries of models are imported only after
+    the settings are validated and the named model and draft head seem to exist. So `--help` and mistakes are answered
+    at once, and gRPC writes no log lines of its own.
     """
 
     def work(settings: SettingsT, instance_id: str) -> None:
