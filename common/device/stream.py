@@ -235,8 +235,8 @@ class Device(Protocol):
     def new_stream(self, name: str, kind: StreamKind = StreamKind.COMPUTE, on_event: OnEvent | None = None) -> Stream:
         """Makes a stream.
 
-        If the device has `tells_of_events`, the stream's thread calls `on_event` after each event that it reaches or
-        abandons. `on_event` must not block or raise.
+        If `tells_of_events` is True, the stream's thread calls `on_event` after each event that it reaches or abandons.
+        `on_event` must not block or raise.
         """
 
     def enter_thread(self) -> None:
@@ -310,7 +310,7 @@ def naming_a_lost_device(device: Device) -> Iterator[None]:
 
 
 class WakeUp:
-    """How an engine's thread waits for events of its streams: woken by the streams, or else by frequent polling.
+    """Lets an engine's thread wait for events of its streams: either the streams wake it, or it polls often.
 
     The engine's thread sets `wake`, a function that wakes it. Threads of streams call `told`, which calls `wake`.
     """

@@ -1,4 +1,4 @@
-"""The shapes that two services must agree on: of a group of layers' KV, and of a column of the speculative seed."""
+"""Shapes that both services must agree on: those of a layer group's KV and of the speculative seed's columns."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class RowLease:
         return self.state not in (LeaseState.QUARANTINED, LeaseState.FREE)
 
     def use_until(self, event: Event, stream: Stream) -> None:
-        """Notes that work on `stream` uses this row until `event`. The row is not reclaimed before."""
+        """Notes that work on `stream` uses this row until `event`. The row is reclaimed only after that."""
         self._columns.use_until(self.row, event, stream)
 
     @property
@@ -160,7 +160,7 @@ class KvPool:
         return lease
 
     def num_missing(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns how many slots `grow` would add to each of `rows` for so many tokens. Shapes: all [B]."""
+        """Returns how many slots `grow` would add to each of `rows` for `num_tokens`. Shapes: all [B]."""
         missing: NDArray[np.int64] = np.maximum(num_tokens - self._columns.num_slots[rows], 0)
         return missing
 
@@ -186,7 +186,7 @@ class KvPool:
         return True
 
     def use_until(self, rows: NDArray[np.int64], event: Event, stream: Stream) -> None:
-        """Notes that work on `stream` uses `rows` [B] until `event`. They are not reclaimed before."""
+        """Notes that work on `stream` uses `rows` [B] until `event`. They are reclaimed only after that."""
         self._columns.use_until(rows, event, stream)
 
     def release(self, lease: RowLease) -> None:

@@ -59,10 +59,10 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBeside:
-    """The working memory that a service needs besides its model and the KV pool, estimated from above.
+    """An upper estimate of the working memory that a service needs besides its model and the KV pool.
 
-    `row_bytes` is the permanent part of each row. `peak_bytes(num_rows)` is the most for so many rows: the permanent
-    part, and everything that a step needs.
+    `row_bytes` is what each row takes permanently. `peak_bytes(num_rows)` is the total for `num_rows` rows while a step
+    runs: their permanent memory, and all that the step needs.
     """
 
     row_bytes: int
@@ -94,7 +94,7 @@ def size_pool(
     """Returns the size of the KV pool: as `limits` sets it, or as many rows and tokens as fit.
 
     `memory` is measured after the model is loaded. It is None if it is not known, and then nothing is checked. Raises
-    StartupError, which names the setting, if the set size does not fit, or not even one request does.
+    StartupError, which names the setting, if a size that `limits` sets does not fit, or not even the smallest pool.
     """
     is_host = torch_device.type == "cpu"
     left = None if memory is None else _left_bytes(memory, limits.memory_share, is_host=is_host)
@@ -160,9 +160,9 @@ def _left_bytes(memory: DeviceMemory, share: float, *, is_host: bool) -> int:
 
 
 def _fitting_rows(most: int, beside: MemoryBeside, left: int | None) -> int:
-    """Returns the number of rows whose working memory fits: `most`, or `most` halved as often as necessary.
+    """Returns how many rows to have: `most`, halved until the working memory of the rows fits into a part of `left`.
 
-    `left` is None if the memory is not known; then all fit.
+    That part is 1 / _ROWS_PART. `left` is in bytes, or None if the memory is not known; then `most` is returned.
     """
     num_rows = most
     one_bytes = beside.peak_bytes(1)
@@ -172,7 +172,7 @@ def _fitting_rows(most: int, beside: MemoryBeside, left: int | None) -> int:
 
 
 def _require_rows(num_rows: int, beside: MemoryBeside, memory: DeviceMemory, torch_device: torch.device) -> None:
-    """Raises StartupError if the permanent memory of so many rows does not fit."""
+    """Raises StartupError if the permanent memory of `num_rows` rows does not fit."""
     if (needed := num_rows * beside.row_bytes) > memory.free_bytes:
         raise StartupError(
             f"max_rows: {num_rows} rows take {_gib(needed)} on {torch_device} beside their KV, and "
@@ -183,7 +183,7 @@ def _require_rows(num_rows: int, beside: MemoryBeside, memory: DeviceMemory, tor
 def _require_tokens(
     num_tokens: int, token_bytes: int, beside_bytes: int, memory: DeviceMemory, torch_device: torch.device
 ) -> None:
-    """Raises StartupError if the KV of so many tokens does not fit."""
+    """Raises StartupError if the KV of `num_tokens` tokens does not fit."""
     if (needed := (num_tokens + 1) * token_bytes) > memory.free_bytes:
         num_fitting = max(0, (memory.free_bytes - beside_bytes) // token_bytes - 1)
         raise StartupError(
@@ -200,7 +200,7 @@ def _require_one_request(
     limits: PoolLimits,
     torch_device: torch.device,
 ) -> None:
-    """Raises StartupError if a pool for one request of `num_tokens` does not fit, even beyond `memory_share`."""
+    """Raises StartupError if a pool of `num_tokens`, the fewest allowed, does not fit even into all the free memory."""
     if (needed := (num_tokens + 1) * token_bytes + beside_bytes) > memory.free_bytes:
         raise StartupError(
             f"memory_share: of {torch_device}'s memory {_gib(memory.free_bytes)} are left beside the model, and a pool "

@@ -1,6 +1,6 @@
-"""KV of a segment that lies in slots of another process's pool, instead of being sent in a message.
+"""The KV of a segment that is not sent in a message, but read from the slots of another process's pool.
 
-The pool is mapped into this process, or NIXL can read it from here.
+The pool is mapped into this process, or NIXL reads from it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class PoolTicket:
 
 @dataclass(frozen=True, slots=True)
 class SharedKv:
-    """KV of a segment in a pool that is mapped into this process.
+    """KV of a segment in memory of this process: a mapped pool, or a copy that NIXL fetched.
 
-    `layers` [layers, planes, slots, row_bytes] uint8 has all slots of the pool; the ticket says which ones to read.
-    `stamps` [slots] uint64 has the stamp of each slot.
+    `layers` [layers, planes, slots, row_bytes] uint8 may hold more slots than the segment has; the ticket says which
+    ones to read. `stamps` [slots] uint64 has the stamp of each slot.
     """
 
     ticket: PoolTicket
@@ -64,8 +64,8 @@ class SharedKv:
 class RemoteKv:
     """KV of a segment that NIXL must fetch from another process's memory.
 
-    `kv` and `stamps` [N, 2] uint64 are ranges of that memory, each (address, number of bytes). The bytes of `kv`, one
-    after the other, are an array of `shape`: [layers, planes, slots, row_bytes]. Those of `stamps` are [slots] uint64.
+    `kv` and `stamps` [N, 2] uint64 are ranges of that memory, each (address, number of bytes). The bytes of all `kv`
+    ranges together are an array of `shape`, [layers, planes, slots, row_bytes]. Those of `stamps` are [slots] uint64.
     """
 
     ticket: PoolTicket

@@ -135,7 +135,7 @@ class SharedPool:
         return len(self._stamps) - 1
 
     def stamp(self, slots: Sequence[int] | Slots) -> int:
-        """Gives these slots a new stamp, because a row got them, and returns it.
+        """Gives `slots` a new stamp, and returns it. Call it when a row gets these slots.
 
         A reader that still reads them for an earlier row notices the change.
         """
@@ -144,7 +144,7 @@ class SharedPool:
         return self._num_stamped
 
     def lend(self, group_name: str, layers: slice, slots: Sequence[int] | Slots, generation: int) -> SharedKv:
-        """Returns KV of a row for a receiver to read. `generation` is the stamp of the row's slots."""
+        """Returns the KV of `slots` with a new ticket, for a receiver to read. `generation` is the slots' stamp."""
         self._num_tickets += 1
         ticket = PoolTicket(tuple(np.asarray(slots).tolist()), generation, self._num_tickets)
         return SharedKv(ticket, self.groups[group_name][layers], self._stamps)
@@ -218,9 +218,9 @@ def _user_of(peer: socket.socket) -> int:
 
 @contextlib.contextmanager
 def _reachable(directory: Path, name: str) -> Iterator[str]:
-    """Yields a path of the socket `name` in `directory` that is short even if the directory's path is long.
+    """Yields a short path to the socket `name` in `directory`, even if the directory's own path is long.
 
-    The length of a socket's address is limited.
+    The operating system limits the length of a socket's path.
     """
     file = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     try:

@@ -70,7 +70,7 @@ def _attend_alike(block: nn.Module, replacement: nn.Module, attention: nn.Module
 
 
 class _Echo(AttentionPlan):
-    """An attention plan for tests of a block: it keeps its arguments and returns the query."""
+    """An attention plan with which a block is checked: it keeps its arguments and returns the query."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         self.scaling = scaling
@@ -83,7 +83,7 @@ def _agree(seen: Tensor, expected: Tensor) -> bool:
 
 
 def _random(shape: Sequence[int], block: nn.Module) -> Tensor:
-    """Normal random numbers on the block's device. Equal shapes get equal numbers."""
+    """Returns normally distributed random numbers on the block's device. Equal shapes get equal numbers."""
     device = next(block.parameters()).device
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0)).to(device)
 

@@ -38,8 +38,8 @@ def end_token_ids(
 ) -> tuple[int, ...]:
     """Returns the ids in `sources` (see `read_end_tokens`), and the id of the tokenizer's end token, if it has one.
 
-    Raises UnsupportedModel, naming file and field, if an id is past the vocabulary or there are more than a request can
-    carry.
+    Raises UnsupportedModel, naming file and field, if an id is outside the vocabulary, or if there are more ids than a
+    request can carry.
     """
     sources = dict(sources)
     if tokenizer is not None and (own := tokenizer.eos_token_id) is not None:

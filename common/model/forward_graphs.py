@@ -39,8 +39,8 @@ def batch_sizes(max_rows: int) -> tuple[int, ...]:
 class ForwardGraphs:
     """Records and replays forwards over one KV pool. Use it inside pieces (units of work) of one stream.
 
-    A forward runs without a graph if its shape was not recorded, or if it has more rows than the largest of
-    `batch_sizes`, which ascend.
+    `batch_sizes` are the numbers of rows to record, in ascending order. A forward runs without a graph if its shape was
+    not recorded, or if it has more rows than the largest of them.
     """
 
     def __init__(self, *, recorder: GraphRecorder, batch_sizes: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class ForwardGraphs:
 
         Replayed outputs are valid until the same shape, or one that was recorded earlier, is replayed: that replay may
         overwrite their memory (see graph.py). `name` identifies `forward`: one name always stands for the same
-        function.
+        function. `beside` is the forward's second input, if it has one.
         """
         shape = self._shape_of(name, batch)
         if shape is None:

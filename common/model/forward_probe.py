@@ -6,8 +6,8 @@ prompts side by side, in parts, and token by token. Wrong positions change keys 
 is refused if it ignores `position_ids`, mixes neighbouring tokens, or fails when called like a decoder.
 
 Some models compute differently only far into a context. So a few tokens are also compared at the end of the context,
-and around each limit that the config names (`far_positions`). There transformers computes the tokens after a past that
-has a length but no keys and values.
+and around each limit that the config names (`far_positions`). For these, transformers gets a KV cache that claims to
+hold all earlier tokens, and holds none.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _ROUTES = re.compile(r"expert|router|moe")
 class _Tolerance:
     """The allowed difference between a token's values and those that transformers computes, relative to their size.
 
-    The bound grows by `each_layer` from layer to layer, up to `most`, because layers add to the rounding of those
-    before them: twelve random layers reach a third of it. In float32, and in the first layer, the bound holds for each
-    token; else for the median of a row's tokens. In a model that routes tokens, rounding may change the choice of
-    modules, so `most` holds from the second layer on.
+    The bound is `first_layer` in the first layer and grows by `each_layer` per layer, up to `most`, because each layer
+    adds rounding errors. (In a model of twelve random layers they reach a third of the bound.) In the first layer every
+    token must keep within the bound, in later ones the median of a row's tokens. In float32 without TF32, every token
+    must in all layers. In a model that routes tokens to experts, rounding may change the route: there the bound is
+    `most`, for the median, from the second layer on.
     """
 
     first_layer: float
@@ -121,8 +122,10 @@ def check_forwards(target: TargetModel, unsplit: Unsplit, far: Sequence[Unsplit]
 
 
 def difference(seen: Tensor, expected: Tensor, *, share: float) -> float:
-    """Returns how far two tensors [N, ...] of N tokens are apart: the relative distance that a `share` of the tokens
-    keeps within.
+    """Returns how much `seen` [N, ...] differs from `expected`, as a quantile over the N tokens.
+
+    Each token's difference is the norm of its deviation, divided by the norm of its expected values. `share` (0 to 1)
+    names the quantile: 0.5 is the median, 1 the largest difference.
     """
     distances = (seen.float() - expected.float()).flatten(1).norm(dim=1)
     sizes = expected.float().flatten(1).norm(dim=1)
@@ -130,7 +133,7 @@ def difference(seen: Tensor, expected: Tensor, *, share: float) -> float:
 
 
 class _Pool:
-    """A small KV pool to compare forwards in. The slots of its rows alternate."""
+    """A small KV pool in which forwards are compared with the reference. The slots of its rows are interleaved."""
 
     def __init__(self, target: TargetModel, name: str, *, num_rows: int) -> None:
         self._target = target
@@ -151,7 +154,11 @@ class _Pool:
         self._is_exact = self._tolerance is _TOLERANCES[torch.float32] and not self._routes
 
     def check(self, what: str, parts: dict[int, tuple[Unsplit, int, int]]) -> None:
-        """Computes tokens [start, stop) of the prompt in each row, and compares KV and logits with the reference."""
+        """Computes one part of a prompt in each row, and compares its KV and logits with the reference.
+
+        `parts` maps a row to (reference, start, stop): the row computes the reference's tokens [start, stop). `what`
+        describes the forward in errors. Raises UnsupportedModel if a difference is too large.
+        """
         logits = self._forward(what, parts)
         for row, (unsplit, start, stop) in parts.items():
             kv = self._kv.index_select(2, self._table[row, start:stop])
@@ -172,8 +179,10 @@ class _Pool:
             )
 
     def _forward(self, what: str, parts: dict[int, tuple[Unsplit, int, int]]) -> Tensor:
-        """Returns the logits of all tokens. In a prompt's forward they are requested by index, as a service does, in
-        reverse.
+        """Runs one forward of `parts` (see `check`), and returns the logits of its tokens, in order.
+
+        For parts of more than one token it selects the tokens by index, in reverse order, to check that the model
+        respects `logits_rows`.
         """
         device = self._target.torch_device
         lens = tuple(stop - start for _, start, stop in parts.values())

@@ -54,15 +54,15 @@ class ForwardProgram(Protocol):
     ) -> ProgramOutput:
         """Computes a forward of `batch`.
 
-        In a draft head's program, `beside` [T, width] is its input besides the tokens, and the output's `states` are
-        the head's outputs.
+        In a draft head's program, `beside` [T, width] holds the hidden states that the head reads, and the output's
+        `states` are the head's outputs.
         """
 
     def prepare(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
     ) -> Callable[[], ProgramOutput]:
-        """Returns a call that computes the forward without holding the GIL. Call each once, in the order of
-        preparation.
+        """Returns a function that computes the forward without holding the GIL.
 
-        Without a tree mask, tensors are read only by the returned call, and not by `prepare` itself.
+        Call each returned function once, in the order in which they were prepared. Without a tree mask, `prepare` does
+        not read the tensors; only the returned function does.
         """

@@ -86,7 +86,7 @@ class GpuDecoderLayer(nn.Module):
 
 
 class GpuRMSNorm(nn.Module):
-    """An RMS norm in one kernel. It rounds exactly as `norm`, whose class is one of NORMS."""
+    """An RMS norm in one kernel. It rounds exactly as `norm` does, whose class is one of NORMS."""
 
     def __init__(self, norm: nn.Module, kernels: LayerKernels) -> None:
         super().__init__()

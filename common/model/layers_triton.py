@@ -310,8 +310,8 @@ class LayerKernels:
         """Applies rotary positions in place to the query heads, which come first in `heads`, and to the key heads after
         them.
 
-        Shapes: heads [T, heads, head_dim]; rotation, cosines and sines, [T, head_dim] each. `norms` are applied to each
-        query head and each key head before; None applies none.
+        Shapes: heads [T, heads, head_dim]; rotation, cosines and sines, [T, head_dim] each. `norms`, if given, are the
+        norms of query heads and of key heads; each head is normalised before it is rotated.
         """
         cosines, sines = rotation
         num_tokens, num_heads, head_dim = heads.shape
@@ -364,7 +364,7 @@ class LayerKernels:
     ) -> Tensor:
         """Multiplies one token `x` [1, inputs] by `weight` [outputs, inputs].
 
-        `norm` is applied to `x` before, `bias` and `added` are added to the product. If `is_gated`, the first half of
+        `norm` is applied to `x` first; `bias` and `added` are added to the product. If `is_gated`, the first half of
         the outputs are gates, and silu(gate) * up is returned, half as wide.
         """
         num_outputs, num_inputs = weight.shape

@@ -87,8 +87,8 @@ def target_of(
 ) -> TargetModel:
     """Turns a loaded causal language model into a target. `model` is changed, and can only be used through the target.
 
-    `files` are the files that it was loaded from. Before this returns, a short prompt is computed in several ways.
-    Raises UnsupportedModel, as `load_target` does, for traits that only a forward shows.
+    `files` are the files that it was loaded from. The target is checked with a short prompt before it is returned (see
+    forward_probe.py). Raises UnsupportedModel, naming the trait, if the model cannot be served.
     """
     torch_device, config = torch.device(device), model.config
     sizes = {key: _size(config, key, name) for key in ("hidden_size", "vocab_size", "max_position_embeddings")}
@@ -152,7 +152,7 @@ def _use_gpu_kernels(model: nn.Module, torch_device: torch.device) -> None:
 
 
 def load_model(directory: Path, *, dtype: torch.dtype, attention: str) -> tuple[ModelFiles, Any]:
-    """Reads the files in `directory`, and loads a causal language model from them on the CPU. Returns both.
+    """Loads a causal language model from `directory` on the CPU. Returns the description of its files, and the model.
 
     `attention` names an implementation that transformers knows. Raises UnsupportedModel if the config has an
     unsupported trait, or if files are missing, damaged or contradict each other.

@@ -110,9 +110,10 @@ _NUM_NAMED = 3
 
 @contextmanager
 def model_faults(place: str) -> Iterator[None]:
-    """A context for reading the files at `place`: any exception of a library becomes UnsupportedModel.
+    """A context for reading files, in which any exception of a library becomes an UnsupportedModel.
 
-    Its message is `place` and one line; its cause is the original error. A lack of memory becomes StartupError.
+    Its message is `place`, which names the files, and one line; its cause is the original error. A lack of memory
+    becomes a StartupError.
     """
     try:
         yield
@@ -209,8 +210,9 @@ def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool
 
 
 def _refuse_counts(value: object, place: str) -> None:
-    """Raises UnsupportedModel for an excessive count, before a list or tensor of that length is made, and for an
-    invalid share.
+    """Raises UnsupportedModel for an excessive count, before a list or tensor of that length is made.
+
+    Also raises it if the share of a head's dimensions that is rotated is not above 0 and at most 1.
     """
     if isinstance(value, dict):
         for key, each in value.items():
@@ -384,7 +386,7 @@ def _stored_tokens(directory: Path) -> set[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's file, and the shape and type that the file's header states. `dtype` is safetensors' name, as BF16."""
+    """A tensor's file, and the shape and type in the file's header. `dtype` is safetensors' name, such as BF16."""
 
     file: Path
     shape: tuple[int, ...]
@@ -639,15 +641,16 @@ class _Sources:
         return name if stored is None else f"{name}/{stored.file.name}"
 
     def twice(self, key: str) -> tuple[str, str] | None:
-        """Returns two stored tensors of which each holds `key`, or one only a part of it. None if nothing is stored
-        twice.
+        """Returns two stored tensors that both hold `key`, or None if it is stored only once.
+
+        The first holds `key` or a part of it, the second all of it.
         """
         whole = sorted(self.parts[key].get(None, ()), key=len, reverse=True)
         parts = [tensor for pattern, tensors in self.parts[key].items() if pattern is not None for tensor in tensors]
         return ((parts + whole)[0], whole[-1]) if whole and len(parts + whole) > 1 else None
 
     def absent_patterns(self, key: str) -> list[str]:
-        """Returns the patterns of missing tensors, if only some of those that make up `key` exist."""
+        """Returns the name patterns of the stored tensors that are missing, while others that make up `key` exist."""
         there = self.parts[key]
         return [each for pattern in there if pattern for each in self._siblings[pattern] if each not in there]
 
