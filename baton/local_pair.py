@@ -319,8 +319,9 @@ class _GrpcHealth:
         return "" if agreeing or not reasons else reasons[0][0]
 
     def _reasons(self) -> list[tuple[str, str]]:
-        """Returns, for each prefill replica of a decode service that is not ready, the reason in words and the error's
-        reason.
+        """Returns why each prefill replica of a decode service is not ready: in words, and as an ErrorInfo reason.
+
+        The list is empty for a prefill service, and if the decode service does not answer.
         """
         if self._role != "decode":
             return []

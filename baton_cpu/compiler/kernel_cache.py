@@ -28,8 +28,8 @@ class _Cache:
 def keep_kernels(directory: Path | None, log: Log = NO_LOG) -> None:
     """Sets the directory in which `compiled` keeps kernels from now on.
 
-    Each process compiles for itself until this is called, if `directory` is None, and if it cannot be written. Failures
-    to read or write are logged to `log`.
+    Until this is called, a process compiles kernels for itself alone. It also does so if `directory` is None or cannot
+    be written. Failures to read or write are logged to `log`.
     """
     _Cache.directory, _Cache.log = directory, log
 

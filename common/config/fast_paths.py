@@ -12,7 +12,9 @@ from common.config.fields import split_on_commas
 
 
 class FastPath(StrEnum):
-    """A name for `disabled_fast_paths`. Its `meaning` says what the optimisation does, and when to switch it off."""
+    """An optimisation that the setting `disabled_fast_paths` can switch off. Its `meaning` says what it does, and when
+    to switch it off.
+    """
 
     meaning: str
 

@@ -220,8 +220,8 @@ def norm(call, fields, epsilon, item, target_like, like):
 
 @jit
 def normalise_input(call, fields, epsilon, scratch, like):
-    """Writes the rows that a matrix product (LINEAR) reads to `scratch`, one after the other. If the operation says so,
-    it takes the selected rows only, normalises them, and converts them to the dtype of the product's input.
+    """Copies the rows that a matrix product (LINEAR) reads to `scratch`, one after the other. As the operation demands,
+    it copies only the selected rows, normalises them, and converts them to the dtype of the product's input.
     """
     width, inputs = fields[Field.WIDTH], input_like(like)
     num_rows = call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
