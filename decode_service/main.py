@@ -71,8 +71,8 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
 async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator[ServiceLife]:
     """Assembles the service and yields its life. Raises StartupError.
 
-    Each part is built after those it needs. The inbox comes first, so that the edge exists before the engine that sends
-    it events.
+    Each part is built after those it needs. The edge needs only the engine's inbox, which is built first. So the edge
+    exists when the engine is built, which sends it events.
     """
     runtime = process.runtime
     tokenizer = TextTokenizer.from_directory(runtime.directory)
@@ -199,9 +199,10 @@ def new_engine(
 
 
 def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: SpecInfo | None) -> MemoryBeside:
-    """Returns the memory that must stay free beside the KV pool.
+    """Returns how much memory must stay free beside the KV pool, in bytes by number of rows.
 
-    Such memory holds a step's forward, the recorded forwards and the inputs that a draft head has not read.
+    It is for the forward of a step, the recorded forwards, the inputs that a draft head has not read, and received
+    segments.
     """
     model, draft = runtime.model, runtime.draft
     depth = depth_of(spec_info, adapts=settings.adaptive_depth)

@@ -18,8 +18,8 @@ from common.wire.handoff import Frame, HandoffRow
 class Submit:
     """Submits a validated request. `token_ids` past `prompt_len` are output that an earlier stream delivered.
 
-    PhaseBegan is posted only if `is_traced`. `client` identifies the request's client, as far as clients are told
-    apart.
+    PhaseBegan events of the request are posted only if `is_traced`. `client` identifies the client: clients take turns
+    in the waiting queue.
     """
 
     request_id: str
@@ -36,7 +36,10 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Aborts a request whose client left or whose deadline passed. No event of it follows; an unknown id is ignored."""
+    """Aborts a request whose client left or whose deadline passed.
+
+    No event of the request follows. An unknown id is ignored.
+    """
 
     request_id: str
 
@@ -45,7 +48,7 @@ class Abort:
 class FinishAtStop:
     """Finishes a request whose output contains a stop string.
 
-    `num_output_tokens` is the number of the output token that completed it, counted from 1.
+    `num_output_tokens` is the number of output tokens up to the one that completed the stop string.
     """
 
     request_id: str
@@ -63,8 +66,8 @@ class Replica:
     """The state of a prefill replica. `num_outstanding` counts its queued and computing rows, as GetLoad reports them.
 
     It takes no row longer than `max_context_tokens`; None means that it reports no limit. `error` says why a replica
-    that is not ready cannot serve. A FingerprintMismatch (its model or configuration differs) lasts as long as the
-    replica.
+    that is not ready cannot serve. A FingerprintMismatch (its model or configuration differs) stays until a new process
+    serves at the address.
     """
 
     address: str
@@ -79,8 +82,9 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasChanged:
-    """Reports all present replicas. `others_may_come` is True if they were found by a DNS name,
-    which may gain others.
+    """Reports the states of all known replicas.
+
+    `others_may_come` is True if a DNS name is among the configured addresses, because it may gain replicas.
     """
 
     replicas: tuple[Replica, ...]
@@ -91,7 +95,7 @@ class ReplicasChanged:
 class FrameArrived:
     """Reports a frame of a live call. Frames come in the order the replica sent them.
 
-    A frame that cannot be decoded is never reported: it breaks the call.
+    A frame that cannot be decoded is never reported: it ends the call.
     """
 
     call_id: str
@@ -120,9 +124,9 @@ class FinishReason(Enum):
 
 
 class Phase(Enum):
-    """The state of a request between its admission and its end. schedule/life.py says what the request holds in each.
+    """The state of a request, from its admission to its end. schedule/life.py says what it holds in each phase.
 
-    The values name the spans of traced requests.
+    The values are the names of the phases' spans in traces.
     """
 
     QUEUE = "queue"  # it waits for a row, slots and a replica
@@ -139,10 +143,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PhaseBegan:
-    """Reports that a traced request is in `phase` since `at_s`, by the engine's clock.
+    """Reports that a traced request entered `phase` at `at_s`, a time of the engine's clock.
 
-    `replica` and `attempt` are set for PREFILL. `lost` says why the handoff before a QUEUE failed. `was_retracted`
-    means that the request's slots went to an older one.
+    `replica` and `attempt` are set for PREFILL. If the request went back to QUEUE because its handoff failed, `lost`
+    says why. If it was retracted (its slots were given to older requests), `was_retracted` is True.
     """
 
     request_id: str
@@ -167,7 +171,7 @@ class Tokens:
     logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def each(self) -> Iterator[tuple[str, tuple[int, ...], tuple[TokenLogprobs, ...]]]:
-        """Yields each request's id, its tokens, and its log-probabilities: one per token, or none at all."""
+        """Yields each request's id, its new tokens, and their log-probabilities: one per token, or an empty tuple."""
         stop = 0
         for request_id, num_tokens in zip(self.request_ids, self.num_tokens, strict=True):
             start, stop = stop, stop + num_tokens
@@ -229,11 +233,10 @@ class BreakCall:
 
 @dataclass(frozen=True, slots=True)
 class SegmentsLanded:
-    """Reports that `num_bytes` of this call's segments have left host memory: the receive budget has that much room
-    again.
+    """Reports that segments of this call are copied or dropped: `num_bytes` go back to the receive budget.
 
-    `shared` are the numbers of the segments that lay in the replica's pool. The replica frees a row's slots when the
-    last one is reported.
+    `shared` are the numbers of those segments that the replica had lent from its pool. They are returned to it, and it
+    frees a row's slots when all of the row's segments are back.
     """
 
     call_id: str

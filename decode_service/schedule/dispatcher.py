@@ -33,11 +33,11 @@ _HEADROOM_TOKENS = 16
 class PrefillDispatcher:
     """Hands waiting requests to prefill replicas and handles the results. Only the engine thread calls it.
 
-    `post` takes events for the edge; `fail` ends a request for good. A request fails after `max_attempts` consecutive
-    lost handoffs. It also fails after waiting `unavailable_timeout_s` while no replica is ready, none takes its length
-    or all refuse it; waiting for slots does not count. If every replica is ready and too small and no others may come,
-    it fails at once. A refused request is retried after `unavailable_timeout_s` at the latest, even if the replica asks
-    for more. Slots that an older, refused request will need are not given to a younger one.
+    `post` takes events for the edge; `fail` ends a request with an error. A request fails after `max_attempts`
+    consecutive lost handoffs. It also fails when for `unavailable_timeout_s` no replica was ready, none took so many
+    tokens, or all refused it; waiting for slots does not count. It fails at once if it is too long for every replica,
+    all are ready, and no others may come. A refused request is retried after at most `unavailable_timeout_s`, even if
+    the replica asks for a longer wait. Slots that an older, refused request will need are not given to a younger one.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PrefillDispatcher:
     def take_frame(self, call_id: str, frame: Frame) -> None:
         """Applies one frame of a call.
 
-        If the frame fits no row, the row it names fails and the call is broken; the call's other rows are retried.
+        If the frame does not fit the row that it names, that row fails and the call ends; its other rows are retried.
         """
         try:
             for news in self._landing.take_frame(call_id, frame):
@@ -105,8 +105,9 @@ class PrefillDispatcher:
         self._handle_lost(self._landing.end_call(call_id, error))
 
     def collect(self) -> tuple[ReadyRows, ...]:
-        """Returns the rows that have become ready. Reports freed segments, whose bytes go back to
-        the receive budget.
+        """Returns the rows that have become ready, and handles those whose copies failed.
+
+        Posts SegmentsLanded for segments that are copied or dropped.
         """
         if not self._landing.has_news:
             return ()
@@ -195,9 +196,10 @@ class PrefillDispatcher:
         self._post(StartHandoff(call_id, replica, tuple(rows)))
 
     def _excuse_waiting_for_slots(self, now_s: float, *, is_short: bool) -> None:
-        """Extends the waiting limit of refused requests by the time they waited for this service's slots.
+        """Extends the waiting limit of refused requests by the time for which they waited for this service's slots.
 
-        That time does not count as a replica's refusal. A request too long for every replica does not wait for slots.
+        `is_short` says whether slots are short now. A request that is too long for every replica gets no extension,
+        because it does not wait for slots.
         """
         since_s, self._short_of_slots_since_s = self._short_of_slots_since_s, now_s if is_short else None
         if since_s is None:
@@ -209,7 +211,7 @@ class PrefillDispatcher:
                 req.refused_since_s += now_s - max(since_s, req.not_before_s, req.since_s)
 
     def _fail_too_long(self, now_s: float) -> None:
-        """Fails requests that are too long for every replica, anywhere in the queue.
+        """Fails the waiting requests that are too long for every replica.
 
         It fails them at once, or after the waiting limit if a larger replica may still come.
         """
@@ -254,8 +256,8 @@ class PrefillDispatcher:
         return self._has_waited(req, now_s)
 
     def _has_waited(self, req: Request, now_s: float) -> bool:
-        """Returns whether no replica has taken the request for `unavailable_timeout_s`. The first call starts that
-        time.
+        """Returns whether no replica has taken the request for `unavailable_timeout_s`. The time starts with the first
+        call for the request.
         """
         if req.refused_since_s is None:
             req.refused_since_s = now_s

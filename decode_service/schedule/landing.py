@@ -39,13 +39,14 @@ from decode_service.schedule.schedule_batch import ReadyRows
 
 
 class SlotsReused(Exception):
-    """The replica gave a segment's slots to another row before they were read, because on its side
-    the call had ended.
+    """Raised when the replica gave a lent segment's slots to another row before they were read here.
+
+    It may do so once the call has ended on its side.
     """
 
 
 class FrameRejected(Exception):
-    """A frame that no correct replica sends. The row it names fails, and its call is broken."""
+    """Raised for a frame that no correct replica sends. The row that it names fails, and its call ends."""
 
     def __init__(self, row: int, message: str) -> None:
         super().__init__(f"row {row}: {message}")
@@ -77,9 +78,7 @@ class LandingRow:
 
     @property
     def has_landed(self) -> bool:
-        """Whether all KV that has come is in its slots. Checking the last copy suffices, because
-        copies run in order.
-        """
+        """Whether all KV received so far is in the row's slots. The last copy tells it, because copies run in order."""
         return not self.num_waiting and self.last_copy is not None and self.last_copy.is_done()
 
     def miscount(self) -> str | None:
@@ -138,7 +137,7 @@ class AllComputed:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """The changes since the last poll. `freed` are segments that were read, or are not wanted."""
+    """The changes since the last poll: ready rows, lost rows, and segments that were copied or are not wanted."""
 
     ready: tuple[ReadyRows, ...]
     lost: tuple[LostRow, ...]
@@ -146,11 +145,11 @@ class Landed:
 
 
 class LandingZone:
-    """Holds every call and row between hand-off and landed. Only the engine thread calls it, and nothing here blocks.
+    """Holds every Handoff call, and its rows until they have landed. Only the engine thread calls it; nothing blocks.
 
-    Segments are copied in the order of arrival. On some devices the engine thread itself runs the copies' Python, which
-    takes up to a millisecond for a segment. There segments wait for `start_copies`, so that no launch waits for more
-    than one of them.
+    Segments are copied in the order of arrival. On some devices (CUDA) the engine thread itself runs the copies' Python
+    code, which takes up to a millisecond for a segment. There segments wait for `start_copies`, so that a launch waits
+    for at most one of them.
     """
 
     def __init__(
@@ -162,9 +161,7 @@ class LandingZone:
         nontemporal_copies: bool,
         on_event: OnEvent | None = None,
     ) -> None:
-        """Creates an empty landing zone. `on_event` is called for the events of the landing stream, which `poll`
-        checks.
-        """
+        """Creates an empty landing zone. `on_event` is called for the landing stream's events, which `poll` checks."""
         self._device = device
         self._pool = pool
         self._vocab_size = vocab_size
@@ -220,8 +217,9 @@ class LandingZone:
         return row.req if row else None
 
     def forget(self, req: Request) -> tuple[str, int] | None:
-        """Drops all KV that still arrives for the request. Returns the call and row to cancel, or
-        None if it has none.
+        """Forgets the request's row, so that KV that still arrives for it is dropped.
+
+        Returns the call and the number of the row in it, to be cancelled, or None if no open call has the row.
         """
         for call_id, call in self._calls.items():
             for index, row in call.rows.items():
@@ -319,10 +317,10 @@ class LandingZone:
         return news
 
     def start_copies(self, until: Event | None) -> None:
-        """Starts at least one copy of the waiting segments, and more while `until` is not done.
+        """Starts the copy of one waiting segment, and of more while the event `until` is not done.
 
-        While the device computes, the caller would only wait. Segments that are no longer wanted are freed and do not
-        count.
+        `until` ends the device's current work, for which the caller would only wait; with None there is none. Waiting
+        segments that are no longer wanted are freed and do not count.
         """
         while self._waiting:
             if self._start_copy() and (until is None or until.is_done()):
@@ -354,7 +352,7 @@ class LandingZone:
         self._freed.setdefault(call_id, []).append(segment)
 
     def _claim(self, row: LandingRow, segment: KvSegment) -> Slots:
-        """Marks the segment's tokens as received. Returns their slots."""
+        """Marks the segment's tokens as received and returns their slots. Raises FrameRejected if it does not fit."""
         name = f"group {segment.layer_group!r}"
         missing = row.missing.get(segment.layer_group)
         if missing is None:
@@ -415,8 +413,9 @@ class LandingZone:
             raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
 
     def _check_drafts(self, index: int, drafts: list[int], *, is_tree: bool) -> None:
-        """Checks a row's first drafts. A tree's drafts are siblings: a token named twice would
-        count as accepted twice.
+        """Raises FrameRejected if a row's first drafts are impossible.
+
+        A tree's first drafts are siblings, so no token may occur twice: it would be accepted twice.
         """
         if not all(0 <= draft < self._vocab_size for draft in drafts):
             raise FrameRejected(index, f"{TOPK_INDEX} {drafts} is not in the vocabulary")
@@ -448,7 +447,7 @@ def _copy_of(torch_device: torch.device, *, nontemporal: bool) -> Callable[[Tens
 
 
 def _bytes_of(segment: KvSegment, group: LayerGroupSpec) -> Tensor:
-    """Returns the segment's KV on the host: [layers, planes, tokens, row_bytes] uint8."""
+    """Returns the segment's KV on the host: [layers, planes, tokens, row_bytes] uint8. The planes are K and V."""
     if segment.shared is None:
         payload = from_dlpack(np.frombuffer(segment.payload, dtype=np.uint8))
         return payload.view(segment.num_layers, group.num_planes, segment.num_tokens, group.row_bytes)

@@ -24,8 +24,8 @@ from decode_service.schedule.waiting_queue import WaitingQueue
 
 
 class Place(Enum):
-    """The component that holds a request during a phase: the waiting queue, the landing zone, the
-    running rows or none.
+    """The component that a request is in during a phase: the waiting queue, the landing zone, the running rows or
+    none.
     """
 
     WAITING = auto()
@@ -36,11 +36,11 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The conditions of one phase.
+    """What holds during one phase, and which phases may follow.
 
     The request is at `place`, and the lease of its pool row is in state `lease`; None means that it holds no row. One
-    of the phases in `following` comes next. The time spent in the phase is added to `seconds`, a field of Timings; an
-    empty name counts it nowhere. A PhaseBegan event is posted only if `is_announced`.
+    of the phases in `following` comes next. The time spent in the phase is added to the field of Timings that `seconds`
+    names, or to none if it is empty. If `is_announced`, traced requests post PhaseBegan.
     """
 
     place: Place
@@ -120,9 +120,9 @@ class Lives:
         lost: str = "",
         was_retracted: bool = False,
     ) -> None:
-        """Moves the request to `phase` and releases everything that this phase does not hold.
+        """Moves the request to `phase`, and releases what the request does not hold in it.
 
-        `lease` is the row that a request without a row holds from now on. `at_s` is a time of the engine's clock, now
+        `lease` is given to a request that gets a row now. `at_s` is a time of the engine's clock, now
         by default. `replica`, `lost` and `was_retracted` are passed on in the PhaseBegan event. Raises AssertionError
         if the phase cannot follow the request's current one.
         """

@@ -32,7 +32,7 @@ from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
 
 @dataclass(frozen=True, slots=True)
 class RowResults:
-    """The results of a step's rows, as columns. Entry b commits the first `accept_lens[b]` of `token_ids[b]`.
+    """The results of a step's rows, as columns. Row b gains the first `accept_lens[b]` tokens of `token_ids[b]`.
 
     `token_ids` is [B, W] int64 and `accept_lens` [B]. `are_invalid` [B] bool marks rows whose relayed input or logits
     were unusable. `logprobs` [B, W] of TokenLogprobs has None for rows that want none; it is None if no row wants any.
@@ -57,9 +57,10 @@ class _HostResults:
 class StepInFlight:
     """A launched step whose results are not taken yet.
 
-    It keeps every tensor and cell of the step alive until `end`, which comes after the copy of the results to the host.
-    `rows` and `serials` [B] record which pool row each of `reqs` ran in and the serial it had there. A request that has
-    left its row since then takes no results. `previous_end` is the end event of the step in flight at the launch.
+    It keeps every tensor and cell of the step alive until the event `end`, after which the results are on the host.
+    `rows` [B] are the pool rows in which `reqs` run, and `serials` [B] the numbers that RunningRows gave them for their
+    stay there; a request that has left its row since the launch gets no results. `previous_end` is the end of the step
+    that was in flight at the launch, or None.
     """
 
     batch: ForwardBatch
@@ -89,9 +90,7 @@ class StepInFlight:
         launched_s: float,
         previous: StepInFlight | None,
     ) -> StepInFlight:
-        """Enqueues the copy of the results to the host and records the step's end event. Returns the complete
-        StepInFlight.
-        """
+        """Enqueues the copy of the step's results to the host, records the event `end` and builds the StepInFlight."""
         host: Cell[_HostResults] = Cell()
         sampled, is_invalid = output.sampled, output.is_invalid
         accept_lens = None if output.has_one_each else output.accept_lens
@@ -115,8 +114,8 @@ class StepInFlight:
     def await_end(self, timeout_s: float, *, followed_by: StepInFlight | None) -> None:
         """Waits for the step's end. Raises the errors of `Event.synchronize`.
 
-        It first waits until the next step's inputs are prepared. Otherwise that step's Python and the taking of these
-        results would compete for the interpreter.
+        It waits first until the inputs of the step `followed_by` are prepared. Otherwise the Python code that prepares
+        them would compete for the interpreter with the code that takes these results.
         """
         if followed_by is not None and (prepared := followed_by.output.prepared) is not None:
             wait_in_order(prepared, timeout_s)  # a failure is reported by that step's own end event
@@ -256,8 +255,9 @@ class ResultTaker:
         now_s: float,
         step: StepInFlight | None = None,
     ) -> None:
-        """Appends the next tokens to the requests at `entries`, in `rows`, posts them and finishes requests that end
-        with them.
+        """Gives new tokens to the requests at `entries`, which run in the pool rows `rows`.
+
+        Posts the tokens, and finishes the requests that end with them.
         """
         if not entries.size:
             return

@@ -27,10 +27,9 @@ class Retraction:
         self.num_retractions = 0
 
     def prepare(self, running: ScheduleBatch) -> bool:
-        """Prepares the next step. While the step lacks slots, the youngest live request is retracted.
+        """Prepares the next step of `running`. While the step lacks slots, retracts the youngest request with slots.
 
-        Returns False if enough slots will become free when the forward in flight ends. In that case nothing is launched
-        now.
+        If enough slots will become free when the forward in flight ends, it stops and returns False: do not launch now.
         """
         while not running.prepare_for_decode(self._pool):
             shortage = running.num_slots_needed(self._pool) - self._pool.num_free_slots
@@ -40,9 +39,9 @@ class Retraction:
         return True
 
     def requeue_left(self) -> None:
-        """Returns retracted requests to the waiting queue.
+        """Moves the requests that `prepare` retracted back to the waiting queue.
 
-        Call this after taking the results of the step that was in flight at the last `prepare`.
+        Call it after the results of the step in flight were taken, because that step still ran their rows.
         """
         leaving, self._leaving = self._leaving, []
         for req in leaving:

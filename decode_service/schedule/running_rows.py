@@ -26,9 +26,9 @@ class RunningRows:
     """The state of running requests (phases BOOTSTRAP to RETRACTING), as columns indexed by pool row.
 
     Only the engine thread calls it, and only `Lives` calls `enter` and `leave`. `serials` [rows] holds a number that is
-    unique to the request in the row, or 0 if the row is empty. `num_in_flight` [rows] counts launched steps whose
-    results are not taken yet; each adds at least one token. A request's `speculation` does not include the current
-    row's drafts until `leave`. `max_depth` is the deepest level ever drafted.
+    new for each stay of a request in a row, or 0 if the row is empty. `num_in_flight` [rows] counts launched steps
+    whose results are not taken yet; each adds at least one token. `drafts` has the figures of drafting since a request
+    entered its row; `leave` adds them to the request's `speculation`. `max_depth` is the deepest level ever drafted.
     """
 
     def __init__(self, *, max_rows: int, max_context_tokens: int, max_depth: int) -> None:
@@ -76,22 +76,23 @@ class RunningRows:
         self.drafts.tell(row, req.speculation)
 
     def row_seed(self, req: Request) -> RowSeed:
-        """Returns the state from which sampling starts for this request, including its tokens so far."""
+        """Returns what sampling must know of the request when it enters its row: parameters and the tokens so far."""
         assert req.lease is not None
         return RowSeed(req.lease.row, req.sampling, req.choice_index, tuple(req.token_ids), req.prompt_len)
 
     def want_launch(self, rows: Rows) -> NDArray[np.bool_]:
-        """Returns, for each of `rows` [B], whether a step launched now can still add a token after those in flight.
+        """Returns, for each of `rows` [B], whether the steps in flight leave the request a token to generate.
 
-        It assumes that each step in flight adds one token.
+        It assumes that each step in flight adds one token, and compares with the request's limit.
         """
         wanted: NDArray[np.bool_] = self.num_in_flight[rows] < self._num_left[rows]
         return wanted
 
     def have_room_after(self, rows: Rows, seq_lens: Rows) -> NDArray[np.bool_]:
-        """Returns, for each of `rows` [B], whether a step launched now can still add a token after those in flight.
+        """Returns, for each of `rows` [B], whether the request is still below its limit at the length `seq_lens` [B].
 
-        `seq_lens` [B] are the known numbers of tokens with committed KV, including the steps in flight.
+        `seq_lens` are the numbers of tokens with committed KV, those of the steps in flight included. The request has
+        one token more, whose KV is not computed yet.
         """
         has_room: NDArray[np.bool_] = seq_lens + 1 < self._limits[rows]
         return has_room
@@ -99,8 +100,8 @@ class RunningRows:
     def can_have(self, rows: Rows, seq_lens: Rows, *, max_accept_len: int) -> NDArray[np.bool_]:
         """Returns, for each of `rows` [B], whether `seq_lens` [B] is a possible number of tokens with committed KV.
 
-        The request's tokens except the last one are the minimum. A step in flight adds at most `max_accept_len` tokens,
-        and none if it failed.
+        The least is the request's number of tokens less one, because the last token has no KV yet. Each step in flight
+        adds at most `max_accept_len` tokens, and none if it failed.
         """
         num_before = self._limits[rows] - self._num_left[rows] - 1
         most = num_before + self.num_in_flight[rows] * max_accept_len
@@ -128,7 +129,10 @@ class RunningRows:
         return num_added, has_ended
 
     def decode(self, rows: Rows) -> Rows:
-        """Marks the requests in `rows` [B] as decoded. Returns the indices of those that had not decoded before."""
+        """Notes that a decode step of the requests in `rows` [B] has ended.
+
+        Returns the indices into `rows` of the requests for which it was the first.
+        """
         (are_first,) = (~self._has_decoded[rows]).nonzero()
         self._has_decoded[rows] = True
         return are_first
@@ -159,7 +163,7 @@ class DraftTallies:
     def add(
         self, rows: NDArray[np.int64], spec_info: SpecInfo, *, num_accepted: NDArray[np.int64], stats: SpeculationStats
     ) -> None:
-        """Adds the figures of one step that drafted for `rows` [B], which are distinct.
+        """Adds the figures of one step to `rows` [B], which are distinct and want drafts.
 
         `num_accepted` [B] is how many drafts of each row were accepted.
         """
@@ -171,7 +175,7 @@ class DraftTallies:
         self._table[rows] += step
 
     def tell(self, row: int, tally: SpeculationTally) -> None:
-        """Adds the row's figures to `tally`."""
+        """Adds the figures of pool row `row` to `tally`."""
         num_verify_steps, num_drafted, *parts_s = self._table[row, :_NUM_TOTALS].tolist()
         levels = self._table[row, _NUM_TOTALS:].astype(np.int64).reshape(2, self._max_depth)
         tally.add(

@@ -27,9 +27,7 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True)
 class ReadyRows:
-    """Rows of one PrebuiltBatch whose KV has landed. `entries[i]` is the index into `columns` that belongs to
-    `reqs[i]`.
-    """
+    """Rows of one PrebuiltBatch whose KV has landed. Request `reqs[i]` has entry `entries[i]` of the `columns`."""
 
     columns: PrebuiltBatch
     entries: NDArray[np.int64]
@@ -191,7 +189,7 @@ class ScheduleBatch:
         )
 
     def wanted_tokens(self) -> NDArray[np.int64]:
-        """Returns, for each entry [B], how many tokens it has slots for once its next step is prepared."""
+        """Returns, for each entry [B], the number of tokens for which it needs slots in its next step."""
         wanted: NDArray[np.int64] = self.seq_lens_cpu.numpy() + self.num_step_slots
         return wanted
 
@@ -233,7 +231,7 @@ class ScheduleBatch:
 
 
 def depth_within(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
-    """Returns how deep the batch's next step drafts, or None without speculation or for an empty batch.
+    """Returns the speculation of the batch's next step, or None without speculation or for an empty batch.
 
     If the chosen depth needs more slots than are free, the step drafts nothing: drafts are not worth a retraction.
     """

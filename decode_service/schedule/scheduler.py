@@ -61,7 +61,7 @@ Deliver = Callable[[Sequence[Event]], None]
 class Outbox:
     """Collects events for the edge until they are handed over. Only the engine thread calls it.
 
-    Without `deliver` every event is kept until `take`.
+    `hand_over` passes them to `deliver`. Without `deliver` every event is kept until `take`.
     """
 
     def __init__(self, deliver: Deliver | None, track: Track) -> None:
@@ -75,15 +75,15 @@ class Outbox:
     def hand_over(self) -> None:
         """Passes the collected events to `deliver`.
 
-        Call this just before the engine waits, so that no client waits with it, and when the engine ends. Do not call
-        it earlier: the edge's thread would compete for the interpreter while a forward is still to be launched.
+        Call this just before the engine waits, so that events do not wait too, and when the engine ends. Do not call it
+        earlier: the edge's thread would compete for the interpreter while a forward is still to be launched.
         """
         if self._deliver is not None and self._events:
             with self._track.span("deliver", events=len(self._events)):
                 self._deliver(self._taken())
 
     def take(self, *, is_handed_over_soon: bool) -> Sequence[Event]:
-        """Returns the events of a step that ends. Returns none if `deliver` will get them soon."""
+        """Returns and removes the collected events. Returns none if `deliver` exists and `is_handed_over_soon`."""
         return () if is_handed_over_soon and self._deliver is not None else self._taken()
 
     def _taken(self) -> Sequence[Event]:
@@ -94,12 +94,12 @@ class Outbox:
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    Without `draw_kernels` PyTorch operators draw tokens. `draft` and `spec_info` are given together and fit each other;
-    with `adapts_depth` a step may draft fewer levels. `max_rows` bounds reserved, transferring and running rows
-    together. With `replays_forwards` the steps' forwards are recorded as graphs when the engine is created, if the
-    device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches. `overlap=False` finishes each step
-    before the next is scheduled. Figures and time-outs use `clock` (monotonic seconds). `deliver` gets events when the
-    engine is about to wait or ends; without it steps return them.
+    Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft` and `spec_info` are both given
+    or both None; with `adapts_depth` a step may draft fewer levels. `max_rows` bounds the rows that are reserved,
+    receive KV or run, together. With `replays_forwards` the steps' forwards are recorded as graphs when the engine is
+    created, if the device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches. `overlap=False`
+    finishes each step before the next is scheduled. Figures and time-outs use `clock` (monotonic seconds). `deliver`
+    gets events when the engine is about to wait or ends; without it steps return them.
     """
 
     def __init__(
@@ -207,7 +207,10 @@ class DecodeEngine:
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def step(self, commands: Sequence[Command]) -> Sequence[Event]:
-        """Runs one overlap iteration: launches the next batch, then finishes the previous one."""
+        """Runs one overlap iteration: launches the next batch, then finishes the previous one.
+
+        `commands` are applied first. Returns the events for the edge that `deliver` has not got.
+        """
         with naming_a_lost_device(self._device):
             try:
                 for command in commands:
@@ -237,9 +240,7 @@ class DecodeEngine:
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
     def _start_copies(self, busy_with: StepInFlight | None) -> None:
-        """Starts copies of arrived KV, if this thread takes part in them. It does so after the launch, while the device
-        computes.
-        """
+        """Starts copies of KV that waits for this thread, and goes on while the device is busy with `busy_with`."""
         if self._landing.has_waiting:
             with self.track.span("start_copies"):
                 self._landing.start_copies(None if busy_with is None else busy_with.end)
@@ -326,8 +327,9 @@ class DecodeEngine:
 
     @recorded("next_batch")
     def _next_batch(self, ready: Sequence[ReadyRows]) -> ScheduleBatch | None:
-        """Returns the prepared batch to launch. Returns None if there is none, or if its slots
-        become free only later.
+        """Merges the `ready` rows and returns the prepared batch to launch.
+
+        Returns None if no request runs, or if the slots that the batch needs become free only later.
         """
         running = self._running
         if running.is_empty and not ready:  # while prompts land, the engine steps for each of their segments
@@ -353,7 +355,7 @@ class DecodeEngine:
         return None if running.is_empty or self._is_stalled else running
 
     def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
-        """Fails rows whose published length is impossible. In a launch they would read and write outside their slots.
+        """Fails rows whose published length is impossible. If launched, they would read and write outside their slots.
 
         Such a length means that the device or a kernel is at fault, so every build checks this.
         """

@@ -16,8 +16,8 @@ class WaitingQueue:
     """The requests that wait for a handoff, in the order in which they are handed off.
 
     Requests that were handed off before come first, oldest first. After them clients take turns, one request per turn.
-    A new client joins at the end of the round, and a client returns to the end after its turn. So no client waits
-    longer than the turns of those ahead of it. Each client's requests keep their order.
+    A new client joins at the end of the line, and a client goes back to the end after its turn. So a client waits for
+    at most one turn of each other client. Each client's requests keep their order.
     """
 
     def __init__(self) -> None:
@@ -95,8 +95,8 @@ class ReplicaSet:
         """Returns the address of the least loaded ready replica that takes `num_tokens` tokens, or None if there is
         none.
 
-        The load is the number of rows, of this service or as the replica reports. `avoid` is chosen only if no other
-        replica qualifies.
+        A replica's load is its number of rows: those that this service handed to it (`num_rows_at`), or those that it
+        reports, whichever are more. The address `avoid` is chosen only if no other replica qualifies.
         """
         ready = [replica for replica in self._replicas if replica.is_ready and replica.takes(num_tokens)]
         preferred = [replica for replica in ready if replica.address != avoid] or ready
@@ -107,8 +107,8 @@ class ReplicaSet:
     def too_long_error(self, num_tokens: int) -> BatonError | None:
         """Returns why no ready replica takes `num_tokens` tokens. Returns None if one does, or if none is ready.
 
-        The error is PrefillUnavailable if waiting may help: a replica is not ready, or others may come and one as large
-        was seen before. Otherwise it is ContextExceeded.
+        The error is PrefillUnavailable if waiting may help: some replica is not ready, or others may come and a replica
+        that took so many tokens was seen before. Otherwise it is ContextExceeded.
         """
         ready = [replica for replica in self._replicas if replica.is_ready]
         if not ready or any(replica.takes(num_tokens) for replica in ready):
