@@ -7,10 +7,13 @@ with the most tokens per second is chosen; depth 0 is decoding without drafts. N
 to measure it: one that was not measured yet, or a neighbour of the best.
 
 At depth 0 the draft head does not read each token; it catches up now and then (draft_backlog.py), and every step is
-charged its share of that. A probe follows a step without drafts and is compared with it. So is the best depth, whose
-last step came before that one. Drafting needs a seed from the step before: a step of depth 0 leaves one after the head
-has caught up, and drafts must pay for that too. A probe that needs such a step waits until it costs less than 0.75% of
-the time since the last probe. If the head must catch up anyway for want of room, the probe costs little and comes soon.
+charged its share of that. Drafting needs a seed from the step before. A step of depth 0 leaves one only if the head
+catches up in that step, and drafts must pay for that too.
+
+A probe with drafts comes right after a step of depth 0, with which its time is compared. If the best depth drafts, its
+last step came right before that step, and is compared with it too. A depth with too few measurements is probed soon.
+Any other probe waits until it costs at most 0.75% of the time since the last probe, or for 1024 steps. If the head must
+catch up anyway for want of room, the seed is free and the probe is cheaper.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class Depth(Protocol):
 
     @property
     def levels(self) -> Sequence[SpecInfo]:
-        """All depths that may be chosen, without regard to `leaves_seed`."""
+        """The speculations of all depths that may be chosen. `choose` may also return them with `leaves_seed` False."""
 
     def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
         """Returns the speculation for a step of B rows, of which `num_wanted` want drafts.
@@ -56,10 +59,13 @@ class Depth(Protocol):
         """
 
     def launched(self, spec_info: SpecInfo) -> None:
-        """Records that the next step was launched with `spec_info`: the chosen depth, or less."""
+        """Records that the next step was launched with `spec_info`, whose depth is the chosen one or a smaller one."""
 
     def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
-        """Records a step's outcome. `draft_lag` [B] is the head's lag before the step."""
+        """Records the acceptance and times of an ended step.
+
+        `draft_lag` [B] counts the tokens that the head had not read before the step.
+        """
 
 
 class FixedDepth:
@@ -100,8 +106,9 @@ class _Expected:
 
 
 class AdaptiveDepth:
-    """A Depth between 0 and that of `deepest`, chosen from measured steps. It reads no clock: its
-    inputs decide alone.
+    """A Depth between 0 and that of `deepest`, chosen from measured steps.
+
+    It reads no clock: its choices depend only on what it is given.
     """
 
     def __init__(self, deepest: SpecInfo) -> None:
@@ -165,16 +172,20 @@ class AdaptiveDepth:
         self._times.add(spec_info, draft_lag=draft_lag, stats=stats)
 
     def _begin_s(self, draft_lag: NDArray[np.int64]) -> float:
-        """Returns the seconds that it costs to leave a seed, which the next step needs to draft.
+        """Returns how many seconds the head needs to catch up, so that the next step has a seed to draft from.
 
-        That is 0 if there is a seed already, or if the head must read anyway.
+        It is 0 if there is a seed already, or if the head must catch up anyway.
         """
         if self._has_seeds or self._levels[0].must_catch_up(draft_lag):
             return 0.0
         return self._times.read_s(int(draft_lag.sum()) + len(draft_lag))
 
     def _is_due(self, *, is_new: bool, probe_s: float, step_s: float) -> bool:
-        """Returns whether to probe as soon as there is a seed. `probe_s` is the time that the probe loses."""
+        """Returns whether a probe is due. If there is no seed yet, it comes as soon as there is one.
+
+        `is_new` means that measurements are still needed; then cost does not matter. `probe_s` is the time that the
+        probe loses against steps of the best depth, which take `step_s` each.
+        """
         num_steps = self._num_since_probe
         if is_new:
             return num_steps >= min(_NEW_PROBE_INTERVAL + self._num_new, _LONGEST_NEW_PROBE_INTERVAL)
@@ -182,7 +193,10 @@ class AdaptiveDepth:
         return (num_steps >= _PROBE_INTERVAL and can_afford) or num_steps >= _LONGEST_PROBE_INTERVAL
 
     def _expected(self, num_rows: int, num_wanted: int, begin_s: float) -> list[_Expected]:
-        """Returns the expected tokens and seconds of a step of the whole batch, for each depth from 0 on."""
+        """Returns the expected tokens and seconds of a step of the whole batch, for each depth from 0 on.
+
+        `begin_s`, the cost of a seed, is spread over the steps that draft from then on.
+        """
         plain_s, *drafting_s = self._times.steps_s(num_rows)
         steps = [_Expected.of(num_rows, plain_s)]
         num_accepted, is_reached = 0.0, 1.0

@@ -14,7 +14,7 @@ from common.sampling.state import Ancestors
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The accepted nodes of each row, in order, root first; a token is committed after each of them.
+    """The accepted nodes of each row, root first. The step commits the token that the target drew after each of them.
 
     `path` [B, W] int64 holds node numbers. Only the first `accept_lens` [B] entries of a row count.
     """
@@ -28,8 +28,8 @@ class DraftTree:
     """The drafted tokens of each row as a tree. Node 0 is the root, and `token_ids` [B, D] int64 are nodes 1 .. D.
 
     A parent comes before its children, and siblings are different tokens. `parents` [B, D] int64 is each draft's parent
-    node. `mask` [B, D + 1, D + 1] bool marks each node's ancestors and itself. `is_chain` means that node i follows
-    node i - 1. `num_levels` bounds the depth.
+    node. `mask` [B, D + 1, D + 1] bool marks each node's ancestors and itself. `is_chain` means that the parent of node
+    i is node i - 1. No node is deeper than `num_levels`.
     """
 
     token_ids: Tensor
@@ -72,7 +72,7 @@ class DraftTree:
         return self.mask.sum(dim=2) - 1
 
     def ancestors(self) -> Ancestors:
-        """Returns, for each of the B * (D + 1) nodes, the drafts from the root to that node, itself included."""
+        """Returns, for each of the B * (D + 1) nodes, the drafts on the path from the root to it, itself included."""
         return Ancestors(
             token_ids=self.token_ids.repeat_interleave(self.num_nodes, dim=0),
             counted=self.mask[:, :, 1:].flatten(0, 1).to(torch.int32),

@@ -1,4 +1,4 @@
-"""The parameters of a batch's speculation: how many levels are drafted and how many tokens verified."""
+"""The shape of a step's speculation: how many levels are drafted and how many tokens are verified."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class SpecInfo:
     """The shape of one step's drafts: a chain, or with `topk` > 1 a tree.
 
     `num_steps` is the number of levels; with 0 nothing is drafted. `num_draft_tokens` drafts of a row are verified. In
-    a tree each continued node has `topk` children, the `topk` best nodes of each level are continued, and the best of
-    all drafts are verified. `leaves_seed` says whether the step leaves a seed (first drafts and hidden state), without
-    which the next step cannot draft. Without it the head may fall behind by less than `max_draft_lag` tokens a row.
-    That bound keeps small what is stored for the head, and many rows end before it.
+    a tree the `topk` likeliest nodes of each level get `topk` children each, and the likeliest of all drafts are
+    verified. `leaves_seed` says whether the step leaves a seed (first drafts and hidden state), without which the next
+    step cannot draft. A step that drafts nothing and leaves no seed need not run the head. The head may then fall
+    behind, by less than `max_draft_lag` tokens per row; the unread tokens are stored for it.
     """
 
     num_steps: int
@@ -38,7 +38,7 @@ class SpecInfo:
         return cls(num_draft_tokens, num_draft_tokens)
 
     def at_depth(self, num_steps: int) -> SpecInfo:
-        """Returns the same speculation with `num_steps` levels, which are fewer or as many."""
+        """Returns the same speculation with `num_steps` levels, which must not be more than now."""
         num_draft_tokens = min(self.num_draft_tokens, num_drafted(num_steps, self.topk))
         return replace(self, num_steps=num_steps, num_draft_tokens=num_draft_tokens)
 
@@ -46,8 +46,9 @@ class SpecInfo:
         return replace(self, leaves_seed=False)
 
     def must_catch_up(self, draft_lag: NDArray[np.int64]) -> bool:
-        """Whether a row has no room for one more token that the head has not read. `draft_lag` [B] counts its unread
-        tokens.
+        """Whether the head must read now, because one more unread token would be too many for some row.
+
+        `draft_lag` [B] counts the tokens of each row that the head has not read.
         """
         return int(draft_lag.max(initial=0)) + 1 >= self.max_draft_lag
 
@@ -56,10 +57,9 @@ class SpecInfo:
         return self.leaves_seed or self.has_drafts or self.must_catch_up(draft_lag)
 
     def num_head_tokens(self, draft_lag: NDArray[np.int64]) -> int:
-        """Returns how many tokens the head reads after the step: all the step may commit, and the unread ones of
-        earlier steps.
+        """Returns how many tokens the head reads after the step, or 0 if it does not read.
 
-        Returns 0 if the head does not read.
+        It reads all tokens that the step may commit, and the unread ones of earlier steps.
         """
         return int(draft_lag.sum()) + len(draft_lag) * self.max_accept_len if self.head_reads(draft_lag) else 0
 
@@ -80,9 +80,7 @@ class SpecInfo:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots past a row's committed KV that a step writes, first in drafting and
-        then in verification.
-        """
+        """The number of slots past a row's committed KV that a step writes. Drafting and verification use the same."""
         return max(self.num_verify_tokens, self.topk * (self.num_steps - 1))
 
 

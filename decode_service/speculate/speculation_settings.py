@@ -1,4 +1,4 @@
-"""Derives a batch's speculation from the settings and the draft head."""
+"""Derives the shape of the speculation from the settings and the draft head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
 
 
 def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
-    """Returns `spec_info` with `max_draft_lag` reduced so that `max_rows` lagging rows fit in MAX_CATCH_UP_TOKENS."""
+    """Returns `spec_info` with `max_draft_lag` so small that `max_rows` rows lag by at most MAX_CATCH_UP_TOKENS in all.
+
+    `max_draft_lag` is at least 1 and at most MAX_DRAFT_LAG.
+    """
     return replace(spec_info, max_draft_lag=max(1, min(MAX_DRAFT_LAG, MAX_CATCH_UP_TOKENS // max_rows)))
 
 

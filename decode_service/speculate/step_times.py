@@ -1,4 +1,4 @@
-"""Estimates how long a step takes from measured steps. A step with drafts is estimated as a multiple of one without.
+"""Estimates, from measured steps, how long a step takes. A step with drafts is a multiple of one without drafts.
 
 The machine's speed drifts: others use it, prompts are computed on it and contexts grow. So a step with drafts is
 compared with an adjacent step without drafts that has about as many rows, and the ratio is kept. Absolute times are
@@ -58,23 +58,24 @@ class StepTimes:
         return self._plain_s.is_known
 
     def has(self, depth: int, num_rows: int) -> bool:
-        """Whether `depth` was measured often enough with about as many rows."""
+        """Whether `depth` was measured often enough for an estimate, with about `num_rows` rows."""
         return (self._quotients[depth - 1] if depth else self._plain_s).num_values(num_rows) >= _NUM_ENOUGH
 
     def has_all(self, depth: int, num_rows: int) -> bool:
-        """Whether `depth`, at least 1, has as many measurements as are ever kept, for about as many rows."""
+        """Whether `depth`, at least 1, has as many measurements as are ever kept, for about `num_rows` rows."""
         return self._quotients[depth - 1].num_values(num_rows) == _NUM_TIMES
 
     def steps_s(self, num_rows: int) -> list[float]:
-        """Returns the seconds until the next step can begin, for each depth. They are infinite for a depth never
-        measured.
+        """Returns, for each depth from 0 on, the estimated seconds from a step's begin to the next step's.
+
+        They are infinite for a depth that was never measured.
         """
         plain_s = self._plain_s.at(num_rows)
         drafting_s = [plain_s * curve.at(num_rows) if curve.is_known else math.inf for curve in self._quotients]
         return [plain_s * (1 + self._head_share), *drafting_s]
 
     def read_s(self, num_tokens: int) -> float:
-        """Returns the seconds of a forward of the head over `num_tokens` tokens that it has not read."""
+        """Returns the estimated seconds in which the head reads `num_tokens` tokens after steps without drafts."""
         return num_tokens * self._read_s_per_token.at(num_tokens)
 
     def add(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
@@ -104,8 +105,9 @@ class StepTimes:
         self._latest = _Step(depth, num_rows, seconds, is_first)
 
     def _finish(self, *, idle_s: float) -> None:
-        """Completes the latest step with the `idle_s` seconds that the stream waited after it, and compares it with the
-        one before.
+        """Adds to the latest step the `idle_s` seconds for which the stream waited after it.
+
+        If it drafted and the step before it did not, or the other way round, keeps the quotient of their times.
         """
         before, step = self._before, self._latest
         if step is None:
@@ -123,8 +125,8 @@ class StepTimes:
 class _Curve:
     """A measured figure as a function of a size, such as the number of rows.
 
-    Similar sizes form a class, two classes per doubling. `figure` reduces the last few values of a class to one. Older
-    values are dropped, because contexts grow and text changes.
+    Similar sizes form a class: sizes from 1 to 2, 2 to 4 and so on are two classes each. `figure` reduces the last few
+    values of a class to one, such as their least. Older values are dropped, because contexts grow and text changes.
     """
 
     def __init__(self, figure: Callable[[Sequence[float]], float]) -> None:
@@ -148,8 +150,9 @@ class _Curve:
         self._found.clear()
 
     def at(self, size: int) -> float:
-        """Returns the figure at `size`, interpolated between the sizes seen. Beyond them it is that of the nearest; 0
-        if none.
+        """Returns the figure at `size`, interpolated between the classes seen.
+
+        Outside them it is the figure of the nearest class. It is 0 if there is none.
         """
         if (found := self._found.get(size)) is None:
             found = self._found[size] = self._between(size)
