@@ -1,4 +1,4 @@
-"""`python -m prefill_service`"""
+"""Runs the prefill service as `python -m prefill_service`."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
 async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterator[ServiceLife]:
     """Assembles the service and yields its life. Raises StartupError.
 
-    Each part is built after those it needs. The inbox comes first, so that the edge exists before the engine that sends
-    it events.
+    Each part is built after those it needs. The edge needs only the engine's inbox, which is built first. So the edge
+    exists when the engine is built, which sends it events.
     """
     runtime = process.runtime
     check_chunks(settings, runtime.draft)
@@ -143,9 +143,10 @@ def new_engine(
 
 
 def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBeside:
-    """Returns the memory that must stay free beside the KV pool while two forwards are in flight.
+    """Returns how much memory must stay free beside the KV pool, in bytes by number of rows.
 
-    Such memory holds the activations of one forward, and the hidden states that a draft head needs from both.
+    Two forwards may be in flight. The memory is for the activations of one, for the hidden states that a draft head
+    needs from both, and for segments that wait to be sent.
     """
     model, num_tokens = runtime.model, settings.max_batch_tokens
     num_states = 0 if runtime.draft is None else runtime.draft.capture.num_states
@@ -160,8 +161,9 @@ def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBes
 
 
 def check_chunks(settings: PrefillSettings, draft: DraftHead | None) -> None:
-    """Raises StartupError if a chunk is too small: a prompt's last chunk needs one token for every layer of the draft
-    head.
+    """Raises StartupError if `chunk_tokens` is too small.
+
+    A prompt's last chunk needs a token for each layer of the draft head.
     """
     num_layers = draft.layer_group.num_layers if draft else 1
     if settings.chunk_tokens < num_layers:

@@ -11,7 +11,7 @@ from common.wire.handoff import Frame, HandoffRow
 class OpenCall:
     """Opens a Handoff call whose fingerprint agrees. The engine answers each row with PrebuiltBatch or RowFailed.
 
-    RowStarted and ChunkComputed are posted only for `traced_rows`.
+    RowStarted and ChunkComputed are posted only for `traced_rows`. With `shares_memory` the receiver can read the pool.
     """
 
     call_id: str
@@ -30,7 +30,7 @@ class CancelCallRows:
 
 @dataclass(frozen=True, slots=True)
 class CloseCall:
-    """Closes a call whose stream is gone. The engine drops everything of it and emits no further frame."""
+    """Closes a call whose gRPC stream is gone. The engine drops its rows and emits no further frame for it."""
 
     call_id: str
 
@@ -45,7 +45,7 @@ class SegmentBytesSent:
 
 @dataclass(frozen=True, slots=True)
 class SegmentsReturned:
-    """Reports that these lent segments are not read any more."""
+    """Reports that the receiver reads these lent segments no longer."""
 
     call_id: str
     numbers: tuple[int, ...]
@@ -69,14 +69,14 @@ class FrameReady:
 
 @dataclass(frozen=True, slots=True)
 class CallDone:
-    """Reports that every row of the call has ended. The transport ends the call after the frames before this."""
+    """Reports that every row of the call has ended. The edge writes the frames that came before, then ends the call."""
 
     call_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RowStarted:
-    """Reports that a traced row has its pool row and slots, so that its prompt is computed now.
+    """Reports that a traced row was given a pool row and slots, and that its prompt is computed from now on.
 
     `at_s` is a time of the engine's clock.
     """

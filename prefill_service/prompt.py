@@ -22,7 +22,7 @@ class PromptPhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """The engine's record of one prompt: a row of a Handoff call, number `index` in it.
+    """The engine's record of one prompt, which is row number `index` of the Handoff call `call_id`.
 
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward.
     """

@@ -1,4 +1,4 @@
-"""One Handoff call on the prefill side: the frames between its engine and its gRPC stream."""
+"""One Handoff call on the prefill side: the frames on their way from the engine to the gRPC stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CallError = BatonError | ProtocolError
 class HandoffCall:
     """The frames of one call that the engine emitted and the stream has not taken. For the event loop only.
 
-    The engine's send budget bounds them: it emits no segment beyond the bytes that were not yet sent.
+    The engine's send budget bounds their memory, because a segment returns its bytes only when the stream takes it.
     """
 
     def __init__(self, call_id: str, numbering: RowNumbering, traces: RowTraces) -> None:
@@ -35,7 +35,7 @@ class HandoffCall:
         self._changed = asyncio.Event()
 
     def take(self, event: Event) -> Sequence[KvSegment]:
-        """Takes an event of the engine. Returns the event's segment if it is dropped because its row was cancelled."""
+        """Takes an event of the engine. If it brings a segment of a cancelled row, drops and returns the segment."""
         match event:
             case FrameReady(_, frame):
                 frame = self.numbering.for_call(frame)
@@ -51,8 +51,9 @@ class HandoffCall:
         return ()
 
     def cancel(self, rows: Iterable[int]) -> Sequence[KvSegment]:
-        """Cancels the rows, by the call's numbers, so that no further segment of them is sent. Returns the dropped
-        segments.
+        """Cancels the rows with these numbers in the call: no further segment of them is sent.
+
+        Returns the segments that waited here and are dropped.
         """
         rows = tuple(rows)
         self._cancelled.update(rows)
@@ -62,9 +63,9 @@ class HandoffCall:
         return dropped
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Takes back lent segments, which the receiver has read in this service's pool.
+        """Takes back lent segments that the receiver has read in this service's pool. `numbers` are their numbers.
 
-        Raises ProtocolError if one of them was not lent to the call.
+        Raises ProtocolError if one of them is not lent to the call.
         """
         for number in numbers:
             require(number in self._lent, "release_segments.numbers", f"{number} is not lent to the call")
@@ -72,7 +73,7 @@ class HandoffCall:
         self._changed.set()
 
     def fail(self, error: CallError) -> None:
-        """Ends the call with `error`, before any frame that is left. If it is called again, the first error stays."""
+        """Ends the call with `error`; frames that still wait are not sent. If called again, the first error stays."""
         self._error = self._error or error
         self._changed.set()
 

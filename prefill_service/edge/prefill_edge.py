@@ -31,7 +31,7 @@ class PrefillEdge:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the service is not draining. It depends on no other service."""
+        """Whether the service takes calls: True until it drains."""
         return not self._is_draining
 
     @property

@@ -42,9 +42,7 @@ def _invalid(index: int, message: str) -> RowFailed:
 
 
 class RowNumbering:
-    """Translates row numbers between the receiver, which counts all rows of a call, and the engine, which has the
-    accepted ones.
-    """
+    """Translates row numbers. The receiver counts all rows of a call; the engine counts only the accepted ones."""
 
     def __init__(self, rows: Sequence[HandoffRow | RowFailed]) -> None:
         self.num_rows = len(rows)

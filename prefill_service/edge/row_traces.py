@@ -1,7 +1,7 @@
 """OpenTelemetry spans of a Handoff call's rows. Each is a child of the span that its request brought along.
 
 prefill_row ├ queue ┼ chunk ┼ chunk ┼ chunk ┤
-                            ├ send ────────────┤     its KV, from the first segment to the last byte that was taken
+                            ├ send ────────────┤     from the row's first segment until the stream has its last byte
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from prefill_service.messages import ChunkComputed, RowStarted, TracedEvent
 
 
 class RowTraces:
-    """Writes the spans of a call's rows whose trace is sampled, by their number in the call. For the event loop only.
+    """Writes the spans of those rows of a call whose trace is sampled. For the event loop only.
 
-    It begins no trace of its own. A row's span ends when the row fails or is cancelled, or when its last byte was
-    taken. `close` ends the others with an error.
+    Rows are named by their number in the call. It begins no trace of its own. A row's span ends when the row fails or
+    is cancelled, or when the stream has taken its last byte. `close` ends the others with an error.
     """
 
     def __init__(self, tracer: Tracer, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class RowTraces:
             trace.on_event(event)
 
     def on_frame(self, frame: Frame, taken_from_s: float) -> None:
-        """Records that the stream has taken the frame, which it was given at `taken_from_s`."""
+        """Records that the stream has taken the frame. `taken_from_s` is when the stream was given it, by `clock`."""
         if not self._rows:
             return
         match frame:
@@ -138,8 +138,9 @@ class _RowTrace:
         self._span.end(self._unix_clock.unix_ns(now_s))
 
     def _child(self, name: str, start_s: float, end_s: float, attributes: dict[str, int]) -> None:
-        """Writes a child span. It begins no earlier than the row's span: edge and engine share a clock, but report out
-        of order.
+        """Writes a child span of the row's span. It begins and ends no earlier than the row's span begins.
+
+        Edge and engine share a clock, but the engine may report a time from before the edge began the row's span.
         """
         span = self._tracer.start_span(
             name,

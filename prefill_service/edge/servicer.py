@@ -59,7 +59,11 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffLimits:
-    """The bounds of one call. A call fails if the receiver takes nothing for `stall_timeout_s` while a frame waits."""
+    """The bounds of one call.
+
+    It has at most `max_rows` rows. It fails if its first command does not come within `first_command_timeout_s`, or if
+    for `stall_timeout_s` the receiver takes no frame, or returns no lent segment after the last frame.
+    """
 
     max_rows: int = MAX_CALL_ROWS
     first_command_timeout_s: float = 10.0
@@ -69,9 +73,9 @@ class HandoffLimits:
 class PrefillServicer:
     """The gRPC servicer of the Prefill service. For the event loop only, except `deliver` and `engine_died`.
 
-    It posts one CloseCall for every OpenCall, unless the engine ended the call (CallDone) and every frame was written.
-    When the stream has taken a frame, SegmentBytesSent returns the frame's payload bytes. The bytes that a closed call
-    had not taken are returned by its CloseCall.
+    For every OpenCall it posts one CloseCall, unless the engine ended the call (CallDone) and every frame was written.
+    When the stream has taken a segment, it posts SegmentBytesSent, which gives the segment's bytes back to the send
+    budget. CloseCall gives back the bytes of segments that the stream has not taken.
     """
 
     def __init__(
@@ -89,8 +93,8 @@ class PrefillServicer:
     ) -> None:
         """Creates the servicer. `shared_pool` is the memory of the KV pool, or None if receivers cannot read it.
 
-        Receivers on this host read it by its name. If it has no name, they read it through NIXL with the data of
-        `nixl_offer`.
+        Receivers on this host map it by its name. If it has no name, receivers read it through NIXL, with the data that
+        `nixl_offer` returns.
         """
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
@@ -213,8 +217,9 @@ class PrefillServicer:
         return compare_digest(batch.pool_secret, self._shared_pool.secret)
 
     def _require_engine_of(self, call: HandoffCall) -> None:
-        """Raises EngineLost if the engine is dead. An engine that died before the call was registered would never fail
-        it.
+        """Raises EngineLost if the engine is dead, and forgets the call.
+
+        `engine_died` fails only calls that are registered already.
         """
         if not self._engine.is_alive:
             del self._calls[call.call_id]
@@ -285,7 +290,10 @@ class PrefillServicer:
             await self._write(context, call, failed)
 
     async def _write(self, context: HandoffContext, call: HandoffCall, frame: Frame) -> None:
-        """Writes a frame and returns when the stream has taken it, which the receiver's flow control may delay."""
+        """Writes a frame and returns when the stream has taken it, which the receiver's flow control may delay.
+
+        Raises PrefillUnavailable after `stall_timeout_s`.
+        """
         data = self._encode(call, frame)
         timeout_s = self._limits.stall_timeout_s
         try:

@@ -34,7 +34,7 @@ class Chunk:
 
     @property
     def num_attended(self) -> int:
-        """The number of attended pairs: a token of the chunk, and a token it attends (earlier ones and itself)."""
+        """The number of pairs of a token of the chunk and a token that it attends: itself or an earlier one."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     @property
@@ -46,10 +46,9 @@ class Chunk:
         return self.prompt.token_ids[self.start : self.stop]
 
     def next_ids(self, num_ahead: int) -> NDArray[np.int64]:
-        """Returns the prompt's tokens that follow each token of the chunk, and `num_ahead` more: [num_tokens +
-        num_ahead].
+        """Returns, for each token of the chunk, the prompt's next token, and `num_ahead` tokens after those.
 
-        They may belong to a later chunk. Past the prompt's end they are 0.
+        Shape: [num_tokens + num_ahead]. They may belong to a later chunk; past the prompt's end they are 0.
         """
         following = self.prompt.token_ids[self.start + 1 : self.stop + 1 + num_ahead]
         return np.append(following, np.zeros(self.num_tokens + num_ahead - len(following), np.int64))
@@ -58,7 +57,7 @@ class Chunk:
 def cut_chunks(
     prompts: Sequence[Prompt], *, chunk_tokens: int, max_batch_tokens: int, min_last_tokens: int = 1
 ) -> list[Chunk]:
-    """Cuts the next forward's chunks, oldest prompts first.
+    """Cuts the next chunk of each prompt for one forward, in the order of `prompts`, as far as the limits allow.
 
     A chunk has at most `chunk_tokens`, and all together have at most `max_batch_tokens`. A prompt's last chunk has at
     least `min_last_tokens`, or is the whole prompt. `chunk_tokens` must be at least `min_last_tokens`.
@@ -79,10 +78,10 @@ def cut_chunks(
 class ChunkBatch:
     """The chunks and tensors of one forward. It owns all its tensors.
 
-    `sampled_entries` are the indices of the chunks that end their prompt. `sampled_rows` and `sampled_positions` [R]
-    int64 are the pool rows and positions at which the first tokens of those prompts are drawn. `next_tokens` are, for
-    each token, the tokens that follow it, which the draft head reads. After a prompt's end they are 0 until those
-    tokens are known.
+    `sampled_entries` are the indices of the R chunks that end their prompt. `sampled_rows` and `sampled_positions` [R]
+    int64 are the pool rows and positions at which the first tokens of those prompts are drawn. `next_tokens` gives the
+    draft head the tokens that follow each token. Past a prompt's end they are 0; the forward fills in the first token
+    when it is drawn.
     """
 
     chunks: tuple[Chunk, ...]
@@ -149,7 +148,10 @@ class ChunkBatch:
 
 
 def traced_chunks(batch: ChunkBatch, *, start_s: float, end_s: float) -> list[ChunkComputed]:
-    """Returns the events about an ended forward's chunks, for traced prompts that have not ended."""
+    """Returns a ChunkComputed event for each chunk of an ended forward whose prompt is traced and has not ended.
+
+    `start_s` and `end_s` are the forward's times by the engine's clock.
+    """
     return [
         ChunkComputed(
             call_id=chunk.prompt.call_id,

@@ -25,9 +25,7 @@ from prefill_service.forward.chunk_batch import ChunkBatch
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The results of a forward for the chunks that end their prompt, on the host: first tokens and columns of draft
-    seeds.
-    """
+    """A forward's results for the prompts that end with it, on the host: first tokens and columns of draft seeds."""
 
     sampled: Sampled
     seeds: Mapping[str, Tensor]
@@ -35,10 +33,10 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedChunks:
-    """A launched forward. Read `computed` only after an event that is recorded later.
+    """A launched forward. Read `computed` only after an event that was recorded on the stream after the launch.
 
-    `layers_written` has one (layers, event) for each range of the target's layers, in order. The KV of these layers is
-    in the pool after the event. It is empty if the caller asked for no events.
+    `layers_written` has one pair (layers, event) for each range of the target's layers, in order. The KV of these
+    layers is in the pool after the event. There are no pairs if the caller asked for no events.
     """
 
     computed: Cell[Computed]
@@ -52,7 +50,10 @@ class Meanwhile(Protocol):
         """Reports a range of the target's layers, in order. Their KV is in the pool after `event`."""
 
     def layer_launched(self) -> None:
-        """Called after each layer is launched. The driver's queue may be full then."""
+        """Called after each layer is launched, on devices where the engine thread launches the layers.
+
+        The driver's queue may be full then; in that case work done here delays nothing.
+        """
 
 
 class PrefillWorker:
@@ -98,8 +99,8 @@ class PrefillWorker:
     ) -> LaunchedChunks:
         """Enqueues the forward, which writes the KV of target and draft head to the pool.
 
-        An event is recorded for every `layers_per_event` layers of the target; for none if it is 0. `meanwhile` is
-        called while the engine thread launches the layers.
+        An event is recorded for every `layers_per_event` layers of the target; none if it is 0. Methods of `meanwhile`
+        are called during the launch.
         """
         computed: Cell[Computed] = Cell()
         layers = _ranges(self._model.layer_group.num_layers, layers_per_event) if layers_per_event else []
@@ -139,9 +140,10 @@ class PrefillWorker:
         return LaunchedChunks(computed, list(zip(layers, events, strict=True)))
 
     def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
-        """Runs the draft head over the chunks: writes its KV and returns the seeds of prompts that end with them.
+        """Runs the draft head over the chunks: writes its KV, and returns the seeds of the prompts that end here.
 
-        It runs on the forward stream.
+        Runs on the forward stream. `captured` are the target's hidden states at all tokens, and `first_token_ids` [R]
+        the first tokens of those prompts.
         """
         last, following = batch.forward_input.logits_rows, batch.next_tokens
         assert last is not None and following.places is not None

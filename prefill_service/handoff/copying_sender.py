@@ -31,9 +31,9 @@ class CopyingSender(PieceSender):
     """Copies pieces of KV out of the pool and turns them into segments. A piece needs the pool until its copy has
     ended.
 
-    Bytes copied out and not yet taken by a transport stay within `budget_bytes`, except that each call may always have
-    one segment. So a stalled receiver cannot keep the others from sending. While several calls have something to send,
-    each takes at most a quarter of the budget.
+    Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may
+    always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have
+    something to send, each takes at most a quarter of the budget.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class CopyingSender(PieceSender):
     ) -> None:
         """Creates a sender with a stream of its own for the copies.
 
-        `new_framed_kv` allocates the memory to which a host pool's KV is copied; None means the device's own host
-        buffers. `on_event` is called for the events of the copying stream, which `poll` checks.
+        `new_framed_kv` allocates the memory into which KV is copied if the pool is in host memory; None means the
+        device's own host buffers. `on_event` is called for the events of the copying stream, which `poll` checks.
         """
         super().__init__(max_segment_bytes=max_segment_bytes)
         self._device = device
@@ -72,11 +72,10 @@ class CopyingSender(PieceSender):
         return self._unsent_bytes
 
     def start(self, num_forwards: int) -> None:
-        """Starts as many copies as the budget allows. The calls take turns until none has a next piece that may be
-        copied.
+        """Starts as many copies as the budget allows. Calls take turns, one piece each.
 
-        `num_forwards` is the number of forwards that have ended. Pieces of the forward after them are started too, but
-        none of later ones: one stream makes all copies in order, and KV that is ready sooner would wait for them.
+        `num_forwards` is the number of forwards that have ended. Pieces of the next forward to end are started too,
+        but none of later ones: one stream makes all copies in order, so KV that is ready sooner would wait for them.
         """
         turns = deque(self._queued)
         while turns:
@@ -101,7 +100,7 @@ class CopyingSender(PieceSender):
                 yield SentPiece(piece.prompt, copy.segment.get() if error is None else None, error)
 
     def owes(self, call_id: str) -> bool:
-        """Whether the call's transport holds bytes that it has not returned."""
+        """Whether some of the call's bytes still count against the budget."""
         return call_id in self._unsent
 
     def return_budget(self, call_id: str, num_bytes: int) -> None:
@@ -110,14 +109,14 @@ class CopyingSender(PieceSender):
         self._set_unsent(call_id, left)
 
     def forget(self, prompt: Prompt) -> None:
-        """Sends no more of this prompt. Copies that have started end, and their segments are dropped."""
+        """Sends no more of this prompt. Copies that have started run to their end; their segments are dropped."""
         super().forget(prompt)
         pieces = self._queued.get(prompt.call_id)
         if pieces is not None:
             self._queued[prompt.call_id] = deque(piece for piece in pieces if piece.prompt is not prompt)
 
     def forget_call(self, call_id: str) -> None:
-        """Drops the call's unsent pieces and frees its budget, because its transport is gone."""
+        """Drops the call's queued pieces and frees its budget, because its gRPC stream is gone."""
         self._queued.pop(call_id, None)
         self._set_unsent(call_id, 0)
 
@@ -151,8 +150,9 @@ class CopyingSender(PieceSender):
         self._copying.append(_Copy(piece, scope, segment, done))
 
     def _copied_out(self, piece: Piece) -> KvSegment:
-        """Returns the segment with the piece's KV. If the pool is on a GPU, the KV arrives when the stream's work so
-        far is done.
+        """Copies the piece's KV out of the pool and returns it as a segment. Runs on the copying stream.
+
+        If the pool is on a GPU, the copy has ended only when the stream's work so far is done.
         """
         if self._new_framed_kv is not None and self._device.torch_device.type == "cpu":
             framed = self._new_framed_kv(piece.num_bytes, lambda array: self._gather(piece, from_numpy(array)))

@@ -14,8 +14,8 @@ from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 class HandoffMetrics:
     """Updates the metrics from the frames that an engine emits.
 
-    The label `outcome` is "prebuilt", or a row failure's reason in lower case. Every outcome is exposed from the start,
-    because Prometheus sees no increase in a series that begins at 500.
+    The label `outcome` is "prebuilt", or a row failure's reason in lower case. Every outcome is exposed from the start
+    with the value 0, because Prometheus does not count a series' first value as an increase.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

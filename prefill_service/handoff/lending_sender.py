@@ -14,9 +14,7 @@ from prefill_service.prompt import Prompt
 
 
 class LendingSender(PieceSender):
-    """Sends pieces of KV by lending them. A prompt ends, and frees its slots, only after its receiver gave every piece
-    back.
-    """
+    """Sends pieces of KV by lending them. A piece needs the pool until the receiver has given it back."""
 
     def __init__(self, memory: SharedPool) -> None:
         super().__init__(max_segment_bytes=MAX_LENT_BYTES)
@@ -43,7 +41,8 @@ class LendingSender(PieceSender):
     def forget(self, prompt: Prompt) -> None:
         """Sends no more of this prompt, and forgets its lent segments.
 
-        A receiver that still reads them notices it: the stamps of reused slots differ from the one in its ticket.
+        A receiver that still reads them notices when the slots are reused: their stamps (numbers that are new for each
+        row that gets a slot) then differ from the one in its ticket.
         """
         super().forget(prompt)
         self._lent = {number: borrower for number, borrower in self._lent.items() if borrower is not prompt}
@@ -52,8 +51,9 @@ class LendingSender(PieceSender):
         self._queued.extend(pieces)
 
     def _written(self) -> list[Piece]:
-        """Returns the pieces that are written and can be lent. Adjacent layers of the same tokens are joined into one
-        piece.
+        """Takes the written pieces out of the queue and returns those to lend.
+
+        Adjacent layers of the same tokens are joined into one piece.
         """
         pieces: list[Piece] = []
         last: dict[tuple[int, str, int], int] = {}
@@ -74,8 +74,9 @@ class LendingSender(PieceSender):
 
 
 def _are_one_loan(first: Piece, following: Piece) -> bool:
-    """Returns whether two pieces of the same tokens can be one loan: the layers are adjacent, and
-    the size is allowed.
+    """Returns whether two pieces of a row can be lent as one segment.
+
+    Their tokens must be the same and their layers adjacent, and together they must not exceed MAX_LENT_BYTES.
     """
     return (
         following.num_tokens == first.num_tokens

@@ -1,4 +1,4 @@
-"""Places a prefill service's KV pool in memory that receivers can read, as `kv_transport` says."""
+"""Places a prefill service's KV pool in memory that receivers can read, if the setting `kv_transport` says so."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class LentMemory:
     async def opened(
         cls, transport: KvTransport, *, groups: Sequence[LayerGroupSpec], num_slots: int, is_on_host: bool
     ) -> LentMemory:
-        """Creates the memory for `transport`. It also removes memory that killed processes left.
+        """Creates the memory for `transport`, and removes memory that killed processes left behind.
 
-        `auto` means shared memory if possible; if not, that is only logged. Raises StartupError if NIXL is configured
-        and not available.
+        With `auto` it is shared memory. If a GPU computes or the memory cannot be created, that is logged, and KV goes
+        over gRPC. Raises StartupError if NIXL is configured and cannot be started.
         """
         if transport == "grpc":
             return cls(None)
@@ -58,12 +58,12 @@ class LentMemory:
     def nixl_offer(self) -> prefill_pb2.NixlPool | None:
         """Returns the data that receivers need to read the pool through NIXL.
 
-        It is empty while they cannot read it, and None without NIXL.
+        The data are empty while receivers cannot read it, as after NIXL's process has ended. Returns None without NIXL.
         """
         return None if self._lender is None else self._lender.offer
 
     def follow(self, is_serving: Callable[[], bool]) -> None:
-        """Serves receivers' reads from now on, less often while `is_serving` returns False."""
+        """Serves reads through NIXL from now on, if it is used; less often while `is_serving` returns False."""
         if self._lender is not None:
             self._lender.follow(is_serving)
 

@@ -52,10 +52,10 @@ class NixlLender:
         self._backoff.succeeded()
 
     def follow(self, is_serving: Callable[[], bool]) -> None:
-        """Serves receivers from now on, less often while `is_serving` returns False.
+        """Serves receivers from now on. While `is_serving` returns False, the process polls for reads less often.
 
-        If the process ends, it is restarted after `restart_s`. That wait doubles each time, unless the process lasted
-        longer than the wait.
+        If the process ends, it is restarted after `restart_s`. That wait doubles each time, and starts over if the
+        process lasted longer than the wait before it.
         """
         self._following = asyncio.create_task(self._follow(is_serving), name="nixl")
 
@@ -81,7 +81,10 @@ class NixlLender:
 
 
 async def _keep_pace(process: TransferProcess, is_serving: Callable[[], bool]) -> None:
-    """Sets how often the process serves, as `is_serving` says. Raises NixlError when the process has ended."""
+    """Makes the process poll for reads often while `is_serving` returns True, and seldom otherwise.
+
+    Runs until the process has ended, and raises NixlError then.
+    """
     told_s = 0.0
     while process.is_usable:
         interval_s = _SERVING_INTERVAL_S if is_serving() else _IDLE_INTERVAL_S

@@ -18,7 +18,8 @@ from prefill_service.prompt import Prompt
 class Piece:
     """A part of one prompt's KV: a range of layers and tokens. The KV is in the pool when the event `written` is done.
 
-    `forward` is the number of the forward that writes it. A piece belongs to one sender, which may add layers to it.
+    `forward` is the number of the forward that writes it, counted from 0. A queued piece belongs to its sender, which
+    may add layers to it.
     """
 
     prompt: Prompt
@@ -45,7 +46,7 @@ class Piece:
 
     @property
     def segment(self) -> KvSegment:
-        """The piece's segment, without the KV itself."""
+        """The segment that carries the piece, without the KV itself."""
         return KvSegment(
             row=self.prompt.index,
             layer_group=self.group.name,
@@ -78,7 +79,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SentPiece:
-    """A segment ready for the call's transport, or the error because of which there is none."""
+    """A segment of a prompt that is ready to be sent, or the error with which its copy failed. One of both is None."""
 
     prompt: Prompt
     segment: KvSegment | None
@@ -122,14 +123,18 @@ class PieceSender(ABC):
     def _take(self, pieces: Sequence[Piece]) -> None: ...
 
     def _is_wanted(self, piece: Piece) -> bool:
-        """Returns whether the piece should be sent. Call it when the piece is written, or its forward has failed."""
+        """Returns whether to send the piece: its prompt is not forgotten, and its KV was written.
+
+        Call it only when the event `written` is done.
+        """
         return piece.prompt in self._num_pieces and piece.written.error is None
 
 
 def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int) -> tuple[int, int]:
-    """Returns (layers, tokens) of the largest segment.
+    """Returns how many layers and tokens the largest segment of a piece with `layers` layers has.
 
-    It has all `layers` of as many tokens as fit. If not even one token fits, it has fewer layers of one token.
+    It has all layers of as many tokens as fit in `max_segment_bytes`. If not even one token fits, it has one token, and
+    as many layers as fit, at least one.
     """
     num_tokens = max_segment_bytes // (group.layer_token_bytes * layers)
     if num_tokens:

@@ -1,4 +1,4 @@
-"""Sends KV to the decode services: layers of a chunk leave while later layers and the next chunk compute.
+"""Sends KV to the decode services. A chunk's first layers leave while its later layers and the next chunk compute.
 
 chunk launched ──▶ pieces queued ──budget──▶ copied to the host on the sending stream ──▶ KvSegment frames
                       │            ◀────────── SegmentBytesSent returns the budget ──────────┘
@@ -27,10 +27,10 @@ class KvSender:
     """Sends the KV of prompts, call by call, as copies or as loans. Only the engine thread calls it, and nothing here
     blocks.
 
-    Bytes copied out and not yet taken by a transport stay within `budget_bytes`, except that each call may always have
-    one segment. So a stalled receiver cannot keep the others from sending. While several calls have something to send,
-    each takes at most a quarter of the budget. Calls whose receiver can read the pool's `memory` get loans; nothing is
-    copied.
+    Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may
+    always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have
+    something to send, each takes at most a quarter of the budget. A call whose receiver can read the pool's `memory`
+    gets loans, for which nothing is copied.
     """
 
     def __init__(
@@ -90,18 +90,20 @@ class KvSender:
         return self._of_call[prompt.call_id].num_pieces(prompt)
 
     def forget(self, prompt: Prompt) -> None:
-        """Sends no more of this prompt, whose call is open. Copies that have started end, and their segments are
-        dropped.
+        """Sends no more of this prompt, whose call must be open.
+
+        Copies that have started run to their end; their segments are dropped.
         """
         self._of_call[prompt.call_id].forget(prompt)
 
     def end_call(self, call_id: str) -> None:
-        """Removes a call for which nothing more will be queued."""
+        """Notes that nothing more is queued for the call. What was sent still counts until it is given back."""
         del self._of_call[call_id]
 
     def forget_call(self, call_id: str) -> None:
-        """Drops the call's unsent pieces and frees its budget, because its transport is gone. Also valid after
-        `end_call`.
+        """Drops the call's queued pieces and frees its budget, because its gRPC stream is gone.
+
+        It may also be called after `end_call`.
         """
         self._of_call.pop(call_id, None)
         self._copying.forget_call(call_id)
@@ -128,11 +130,12 @@ class KvSender:
         *,
         layers_written: Mapping[str, Sequence[tuple[range, Event]]],
     ) -> None:
-        """Queues a forward's KV to be sent: each layer group after `computed`, the forward's end.
+        """Queues the KV of a forward's chunks, to be sent once it is written. Call it once for each forward, in order.
 
-        The groups follow in the order in which the forward writes them. For groups in `layers_written`, each range of
-        layers is sent after its own event. One range of all chunks comes before the next range, so that one chunk's
-        last layers do not delay the next one's first ones. Leave out ranges that were given to `queue_layers`.
+        The layer groups are queued in the order in which the forward writes them. A group in `layers_written` is sent
+        range by range, each after its own event; leave out ranges that were given to `queue_layers`. Any other group is
+        sent after the event `computed`, the forward's end. One range of all chunks comes before the next range, so that
+        one chunk's last layers do not delay another's first ones.
         """
         for name, group in self._pool.groups.items():
             for layers, written in layers_written.get(name, [(range(group.num_layers), computed)]):
@@ -140,8 +143,9 @@ class KvSender:
         self._num_forwards += 1
 
     def queue_layers(self, chunks: Sequence[Chunk], group: LayerGroupSpec, layers: range, written: Event) -> None:
-        """Queues a range of a forward's layers. It may be called while that forward is still being launched, before its
-        `queue`.
+        """Queues a range of layers of a forward's chunks, to be sent after the event `written`.
+
+        It may be called while the forward is still being launched, before `queue` is called for it.
         """
         for chunk in chunks:
             prompt = chunk.prompt
@@ -164,11 +168,10 @@ class KvSender:
         self._num_ended += 1
 
     def start_copies(self) -> None:
-        """Starts as many copies as the budget allows. The calls take turns until none has a next piece that may be
-        copied.
+        """Starts as many copies as the budget allows. Calls take turns, one piece each.
 
-        One stream makes all copies, in order. So pieces of forwards that are queued later than the next one to end are
-        not started: KV that is ready sooner would wait for them.
+        Pieces of forwards that have ended and of the next one to end are started, but none of later ones: one stream
+        makes all copies in order, so KV that is ready sooner would wait for them.
         """
         self._copying.start(self._num_ended)
 

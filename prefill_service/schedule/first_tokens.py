@@ -24,9 +24,10 @@ def first_tokens(
     groups: Sequence[LayerGroupSpec],
     now_s: float,
 ) -> list[PrebuiltBatch]:
-    """Returns one PrebuiltBatch for each entry of `calls`, which has the indices of its prompts among the sampled ones.
+    """Returns one PrebuiltBatch for each Handoff call in `calls`.
 
-    `groups` are the layer groups whose KV is sent.
+    A call is given as the indices of its prompts in `batch.sampled_entries`. `groups` are the layer groups whose KV is
+    sent. `now_s` is the time by the engine's clock.
     """
     prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
     logprobs = unpack_logprobs(computed.sampled, batch.sampling)[:, 0].tolist()

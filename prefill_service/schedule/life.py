@@ -14,7 +14,7 @@ from prefill_service.prompt import Prompt, PromptPhase
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The conditions of one phase: the state of the prompt's row lease, and the phases that may follow.
+    """What holds during one phase: the state of the lease of the prompt's pool row, and the phases that may follow.
 
     `lease` is None if the prompt holds no row. An ended prompt still refers to its released lease, because a forward in
     flight may use it.
@@ -55,10 +55,10 @@ class PromptLives:
         return len(self._members[phase])
 
     def enter(self, prompt: Prompt, phase: PromptPhase, *, lease: RowLease | None = None) -> None:
-        """Moves the prompt to `phase`, and releases its row if this phase holds none.
+        """Moves the prompt to `phase`, and releases its pool row if it holds none in that phase.
 
-        `lease` is the row that a prompt without a row holds from now on. Raises AssertionError if the phase cannot
-        follow the prompt's current one.
+        `lease` is given to a prompt that gets a row now. Raises AssertionError if the phase cannot follow the prompt's
+        current one.
         """
         before, after = RULES[prompt.phase], RULES[phase]
         assert phase in before.following, f"row {prompt.index}: {phase} does not follow {prompt.phase}"

@@ -70,15 +70,15 @@ class StepInFlight:
 class PrefillEngine:
     """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
 
-    Without `draw_kernels` PyTorch operators draw tokens. `draft_topk` is the number of first drafts from which the
-    decode service starts its trees. A forward computes at most `max_batch_tokens`, and at most `chunk_tokens` of each
-    prompt. `max_queued_rows` bounds the prompts that wait for a row. With `early_sending` the KV of layers is sent
-    before their forward ends.
+    Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft_topk` is the number of first
+    drafts from which the decode service starts its trees. A forward computes at most `max_batch_tokens`, and at most
+    `chunk_tokens` of each prompt. `max_queued_rows` bounds the prompts that wait for a row. With `early_sending` a
+    layer's KV may be sent before its forward ends.
 
-    During long launches `deliver` gets events for the edge; otherwise steps return them. `returned` returns the bytes
-    that transports have taken since the step began, so that a launch can send more. `clock` is in monotonic seconds.
-    `shared_pool` is memory for the pool that receivers can read. `new_framed_kv` allocates memory for copies that are
-    sent; None means the device's own host buffers.
+    During a long launch `deliver` gets events for the edge; otherwise steps return them. `returned` returns the
+    SegmentBytesSent that came since the step began, so that a launch can send more. `clock` gives monotonic seconds,
+    `wall_clock` Unix seconds. `shared_pool` is memory for the pool that receivers can read. `new_framed_kv` allocates
+    memory for copies that are sent; None means the device's own host buffers.
     """
 
     def __init__(
@@ -329,10 +329,10 @@ class PrefillEngine:
         return step
 
     def _send_while_launching(self) -> None:
-        """Sends KV that is ready. It is called between the layers of a forward that is being launched.
+        """Sends KV that is ready. It is called after each layer while a forward is being launched.
 
-        When the driver's queue is full, launches are as slow as the device, so the engine thread uses the time.
-        Failures are handled later, because the forward may concern the same prompt.
+        When the driver's queue is full, launches are as slow as the device, and the engine thread uses that time.
+        Failures are handled after the launch, because the forward may compute a chunk of the same prompt.
         """
         while self._in_flight and (end := self._in_flight[0].end).is_done() and end.error is None:
             self._finish(self._in_flight.popleft())
@@ -346,9 +346,9 @@ class PrefillEngine:
             self._deliver(events)
 
     def _layers_per_event(self, chunks: Sequence[Chunk]) -> int:
-        """Returns after how many layers an event is recorded: as many as fill a segment for the longest chunk.
+        """Returns after how many layers an event is recorded: as many layers of the longest chunk as fill a segment.
 
-        It is 0 if KV is sent only after the forward's end.
+        Returns 0 if KV is to be sent only after the forward's end.
         """
         if not self._early_sending:
             return 0
@@ -362,7 +362,10 @@ class PrefillEngine:
             raise DeviceTimeout(f"a prefill forward did not end within {_STEP_TIMEOUT_S} s")
 
     def _begin_s(self, step: StepInFlight) -> float:
-        """Returns when the oldest forward could begin: a forward launched ahead waits for the one before it."""
+        """Returns when the oldest forward in flight could begin, by the engine's clock.
+
+        It is its launch, or the end of the forward before it if that came later.
+        """
         return max(step.launched_s, self._last_end_s)
 
     @recorded("finish")
