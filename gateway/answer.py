@@ -1,4 +1,4 @@
-"""The parts of an answer that both generating endpoints share, and the interface for the parts that differ."""
+"""The parts of an answer that completions and chat completions share, and the interface for the parts that differ."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gateway.plan import Plan
 
 
 class Choice(Protocol):
-    """Writes one choice of an answer as JSON, in chunks or whole."""
+    """Builds the JSON of one choice of an answer, as chunks of a stream or whole."""
 
     def opening(self) -> dict[str, Any] | None:
         """Returns the chunk that comes before the first token, or None if there is none."""
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
-        """Returns the chunk for a delta, or None if the delta has nothing that the request asked for."""
+        """Returns the chunk for a piece of output, or None if it has nothing that the request asked for."""
 
     def ending(self, finished: Finished) -> dict[str, Any]: ...
 
@@ -40,7 +40,7 @@ class Api:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """The JSON fields around the choices of an answer. Each chunk of a stream has the same ones."""
+    """The JSON fields around the choices of an answer. They are the same in all chunks of a stream."""
 
     id: str
     created: int

@@ -19,10 +19,10 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     def check(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """Checks the key in a request's headers. Raises ApiError 401 if it is not a configured one.
+        """Checks the key in a request's headers. Raises ApiError 401 unless it is a configured one.
 
-        Returns a name for the key, such as "key 1", if several are configured, else "". The time taken does not depend
-        on which key was sent or how much of it is right.
+        Returns a name for the key, such as "key 1", if several are configured, and else "". The time that it takes does
+        not tell how much of a wrong key is right.
         """
         if not self._keys:
             return ""
@@ -36,9 +36,9 @@ class ApiKeys:
         return f"key {matches.index(True)}" if len(self._keys) > 1 else ""
 
     def check_viewer(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Checks the key of a request for the status page or metrics. Raises ApiError 401.
+        """Checks the key of a request for the status page or metrics. Raises ApiError 401 unless it is configured.
 
-        Here a browser may also send the key as the password of basic authentication.
+        Here the key may also be sent as the password of basic authentication, as browsers do.
         """
         shown = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
         keys = [key.decode() for key in self._keys]

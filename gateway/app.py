@@ -132,7 +132,7 @@ class _Origins(CORSMiddleware):
             await send_error(error, scope, receive, send)
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Answers a preflight request. Raises ApiError for an origin, method or header that is not allowed."""
+        """Answers a CORS preflight request. Raises ApiError for an origin, method or header that is not allowed."""
         answer = super().preflight_response(request_headers)
         if answer.status_code == HTTPStatus.OK:
             return answer
@@ -153,7 +153,7 @@ async def _on_baton_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Answers with the router's own errors: an unknown route, or a wrong method."""
+    """Answers a request that the router refuses: its route is unknown, or its method is wrong."""
     assert isinstance(error, HTTPException)
     what, versioned = f"{request.method} {request.url.path}"[:128], f"/v1{request.url.path}"
     ending, code = ("is not served", "unknown_url") if error.status_code == 404 else ("is not allowed", "wrong_method")

@@ -29,7 +29,7 @@ number of fields is limited.
 
 
 def _few(messages: Any) -> Any:
-    """Refuses a list with too many messages, before pydantic validates any of them."""
+    """Raises ValueError for a list of too many messages, before pydantic validates any of them."""
     if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
         raise ValueError(f"more than {MAX_MESSAGES}")
     return messages
@@ -45,7 +45,7 @@ class ChatFields(GenerationFields):
 
 
 class ChatChoice:
-    """Writes one choice of a chat answer as JSON, in chunks or whole."""
+    """Builds the JSON of one choice of a chat answer, as chunks of a stream or whole."""
 
     def __init__(self, index: int, plan: Plan) -> None:
         self._index = index
@@ -154,7 +154,10 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
 
 
 def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:
-    """Returns the text of an assistant's message. A refusal is appended to the content; a null content counts as ""."""
+    """Returns the text of an assistant's message: its content, followed by its refusal if it has one.
+
+    A content that is null counts as "".
+    """
     refusal = message.get("refusal")
     if refusal is not None:
         _string(f"{place}.refusal", refusal)
@@ -165,7 +168,7 @@ def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) 
 
 
 def _tool_calls(place: str, calls: Any) -> tuple[ToolCall, ...]:
-    """Parses the tool calls of an assistant's message. Null and an empty list both mean no calls."""
+    """Parses the tool calls of an assistant's message. None and an empty list both mean no calls."""
     if calls is None:
         return ()
     if not isinstance(calls, list):
@@ -211,7 +214,10 @@ def _string(place: str, value: Any, of: str = "") -> str:
 
 
 def _content(place: str, content: Any, kinds: Sequence[str]) -> str:
-    """Returns a message's content: a string, or the joined texts of its parts, which must be of the given `kinds`."""
+    """Returns a message's content as one string. A list of parts is joined; each must be of one of the given `kinds`.
+
+    Raises ApiError, which names `place`, for anything else.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -220,7 +226,10 @@ def _content(place: str, content: Any, kinds: Sequence[str]) -> str:
 
 
 def _part(place: str, part: Any, kinds: Sequence[str]) -> str:
-    """Returns the text of one content part. The field that holds it has the name of the part's type."""
+    """Returns the text of one content part, such as {"type": "text", "text": "..."}.
+
+    The field with the text has the name of the part's type. Raises ApiError if the type is none of `kinds`.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise invalid(place, "must be a text part")
