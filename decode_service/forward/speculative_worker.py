@@ -208,9 +208,9 @@ class SpeculativeWorker(ABC):
         kv.index_copy_(2, destination.flatten(), kv.index_select(2, source.flatten()))
 
     def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:
-        """Runs the head over all tokens that it has not read, the step's own included. Writes the head's KV and returns
-        the last tokens and the next step's seed.
+        """Runs the head over all tokens that it has not read, the step's own included, and writes the head's KV.
 
+        Returns each row's last token, and the next step's seed if one is wanted.
         If no seed is wanted, a one-layer head drafts nothing; a head of several layers still does, because its layers
         read each other's drafts.
         """
@@ -260,8 +260,9 @@ class SpeculativeWorker(ABC):
 
 
 def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) -> Sampled:
-    """Selects from `sampled`, which has a token drawn after each of an entry's `num_nodes` nodes, those after the nodes
-    of `path` [B, W].
+    """Selects the tokens that were drawn after the nodes of `path` [B, W].
+
+    `sampled` has the tokens drawn after all `num_nodes` nodes of each entry.
     """
 
     def nodes_of(entries: Tensor, first_nodes: Tensor) -> Tensor:

@@ -146,9 +146,9 @@ class GrpcCall:
             reading.add_done_callback(_forget_failure)
 
     async def _take(self, data: bytes, num_taken: int) -> None:
-        """Decodes a frame and posts it, for a segment once the budget has room.
+        """Decodes a frame and posts it. A segment waits until the budget has room.
 
-        The call already holds `num_taken` bytes of the budget for it.
+        The call already holds `num_taken` bytes of the budget for the frame.
         """
         try:
             if num_taken:

@@ -35,10 +35,9 @@ class _Watched:
 class GrpcReplicas:
     """Polls every known replica and calls `post` with all their states when one changes. For the event loop only.
 
-    `addresses` has fixed addresses and DNS names. An address that several of them lead to is polled once; fixed
-    addresses count first. A replica that its DNS name no longer lists is kept while it is ready or has calls (as
-    `has_calls` says of its address). A name that has no addresses yet is reported as a replica that is not ready, with
-    the name as its address.
+    `addresses` has fixed addresses and DNS names. An address to which several of them lead is one replica. A replica
+    that its DNS name no longer lists is kept while it is ready, or while `has_calls` returns True for its address. A
+    name without any addresses yet is reported as a replica that is not ready, with the name as its address.
     """
 
     def __init__(

@@ -158,7 +158,7 @@ class NixlPool:
         return await asyncio.shield(asyncio.ensure_future(self._read(remote, start, taken, stamps_at)))
 
     async def _read(self, remote: RemoteKv, start: int, taken: NDArray[np.uint8], stamps_at: int) -> SharedKv:
-        """Reads KV and stamps to offset `start` of the staging memory, then lets the next read begin.
+        """Reads KV and stamps into the staging memory from offset `start` on, then lets the next read begin.
 
         `taken` is that range of the memory; the stamps lie `stamps_at` bytes after its start.
         """

@@ -78,7 +78,10 @@ class LandingRow:
 
     @property
     def has_landed(self) -> bool:
-        """Whether all KV received so far is in the row's slots. The last copy tells it, because copies run in order."""
+        """Whether all KV received so far is in the row's slots.
+
+        Copies run in order, so it is enough to check the last one.
+        """
         return not self.num_waiting and self.last_copy is not None and self.last_copy.is_done()
 
     def miscount(self) -> str | None:
@@ -319,8 +322,8 @@ class LandingZone:
     def start_copies(self, until: Event | None) -> None:
         """Starts the copy of one waiting segment, and of more while the event `until` is not done.
 
-        `until` ends the device's current work, for which the caller would only wait; with None there is none. Waiting
-        segments that are no longer wanted are freed and do not count.
+        `until` is the end of the device's current work, during which the caller would only wait; None if there is no
+        such work. Waiting segments that are no longer wanted are freed and do not count.
         """
         while self._waiting:
             if self._start_copy() and (until is None or until.is_done()):

@@ -1,4 +1,4 @@
-"""Estimates, from measured steps, how long a step takes. A step with drafts is a multiple of one without drafts.
+"""Estimates, from measured steps, how long a step takes. With drafts that is a multiple of the time without drafts.
 
 The machine's speed drifts: others use it, prompts are computed on it and contexts grow. So a step with drafts is
 compared with an adjacent step without drafts that has about as many rows, and the ratio is kept. Absolute times are
@@ -66,7 +66,7 @@ class StepTimes:
         return self._quotients[depth - 1].num_values(num_rows) == _NUM_TIMES
 
     def steps_s(self, num_rows: int) -> list[float]:
-        """Returns, for each depth from 0 on, the estimated seconds from a step's begin to the next step's.
+        """Returns, for each depth from 0 on, the estimated seconds from the start of a step to the start of the next.
 
         They are infinite for a depth that was never measured.
         """
