@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,18 @@ def test_ports_of_a_pair_that_does_not_listen_yet_are_not_chosen_again() -> None
     end(process)
     with choosing_ports() as taken_ports:
         assert taken_ports == frozenset()
+
+
+def test_no_service_of_a_pair_is_given_a_port_that_the_pair_was_asked_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode_port, gateway_port, *others = free_ports(6)
+
+    def first_not_taken(count: int, *, taken: Collection[int]) -> list[int]:
+        return [port for port in (decode_port, gateway_port, *others) if port not in taken][:count]
+
+    monkeypatch.setattr("baton.local_pair.free_ports", first_not_taken)
+    pair = LocalPair(decode_port=decode_port, gateway_listen=f"127.0.0.1:{gateway_port}")
+    assert pair.decode_addresses == (f"127.0.0.1:{decode_port}",)
+    assert sorted(pair.ports) == sorted([decode_port, gateway_port, *others[:3]])
 
 
 def test_who_chooses_for_too_long_is_told_of_to_those_who_wait() -> None:
