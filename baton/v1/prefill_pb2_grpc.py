@@ -55,8 +55,9 @@ class PrefillServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Handoff(self, request_iterator, context):
-        """One call per batch of rows that a decode engine reserved in one tick for this replica. Each row ends in exactly one
-        PrebuiltBatch entry or RowFailed; the call ends after its last row.
+        """One call per batch of rows that a decode engine reserved in one tick for this replica. Each row ends with RowFailed,
+        or with its one PrebuiltBatch entry and all its KV. RowFailed may follow the entry if KV cannot be sent. The call
+        ends after its last row.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

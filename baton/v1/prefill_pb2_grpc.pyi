@@ -32,8 +32,9 @@ class PrefillStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
     Handoff: _grpc.StreamStreamMultiCallable[_prefill_pb2.HandoffCommand, _prefill_pb2.HandoffFrame]
-    """One call per batch of rows that a decode engine reserved in one tick for this replica. Each row ends in exactly one
-    PrebuiltBatch entry or RowFailed; the call ends after its last row.
+    """One call per batch of rows that a decode engine reserved in one tick for this replica. Each row ends with RowFailed,
+    or with its one PrebuiltBatch entry and all its KV. RowFailed may follow the entry if KV cannot be sent. The call
+    ends after its last row.
     """
     GetFingerprint: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.GetFingerprintRequest, _prefill_pb2.GetFingerprintResponse]
     GetLoad: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.GetPrefillLoadRequest, _prefill_pb2.GetPrefillLoadResponse]
@@ -42,8 +43,9 @@ class PrefillStub:
 class PrefillAsyncStub(PrefillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Handoff: _aio.StreamStreamMultiCallable[_prefill_pb2.HandoffCommand, _prefill_pb2.HandoffFrame]  # type: ignore[assignment]
-    """One call per batch of rows that a decode engine reserved in one tick for this replica. Each row ends in exactly one
-    PrebuiltBatch entry or RowFailed; the call ends after its last row.
+    """One call per batch of rows that a decode engine reserved in one tick for this replica. Each row ends with RowFailed,
+    or with its one PrebuiltBatch entry and all its KV. RowFailed may follow the entry if KV cannot be sent. The call
+    ends after its last row.
     """
     GetFingerprint: _aio.UnaryUnaryMultiCallable[_prefill_pb2.GetFingerprintRequest, _prefill_pb2.GetFingerprintResponse]  # type: ignore[assignment]
     GetLoad: _aio.UnaryUnaryMultiCallable[_prefill_pb2.GetPrefillLoadRequest, _prefill_pb2.GetPrefillLoadResponse]  # type: ignore[assignment]
@@ -55,8 +57,9 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_prefill_pb2.HandoffCommand],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.HandoffFrame], _abc.AsyncIterator[_prefill_pb2.HandoffFrame]]:
-        """One call per batch of rows that a decode engine reserved in one tick for this replica. Each row ends in exactly one
-        PrebuiltBatch entry or RowFailed; the call ends after its last row.
+        """One call per batch of rows that a decode engine reserved in one tick for this replica. Each row ends with RowFailed,
+        or with its one PrebuiltBatch entry and all its KV. RowFailed may follow the entry if KV cannot be sent. The call
+        ends after its last row.
         """
 
     @_abc_1.abstractmethod

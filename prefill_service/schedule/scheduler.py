@@ -429,9 +429,8 @@ class PrefillEngine:
     # ---- endings ------------------------------------------------------------------------------------------------
 
     def _fail(self, prompt: Prompt, reason: RowFailure, message: str, *, retryable: bool) -> None:
-        if prompt.phase is not PromptPhase.SENDING:
-            failed = RowFailed(prompt.index, reason, retryable, _RETRY_AFTER_MS if retryable else 0, message)
-            self._outbox.append(FrameReady(prompt.call_id, failed))
+        failed = RowFailed(prompt.index, reason, retryable, _RETRY_AFTER_MS if retryable else 0, message)
+        self._outbox.append(FrameReady(prompt.call_id, failed))
         self._lives.enter(prompt, PromptPhase.ENDED)
 
     def _ended(self, prompt: Prompt) -> None:

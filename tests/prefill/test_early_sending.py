@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from common.attention.backend import ForwardInput
@@ -14,7 +15,7 @@ from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
-from common.wire.handoff import KvSegment
+from common.wire.handoff import KvSegment, PrebuiltBatch
 from prefill_service.messages import OpenCall, SegmentBytesSent
 from tests.engine.tag_head import TagHead
 from tests.engine.tags import TagModel
@@ -185,6 +186,27 @@ def test_what_arrives_is_the_same_either_way(make_prefill: MakePrefill) -> None:
         assert not np.isnan(early.kv(row)).any(), "something was never sent"
         assert np.array_equal(early.kv(row), late.kv(row))
     assert early.first_tokens == late.first_tokens
+
+
+def test_a_row_whose_kv_cannot_be_copied_fails_at_once_although_its_first_token_has_left(
+    make_prefill: MakePrefill,
+) -> None:
+    prefill = make_prefill(early_sending=False, chunk_tokens=16)
+    host_buffer = prefill.device.host_buffer
+
+    def failing_once(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        prefill.device.host_buffer = host_buffer  # type: ignore[method-assign]
+        raise MemoryError("planted")
+
+    prefill.device.host_buffer = failing_once  # type: ignore[method-assign]
+    prefill.run()
+    (failed,) = prefill.failures
+    assert (failed.row, failed.reason, failed.retryable) == (0, RowFailure.COMPUTE, True)
+    frames = [ready.frame for ready in prefill.frames]
+    tokens_left = [i for i, frame in enumerate(frames) if isinstance(frame, PrebuiltBatch) and 0 in frame.rows]
+    assert tokens_left and tokens_left[0] < frames.index(failed)
+    later = [frame.row for frame in frames[frames.index(failed) :] if isinstance(frame, KvSegment)]
+    assert later and 0 not in later, "the call goes on with its other row"
 
 
 @pytest.mark.parametrize("forward", [0, 1])
