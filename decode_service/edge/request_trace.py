@@ -104,9 +104,10 @@ class RequestTrace:
         self._phase = None
 
     def _begin(self, phase: Phase, at_s: float) -> None:
-        """Begins a phase's span and ends the one before.
+        """Begins a phase's span at `at_s` and ends the one before.
 
-        No phase begins before the previous one: edge and engine share a clock, but their reports may come out of order.
+        If the phase before began later than `at_s`, that time is taken instead: edge and engine share a clock, but
+        their reports may come out of order.
         """
         self._phase_start_s = at_s = max(at_s, self._phase_start_s)
         if self._phase is not None:

@@ -43,7 +43,7 @@ class EagleWorker(SpeculativeWorker):
         return self._draft_branches(batch, spec_info, inputs)
 
     def _draft_chain(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> Tensor:
-        """Returns the drafts of each row, [B, steps] target ids."""
+        """Returns the drafts of each row, [B, steps], as token ids of the target's vocabulary."""
         token, hidden = inputs.seeds[TOPK_INDEX][:, 0], inputs.seeds[HIDDEN_STATES]
         if spec_info.num_steps == 1:
             return token.unsqueeze(1)
@@ -88,9 +88,9 @@ class EagleWorker(SpeculativeWorker):
             yield _ChainStep(window, drafted)
 
     def _draft_branches(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        """Drafts a tree. On each level the `topk` likeliest paths continue.
+        """Drafts a tree and returns it. On each level the `topk` likeliest paths continue.
 
-        The tree consists of the `num_draft_tokens` likeliest of all drafts.
+        The tree that is returned consists of the `num_draft_tokens` likeliest of all drafts.
         """
         num_rows, topk = batch.batch_size, spec_info.topk
         device = inputs.tokens.device
@@ -151,10 +151,10 @@ class EagleWorker(SpeculativeWorker):
 
 
 class MultiLayerEagleWorker(SpeculativeWorker):
-    """Speculates with a head of several layers: layer i drafts token i + 1 of the chain.
+    """Speculates with a head of several layers. Each layer drafts one token of the chain, the first layer the first.
 
-    All drafts of a step are in its seed: the head made them in the step before. KV that a layer wrote for rejected
-    drafts is not removed.
+    All drafts of a step are in the draft seed that the relay holds for it: the head made them in the step before. KV
+    that a layer wrote for rejected drafts is not removed.
     """
 
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:

@@ -25,7 +25,8 @@ from decode_service.speculate.spec_info import SpecInfo
 class ForwardSide:
     """The decode engine's objects that forwards use.
 
-    `recorded` holds the time and memory that recording the forwards as graphs took, or None if none are recorded.
+    `recorded` says how many forwards were recorded as graphs, and the time and memory that this took; None if none were
+    recorded.
     """
 
     stream: Stream
@@ -51,7 +52,9 @@ class ForwardSide:
         """Creates the objects, warms the kernels and records the forwards if they are to be replayed.
 
         `levels` are the speculations of all depths that a step may have, the deepest last. It is empty without `draft`.
-        Raises PieceFailed if the forwards should be recorded and cannot be.
+        With `replays_forwards` the forwards are recorded where the device and the attention backend allow it. With
+        `poisons_consumed_rows` the relay detects a token that is read twice. `wait_timeout_s` limits each wait for the
+        forward stream. Raises PieceFailed if the forwards should be recorded and cannot be.
         """
         max_rows = pool.rows.max_rows
         recorder = device.graphs if replays_forwards else None
@@ -122,8 +125,7 @@ def new_worker(
 ) -> Worker:
     """Creates the worker that fits the head `draft`, or a plain worker if there is none.
 
-    `draft` and `spec_info` are both given or both None.
-
+    `spec_info` is the deepest speculation that a step may have. `draft` and `spec_info` are both given or both None.
     With `graphs`, forwards of recorded shapes are replayed.
     """
     if graphs is not None:

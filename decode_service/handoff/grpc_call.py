@@ -125,7 +125,10 @@ class GrpcCall:
                 await stream.write(await self._commands.get())
 
     async def _read_frames(self, stream: Stream) -> None:
-        """Reads and posts frames. If the budget has room for a frame, the next is read while it is decoded."""
+        """Reads and posts frames until the replica ends the call.
+
+        While a frame is decoded, the next one is read already, if the budget has room for the first.
+        """
         reading = asyncio.ensure_future(stream.read())
         try:
             accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
@@ -146,9 +149,12 @@ class GrpcCall:
             reading.add_done_callback(_forget_failure)
 
     async def _take(self, data: bytes, num_taken: int) -> None:
-        """Decodes a frame and posts it. A segment waits until the budget has room.
+        """Decodes the frame in `data` and posts it.
 
-        The call already holds `num_taken` bytes of the budget for the frame.
+        `num_taken` bytes of the budget are taken for the frame already: as many as `data` has, or 0 if there was no
+        room. A segment keeps as many as its KV has, until it has landed. If that is more, because there was no room or
+        because the KV lies in lent memory and not in `data`, it first waits until the budget has room for its KV. All
+        other bytes are given back.
         """
         try:
             if num_taken:
@@ -185,9 +191,10 @@ class GrpcCall:
     ) -> bytes | None:
         """Waits for a frame and returns it. Returns None if the replica ended the call without an error.
 
-        Raises PrefillUnavailable after `timeout_s` without a frame. The time-out starts again whenever the replica's
-        engine has made a step: then it is busy with other rows, not lost. The time-out is counted in short waits, not
-        by the clock, so that a time in which this process was stopped counts as one short wait.
+        Raises PrefillUnavailable after `timeout_s` without a frame. With `num_steps`, which returns the number of steps
+        that the replica's engine has made, the time-out starts again whenever that number changes: then the replica is
+        busy with other rows, not lost. The time-out is counted in short waits, not by the clock, so that a time in
+        which this process was stopped counts as one short wait.
         """
         seen, num_looks = num_steps() if num_steps else 0, 0
         while not reading.done() and not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:

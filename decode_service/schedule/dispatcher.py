@@ -34,10 +34,11 @@ class PrefillDispatcher:
     """Hands waiting requests to prefill replicas and handles the results. Only the engine thread calls it.
 
     `post` takes events for the edge; `fail` ends a request with an error. A request fails after `max_attempts`
-    consecutive lost handoffs. It also fails when for `unavailable_timeout_s` no replica was ready, none took so many
-    tokens, or all refused it; waiting for slots does not count. It fails at once if it is too long for every replica,
-    all are ready, and no others may come. A refused request is retried after at most `unavailable_timeout_s`, even if
-    the replica asks for a longer wait. Slots that an older, refused request will need are not given to a younger one.
+    consecutive lost handoffs. It also fails when for `unavailable_timeout_s` no replica was ready, all were too small
+    for its tokens, or all refused it; waiting for slots does not count. It fails at once if it is too long for every
+    replica, all are ready, and no others may come. A refused request is retried after at most
+    `unavailable_timeout_s`, even if the replica asks for a longer wait. Slots that an older, refused request will need
+    are not given to a younger one.
     """
 
     def __init__(
@@ -247,8 +248,8 @@ class PrefillDispatcher:
     def _is_given_up(self, req: Request, row: LostRow, now_s: float) -> bool:
         """Returns whether the request should fail instead of being retried.
 
-        Lost handoffs are limited by their number. Refusals are limited by time, because a full or stopping replica
-        refuses at once.
+        Lost handoffs are limited by their number, which is counted here. Refusals are limited by time, because a full
+        or stopping replica refuses at once.
         """
         if not row.is_refusal:
             req.num_failures += 1
@@ -256,8 +257,10 @@ class PrefillDispatcher:
         return self._has_waited(req, now_s)
 
     def _has_waited(self, req: Request, now_s: float) -> bool:
-        """Returns whether no replica has taken the request for `unavailable_timeout_s`. The time starts with the first
-        call for the request.
+        """Returns whether no replica has taken the request for `unavailable_timeout_s`.
+
+        That time begins when this function is first asked about the request: after its first refusal, or when it is
+        first seen to be too long for the ready replicas.
         """
         if req.refused_since_s is None:
             req.refused_since_s = now_s

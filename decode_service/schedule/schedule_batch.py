@@ -189,7 +189,7 @@ class ScheduleBatch:
         )
 
     def wanted_tokens(self) -> NDArray[np.int64]:
-        """Returns, for each entry [B], the number of tokens for which it needs slots in its next step."""
+        """Returns, for each entry [B], how many slots its row must have in the next step, in all."""
         wanted: NDArray[np.int64] = self.seq_lens_cpu.numpy() + self.num_step_slots
         return wanted
 
@@ -234,6 +234,7 @@ def depth_within(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> Spe
     """Returns the speculation of the batch's next step, or None without speculation or for an empty batch.
 
     If the chosen depth needs more slots than are free, the step drafts nothing: drafts are not worth a retraction.
+    It sets `batch.spec_info` to the chosen depth, even then; the caller replaces it by the result.
     """
     if depth is None or batch.is_empty:
         return None

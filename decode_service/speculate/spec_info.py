@@ -16,9 +16,9 @@ class SpecInfo:
 
     `num_steps` is the number of levels; with 0 nothing is drafted. `num_draft_tokens` drafts of a row are verified. In
     a tree the `topk` likeliest nodes of each level get `topk` children each, and the likeliest of all drafts are
-    verified. `leaves_seed` says whether the step leaves a seed (first drafts and hidden state), without which the next
-    step cannot draft. A step that drafts nothing and leaves no seed need not run the head. The head may then fall
-    behind, by less than `max_draft_lag` tokens per row; the unread tokens are stored for it.
+    verified. `leaves_seed` says whether the step leaves a draft seed (first drafts and hidden state), without which the
+    next step cannot draft. A step that drafts nothing and leaves no draft seed need not run the head. The head may then
+    fall behind, by less than `max_draft_lag` tokens per row; the unread tokens are stored for it.
     """
 
     num_steps: int
@@ -46,7 +46,7 @@ class SpecInfo:
         return replace(self, leaves_seed=False)
 
     def must_catch_up(self, draft_lag: NDArray[np.int64]) -> bool:
-        """Whether the head must read now, because one more unread token would be too many for some row.
+        """Whether the head must read after the step, because one more unread token would be too many for some row.
 
         `draft_lag` [B] counts the tokens of each row that the head has not read.
         """
@@ -57,7 +57,7 @@ class SpecInfo:
         return self.leaves_seed or self.has_drafts or self.must_catch_up(draft_lag)
 
     def num_head_tokens(self, draft_lag: NDArray[np.int64]) -> int:
-        """Returns how many tokens the head reads after the step, or 0 if it does not read.
+        """Returns how many tokens of all rows together the head reads after the step, or 0 if it does not read.
 
         It reads all tokens that the step may commit, and the unread ones of earlier steps.
         """

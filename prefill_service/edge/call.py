@@ -35,7 +35,10 @@ class HandoffCall:
         self._changed = asyncio.Event()
 
     def take(self, event: Event) -> Sequence[KvSegment]:
-        """Takes an event of the engine. If it brings a segment of a cancelled row, drops and returns the segment."""
+        """Takes an event of the engine; a frame in it waits to be sent.
+
+        A segment of a cancelled row is not sent: it is returned instead. In all other cases the result is empty.
+        """
         match event:
             case FrameReady(_, frame):
                 frame = self.numbering.for_call(frame)

@@ -49,7 +49,8 @@ class CopyingSender(PieceSender):
         """Creates a sender with a stream of its own for the copies.
 
         `new_framed_kv` allocates the memory into which KV is copied if the pool is in host memory; None means the
-        device's own host buffers. `on_event` is called for the events of the copying stream, which `poll` checks.
+        device's own host buffers. On a CPU `on_event` is called by the copying stream's thread after each copy,
+        whose end `poll` then sees.
         """
         super().__init__(max_segment_bytes=max_segment_bytes)
         self._device = device
