@@ -218,7 +218,8 @@ def _gaps_s(token_times_s: Sequence[float]) -> list[float]:
 
 
 def _full_load(records: Sequence[RequestRecord], concurrency: int) -> tuple[int, float]:
-    """Returns the tokens and the seconds of the time in which exactly `concurrency` of the requests decode.
+    """Takes the times at which exactly `concurrency` of the requests decode. Returns how many tokens arrive at these
+    times, and how many seconds they last in all.
 
     A request decodes from its first token to its last.
     """

@@ -81,7 +81,8 @@ def record_timelines(
 ) -> list[ServiceTimeline]:
     """Records all services at once and returns their timelines, in the order of `addresses`.
 
-    When one service fails, the other recordings end. Raises a BatonError that names the service: ResourceExhausted if
+    `max_events` limits the events of each track, of which the newest are kept; None means the service's default. When
+    one service fails, the other recordings end. Raises a BatonError that names the service: ResourceExhausted if
     it is being recorded by another caller, InvalidArgument for a bound out of range, Unavailable, Unauthenticated.
     """
     request = timeline_pb2.RecordTimelineRequest(duration_s=duration_s, max_events=max_events)

@@ -20,7 +20,7 @@ _JSON = re.compile(rb"\s*application/json\s*(;(?!\s*charset\s*=)[^;]*|;\s*charse
 async def read_json_body(
     receive: Receive, headers: Sequence[tuple[bytes, bytes]], *, limits: HttpLimits, hold: Callable[[int], None]
 ) -> bytes:
-    """Reads the request's body and returns it.
+    """Reads the request's body and returns its bytes, which are not parsed.
 
     Calls `hold` with the number of bytes received so far, after each part but the last. An exception of `hold` ends the
     reading. Raises ClientLeft, or ApiError: 408 if the body comes too slowly, 413 if it is larger than

@@ -144,9 +144,10 @@ DecodeArgs = Annotated[
 
 @contextmanager
 def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iterator[Client]:
-    """Yields a client for the given address, or for the pair that `baton up` runs on this machine.
+    """Yields a client for the address `given`. Without it, the client is for a pair that `baton up` runs on this
+    machine, or if there is none, for the default address.
 
-    Waits while that pair loads. Raises Unavailable if it takes longer than `LOADING_S`.
+    Waits while a pair of `baton up` at that address loads. Raises Unavailable if that takes longer than `LOADING_S`.
     """
     found = [] if given else running_pairs()
     address = given or (found[0] if found else _DEFAULT_ADDRESS)
@@ -179,7 +180,10 @@ def _is_announced(address: str) -> bool:
 
 
 def _wait_loaded(pair: str) -> None:
-    """Waits until one of the pair's decode services listens. Raises Unavailable if the pair ends or takes too long."""
+    """Waits until one of the decode services in `pair` listens; `pair` is their addresses, separated by commas.
+
+    Raises Unavailable if the pair ends or takes longer than `LOADING_S`.
+    """
     is_told = False
     deadline_s = time.monotonic() + LOADING_S
     idle = threading.Event()

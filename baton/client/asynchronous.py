@@ -223,8 +223,8 @@ class AsyncClient:
     async def health(self, service: str = "") -> HealthStatus:
         """Asks a server for its health.
 
-        `service` "" asks whether the process lives, "baton.v1.Inference" whether it can serve requests. Raises
-        Unavailable if the server cannot be reached.
+        `service` "" asks whether the process lives, "baton.v1.Inference" whether it can serve requests. The answer for
+        a name that the server does not know is UNKNOWN_SERVICE. Raises Unavailable if the server cannot be reached.
         """
         try:
             return health_from_wire(

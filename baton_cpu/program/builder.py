@@ -216,7 +216,10 @@ class ProgramBuilder:
         self._add(Kind.LINEAR, fields, epsilon=epsilon)
 
     def largest(self, logits: int) -> None:
-        """Adds the operation LARGEST, which finds the largest logit of each row."""
+        """Adds the operation LARGEST, which finds the largest number of each row of buffer `logits`.
+
+        It writes the indices to the array that Call.LARGEST points to.
+        """
         self._add(Kind.LARGEST, {Field.SOURCE: logits, Field.WIDTH: self._widths[logits]})
 
     def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:

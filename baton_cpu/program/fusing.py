@@ -55,11 +55,11 @@ def fuse(
     check: Check = lambda: None,
     log: Log = NO_LOG,
 ) -> float:
-    """Makes `model` run its forwards as one program, and `draft` as well if it has programs. Returns the relative
-    difference between the program's logits and the model's.
+    """Makes `model` run its forwards as one program, and `draft` as well if it has programs. Returns the largest
+    difference between the program's logits and the model's, relative to their size.
 
-    `CpuEngine.fuse` explains the arguments and exceptions. A head whose programs differ too much from its layers keeps
-    running its layers.
+    `CpuEngine.fuse` explains the arguments and exceptions. If the results of the head's programs differ too much from
+    those of its layers, the head keeps running its layers.
     """
     dtype = model.dtype
     try:

@@ -107,7 +107,7 @@ class _Extend:
     """One row's share of the forward: its new tokens are [start, stop) of all new tokens.
 
     `slots` holds the slots of all the row's tokens. It is None if the row has new tokens only: then their keys and
-    values need not be read from the pool.
+    values need not be read from the pool. `mask` is additive, [new tokens, all tokens]; None as `_causal_mask` says.
     """
 
     start: int
@@ -165,9 +165,10 @@ class ExtendPlan:
 
 
 def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | None:
-    """Returns an additive causal mask [extend_len, prefix_len + extend_len].
+    """Returns an additive causal mask [extend_len, prefix_len + extend_len], or None if the operator needs none.
 
-    Returns None if no mask is needed, or if the operator's own `is_causal` is correct.
+    It needs none for a single new token, which attends all tokens, nor without a prefix, where its own `is_causal`
+    masks correctly.
     """
     if prefix_len == 0 or extend_len == 1:
         return None

@@ -29,9 +29,10 @@ def write_model(
     architecture: str,
     dtype: torch.dtype,
 ) -> None:
-    """Writes config, generation config and safetensors of the model with these config `fields`.
+    """Writes config, generation config and safetensors of the model with these config `fields` into `out_dir`.
 
-    Raises RefusedFile unless its parameters are exactly the tensors in `stored`.
+    The ids in `special` go into both configs. `architecture` is the file's name for the model's architecture. Raises
+    RefusedFile unless the model's parameters are exactly the tensors in `stored`.
     """
     config = transformers.AutoConfig.for_model(
         **fields,
@@ -84,7 +85,10 @@ def _weights(
 
 
 def _sources(name: str, names: gguf.TensorNameMap) -> list[str]:
-    """Returns the names of the file's tensors that make up a parameter, in order."""
+    """Returns the names of the file's tensors that make up the parameter `name`, in order.
+
+    Raises RefusedFile if GGUF has no tensor for it.
+    """
     if experts := _EXPERTS.match(name):
         parts = ("gate", "up") if experts[2] == "gate_up_proj" else ("down",)
         return [f"blk.{experts[1]}.ffn_{part}_exps.weight" for part in parts]
@@ -96,7 +100,7 @@ def _sources(name: str, names: gguf.TensorNameMap) -> list[str]:
 
 
 def _as_computed(name: str, weight: Tensor, config: Any, architecture: str) -> Tensor:
-    """Converts a tensor from llama.cpp's layout to that of transformers."""
+    """Converts `weight`, which transformers calls `name`, from llama.cpp's layout to that of transformers."""
     if architecture == "llama" and (rotated := _ROTATED.search(name)):
         # llama.cpp keeps the two numbers of a rotated pair side by side, transformers half a head apart
         num_heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads

@@ -24,9 +24,9 @@ _log = structlog.get_logger(__name__)
 
 
 class ChildFailed(Exception):
-    """The child process did not answer in time, or has ended. It was killed, but it may be stuck in the kernel.
+    """The child process did not start, did not answer in time, or has ended.
 
-    `returncode` is the exit status of the process, or None if it did not start or has not ended.
+    `returncode` is its exit status. It is None if the process did not start, or was killed and is stuck in the kernel.
     """
 
     def __init__(self, message: str, returncode: int | None = None) -> None:
@@ -100,17 +100,18 @@ class AskedProcess:
     async def ask(self, content: bytes, *, timeout_s: float | None = None) -> tuple[int, bytes]:
         """Sends a command and returns the status and the content of the answer.
 
-        `timeout_s` replaces the usual limit for this answer. Raises ChildFailed if the answer does not come in time,
-        and ChildEnded if the process has ended.
+        The status is what the child says, such as `answering.DONE`; `ask` does not check it. `timeout_s` replaces the
+        usual limit for this answer. Raises ChildFailed if the answer does not come in time, and ChildEnded if the
+        process has ended.
         """
         command = protocol.LENGTH.pack(len(content)) + content
         return await self._exchange(command, self._timeout_s if timeout_s is None else timeout_s)
 
     async def _exchange(self, command: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """Sends `command` and returns the answer. Kills the process if there is none.
+        """Sends `command` and returns the status and the content of the answer. Raises as `ask` does.
 
-        It also kills the process if the task is cancelled, because the answer to this command would be taken for the
-        answer to the next one.
+        It kills the process if no answer comes. It also does so if the task is cancelled, because the answer to this
+        command would be taken for the answer to the next one.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         answer, failure, kind = b"", "", ChildFailed

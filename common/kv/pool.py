@@ -38,7 +38,7 @@ class RowLease:
     """
 
     def __init__(self, row: int, slots: Slots, columns: RowColumns, *, generation: int = 0) -> None:
-        """Makes the lease of `row` with `slots`.
+        """Makes the lease of `row`, and writes its `slots` and its state into `columns`, which all leases share.
 
         `generation` is the stamp that shared memory has for these slots; 0 if the pool is not in shared memory.
         """

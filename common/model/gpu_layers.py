@@ -23,7 +23,9 @@ from common.model.replace import replace_modules
 
 
 class GpuDecoderLayer(nn.Module):
-    """A fused decoder layer. It computes what `layer`, of a class in LAYERS, computes with Baton's attention."""
+    """A fused decoder layer, made from `layer`, whose class is one of LAYERS. It computes the same as `layer` with
+    Baton's attention.
+    """
 
     def __init__(self, layer: Any, kernels: LayerKernels) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class GpuDecoderLayer(nn.Module):
 
 
 class GpuRMSNorm(nn.Module):
-    """An RMS norm in one kernel. It rounds exactly as `norm` does, whose class is one of NORMS."""
+    """An RMS norm in one kernel, made from `norm`, whose class is one of NORMS. Both round in the same way."""
 
     def __init__(self, norm: nn.Module, kernels: LayerKernels) -> None:
         super().__init__()
@@ -98,7 +100,9 @@ class GpuRMSNorm(nn.Module):
 
 
 class GpuLinear(nn.Linear):
-    """A linear layer that multiplies a single token with our own kernel. It shares the weight of `layer`."""
+    """A linear layer with the weight of `layer`, which it shares. It multiplies a single token by a kernel of Baton's,
+    and several tokens by PyTorch's operator.
+    """
 
     def __init__(self, layer: nn.Linear, kernels: LayerKernels) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")

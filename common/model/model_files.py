@@ -193,8 +193,10 @@ def _quantized(place: str, method: object) -> UnsupportedModel:
 
 
 def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool = False) -> None:
-    """Raises UnsupportedModel for NaN and infinity, which JSON lacks and Python accepts. Inside a list, infinity is
-    allowed.
+    """Raises UnsupportedModel if `value`, or a value in it, is NaN or infinity, which JSON lacks and Python accepts.
+
+    Infinity is allowed inside a list, where it may be a bound. `is_bound` says that `value` is an element of a list.
+    `path` is the place of `value` in the config, such as "rope_scaling.factor".
     """
     if isinstance(value, dict):
         if isinstance(written := value.get("__float__"), str):  # transformers writes them so
@@ -365,7 +367,9 @@ def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
 
 
 def _stored_tokens(directory: Path) -> set[str] | None:
-    """Returns the tokens that tokenizer.json and the files beside it name, or None without tokenizer.json."""
+    """Returns the texts of all tokens that tokenizer.json and the files beside it name, those of the vocabulary and the
+    added ones. Returns None if there is no tokenizer.json.
+    """
     path = directory / _TOKENIZER_FILES[0]
     if not path.exists():
         return None
@@ -609,7 +613,7 @@ def _check_counts(files: ModelFiles, config: Any) -> None:
 
 
 class _Sources:
-    """Maps each of a model's tensors to the stored tensors that it is made of.
+    """Maps each of a model's tensors to the stored tensors that it is made of, all by name.
 
     transformers renames some stored tensors, and stacks or joins others.
     """

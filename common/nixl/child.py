@@ -14,10 +14,10 @@ from common.nixl import transfer_process as protocol
 
 
 class NixlError(Exception):
-    """NIXL is not installed, or a command to its process failed.
+    """NIXL is not installed, its process did not start, or a command to the process failed.
 
-    The process has been killed. It either has ended and writes nothing any more, or it is stuck in the kernel. In that
-    case the memory that it writes into must never be reused.
+    The process has been killed. If its `has_ended` is true, it writes nothing any more. Otherwise it is stuck in the
+    kernel, and the memory that it writes into must never be reused.
     """
 
 
@@ -37,7 +37,7 @@ class TransferProcess(AskedProcess):
 
     @classmethod
     async def started(cls, file: int, *, timeout_s: float) -> TransferProcess:
-        """Starts the process, which maps and registers the memory `file`, and returns it when it is ready.
+        """Starts the process and returns it when it is ready. It maps and registers the memory of `file`, a descriptor.
 
         The start, and each answer to a later command, may take `timeout_s`. Raises NixlError.
         """
@@ -56,9 +56,9 @@ class TransferProcess(AskedProcess):
         await self._ask(protocol.CONNECT, metadata)
 
     async def read(self, ranges: NDArray[np.uint64], start: int) -> None:
-        """Copies ranges of the peer's memory into this memory, one after the other, from offset `start` on.
+        """Copies ranges of the peer's memory into the own registered memory, one after the other, from byte `start` on.
 
-        `ranges` is [N, 2]: (address, number of bytes).
+        `ranges` is [N, 2]: (address in the peer's process, number of bytes).
         """
         await self._ask(protocol.READ, protocol.START.pack(start) + ranges.tobytes())
 

@@ -49,7 +49,7 @@ class FairPlaces:
         return self._num_held
 
     def take(self, client: str) -> float:
-        """Takes a place for `client`. Returns the time, which must be passed to `give_back`. Raises Full."""
+        """Takes a place for `client`. Returns the present time, to be passed to `give_back`. Raises Full."""
         now_s = self._clock()
         self._forget_wishes(now_s)
         if not self._may_take(client):
@@ -98,9 +98,9 @@ class FairPlaces:
         return max(1, self.num_places // self._num_clients(client))
 
     def _retry_after_s(self) -> int:
-        """Returns how long to wait until enough places are free for all waiting requests and this one.
+        """Returns in about how many seconds enough places are free for all refused requests and this one.
 
-        The estimate assumes that places are held as long as recent ones.
+        The estimate assumes that places are held as long as recent ones. It is at most `_MAX_RETRY_AFTER_S`.
         """
         num_wanted = 1 + sum(map(len, self._wishes.values()))
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(num_wanted * self._mean_held_s / self.num_places)))

@@ -11,10 +11,10 @@ from common.sampling.state import SamplingBatch
 
 
 def unpack_logprobs(sampled: Sampled, batch: SamplingBatch, *, width: int = 1) -> NDArray[np.object_]:
-    """Returns [B, width] objects: TokenLogprobs with as many top entries as the request asked for, None if it asked for
-    none.
+    """Returns [B, width] objects: a TokenLogprobs for each token, or None where the request wants no log-probabilities.
 
-    `sampled` has `width` adjacent tokens for each entry of `batch`.
+    Each has as many top entries as the request asked for. `sampled` has `width` adjacent tokens for each entry of
+    `batch`.
     """
     unpacked = np.full((len(sampled.token_ids) // width, width), None, dtype=np.object_)
     if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:

@@ -47,7 +47,8 @@ class EngineMetrics:
     ) -> None:
         """Exposes the engine's load, readiness and forward counts at each scrape.
 
-        `forward_counts` has an entry for each model: the target and the draft head.
+        `is_fused` says whether one compiled kernel computes whole forwards. `forward_counts` maps each model's name, of
+        the target and the draft head, to how many forwards that kernel has computed and has declined.
         """
         self._registry.register(_LoadCollector(load, is_ready, is_fused, forward_counts or {}))
 

@@ -55,7 +55,7 @@ class Sampler:
         self._document = Document(self.snapshot)
 
     async def sample(self) -> None:
-        """Sample every service once. Returns after twice `timeout_s` at most."""
+        """Samples every service once. Returns after twice `timeout_s` at most."""
         now_s = self._clock()
         await asyncio.gather(self._services.sample(now_s), self._decode.sample(now_s))
         self._sampled_s = now_s

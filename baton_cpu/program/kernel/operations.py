@@ -15,6 +15,8 @@ A LINEAR reads float32 where the CPU has no products of bfloat16 pairs (`input_l
 write float32 numbers that are rounded to bfloat16, and rows of other buffers are converted first.
 
 Numbers are rounded to the model's dtype where the model's own layers round them: after a norm, a linear layer, a sum.
+In the functions here, `like` is an array of the model's dtype (uint16 for bfloat16), whose elements are not read. Call
+and Field explain the words of `call` and `fields`.
 """
 
 from __future__ import annotations
