@@ -84,9 +84,10 @@ class _PagedPlan:
 
 
 def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Builds the attention mask of a forward's new tokens, the queries. Returns `attended` [T, W] bool and `num_masked`
-    [B] int64. The mask covers the last `num_masked[b]` tokens (at most W) of row b; each query attends all earlier
-    tokens of its row.
+    """Builds the attention mask of a forward's new tokens, the queries. `extend_lens` [B] says how many each row has.
+
+    Returns `attended` [T, W] bool and `num_masked` [B] int64. The mask covers the last `num_masked[b]` tokens (at most
+    W) of row b; each query attends all earlier tokens of its row.
 
     The mask means nothing for rows with more than MAX_QUERIES queries. A query of such a row attends all tokens up to
     itself.
@@ -124,8 +125,8 @@ def largest(numbers, num_numbers, lanes):
 
 @cache
 def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dtype) -> Kernel:
-    """Returns the attention kernel for one shape, compiled. The shape is part of the code, so that loops over it become
-    vector code.
+    """Returns the compiled attention kernel for heads of one shape. `num_shared` query heads share a KV head. The shape
+    is part of the code, so that loops over it become vector code.
     """
     token_bytes = num_kv_heads * head_dim * dtype.itemsize
 

@@ -108,7 +108,7 @@ def build_app(
 
 
 def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Lets web pages of the given origins call `app` from a browser.
+    """Returns `app` in a layer that lets web pages of the given origins call it from a browser.
 
     Browsers send CORS preflight requests without a key, so they are answered before the key is checked.
     """

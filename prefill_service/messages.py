@@ -91,8 +91,8 @@ class ChunkComputed:
     """Reports that tokens [`token_start`, `token_stop`) of a traced row were computed in a forward of `num_batch_rows`
     rows.
 
-    `start_s` and `end_s` are times of the engine's clock. `start_s` is when the forward could begin, which is the end
-    of the one before it. `end_s` is when the engine noticed the forward's end.
+    `start_s` and `end_s` are times of the engine's clock. `start_s` is when the forward could begin: at its launch, or
+    at the end of the forward before it if that came later. `end_s` is when the engine noticed the forward's end.
     """
 
     call_id: str

@@ -50,9 +50,10 @@ def text_console() -> Console:
 
 @contextmanager
 def reported_errors(as_json: bool) -> Iterator[None]:
-    """Prints a BatonError without a traceback and ends the command with status 1.
+    """Wraps a command: prints a BatonError of it without a traceback, and ends the command with status 1.
 
-    A missing library is reported in the same way, because some commands need the services' libraries.
+    With `as_json` the error is a JSON line on standard output, else text on standard error. A missing library is
+    reported in the same way, because some commands need the services' libraries.
     """
     try:
         try:

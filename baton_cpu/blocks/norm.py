@@ -16,8 +16,8 @@ from common.model.replace import replace_modules
 
 
 class CpuRMSNorm(nn.Module):
-    """An RMS norm that computes what `norm` does, with the same roundings. Mean and root are taken in float32; the
-    normalised number is rounded to the model's dtype before it is multiplied by the weight.
+    """Replaces `norm`, an RMS norm of transformers: it computes the same with the same roundings. Mean and root are
+    taken in float32; the normalised number is rounded to the model's dtype before it is multiplied by the weight.
     """
 
     def __init__(self, norm: nn.Module) -> None:

@@ -132,8 +132,8 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def relative(seen: Tensor, expected: Tensor) -> float:
-    """Returns the norm of the difference of both tensors, divided by the norm of `expected`. It is infinite if `seen`
-    is not finite.
+    """Returns the norm of the difference of both tensors, divided by the norm of `expected`. It is infinite if a number
+    of either is not finite.
     """
     distance, size = (seen.float() - expected.float()).norm(), expected.float().norm()
     return float("inf") if not torch.isfinite(distance) else float(distance / size)

@@ -94,7 +94,8 @@ def size_pool(
     """Returns the size of the KV pool: as `limits` sets it, or as many rows and tokens as fit.
 
     `memory` is measured after the model is loaded. It is None if it is not known, and then nothing is checked. Raises
-    StartupError, which names the setting, if a size that `limits` sets does not fit, or not even the smallest pool.
+    StartupError, which names the setting, if a size that `limits` sets does not fit, or if not even the smallest pool
+    fits.
     """
     is_host = torch_device.type == "cpu"
     left = None if memory is None else _left_bytes(memory, limits.memory_share, is_host=is_host)

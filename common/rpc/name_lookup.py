@@ -18,9 +18,10 @@ It blocks. It raises OSError if there is no address.
 
 
 def look_up(host: str, port: int) -> tuple[str, ...]:
-    """Returns the addresses of a host from the system's resolver. Raises OSError if there is none.
+    """Returns the addresses of a host from the system's resolver, each with the port: "10.0.0.1:50052". It blocks.
 
-    Returns only IPv4 addresses if there are any, because a server with addresses of both kinds is one server.
+    Returns only IPv4 addresses if there are any, because a server with addresses of both kinds is one server. Raises
+    OSError if there is no address.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -59,7 +60,7 @@ class LookedUpName:
             self.found, self.error = tuple(answer), ""
 
     async def _answer(self) -> Sequence[str] | Exception:
-        """Returns the addresses, or the error of the look-up."""
+        """Returns the addresses, or the error of the look-up: TimeoutError if it has not ended after `timeout_s`."""
         if self._under_way is None:
             self._under_way = self._begin()
         done, _ = await asyncio.wait({self._under_way}, timeout=self._timeout_s)

@@ -85,9 +85,11 @@ class RowSeed:
 class SamplingState:
     """The sampling tables on the device, with max_rows + 1 rows each. Row 0 is padding.
 
-    `in_prompt` (bool) and `output_counts` (int32) are [rows, vocab]. Each numeric parameter is a strided column [rows];
-    `floats` holds the columns of FLOAT_OPTIONS by name. Bias and end ids are padded to fixed widths: a padded bias adds
-    0 to token 0, a padded end id repeats the first. `num_bias` and `num_ends` count the entries that are not padding.
+    `in_prompt` (bool) and `output_counts` (int32) are [rows, vocab]. Each numeric parameter is a tensor [rows]. It is a
+    column of a table that holds all parameters of its dtype, so its numbers are not contiguous. `floats` holds the
+    columns of FLOAT_OPTIONS by name, and `seed` the seeds of the rows' random numbers. Bias and end ids are padded to
+    fixed widths: a padded bias adds 0 to token 0, a padded end id repeats the first. `num_bias` and `num_ends` count
+    the entries that are not padding.
     Parts of a row that its request does not use may hold an earlier request's values. Tokens are drawn by `kernels`, or
     by PyTorch's operators if `kernels` is None.
     """
@@ -123,7 +125,9 @@ class SamplingState:
         self.token_ids = torch.arange(vocab_size, dtype=torch.int64, device=torch_device)
 
     def reset(self, seeds: Sequence[RowSeed]) -> None:
-        """Replaces the state of these rows by that of new requests. Runs on the forward stream."""
+        """Starts new requests: writes the initial state of the row that each RowSeed names. Runs on the forward
+        stream.
+        """
         device = self.seed.device
         rows = upload([seed.row for seed in seeds], torch.int64, device)
         self._int_params[rows] = upload([self._int_params_of(seed) for seed in seeds], torch.int64, device)
@@ -164,7 +168,7 @@ class SamplingState:
         self.output_counts[rows, token_ids] += 1
 
     def count_runs(self, rows: Tensor, token_ids: Tensor, is_counted: Tensor) -> None:
-        """Adds those of up to M tokens for which `is_counted` is True to each row's output counts.
+        """Adds to each row's output counts those of its M tokens for which `is_counted` is True.
 
         Shapes: rows [B] int64; token_ids [B, M] int64; is_counted [B, M] bool. A token may occur several times.
         """

@@ -73,7 +73,9 @@ class Runtime:
 
     @property
     def forward_counts(self) -> Mapping[str, ForwardCounts]:
-        """The forward counts of the target, and of the draft head if there is one, by name."""
+        """How many forwards a compiled program computed, and how many operators: for "target", and for "draft" if there
+        is a draft head.
+        """
         counts = {"target": self.model.forward_counts}
         return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}
 

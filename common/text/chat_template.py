@@ -295,7 +295,9 @@ def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> 
 
 
 def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
-    """Returns a conversation of this `_shape` whose contents are markers, and by marker what it stands for."""
+    """Returns a conversation of this `_shape` whose contents are markers, and a mapping of each marker to the part of
+    the conversation that it stands for.
+    """
     probes: list[ChatMessage] = []
     said: dict[str, _Said] = {}
 

@@ -132,7 +132,8 @@ def _parsed(kind: type[MessageT], data: bytes, most_fields: int) -> MessageT:
 def _require_own_version(message: MessageT) -> None:
     """Raises FingerprintMismatch if the message has another protocol version than ours.
 
-    Only the first message of a call in each direction has a version. Its field is the same in every version.
+    A message without a version passes: only the first message of a call in each direction has one. The field is the
+    same in every version.
     """
     if isinstance(message, prefill_pb2.HandoffCommand):
         fingerprint = message.prefill_batch.fingerprint

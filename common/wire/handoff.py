@@ -49,7 +49,8 @@ class HandoffRow:
     """One sequence to prefill. `token_ids` from `prompt_len` on are output tokens of an earlier run of the request.
 
     There are such tokens if the decode engine gave up the request's KV (a retraction) or the client resumed the request
-    after its stream had broken.
+    after its stream had broken. `attempt` is the number of the request's handoff, counted from 0. `num_held_tokens`
+    holds pairs of a layer group and 0: no prefix is reused yet.
     """
 
     request_id: str
@@ -107,9 +108,9 @@ class PrebuiltBatch:
 
     It may arrive before the last KV segment of a row.
 
-    Shapes: rows, seq_lens, first_token_ids [B] int64; bytes_sent: [B] int64 for each layer group; seed columns [B, ...]
-    (empty without speculation); queue_s, compute_s [B] float64. `first_token_logprobs` has one entry per row, None if
-    the request asked for none.
+    Shapes: rows, seq_lens, first_token_ids [B] int64; bytes_sent: [B] int64 for each layer group; queue_s, compute_s
+    [B] float64. `seed_columns` are the draft seeds, by name, each [B, ...]; there are none without speculation.
+    `first_token_logprobs` has one entry per row, None if the request asked for none.
     """
 
     rows: NDArray[np.int64]

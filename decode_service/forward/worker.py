@@ -31,7 +31,7 @@ OnPublish = Callable[[Cell[Tensor]], None]
 class WorkerOutput:
     """The results of a step, in cells that its pieces (units of work on the stream) fill.
 
-    `payload` is stashed for the next step. `sampled` holds the step's tokens, as many per entry as it may commit.
+    `payload` is stashed for the next step. `sampled` holds the step's tokens: for each entry as many as it can gain.
     `accept_lens` [B] int64 says how many of them count; it is not set if `has_one_each`. `is_invalid` [B] bool marks
     rows whose relayed input was unusable. `prepared` is the event at which the inputs are ready and only the forward
     remains. `marks` are the events where draft, verify and extend begin and where extend ends; they are empty without
@@ -120,7 +120,10 @@ class PlainWorker:
         return replace(output, prepared=prepared, input_ids=tokens, has_one_each=True, kept=(window, compute, computed))
 
     def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
-        """Prepares the forward. An error is raised later, when the forward runs, so that only its step fails."""
+        """Prepares the forward, and returns the function that runs it.
+
+        If the preparation fails, that function raises the error, so that only its step fails.
+        """
         try:
             return self._model.prepare(window)
         except Exception as error:

@@ -30,7 +30,9 @@ class PrefillPort(Protocol):
     def cancel(self, call_id: str, rows: tuple[int, ...]) -> None: ...
 
     def close(self, call_id: str) -> None:
-        """Ends the call: the engine sends no further frame of it. No `sent` follows for bytes that are still open."""
+        """Ends the call. The engine sends no further frame of it, and frees the send budget that the call still holds:
+        the transport no longer calls `sent` for these bytes.
+        """
 
     def sent(self, call_id: str, num_bytes: int) -> None: ...
 

@@ -8,7 +8,7 @@ import asyncio
 class ReceiveBudget:
     """Grants bytes to calls in the order in which they asked. Not thread-safe.
 
-    While nothing is granted, a request of any size is granted, so that a segment above the limit can pass.
+    While nothing is granted, `try_take` grants bytes above the limit too, so that any segment can pass.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -22,7 +22,10 @@ class ReceiveBudget:
         return next(iter(self._waiting), None)
 
     def take_at_once(self, num_bytes: int) -> bool:
-        """Takes the bytes if no call waits and they fit in the limit. Returns whether it took them."""
+        """Takes the bytes if no call waits and they fit in the limit. Returns whether it took them.
+
+        It never exceeds the limit, and puts no call in the line.
+        """
         if self._waiting or self._held_bytes + num_bytes > self._limit_bytes:
             return False
         self._held_bytes += num_bytes

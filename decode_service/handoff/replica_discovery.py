@@ -16,8 +16,8 @@ _log = structlog.get_logger(__name__)
 class NameWatch:
     """Keeps the addresses of one DNS name up to date. For the event loop only.
 
-    `found` are the addresses of the last successful look-up. `error` says why the last one failed, or is empty.
-    `on_look_up` is called after each look-up.
+    `found` are the addresses of the last successful look-up. `error` says why the last look-up failed, and is empty if
+    it succeeded. `on_look_up` is called after each look-up.
     """
 
     def __init__(

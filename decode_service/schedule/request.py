@@ -145,8 +145,8 @@ class Request:
         return self.phase in (Phase.DELIVERY, Phase.ENDED)
 
     def spend(self, seconds: str, *, until_s: float) -> None:
-        """Adds the time since the last call to the field of Timings that `seconds` names. An empty name discards that
-        time.
+        """Adds the time from the last call (at first: from the arrival) until `until_s`, by the engine's clock, to the
+        field of Timings that `seconds` names. If the name is empty, that time counts nowhere.
         """
         if seconds:
             self.seconds[seconds] = self.seconds.get(seconds, 0.0) + until_s - self.since_s

@@ -182,7 +182,11 @@ def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:
 def first_token_payload(
     parts: Sequence[ReadyRows], seeds: Mapping[str, Tensor], torch_device: torch.device
 ) -> RelayPayload:
-    """Builds the first tokens and seed columns that `FutureMap.bootstrap` writes for the rows of `parts`, in order."""
+    """Builds what `FutureMap.bootstrap` writes for the rows of `parts`, in order: their first tokens and draft seeds.
+
+    `seeds` are the FutureMap's buffers of draft seeds, by column name; their contents are not read. The results lie
+    on `torch_device`.
+    """
     columns = {
         name: device_copy(
             torch.from_numpy(np.concatenate([part.columns.seed_columns[name][part.entries] for part in parts])).view(
@@ -255,9 +259,10 @@ class ResultTaker:
         now_s: float,
         step: StepInFlight | None = None,
     ) -> None:
-        """Gives new tokens to the requests at `entries`, which run in the pool rows `rows`.
+        """Gives new tokens to the requests at `entries`, posts them, and finishes the requests that end with them.
 
-        Posts the tokens, and finishes the requests that end with them.
+        `entries` are indices into `reqs` and `results`; `rows` are the pool rows of these entries. `step` is None for
+        first tokens, which no decode step produced.
         """
         if not entries.size:
             return

@@ -83,7 +83,10 @@ class Outbox:
                 self._deliver(self._taken())
 
     def take(self, *, is_handed_over_soon: bool) -> Sequence[Event]:
-        """Returns and removes the collected events. Returns none if `deliver` exists and `is_handed_over_soon`."""
+        """Removes the collected events and returns them.
+
+        If `deliver` exists and `is_handed_over_soon` is True, it keeps them for `hand_over` and returns no event.
+        """
         return () if is_handed_over_soon and self._deliver is not None else self._taken()
 
     def _taken(self) -> Sequence[Event]:
@@ -240,7 +243,10 @@ class DecodeEngine:
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
     def _start_copies(self, busy_with: StepInFlight | None) -> None:
-        """Starts copies of KV that waits for this thread, and goes on while the device is busy with `busy_with`."""
+        """Starts the copy of one segment that waits for this thread, and of more until the step `busy_with` has ended.
+
+        Starts one only if `busy_with` is None.
+        """
         if self._landing.has_waiting:
             with self.track.span("start_copies"):
                 self._landing.start_copies(None if busy_with is None else busy_with.end)
@@ -357,7 +363,7 @@ class DecodeEngine:
     def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
         """Fails rows whose published length is impossible. If launched, they would read and write outside their slots.
 
-        Such a length means that the device or a kernel is at fault, so every build checks this.
+        Such a length means that the device or a kernel is at fault. This is checked even without `debug_checks`.
         """
         lengths = running.seq_lens_cpu.numpy()
         max_accept_len = 0 if self._in_flight is None else self._in_flight.batch.max_accept_len
@@ -421,7 +427,10 @@ class DecodeEngine:
 
     @recorded("finish")
     def _finish(self, step: StepInFlight | None, *, followed_by: StepInFlight | None = None) -> None:
-        """Waits for the step's end and hands its results to the requests that still hold the rows they ran in."""
+        """Waits for the step's end and hands its results to the requests that still hold the rows they ran in.
+
+        If the step failed, these requests fail. Does nothing if `step` is None.
+        """
         if step is None:
             return
         try:

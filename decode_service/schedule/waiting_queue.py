@@ -70,7 +70,10 @@ class WaitingQueue:
 
 
 class ReplicaSet:
-    """The prefill replicas as last reported, and the time since which none was ready."""
+    """The prefill replicas as last reported.
+
+    `none_ready_since_s` is the time, by the engine's clock, since which no replica is ready. It is None while one is.
+    """
 
     def __init__(self, now_s: float) -> None:
         self._replicas: tuple[Replica, ...] = ()
@@ -107,8 +110,8 @@ class ReplicaSet:
     def too_long_error(self, num_tokens: int) -> BatonError | None:
         """Returns why no ready replica takes `num_tokens` tokens. Returns None if one does, or if none is ready.
 
-        The error is PrefillUnavailable if waiting may help: some replica is not ready, or others may come and a replica
-        that took so many tokens was seen before. Otherwise it is ContextExceeded.
+        The error is PrefillUnavailable if waiting may help: if some replica is not ready, or if other replicas may come
+        and one that took so many tokens was ready before. Otherwise it is ContextExceeded.
         """
         ready = [replica for replica in self._replicas if replica.is_ready]
         if not ready or any(replica.takes(num_tokens) for replica in ready):

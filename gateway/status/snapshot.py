@@ -19,7 +19,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The number of a pool's members in each state."""
+    """How many rows, or how many token slots, of a service's KV pool are in each state."""
 
     free: int
     reserved: int
@@ -47,7 +47,7 @@ class Acceptance:
 class Figures:
     """A service's figures over the window. `outcomes`, `num_row_retries` and `num_retractions` are counts.
 
-    `phases` maps the name of a phase of requests to its duration.
+    `phases` maps the name of each phase of a request to how long requests spent in it.
     """
 
     requests_per_s: float | None

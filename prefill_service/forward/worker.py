@@ -25,7 +25,10 @@ from prefill_service.forward.chunk_batch import ChunkBatch
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A forward's results for the prompts that end with it, on the host: first tokens and columns of draft seeds."""
+    """A forward's results, on the host, for the prompts whose last chunk is in it: first tokens and draft seeds.
+
+    `seeds` maps the name of each column of the draft seeds to its values.
+    """
 
     sampled: Sampled
     seeds: Mapping[str, Tensor]
@@ -140,10 +143,10 @@ class PrefillWorker:
         return LaunchedChunks(computed, list(zip(layers, events, strict=True)))
 
     def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
-        """Runs the draft head over the chunks: writes its KV, and returns the seeds of the prompts that end here.
+        """Runs the draft head over the chunks, on the forward stream. The head writes its KV.
 
-        Runs on the forward stream. `captured` are the target's hidden states at all tokens, and `first_token_ids` [R]
-        the first tokens of those prompts.
+        Returns the draft seeds of the R prompts whose last chunk is in this forward. `captured` are the target's hidden
+        states at all tokens, and `first_token_ids` [R] the first tokens of those prompts.
         """
         last, following = batch.forward_input.logits_rows, batch.next_tokens
         assert last is not None and following.places is not None

@@ -30,8 +30,8 @@ class LentMemory:
     ) -> LentMemory:
         """Creates the memory for `transport`, and removes memory that killed processes left behind.
 
-        With `auto` it is shared memory. If a GPU computes or the memory cannot be created, that is logged, and KV goes
-        over gRPC. Raises StartupError if NIXL is configured and cannot be started.
+        With `auto` and `shared_memory` it is shared memory. If a GPU computes or the memory cannot be created, that is
+        logged, and KV goes over gRPC. Raises StartupError if NIXL is configured and cannot be started.
         """
         if transport == "grpc":
             return cls(None)
@@ -63,7 +63,10 @@ class LentMemory:
         return None if self._lender is None else self._lender.offer
 
     def follow(self, is_serving: Callable[[], bool]) -> None:
-        """Serves reads through NIXL from now on, if it is used; less often while `is_serving` returns False."""
+        """Starts to serve reads through NIXL, in the background. Does nothing without NIXL.
+
+        While `is_serving` returns False, NIXL's process polls for reads less often.
+        """
         if self._lender is not None:
             self._lender.follow(is_serving)
 

@@ -79,7 +79,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SentPiece:
-    """A segment of a prompt that is ready to be sent, or the error with which its copy failed. One of both is None."""
+    """A segment of a prompt that is ready to be sent, or the error with which its copy failed. The other is None."""
 
     prompt: Prompt
     segment: KvSegment | None
@@ -113,7 +113,7 @@ class PieceSender(ABC):
 
     @abstractmethod
     def poll(self) -> Iterator[SentPiece]:
-        """Returns the segments that are ready, in order.
+        """Yields the segments that are ready, in order. For a segment whose copy failed it yields the error instead.
 
         KV that a failed forward did not write is left out: that forward's end fails its prompts. Raises the error of a
         failed device or stream.

@@ -448,7 +448,8 @@ class PrefillEngine:
 class _Sending(Meanwhile):
     """Sends KV while a forward is launched, including the forward's own first layers.
 
-    `num_queued` counts the ranges of layers queued so far.
+    `num_queued` counts the ranges of layers queued so far. `error` is what `send` raised, or None: the engine raises it
+    after the launch, because an error raised here would fail the forward.
     """
 
     def __init__(self, queue: Callable[[range, StreamEvent], None], send: Callable[[], None]) -> None:

@@ -5,6 +5,9 @@ A request's tokens are divided into parts of PART_TOKENS. Each part has scores, 
 were no other part, and the parts' results are joined in order. An item is a group of parts, so that threads can share
 even a single request. The thread that ends a request's last group joins its parts. The result depends neither on the
 number of groups nor on the thread that joins them.
+
+`call` holds the int64 words of the forward, which `Call` names, and `fields` those of the operation, which `Field`
+names. `like` is an array of the model's dtype.
 """
 
 from __future__ import annotations
@@ -190,9 +193,9 @@ def _join(joined, part, num_queries, head_dim):
 def _attend_part(
     call, fields, b, first, num_new, begin, num_own, num_near, keys, values, slots, queries, part, weights_at, like
 ):
-    """Computes attention over the `num_own` tokens from `begin` on, as if there were no others. Writes sums of values,
-    highest scores and sums of weights to address `part`. Meanwhile it prefetches later tokens, up to the `num_near`
-    tokens from `begin` on.
+    """Computes attention over one part, the `num_own` tokens from `begin` on, as if there were no others. Writes sums
+    of values, highest scores and sums of weights to address `part`. Meanwhile it prefetches tokens that come after the
+    part. The item ends `num_near` tokens after `begin`, and nothing beyond its end is prefetched.
     """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_queries = num_new * fields[Field.NUM_HEADS]

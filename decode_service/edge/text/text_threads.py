@@ -29,7 +29,9 @@ class WaitingBytes:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> None:
-        """Adds a text of `num_bytes`. Raises Overloaded if the sum would exceed the limit."""
+        """Adds a text of `num_bytes`. Raises Overloaded if the sum would exceed the limit. If nothing else waits, a
+        text of any size is admitted.
+        """
         with self._lock:
             if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
                 message = f"{self._num_bytes} bytes of prompts wait to be {self._purpose}"
