@@ -185,7 +185,7 @@ class LocalPair:
                 idle.wait(POLL_INTERVAL_S)
 
     def watch(self) -> PairWatch:
-        """Returns a context manager that watches the processes and reports to `on_phase` and `on_words`."""
+        """Returns a PairWatch of all processes, a context manager that reports to `on_phase` and `on_words`."""
         return PairWatch(self._logs, self._on_phase, self._on_words)
 
     def check(self) -> None:
@@ -196,7 +196,8 @@ class LocalPair:
     def stop(self, *, keeps_logs: bool = False) -> None:
         """End every process: first the gateway, then the decode services, then the prefill services.
 
-        Each kind may drain for `stop_timeout_s`. Processes that have not ended then are killed.
+        Each kind may drain for `stop_timeout_s`. Processes that have not ended then are killed. A temporary log
+        directory is removed unless `keeps_logs`.
         """
         try:
             for processes in ((self.gateway,) if self.gateway else (), self.decode, self.prefill):
@@ -245,7 +246,10 @@ class LocalPair:
 
 
 class PairWatch:
-    """Watches processes through their health checks and their logs. Use it as a context manager."""
+    """Watches processes through their health checks and their logs. Use it as a context manager.
+
+    It has no thread: `look_at` checks one process's health now, and `read_logs` passes on new log lines.
+    """
 
     def __init__(self, logs: Mapping[ServiceProcess, ServiceLog], on_phase: OnPhase, on_words: OnWords) -> None:
         self.phases = dict.fromkeys(logs, Phase.STARTING)
@@ -371,11 +375,12 @@ def _flags(values: Mapping[str, object]) -> list[str]:
 
 
 def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mapping[str, object]]:
-    """Returns the `memory_share` flag for each kind of service, so that services on one device divide its memory.
+    """Returns for each role the option that sets `memory_share`, so that services on one device divide its memory.
 
     Each entry of `kinds` is a role, the number of its services and their arguments. Services with a configured share
-    keep it; the others divide the rest. On a GPU the share is of all its memory. On a CPU the default share already
-    assumes two services.
+    keep it. The others divide the rest equally: the rest of one default share on a GPU, and of two on a CPU, because a
+    CPU's default share is that of one service of two. A role has no option if its share is configured, if the default
+    is small enough, or if nothing is left. No role has one if a configuration is invalid, which is reported later.
     """
     from common.config.load import load_settings
     from common.config.settings import DecodeSettings, PrefillSettings

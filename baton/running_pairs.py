@@ -73,7 +73,7 @@ class _Pair(NamedTuple):
 
 
 def _read_pairs() -> list[_Pair]:
-    """Reads the announced pairs, and removes the files of pairs that have ended."""
+    """Returns the announced pairs that still run, in no order, and removes the files of those that have ended."""
     found: list[_Pair] = []
     with suppress(OSError):
         directory = _directory()

@@ -64,7 +64,9 @@ class CpuEngine(Protocol):
         """Replaces the parts of `model` that the engine knows by faster modules that compute the same."""
 
     def new_decoder(self, model: nn.Module) -> NewProgram | None:
-        """Returns a function that compiles `model` as it is now; later changes of its modules have no effect.
+        """Returns the function that compiles `model` as it is now; later changes of its modules have no effect.
+
+        Nothing is compiled yet: `fuse` calls the function (see NewProgram).
 
         Returns None if the engine does not support the model's class, dtype or sizes.
         """
@@ -73,7 +75,9 @@ class CpuEngine(Protocol):
         """Returns the kernels that the layers of draft heads use."""
 
     def new_head_programs(self, checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewProgram | None:
-        """Returns a function that compiles the draft head in `checkpoint`, whose tensors fit `spec` and `target`.
+        """Returns the function that compiles the draft head in `checkpoint`, whose tensors fit `spec` and `target`.
+
+        Nothing is compiled yet: `fuse` calls the function (see NewProgram).
 
         Returns None if the engine does not support the head's dtype, sizes or variant.
         """

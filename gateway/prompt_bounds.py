@@ -1,4 +1,4 @@
-"""Refuses prompts that are too large before any call is made, because each choice sends a copy of its prompt."""
+"""Refuses prompts that are too large before a decode service is called, because each choice sends its prompt again."""
 
 from __future__ import annotations
 

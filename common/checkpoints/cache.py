@@ -86,9 +86,10 @@ def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: Progress) -> No
 def run_python(
     arguments: list[str], *, environment: dict[str, str] | None = None, on_wait: Callable[[], None] | None = None
 ) -> str | None:
-    """Runs this interpreter with `arguments` to its end, and calls `on_wait` meanwhile.
+    """Runs this Python interpreter with `arguments` as a process, and waits for its end.
 
-    Returns None on success, else the process's output. The process does not outlive this call.
+    Returns None on success, else the process's output, or its exit status in words if it wrote nothing. Meanwhile
+    `on_wait` is called every 0.2 s, and may raise to end the process. The process does not outlive this call.
     """
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

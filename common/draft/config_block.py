@@ -39,7 +39,7 @@ class ConfigReader:
     def value(self, key: str, kind: type, default: Any) -> Any:
         """Returns the value of `key`, or `default` if it is absent or null.
 
-        Raises DraftMismatch if its type is not `kind`.
+        Raises DraftMismatch if its type is not `kind`. An integer is converted where `kind` is float.
         """
         value = self.config.get(key)
         if value is None:
@@ -51,16 +51,16 @@ class ConfigReader:
         return value
 
     def required(self, key: str, kind: type) -> Any:
-        """Returns the value of `key`. Raises DraftMismatch if it is absent or its type is not `kind`."""
+        """Returns the value of `key`. Raises DraftMismatch if it is absent or null, or its type is not `kind`."""
         value = self.value(key, kind, None)
         if value is None:
             raise self.mismatch(f"{self._path}{key} is missing")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Returns the value of `key`, a positive integer, or `default` if it is absent.
+        """Returns the value of `key`, a positive integer, or `default` if it is absent or null.
 
-        Raises DraftMismatch if it is not positive, or is absent and there is no default.
+        Raises DraftMismatch if the value is no positive integer, or if it is absent or null and `default` is None.
         """
         value: int = self.value(key, int, default)
         if value is None:
@@ -70,15 +70,18 @@ class ConfigReader:
         return value
 
     def nested(self, key: str) -> ConfigReader:
-        """Returns a reader of the object `key` inside this config, which is empty if absent."""
+        """Returns a reader of the object `key` in this config, or of an empty one if `key` is absent or null.
+
+        Raises DraftMismatch if the value is no object.
+        """
         return ConfigReader(self.value(key, dict, {}), self.directory, f"{self._path}{key}.")
 
     def mismatch(self, message: str) -> DraftMismatch:
-        """Returns an error about the config, to be raised."""
+        """Returns a DraftMismatch about the config, for the caller to raise."""
         return DraftMismatch(f"{self.directory}: config.json: {message}")
 
     def unsupported(self, trait: str) -> UnsupportedModel:
-        """Returns an error about a trait that is not supported, to be raised."""
+        """Returns an UnsupportedModel that says that `trait` is not supported, for the caller to raise."""
         return UnsupportedModel(f"{self.directory}: config.json: {self._path}{trait} is not supported")
 
 

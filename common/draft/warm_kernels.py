@@ -69,7 +69,10 @@ def warm_kernels(
 
 
 def padding_forward(shape: KernelShape, pool: KvPool, group: str) -> ForwardInput:
-    """Returns the input of a forward of this shape, over row 0 and slot 0, which are padding."""
+    """Returns the input of a forward of this shape, over row 0 and slot 0, which are padding.
+
+    `group` is the name of the layer group in `pool` whose KV the forward reads and writes.
+    """
     table = pool.rows.req_to_token
 
     def column(length: int, value: int) -> Tensor:

@@ -96,7 +96,10 @@ def compute() -> None:
 
 
 def leave_service() -> None:
-    """Gives the calling thread the default scheduling policy again, in a child process that inherited another one."""
+    """Gives the calling thread the default scheduling policy again, in a child process that inherited SCHED_BATCH.
+
+    Does nothing under any other policy.
+    """
     if sys.platform == "linux":
         _change(os.SCHED_BATCH, os.SCHED_OTHER)
 

@@ -1,4 +1,4 @@
-"""Shapes that both services must agree on: those of a layer group's KV and of the speculative seed's columns."""
+"""Shapes that both services must agree on: those of a layer group's KV and of the draft seed's columns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LayerGroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class SeedColumnSpec:
-    """The name and shape of one column of the speculative seed, the data with which drafting starts for each row.
+    """The name and shape of one column of the draft seed, the data with which drafting starts for each row.
 
     `dtype` is the name of a numpy dtype, or "bfloat16". `row_shape` is the shape without the batch dimension.
     """

@@ -46,10 +46,10 @@ class _Tolerance:
     """The allowed difference between a token's values and those that transformers computes, relative to their size.
 
     The bound is `first_layer` in the first layer and grows by `each_layer` per layer, up to `most`, because each layer
-    adds rounding errors. (In a model of twelve random layers they reach a third of the bound.) In the first layer every
-    token must keep within the bound, in later ones the median of a row's tokens. In float32 without TF32, every token
-    must in all layers. In a model that routes tokens to experts, rounding may change the route: there the bound is
-    `most`, for the median, from the second layer on.
+    adds rounding errors. (In a model of twelve random layers they reach a third of the bound.) In the first layer the
+    bound holds for every token, and in later layers for the median of a row's tokens. In float32 without TF32 it holds
+    for every token in all layers. In a model that routes tokens to experts, rounding may change the route: from its
+    second layer on, the bound is `most` and holds for the median, whatever the dtype.
     """
 
     first_layer: float
@@ -109,7 +109,10 @@ def _limits(fields: Mapping[str, Any]) -> Iterator[int]:
 
 @torch.inference_mode()
 def check_forwards(target: TargetModel, unsplit: Unsplit, far: Sequence[Unsplit], *, name: str) -> None:
-    """Raises UnsupportedModel if `target` fails, or computes something else than `unsplit` and each of `far`."""
+    """Raises UnsupportedModel if `target` fails, or computes something else than `unsplit` and each of `far`.
+
+    `name` is the model's name, for errors.
+    """
     pool = _Pool(target, name, num_rows=2)
     for what, parts in _FORWARDS:
         pool.check(what, {row: (unsplit, start, stop) for row, (start, stop) in parts.items()})
@@ -179,10 +182,10 @@ class _Pool:
             )
 
     def _forward(self, what: str, parts: dict[int, tuple[Unsplit, int, int]]) -> Tensor:
-        """Runs one forward of `parts` (see `check`), and returns the logits of its tokens, in order.
+        """Runs one forward of `parts` (see `check`), and returns the logits of all its tokens, in the tokens' order.
 
-        For parts of more than one token it selects the tokens by index, in reverse order, to check that the model
-        respects `logits_rows`.
+        If any part has more than one token, it asks for the logits in reverse order, to check that the model respects
+        `logits_rows`, and turns the answer round.
         """
         device = self._target.torch_device
         lens = tuple(stop - start for _, start, stop in parts.values())

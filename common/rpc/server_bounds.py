@@ -107,7 +107,10 @@ class StreamLimit(grpc.aio.ServerInterceptor):
         )
 
     async def _take(self, method: str, client: str, context: Context) -> float:
-        """Takes a stream of `method` for `client` and returns the time, or aborts the call as Overloaded."""
+        """Takes a stream's place at `method` for `client`, or aborts the call as Overloaded.
+
+        Returns the time, in seconds, which `FairPlaces.give_back` needs.
+        """
         places = self._places.setdefault(method, FairPlaces(self._max_streams))
         try:
             return places.take(client)

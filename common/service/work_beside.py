@@ -53,9 +53,9 @@ class WorkBeside:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Asks the thread to stop at its next check. Returns False if it did not end within `timeout_s`.
+        """Asks the thread to stop, and waits. Returns False if it did not end within `timeout_s`.
 
-        Work calls its Check between its parts.
+        The thread stops when its work next calls its Check, which then raises Stopped.
         """
         self._stopping.set()
         if self._thread is None:

@@ -23,7 +23,7 @@ class ToolCall:
 class ChatMessage:
     """One message of a conversation. Only an assistant's has `tool_calls`.
 
-    A tool's message answers the call `tool_call_id`; `name` is the name of the function.
+    A tool's message answers the ToolCall whose `id` is `tool_call_id`; `name` is the name of its function.
     """
 
     role: str

@@ -61,7 +61,10 @@ class TokenBytes:
         return str(self._backend.decode(token_ids, skip_special_tokens=True))
 
     def _some_word(self) -> list[int]:
-        """Returns [id] of a token whose text does not depend on the tokens that follow, or [] if there is none."""
+        """Returns [id] of a token that is a plain word, or [] if there is none.
+
+        `of` decodes other tokens after it, so that the decoder does not take them for the beginning of a text.
+        """
         for piece, token_id in sorted(
             self._backend.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]
         ):

@@ -94,9 +94,10 @@ def _require_length(name: str, length: int, num_rows: int) -> None:
 
 
 def _integers(name: str, values: Sequence[int], num_rows: int, below: int | None = None) -> NDArray[np.int64]:
-    """Returns a column of integers, [num_rows] int64. Raises ProtocolError if one is not below `below`.
+    """Returns a column of integers, [num_rows] int64.
 
-    The values are unsigned in the message. Also raises ProtocolError if there is not one for each row.
+    Raises ProtocolError unless there is one for each row, and each is less than `below`, if that is not None. They
+    cannot be negative, because the message's fields are unsigned.
     """
     _require_length(name, len(values), num_rows)
     column = np.fromiter(values, np.int64, num_rows)
@@ -106,9 +107,9 @@ def _integers(name: str, values: Sequence[int], num_rows: int, below: int | None
 
 
 def _durations(name: str, values: Sequence[float], num_rows: int) -> NDArray[np.float64]:
-    """Returns a column of seconds, [num_rows] float64. Raises ProtocolError if one is negative or not finite.
+    """Returns a column of seconds, [num_rows] float64.
 
-    Also raises ProtocolError if there is not one for each row.
+    Raises ProtocolError unless there is one for each row, and each is finite and not negative.
     """
     _require_length(name, len(values), num_rows)
     column = np.fromiter(values, np.float64, num_rows)
@@ -117,7 +118,10 @@ def _durations(name: str, values: Sequence[float], num_rows: int) -> NDArray[np.
 
 
 def _bytes_sent(message: prefill_pb2.PrebuiltBatch, group_names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """Returns the bytes of KV sent for each row, by layer group. Raises ProtocolError if a group lacks its column."""
+    """Returns the number of bytes of KV sent for each row, [rows] int64, by layer group.
+
+    Raises ProtocolError unless each group has exactly one column with one entry for each row.
+    """
     sent = {}
     for entry in message.bytes_sent:
         name = f"bytes_sent[{entry.layer_group}]"
@@ -137,7 +141,10 @@ def _bytes_sent(message: prefill_pb2.PrebuiltBatch, group_names: Sequence[str]) 
 def _logprobs(
     message: prefill_pb2.PrebuiltBatch, rows: Sequence[HandoffRow], vocab_size: int
 ) -> tuple[TokenLogprobs | None, ...]:
-    """Returns the first token's log-probabilities of each row, or None for a row that did not ask for them."""
+    """Returns the first token's log-probabilities of each row, or None for a row that did not ask for them.
+
+    Raises ProtocolError unless the message has what the rows asked for.
+    """
     if all(row.sampling.num_logprobs is None for row in rows):
         require(not message.first_token_logprobs, "prebuilt_batch.first_token_logprobs", "was not asked for")
         require(not message.top_logprobs, "prebuilt_batch.top_logprobs", "was not asked for")
@@ -159,7 +166,10 @@ def _logprobs(
 def _seed_columns(
     message: prefill_pb2.PrebuiltBatch, specs: Sequence[SeedColumnSpec]
 ) -> dict[str, NDArray[np.generic]]:
-    """Returns the columns of the speculative seed by name, each [rows, ...]. They must be those in `specs`."""
+    """Returns the columns of the draft seed by name, each [rows, ...].
+
+    Raises ProtocolError unless they are the columns in `specs`, of the right size.
+    """
     by_name = {spec.name: spec for spec in specs}
     data: Mapping[str, bytes] = {name: getattr(message, name) for name in SEED_COLUMN_NAMES}
     columns: dict[str, NDArray[np.generic]] = {}

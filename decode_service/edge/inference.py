@@ -182,10 +182,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             live.trace.output_written()
 
     def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
-        """Starts a timer that ends the call at its deadline. gRPC alone would not end it while no byte is sent or
-        received.
+        """Starts and returns a timer that fails the request at its deadline, or returns None if it has no deadline.
 
-        Returns None if the call has no deadline.
+        gRPC alone would not end the call while no byte is sent or received.
         """
         remaining_s = _remaining_s(context)
         if remaining_s is None:
@@ -197,8 +196,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return 0 if remaining_s is None else int((self._unix_time() + remaining_s) * 1000)
 
     async def _replay(self, new_output: Callable[[], OutputProcessor], *, num_tokens: int) -> OutputProcessor:
-        """Creates the output processor, which replays the tokens that the request brought along. Replaying runs on a
-        thread.
+        """Calls `new_output`, which replays the `num_tokens` output tokens that the request brought along.
+
+        Runs on a thread, because replaying may take long, unless there are no tokens. Raises Overloaded if too much
+        text waits for the thread.
         """
         if num_tokens == 0:
             return new_output()

@@ -62,7 +62,7 @@ class LiveRequests:
         return self._is_draining
 
     def admit(self, request_id: str | None, trace: RequestTrace = UNTRACED, *, client: str = "") -> LiveRequest:
-        """Admits a request. Each success needs one `release`.
+        """Admits a request; a new id is made if `request_id` is None. Each success needs one `release`.
 
         Raises Draining, EngineLost, DuplicateRequest or Overloaded.
         """
@@ -99,7 +99,11 @@ class LiveRequests:
         deadline_unix_ms: int,
         wants_drafts: bool,
     ) -> None:
-        """Hands the request to the engine. Raises the request's error if it has failed since `admit`."""
+        """Hands the request to the engine. Raises the request's error if it has failed since `admit`.
+
+        `generated_token_ids` are the output that the request brought along. `choice_index` is the number of the choice
+        among those of a request for several answers. `deadline_unix_ms` is 0 if there is no deadline.
+        """
         if isinstance(live.ending, BatonError):
             raise live.ending
         live.begin(output, len(prompt_token_ids))

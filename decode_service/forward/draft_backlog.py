@@ -1,10 +1,10 @@
-"""Stores the inputs that the draft head has not read yet, from steps that drafted nothing and left no seed.
+"""Stores the inputs that the draft head has not read yet, from steps that drafted nothing and left no draft seed.
 
-A seed is the head's first drafts and hidden state, from which the next step drafts. A forward of the head over one
-token per row is wasteful, because most of its time goes into reading the head's weights. So a step without drafts only
-stores the target's hidden states and tokens. The head catches up in one forward when a seed is wanted or a row has no
-room left here. A row's lag is the number of tokens that the head has not read. The schedule side knows it, because a
-step without drafts commits one token per row.
+A draft seed is the head's first drafts and hidden state, from which the next step drafts. A forward of the head over
+one token per row is wasteful, because most of its time goes into reading the head's weights. So a step without drafts
+only stores the target's hidden states and tokens. The head catches up in one forward when a draft seed is wanted or a
+row has no room left here. A row's lag is the number of tokens that the head has not read. The schedule side knows it,
+because a step without drafts commits one token per row.
 
 steps   no seed   no seed   no seed   seed
 lag        0         1         2       3   ─▶ the head reads 4 tokens
@@ -29,7 +29,8 @@ class Unread:
     """T tokens for the head to read; the tokens of one row are adjacent.
 
     `captured` [T, states * H] are the target's hidden states at these tokens, and `next_ids` [T] the token that follows
-    each. `last` [B] is, for each entry of the batch, the index of its last valid token.
+    each, which the head reads together with it. `last` [B] is, for each entry of the batch, the index of its last token
+    that counts; any tokens of the entry after that belong to refused drafts.
     """
 
     window: ForwardInput

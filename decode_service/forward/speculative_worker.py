@@ -39,7 +39,7 @@ from decode_service.speculate.spec_info import SpecInfo
 class _Prepared:
     """A verification whose inputs are ready: D drafts for each row, and `compute`, the function that runs the target.
 
-    `positions` [B * (D + 1)] are those of each row's last committed token and its drafts.
+    `tree` holds the drafts. `positions` [B * (D + 1)] are those of each row's last committed token and its drafts.
     """
 
     tree: DraftTree
@@ -49,10 +49,11 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """The target's results at W nodes of each entry's drafts, of which only the first `accept_lens` [B] are accepted.
+    """The target's results at W nodes of each entry, of which only the first `accept_lens` [B] are accepted.
 
-    `tokens` [B, W] are the tokens that the target drew after each node. `captured` [B, W, states * H] are its hidden
-    states there. `new_seq_lens` [B] are the entries' lengths with the accepted tokens.
+    The first node is the entry's last committed token, which is always accepted; the others are drafts. `tokens`
+    [B, W] are the tokens that the target drew after each node, and `captured` [B, W, states * H] its hidden states
+    there. `new_seq_lens` [B] are the entries' lengths with the accepted tokens.
     """
 
     tokens: Tensor
@@ -96,7 +97,7 @@ class SpeculativeWorker(ABC):
 
     @abstractmethod
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        """Drafts tokens from the relayed seeds. Runs on the forward stream."""
+        """Drafts tokens from the relayed draft seeds. Runs on the forward stream."""
 
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
@@ -210,9 +211,9 @@ class SpeculativeWorker(ABC):
     def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:
         """Runs the head over all tokens that it has not read, the step's own included, and writes the head's KV.
 
-        Returns each row's last token, and the next step's seed if one is wanted.
-        If no seed is wanted, a one-layer head drafts nothing; a head of several layers still does, because its layers
-        read each other's drafts.
+        Returns each row's newest committed token, and the next step's draft seed if `spec_info.leaves_seed`. Otherwise
+        a one-layer head drafts nothing. A head of several layers still does, and its seed is returned, because its
+        layers read each other's drafts.
         """
         if batch.has_drafts:
             unread = self._accepted(batch, verified)
@@ -237,7 +238,7 @@ class SpeculativeWorker(ABC):
         return RelayPayload(last_tokens, seed.columns() if num_seeded else {})
 
     def _leave_behind(self, batch: ForwardBatch, verified: _Verified) -> RelayPayload:
-        """Stores the results of a step without drafts for the head to read later."""
+        """Stores the results of a step without drafts for the head to read later. Returns the tokens, and no seed."""
         self._backlog.put(batch, verified.captured[:, 0], verified.tokens[:, 0])
         return RelayPayload(verified.tokens[:, 0])
 

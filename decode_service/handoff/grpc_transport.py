@@ -33,12 +33,12 @@ _log = structlog.get_logger(__name__)
 
 
 class GrpcTransport:
-    """A HandoffTransport over gRPC. It is created on the event loop on which it runs. `metadata` is sent with every
-    call.
+    """A HandoffTransport over gRPC. It is created on the event loop on which it runs. `metadata` is gRPC metadata that
+    is sent with every call.
 
     `addresses` are "HOST:PORT", one replica each, or "dns:///NAME:PORT", a replica for each address that `look_up`
     finds. With TLS the certificates of replicas found by a name must be for NAME. While the receive budget is full, a
-    call reads one more frame; then gRPC's flow control stops the replica.
+    handoff call reads one more frame and holds it; then gRPC's flow control stops the replica.
     """
 
     def __init__(

@@ -27,8 +27,9 @@ class RunningRows:
 
     Only the engine thread calls it, and only `Lives` calls `enter` and `leave`. `serials` [rows] holds a number that is
     new for each stay of a request in a row, or 0 if the row is empty. `num_in_flight` [rows] counts launched steps
-    whose results are not taken yet; each adds at least one token. `drafts` has the figures of drafting since a request
-    entered its row; `leave` adds them to the request's `speculation`. `max_depth` is the deepest level ever drafted.
+    whose results are not taken yet; each adds at least one token, unless it fails. `drafts` has the figures of drafting
+    since a request entered its row; `leave` adds them to the request's `speculation`. `max_depth` is the deepest level
+    ever drafted.
     """
 
     def __init__(self, *, max_rows: int, max_context_tokens: int, max_depth: int) -> None:
@@ -131,7 +132,7 @@ class RunningRows:
     def decode(self, rows: Rows) -> Rows:
         """Notes that a decode step of the requests in `rows` [B] has ended.
 
-        Returns the indices into `rows` of the requests for which it was the first.
+        Returns the indices into `rows` of the requests for which it was the first, in this row or an earlier one.
         """
         (are_first,) = (~self._has_decoded[rows]).nonzero()
         self._has_decoded[rows] = True

@@ -7,13 +7,13 @@ with the most tokens per second is chosen; depth 0 is decoding without drafts. N
 to measure it: one that was not measured yet, or a neighbour of the best.
 
 At depth 0 the draft head does not read each token; it catches up now and then (draft_backlog.py), and every step is
-charged its share of that. Drafting needs a seed from the step before. A step of depth 0 leaves one only if the head
-catches up in that step, and drafts must pay for that too.
+charged its share of that. Drafting needs a draft seed from the step before. A step of depth 0 leaves one only if the
+head catches up in that step, and drafts must pay for that too.
 
 A probe with drafts comes right after a step of depth 0, with which its time is compared. If the best depth drafts, its
 last step came right before that step, and is compared with it too. A depth with too few measurements is probed soon.
 Any other probe waits until it costs at most 0.75% of the time since the last probe, or for 1024 steps. If the head must
-catch up anyway for want of room, the seed is free and the probe is cheaper.
+catch up anyway for want of room, the draft seed is free and the probe is cheaper.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class Depth(Protocol):
 
     @property
     def levels(self) -> Sequence[SpecInfo]:
-        """The speculations of all depths that may be chosen. `choose` may also return them with `leaves_seed` False."""
+        """One SpecInfo for each depth that may be chosen. `choose` may also return one with `leaves_seed` False."""
 
     def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
-        """Returns the speculation for a step of B rows, of which `num_wanted` want drafts.
+        """Returns the SpecInfo for the next step, which has B rows, of which `num_wanted` want drafts.
 
-        `draft_lag` [B] counts the tokens that the head has not read. It may be called more than once per step.
+        `draft_lag` [B] counts each row's tokens that the head has not read. Only `launched` makes a choice final, so
+        `choose` may be called more than once per step.
         """
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -64,7 +65,7 @@ class Depth(Protocol):
     def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
         """Records the acceptance and times of an ended step.
 
-        `draft_lag` [B] counts the tokens that the head had not read before the step.
+        `draft_lag` [B] counts each row's tokens that the head had not read before the step.
         """
 
 
@@ -172,16 +173,16 @@ class AdaptiveDepth:
         self._times.add(spec_info, draft_lag=draft_lag, stats=stats)
 
     def _begin_s(self, draft_lag: NDArray[np.int64]) -> float:
-        """Returns how many seconds the head needs to catch up, so that the next step has a seed to draft from.
+        """Returns how many seconds the head needs to catch up, so that the next step has a draft seed.
 
-        It is 0 if there is a seed already, or if the head must catch up anyway.
+        It is 0 if there is one already, or if the head must catch up anyway.
         """
         if self._has_seeds or self._levels[0].must_catch_up(draft_lag):
             return 0.0
         return self._times.read_s(int(draft_lag.sum()) + len(draft_lag))
 
     def _is_due(self, *, is_new: bool, probe_s: float, step_s: float) -> bool:
-        """Returns whether a probe is due. If there is no seed yet, it comes as soon as there is one.
+        """Returns whether a probe is due. If it drafts, `choose` first returns depth 0 until there is a draft seed.
 
         `is_new` means that measurements are still needed; then cost does not matter. `probe_s` is the time that the
         probe loses against steps of the best depth, which take `step_s` each.
@@ -195,7 +196,7 @@ class AdaptiveDepth:
     def _expected(self, num_rows: int, num_wanted: int, begin_s: float) -> list[_Expected]:
         """Returns the expected tokens and seconds of a step of the whole batch, for each depth from 0 on.
 
-        `begin_s`, the cost of a seed, is spread over the steps that draft from then on.
+        `begin_s`, the cost of a draft seed, is spread over the steps that draft from then on.
         """
         plain_s, *drafting_s = self._times.steps_s(num_rows)
         steps = [_Expected.of(num_rows, plain_s)]

@@ -15,7 +15,10 @@ MAX_MEMBERS = 64
 
 class Member(Protocol):
     async def sample(self, now_s: float) -> None:
-        """Asks the service once, for a limited time. An error of the service is recorded, not raised."""
+        """Asks the service for its state once, within a time limit. `now_s` is the time of this round.
+
+        An error of the service is recorded, not raised.
+        """
 
     async def close(self) -> None: ...
 

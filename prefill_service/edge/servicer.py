@@ -59,7 +59,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffLimits:
-    """The bounds of one call.
+    """The bounds of one handoff call.
 
     It has at most `max_rows` rows. It fails if its first command does not come within `first_command_timeout_s`, or if
     for `stall_timeout_s` the receiver takes no frame, or returns no lent segment after the last frame.

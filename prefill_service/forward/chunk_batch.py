@@ -34,7 +34,7 @@ class Chunk:
 
     @property
     def num_attended(self) -> int:
-        """The number of pairs of a token of the chunk and a token that it attends: itself or an earlier one."""
+        """The number of tokens attended, summed over the chunk's tokens. Each attends itself and all before it."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     @property
@@ -46,9 +46,10 @@ class Chunk:
         return self.prompt.token_ids[self.start : self.stop]
 
     def next_ids(self, num_ahead: int) -> NDArray[np.int64]:
-        """Returns, for each token of the chunk, the prompt's next token, and `num_ahead` tokens after those.
+        """Returns the ids of the prompt's tokens from start + 1 up to and including stop + `num_ahead`.
 
-        Shape: [num_tokens + num_ahead]. They may belong to a later chunk; past the prompt's end they are 0.
+        The first `num_tokens` of them follow the chunk's tokens one by one. Shape: [num_tokens + num_ahead]. They may
+        belong to a later chunk; past the prompt's end they are 0.
         """
         following = self.prompt.token_ids[self.start + 1 : self.stop + 1 + num_ahead]
         return np.append(following, np.zeros(self.num_tokens + num_ahead - len(following), np.int64))
@@ -78,10 +79,10 @@ def cut_chunks(
 class ChunkBatch:
     """The chunks and tensors of one forward. It owns all its tensors.
 
-    `sampled_entries` are the indices of the R chunks that end their prompt. `sampled_rows` and `sampled_positions` [R]
-    int64 are the pool rows and positions at which the first tokens of those prompts are drawn. `next_tokens` gives the
-    draft head the tokens that follow each token. Past a prompt's end they are 0; the forward fills in the first token
-    when it is drawn.
+    `sampled_entries` are the indices of the R chunks that end their prompt; for these the forward draws a first token.
+    `sampled_rows` [R] int64 are their pool rows, and `sampled_positions` [R] int64 the first tokens' own positions,
+    which are the prompts' lengths. `next_tokens` gives the draft head the tokens that follow each token. Past a
+    prompt's end they are 0; the forward fills in the first token when it is drawn.
     """
 
     chunks: tuple[Chunk, ...]
@@ -148,9 +149,10 @@ class ChunkBatch:
 
 
 def traced_chunks(batch: ChunkBatch, *, start_s: float, end_s: float) -> list[ChunkComputed]:
-    """Returns a ChunkComputed event for each chunk of an ended forward whose prompt is traced and has not ended.
+    """Returns the ChunkComputed events of `batch`, whose forward has ended, for the traces of its prompts.
 
-    `start_s` and `end_s` are the forward's times by the engine's clock.
+    A chunk has an event if its prompt is traced and its phase is not ENDED yet. `start_s` and `end_s` are the
+    forward's times by the engine's clock.
     """
     return [
         ChunkComputed(

@@ -47,14 +47,15 @@ class NixlLender:
         return prefill_pb2.NixlPool(agent_metadata=self._process.metadata, address=self._process.address)
 
     async def open(self) -> None:
-        """Starts the process. Raises NixlError."""
+        """Starts the process. Raises NixlError if it does not start."""
         self._process = await TransferProcess.started(self._file, timeout_s=_TIMEOUT_S)
         self._backoff.succeeded()
 
     def follow(self, is_serving: Callable[[], bool]) -> None:
-        """Serves receivers from now on. While `is_serving` returns False, the process polls for reads less often.
+        """Serves receivers from now on. `is_serving` says whether the service has a handoff call.
 
-        If the process ends, it is restarted after `restart_s`. That wait doubles each time, and starts over if the
+        While it has none, the process polls for reads less often, and a new receiver waits longer. If the process
+        ends, it is restarted after `restart_s`. That wait doubles each time, up to a limit, and starts over if the
         process lasted longer than the wait before it.
         """
         self._following = asyncio.create_task(self._follow(is_serving), name="nixl")
