@@ -41,7 +41,7 @@ def trace_events(timelines: Sequence[ServiceTimeline]) -> list[TraceEvent]:
 
 
 def _offsets_ns(timelines: Sequence[ServiceTimeline]) -> list[int]:
-    """Returns the offset for each service that puts all times on one axis, which is Unix time.
+    """Returns for each service the offset, in ns, that turns its times into Unix time, so that all share one axis.
 
     If all services share a clock, all get the first one's offset.
     """

@@ -146,6 +146,9 @@ def _reach_full_speed(
 ) -> bool | None:
     """Wait until the services have compiled their kernels, which the first start on a machine has to do.
 
+    `arguments` are the user's arguments for the prefill and the decode service. A service for which they set whether it
+    fuses forwards is not waited for.
+
     Returns True once they have, False if the time limit passed first. If the metrics pages do not answer, it prints the
     reason and returns None.
     """

@@ -24,7 +24,7 @@ class Shown:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Returns the number of tokens after the first, divided by the seconds since the first."""
+        """The number of tokens after the first, divided by the seconds from the first to the end; 0 without tokens."""
         if self.ttft_s is None or self.wall_s <= self.ttft_s:
             return 0.0
         return (len(self.completion.token_ids) - 1) / (self.wall_s - self.ttft_s)

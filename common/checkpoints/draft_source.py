@@ -65,7 +65,10 @@ def _converted(directory: Path, progress: Progress, cache_dir: Path) -> Path:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """Reads a file of tensors by name. It does not run any code in the file."""
+    """Returns the tensors in a PyTorch file (.bin), by name, without running any code in the file.
+
+    Raises StartupError if the file holds anything else.
+    """
     import torch
     from torch import Tensor
 

@@ -93,8 +93,8 @@ class Event(Protocol):
     def synchronize(self, timeout_s: float) -> None:
         """Blocks the calling thread until the event is done.
 
-        Raises DeviceTimeout if that takes longer than `timeout_s`, and PieceFailed from `error` if the event carries
-        an error.
+        Raises DeviceTimeout if that takes longer than `timeout_s`. Raises PieceFailed, with `error` as its cause, if
+        the event carries an error.
         """
 
     @property

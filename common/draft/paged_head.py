@@ -125,7 +125,10 @@ class PagedHead(ABC):
         return output_of(self, batch, hidden) if program is None else program.step(batch, hidden)
 
     def _program_for(self, batch: ForwardInput) -> HeadProgram | None:
-        """Returns the program if it supports this batch, else None. Counts both cases."""
+        """Returns the program if there is one and it supports this batch, else None.
+
+        If there is one, `forward_counts` counts whether it supports the batch.
+        """
         program = self._program
         if program is None or not self.forward_counts.count(is_taken=program.takes(batch)):
             return None

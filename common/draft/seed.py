@@ -40,7 +40,10 @@ class Seed:
 
 
 def seed_columns(head: DraftHead, *, topk: int) -> tuple[SeedColumnSpec, ...]:
-    """Returns the names, dtypes and shapes of the columns of a Seed that this head makes."""
+    """Returns the name, the dtype and one row's shape of each column of the Seeds that this head makes.
+
+    `topk` is the number of candidates for a row's next token. A head with several layers does not use it.
+    """
     num_layers = head.layer_group.num_layers
     if num_layers > 1:
         return (SeedColumnSpec(TOPK_INDEX, "int64", (num_layers,)),)

@@ -70,8 +70,10 @@ class Metadata:
         self.architecture: str = self.take("general.architecture", str)
 
     def take(self, key: str, kind: type, default: Any = _MISSING) -> Any:
-        """Returns the key's value, or `default`. Raises RefusedFile if it has another type, or is missing without a
-        `default`.
+        """Returns the key's value, or `default` if the file lacks the key.
+
+        Raises RefusedFile if the value is not of type `kind`, or if the key is missing and there is no `default`. An
+        int is converted where `kind` is float.
         """
         self._known.add(key)
         value: Any = self._values.get(key, _MISSING)
@@ -86,7 +88,10 @@ class Metadata:
         return value
 
     def items(self, key: str, kind: type, default: Any = _MISSING) -> list[Any]:
-        """Returns a list whose items all have this type. Raises as `take` does."""
+        """Returns the key's value, a list, or `default` if the file lacks the key.
+
+        Raises RefusedFile as `take` does, and if an item of the list is not of type `kind`.
+        """
         items: list[Any] = self.take(key, list, default)
         wrong = next((item for item in items if type(item) is not kind), _MISSING)
         if wrong is not _MISSING:
@@ -200,7 +205,7 @@ def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarra
 
 
 def _rotating(keys: Metadata) -> dict[str, Any]:
-    """Returns the fields that all architectures with rotary positions share."""
+    """Returns those fields of the config that all architectures with rotary positions have."""
     num_heads = keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", keys.count("embedding_length") // num_heads)
     if keys.count("attention.value_length", head_dim) != head_dim:
@@ -216,7 +221,7 @@ def _rotating(keys: Metadata) -> dict[str, Any]:
 
 
 def _decoder(keys: Metadata) -> dict[str, Any]:
-    """Returns the fields that architectures with rotary positions and RMS norms share."""
+    """Returns those fields of the config that all architectures with rotary positions and RMS norms have."""
     return {**_rotating(keys), "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon")}
 
 
@@ -392,7 +397,8 @@ def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int
 
 
 def _band(per_token: np.ndarray, kept: np.ndarray) -> tuple[float, float] | None:
-    """Returns the ends of the band of frequencies in which `kept` rises linearly from 0 to 1, or None if no line fits.
+    """Returns the ends (low, high) of the band of frequencies in which `kept` rises from 0 to 1, linearly with the
+    frequency. They are in turns per token. Returns None if no line fits.
 
     `per_token` [N] are rope frequencies, in turns per token. `kept` [N] tells how each is scaled: 0 for a frequency
     that is divided by the whole factor, 1 for one that is unchanged. Two values inside the band determine the line;

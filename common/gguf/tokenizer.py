@@ -78,7 +78,10 @@ def special_tokens(keys: Metadata) -> SpecialTokens:
 
 
 def _more_ends(keys: Metadata, num_tokens: int) -> list[int]:
-    """Returns the additional end tokens that files from Ollama list."""
+    """Returns the ids of further tokens that end an output. Files from Ollama list them; others have none.
+
+    Raises RefusedFile if an id is outside the vocabulary of `num_tokens` tokens.
+    """
     key = f"{_PREFIX}.eos_token_ids"
     ends = keys.items(key, int, [])
     if not all(0 <= token_id < num_tokens for token_id in ends):
@@ -95,7 +98,10 @@ def _token_id(keys: Metadata, role: str, num_tokens: int) -> int | None:
 
 
 def build_tokenizer(keys: Metadata, path: Path, num_embeddings: int) -> Any:
-    """Returns a transformers tokenizer with the file's ids. Raises RefusedFile if it cannot be built exactly."""
+    """Returns a transformers tokenizer that gives each token the file's id. `keys` is the metadata of the file `path`.
+
+    Raises RefusedFile if the tokenizer cannot be built exactly, or has more tokens than the model's `num_embeddings`.
+    """
     tokens = keys.items(f"{_PREFIX}.tokens", str)
     if len(set(tokens)) != len(tokens):
         raise RefusedFile(f"{_PREFIX}.tokens: a token is there twice")
@@ -121,7 +127,10 @@ def build_tokenizer(keys: Metadata, path: Path, num_embeddings: int) -> Any:
 
 
 def _byte_level(keys: Metadata, tokens: list[str], types: list[int]) -> Any:
-    """Builds a byte-level BPE tokenizer. Tokens are written in GPT-2's alphabet of bytes, except added tokens."""
+    """Builds a byte-level BPE tokenizer. `tokens` has the text of each id, and `types`, which may be empty, its type.
+
+    A token's text is in GPT-2's alphabet of bytes, except that of an added token, which is plain.
+    """
     pre = keys.take(f"{_PREFIX}.pre", str, "default")
     keys.items(f"{_PREFIX}.scores", float, [])
     if keys.take(f"{_PREFIX}.add_space_prefix", bool, False):
@@ -197,7 +206,8 @@ def _pretrained(keys: Metadata, backend: Any, tokens: list[str]) -> Any:
 def _sentencepiece(keys: Metadata, path: Path, tokens: list[str]) -> Any:
     """Builds a SentencePiece BPE tokenizer.
 
-    transformers converts it. Then the file's keys decide whether it puts a space or the start token before a text.
+    transformers reads it from the file `path`. Then this function sets whether it puts a space or the start token
+    before a text, as the file's keys say.
     """
     if len(keys.items(f"{_PREFIX}.scores", float)) != len(tokens):
         raise RefusedFile(f"{_PREFIX}.scores: not one for each of {len(tokens)} tokens")

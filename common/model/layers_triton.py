@@ -62,6 +62,7 @@ def norm(  # type: ignore[no-untyped-def]
 ):
     """RMS-normalises one token of WIDTH <= BLOCK numbers per program.
 
+    If HAS_ADDED, it adds `added` to `x` first, and writes the sum to `total`. Else it uses neither `added` nor `total`.
     It rounds where transformers rounds: after the sum, after the normalisation, and after the product with `weight`.
     """
     place = tl.arange(0, BLOCK)

@@ -227,8 +227,8 @@ class TargetModel:
 class _ToldPlan(AttentionPlan):
     """An attention plan that reports progress, so that a watchdog can tell a long forward from one that hangs.
 
-    It calls `on_layer` before each layer's attention, and after a layer's KV is written the callback that `on_layer_kv`
-    has for this layer, if any.
+    It calls `on_layer` before each layer's attention. After the attention, when the layer's KV is written (on CUDA:
+    enqueued), it calls the callback that `on_layer_kv` has for this layer, if any.
     """
 
     def __init__(self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: OnLayerKv) -> None:

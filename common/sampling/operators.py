@@ -84,8 +84,8 @@ def draw(
     """Draws each row's token at its position, without counting it as output.
 
     Shapes: logits [B, vocab] float32 (overwritten unless logprobs are wanted), rows and positions [B] int64. A position
-    is the drawn token's own index in the sequence. Penalties count `ancestors` as output. `found` is the largest logit
-    of each row, if known; a greedy batch that needs nothing else takes its tokens from it.
+    is the drawn token's own index in the sequence. Penalties count `ancestors`, the drafts before the token, as output.
+    `found` is the largest logit of each row, if known: if `batch.is_greedy`, it gives the tokens.
     """
     if state.kernels is not None:
         return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, ancestors)
@@ -262,8 +262,9 @@ def _draw(
 
 
 def _truncate(scaled: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
-    """Applies top_k, top_p and min_p, in this order, to logits [W, vocab]: dropped tokens become -inf.
+    """Applies top_k, top_p and min_p, in this order, to logits [W, vocab] that were divided by the temperature.
 
+    Returns the logits with -inf for dropped tokens. `rows` [W] are the rows in the pool.
     Of equal logits the one with the lower id is kept.
     """
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)

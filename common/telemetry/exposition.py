@@ -34,8 +34,8 @@ class MetricsServer:
     """Serves `registry` over HTTP at `http://{listen}/metrics` inside its context. With an empty `listen` it does
     nothing.
 
-    If there are `tokens`, a client must send one of them. A client has 5 s to send the head of its request, and 10 s to
-    read the answer. If more than 32 clients connect, the oldest connection is dropped.
+    If there are `tokens`, a client must send one of them in the header `authorization`. It has 5 s to send the head of
+    its request, and 10 s to read the answer. If more than 32 clients connect, the oldest connection is dropped.
     """
 
     def __init__(self, listen: str, registry: CollectorRegistry, *, tokens: Sequence[str] = ()) -> None:

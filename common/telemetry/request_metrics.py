@@ -15,8 +15,8 @@ PHASES = ("queue", "prefill", "transfer", "first_decode")
 
 
 class RequestMetrics:
-    """The metrics of requests. `outcome` is a finish reason ("eos", "length", ...) or an ErrorInfo reason in lower
-    case.
+    """The metrics of requests. The counter `requests` has the label `outcome`: a finish reason ("eos", "length", ...),
+    or an ErrorInfo reason in lower case.
 
     Every outcome is exposed with 0 from the start. Otherwise Prometheus would not count the requests that precede the
     first scrape of an outcome as an increase.

@@ -111,7 +111,10 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
 
 
 def _checked(request: timeline_pb2.RecordTimelineRequest) -> tuple[float, int]:
-    """Returns the request's duration in seconds and number of events per track. Raises InvalidRequest."""
+    """Returns for how many seconds to record, and how many events of a track to keep at most, as the request asks.
+
+    Raises InvalidRequest if one of them is out of range.
+    """
     duration_s = request.duration_s if request.HasField("duration_s") else DEFAULT_DURATION_S
     max_events = request.max_events if request.HasField("max_events") else DEFAULT_MAX_EVENTS
     if not 0 < duration_s <= MAX_DURATION_S:
@@ -122,7 +125,10 @@ def _checked(request: timeline_pb2.RecordTimelineRequest) -> tuple[float, int]:
 
 
 def _clock_id() -> str:
-    """Returns an id of the running kernel, or "". All processes with the same id share one CLOCK_MONOTONIC."""
+    """Returns the boot id of this machine's kernel, or "" if it cannot be read.
+
+    All processes with the same id share one CLOCK_MONOTONIC.
+    """
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

@@ -22,8 +22,8 @@ class RequestObserver:
         self._log = structlog.get_logger("decode_service.requests")
 
     def on_tokens(self, live: LiveRequest, num_tokens: int) -> None:
-        """Counts new tokens and their latency. Tokens that come together share the time since the
-        tokens before them.
+        """Counts `num_tokens` new tokens, and observes the time between tokens. Tokens that come together share equally
+        the time since the tokens before them.
         """
         if num_tokens == 0:
             return

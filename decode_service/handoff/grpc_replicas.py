@@ -78,13 +78,16 @@ class GrpcReplicas:
         self._watchers = [asyncio.create_task(name.watch()) for name in self._names]
 
     def get(self, address: str) -> GrpcReplica | BatonError:
-        """Returns the replica, or the reason why no call can be opened to it now."""
+        """Returns the replica, or the error that says why no call can be opened to it now. Raises nothing."""
         if (watched := self._watched.get(address)) is None:
             return PrefillUnavailable(f"{address}: is not a replica")
         return watched.seen.error or watched.replica
 
     def lost(self, address: str, error: PrefillUnavailable) -> None:
-        """Marks a replica as not ready after a call to it was lost, and polls it at once to find out whether it is."""
+        """Marks a replica as not ready, because a call to it was lost with `error`. Polls it at once, to see if it is.
+
+        An unknown address is ignored.
+        """
         if (watched := self._watched.get(address)) is not None:
             self._saw(watched, Replica(address, is_ready=False, error=error))
             watched.look_now.set()
@@ -100,7 +103,9 @@ class GrpcReplicas:
             await asyncio.wait(tasks, timeout=self._timeouts.close_timeout_s)
 
     def _update(self) -> None:
-        """Connects to new replicas, and drops those that no longer have an entry, are not ready and have no call."""
+        """Connects to new replicas. Drops those that their DNS name no longer lists, if they are not ready and have no
+        call. Then posts the states if they changed.
+        """
         if not self._is_open:
             return
         wanted = self._wanted()

@@ -39,9 +39,9 @@ from decode_service.schedule.schedule_batch import ReadyRows
 
 
 class SlotsReused(Exception):
-    """Raised when the replica gave a lent segment's slots to another row before they were read here.
+    """Raised if the replica gave a lent segment's slots to another row before they had been read here.
 
-    It may do so once the call has ended on its side.
+    A replica may reuse the slots once the call has ended on its side.
     """
 
 
@@ -114,7 +114,11 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class LostRow:
-    """A row whose handoff failed. It is retried elsewhere if `is_retryable`, and otherwise fails with `error`."""
+    """A row whose handoff failed. If `is_retryable`, it is retried elsewhere, `retry_after_s` seconds from now at the
+    earliest. Otherwise its request fails with `error`.
+
+    `is_refusal` means that the replica refused the row because it was full or draining.
+    """
 
     req: Request
     replica: str
@@ -222,7 +226,8 @@ class LandingZone:
     def forget(self, req: Request) -> tuple[str, int] | None:
         """Forgets the request's row, so that KV that still arrives for it is dropped.
 
-        Returns the call and the number of the row in it, to be cancelled, or None if no open call has the row.
+        Returns the call's id and the row's number in the call, so that the caller can cancel the row there. Returns
+        None if no open call has the row.
         """
         for call_id, call in self._calls.items():
             for index, row in call.rows.items():
@@ -237,7 +242,7 @@ class LandingZone:
         return None
 
     def take_frame(self, call_id: str, frame: Frame) -> Sequence[FirstKv | AllComputed | LostRow]:
-        """Applies one frame. Returns the news about its rows.
+        """Applies one frame. Returns the news about its rows. Rows that the call does not have any more are left out.
 
         Raises FrameRejected and applies nothing if the frame does not fit the row it names.
         """
@@ -251,7 +256,10 @@ class LandingZone:
         return ()
 
     def end_call(self, call_id: str, error: BatonError | None) -> list[LostRow]:
-        """Ends a call. Returns the rows that are still incomplete, which are lost."""
+        """Ends a call. Returns the rows that are still incomplete: they are lost with `error`, and may be retried.
+
+        None means that the replica ended the call without an error; incomplete rows then get PrefillUnavailable.
+        """
         call = self._calls.pop(call_id, None)
         if call is None:
             return []
@@ -263,8 +271,9 @@ class LandingZone:
         ]
 
     def poll(self) -> Landed:
-        """Collects the copies that the landing stream has finished. Raises the error that the device or the stream
-        failed with.
+        """Takes note of the copies that the landing stream has finished. Returns the changes since the last poll.
+
+        Raises the error with which the device or the stream failed, if it did.
         """
         while self._copying and self._copying[0][-1].is_done():  # copies end in the order of their stream
             call_id, segment, event = self._copying.popleft()
@@ -330,7 +339,10 @@ class LandingZone:
                 return
 
     def _start_copy(self) -> bool:
-        """Starts the copy of the oldest waiting segment. Returns False if the segment was freed instead."""
+        """Takes the oldest waiting segment and starts its copy. Returns True.
+
+        If the segment's row was given up, it frees the segment instead and returns False.
+        """
         waiting = self._waiting.popleft()
         row, segment = waiting.row, waiting.segment
         row.num_waiting -= 1
@@ -416,7 +428,7 @@ class LandingZone:
             raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
 
     def _check_drafts(self, index: int, drafts: list[int], *, is_tree: bool) -> None:
-        """Raises FrameRejected if a row's first drafts are impossible.
+        """Raises FrameRejected if a first draft of row `index` is not in the vocabulary, or is there twice in a tree.
 
         A tree's first drafts are siblings, so no token may occur twice: it would be accepted twice.
         """

@@ -120,11 +120,11 @@ class Lives:
         lost: str = "",
         was_retracted: bool = False,
     ) -> None:
-        """Moves the request to `phase`, and releases what the request does not hold in it.
+        """Moves the request to `phase`: from one component to another, and releases its row if `phase` has none.
 
-        `lease` is given to a request that gets a row now. `at_s` is a time of the engine's clock, now
-        by default. `replica`, `lost` and `was_retracted` are passed on in the PhaseBegan event. Raises AssertionError
-        if the phase cannot follow the request's current one.
+        `lease` is the row that the request gets now, or None if it gets none. `at_s` is when the phase begins, by the
+        engine's clock; None means now. `replica`, `lost` and `was_retracted` only go into the PhaseBegan event, which
+        explains them. Raises AssertionError if `phase` cannot follow the request's current one.
         """
         before, after = RULES[req.phase], RULES[phase]
         assert phase in before.following, f"{req.request_id}: {phase} does not follow {req.phase}"

@@ -27,9 +27,10 @@ class Retraction:
         self.num_retractions = 0
 
     def prepare(self, running: ScheduleBatch) -> bool:
-        """Prepares the next step of `running`. While the step lacks slots, retracts the youngest request with slots.
+        """Takes slots for the next step of `running`, and returns True when the step has all of them.
 
-        If enough slots will become free when the forward in flight ends, it stops and returns False: do not launch now.
+        While too few slots are free, it retracts the youngest request that holds slots. But if the forward in flight
+        will free enough when it ends, it retracts no more and returns False: do not launch now.
         """
         while not running.prepare_for_decode(self._pool):
             shortage = running.num_slots_needed(self._pool) - self._pool.num_free_slots

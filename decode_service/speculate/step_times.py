@@ -79,7 +79,10 @@ class StepTimes:
         return num_tokens * self._read_s_per_token.at(num_tokens)
 
     def add(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
-        """Adds the times of one step. `draft_lag` [B] counts the tokens that the head had not read before it."""
+        """Adds the times of one step, which `stats` has. `spec_info` says how deep the step drafted.
+
+        `draft_lag` [B] has for each row how many of its tokens the head had not read before the step.
+        """
         if stats.verify_s <= 0:  # the clock is too coarse: this step cannot be measured or compared
             self._before = self._latest = None
             return
@@ -105,9 +108,10 @@ class StepTimes:
         self._latest = _Step(depth, num_rows, seconds, is_first)
 
     def _finish(self, *, idle_s: float) -> None:
-        """Adds to the latest step the `idle_s` seconds for which the stream waited after it.
+        """Adds to the latest step the `idle_s` seconds for which the forward stream waited after it.
 
-        If it drafted and the step before it did not, or the other way round, keeps the quotient of their times.
+        If one of this step and the step before it drafted and the other did not, it keeps the quotient of their times.
+        It does not if their numbers of rows differ much, or if one of them was the first of its kind.
         """
         before, step = self._before, self._latest
         if step is None:

@@ -63,6 +63,8 @@ class StatusCollector:
     def look(self) -> bytes:
         """Returns the `Snapshot` of the last round as JSON, at once. The first call starts the sampling.
 
+        Until the first round has ended, the snapshot has no samples and its `age_s` is null.
+
         If the sampling has failed, raises its error once; the next call starts it again.
         """
         self._last_look_s = self._clock()

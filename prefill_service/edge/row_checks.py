@@ -42,7 +42,7 @@ def _invalid(index: int, message: str) -> RowFailed:
 
 
 class RowNumbering:
-    """Translates row numbers. The receiver counts all rows of a call; the engine counts only the accepted ones."""
+    """Translates row numbers. A call's frames and commands count all its rows; the engine counts only accepted ones."""
 
     def __init__(self, rows: Sequence[HandoffRow | RowFailed]) -> None:
         self.num_rows = len(rows)
@@ -55,7 +55,7 @@ class RowNumbering:
         return self._call_rows[engine_row]
 
     def row(self, call_row: int) -> HandoffRow:
-        """Returns an accepted row by its number in the call."""
+        """Returns the row with this number in the call. It must be an accepted row."""
         return self.accepted[self._engine_rows[call_row]]
 
     def for_engine(self, call_rows: Sequence[int]) -> tuple[int, ...]:

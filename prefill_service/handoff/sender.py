@@ -24,13 +24,13 @@ from prefill_service.prompt import Prompt
 
 
 class KvSender:
-    """Sends the KV of prompts, call by call, as copies or as loans. Only the engine thread calls it, and nothing here
-    blocks.
+    """Sends the KV of prompts as copies, or as loans if the call's receiver can read the pool's `memory`. A loan copies
+    nothing. A piece is the part of a prompt's KV that goes into one segment. Only the engine thread calls this class,
+    and nothing here blocks.
 
     Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may
     always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have
-    something to send, each takes at most a quarter of the budget. A call whose receiver can read the pool's `memory`
-    gets loans, for which nothing is copied.
+    something to send, each takes at most a quarter of the budget.
     """
 
     def __init__(
@@ -90,14 +90,16 @@ class KvSender:
         return self._of_call[prompt.call_id].num_pieces(prompt)
 
     def forget(self, prompt: Prompt) -> None:
-        """Sends no more of this prompt, whose call must be open.
+        """Sends no more of this prompt, and forgets the segments lent for it. Its call must be open.
 
         Copies that have started run to their end; their segments are dropped.
         """
         self._of_call[prompt.call_id].forget(prompt)
 
     def end_call(self, call_id: str) -> None:
-        """Notes that nothing more is queued for the call. What was sent still counts until it is given back."""
+        """Notes that nothing more will be queued for the call. Bytes copied out for it take budget until they are given
+        back.
+        """
         del self._of_call[call_id]
 
     def forget_call(self, call_id: str) -> None:

@@ -203,7 +203,7 @@ def _end_loop(builder: Any, place: Any, loop: Any, before: Any, step: int, end: 
 
 def _ask_ahead(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any, num_near: Any, *size: Any) -> None:
     """Generates a prefetch of the token that comes TOKENS_AHEAD after `token`, or of the last of the `num_near` tokens
-    if that comes earlier.
+    if that comes earlier. `size` is how many vectors of the token to prefetch, and their element type.
     """
     num_vectors, element = size
     later, last = builder.add(token, WORD(TOKENS_AHEAD)), builder.sub(num_near, WORD(1))
@@ -226,8 +226,8 @@ _wide_sums, _narrow_sums = _sums_of(_OF_SUMS // LANES), _sums_of(1)
 
 @jit
 def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, num_queries, out, stride, like):
-    """Writes each query's score of each token to `out`. Up to three scores after a query's last token, to the next
-    multiple of four, are overwritten too and mean nothing.
+    """Writes each query's score of each token, the product of the query and the token's key, to `out`. Up to three
+    scores after a query's last token, to the next multiple of four, are overwritten too and mean nothing.
     """
     size = np.int64(like.itemsize)
     for q in range(0, num_queries, _QUERIES):
@@ -248,8 +248,11 @@ def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_d
 
 @jit
 def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, stride, begin, like):
-    """Adds to the scores the products of the last numbers of a head, from `begin` on, which are too few for
-    a vector.
+    """Adds to the scores the products of a head's last numbers, from number `begin` on, which are too few for a vector.
+    If `begin` is 0, it sets the scores.
+
+    `x` and `keys` are the addresses of number `begin` of the first query and of slot 0's key. `y` is the address of the
+    first query's scores, and `num` is the number of queries.
     """
     rest = head_dim - begin
     places = words(slots, num_tokens)
@@ -286,7 +289,11 @@ def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride,
 
 @jit
 def _rest_of_sums(values, token_bytes, slots, num_tokens, x, stride, num, y, head_dim, begin, like):
-    """Writes the sums of values for the last numbers of a head, from `begin` on, which are too few for a vector."""
+    """Writes the sums of values for a head's last numbers, from number `begin` on, which are too few for a vector.
+
+    `values` is the address of number `begin` of slot 0's value, and `y` that of number `begin` of the first query's
+    sum. `x` is the address of the first query's weights, and `num` is the number of queries.
+    """
     rest = head_dim - begin
     places = words(slots, num_tokens)
     for m in range(num):

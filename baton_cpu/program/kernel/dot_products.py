@@ -7,7 +7,7 @@ A weight is packed in panels of PANEL_WIDTH outputs. A step is 4 bytes of a row:
 
 A pass is one run over the panel. It sums as many of the panel's outputs, for as many rows of x, as the CPU's vector
 registers can hold. With AVX-512 that is a whole panel, each number of which is read once and in the order of memory.
-Otherwise more than _MAX_WHOLE_ROWS rows take two passes, each over half of every step.
+Otherwise more than _MAX_WHOLE_ROWS rows take two passes, each of which computes half of the panel's outputs.
 
 Where the CPU has no products of bfloat16 pairs, x is float32 (`input_like`), and products are float32 too. A sum is
 always taken in the order of the steps, so it does not depend on the other rows.
@@ -50,7 +50,7 @@ _BFLOATS = ir.VectorType(Bfloat16(), 2 * LANES)
 
 def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -> Any:
     """Returns an intrinsic like `panel_products`, for 1 to `max_rows` rows. Up to `max_whole_rows` rows are computed in
-    one pass over the panel, and more rows in two passes, each over half of the outputs.
+    one pass over the panel, and more rows in two passes, each of which computes half of the outputs.
 
     `multiplies_pairs` says that the CPU multiplies pairs of bfloat16 numbers.
     """

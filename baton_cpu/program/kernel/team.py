@@ -9,7 +9,11 @@ of the system between two turns; a turn is the items that a thread takes at once
     caller    announce ──▶ run ────────────────────────────▶ all items of the last operation are done
     helpers   asleep ────▶ run ─▶ spin a little ─▶ asleep
 
-A helper that is late may find items of another run, which it must not take. So every counter carries the run's number.
+A run is one execution of a program by the team. The `call` of a run is the int64 words that describe it. Runs are
+numbered, and the argument `run` of the functions below is the number of a run. `board` is the address of the int64
+words that the threads share: the number of the present run, the number of sleeping helpers, a count of progress, and
+counters for each operation. A helper that is late may find items of another run, which it must not take. So every
+counter carries the number of its run.
 """
 
 from __future__ import annotations
@@ -66,8 +70,8 @@ def share_of(num_left, share, most):
 
 @jit
 def take_items(board, run, operation, num_items, share, most):
-    """Takes the next items (units of work) of `operation` for this thread. Returns the first item and how many were
-    taken, or -1 and 0 if none is left or the run is over.
+    """Takes the next items (units of work) of `operation` for this thread, as many as `share_of` says. Returns the
+    number of the first one and how many were taken, or -1 and 0 if none is left or the run is over.
     """
     counter = board + 8 * (_COUNTERS + operation * _COUNTER_WORDS)
     while True:
@@ -88,8 +92,9 @@ def end_items(board, operation, num_taken):
 
 @jit
 def offer_core(num_turns):
-    """Yields the core to other threads of the system, once every few turns. A turn is the items that a thread takes at
-    once. Call this between two turns, when no other thread of the team waits for items that this thread has taken.
+    """Yields the core to other threads of the system if `num_turns`, the number of turns that this thread has ended, is
+    a multiple of _TURNS_BETWEEN_OFFERS. A turn is the items that a thread takes at once. Call this after every turn,
+    when no other thread of the team waits for items that this thread has taken.
     """
     if num_turns % _TURNS_BETWEEN_OFFERS == 0:
         yield_core()
@@ -130,8 +135,8 @@ def show_progress(board):
 
 @jit
 def close_items(board, run, num_operations):
-    """Sets the counters for `run`, but lets no thread take items yet. From now on no thread finds items of an earlier
-    run either, so the words that describe the run may be written.
+    """Prepares the counters for `run`, but lets no thread take items yet. From now on no thread can take items of an
+    earlier run either, so the leader may overwrite the shared words that describe the run.
     """
     store_word(board + 8 * _RUN, _NO_RUN)
     for operation in range(num_operations):
@@ -143,7 +148,7 @@ def close_items(board, run, num_operations):
 
 @jit
 def open_items(board, run, num_operations, wake_fd):
-    """Lets threads take the items of `run`, and announces it to the helpers."""
+    """Lets threads take the items of `run`, and announces the run to the helpers. Writing to `wake_fd` wakes them."""
     for operation in range(num_operations):
         store_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS), np.int64(run) << _RUN_SHIFT)
     announce(board, run, wake_fd)
@@ -151,7 +156,9 @@ def open_items(board, run, num_operations, wake_fd):
 
 @jit
 def announce(board, run, wake_fd):
-    """Makes `run` the present run, and wakes the helpers that sleep."""
+    """Stores `run` as the number of the present run, which spinning helpers see. Wakes sleeping helpers: it writes a
+    byte for each to the pipe `wake_fd`.
+    """
     store_word(board + 8 * _RUN, run)
     num_asleep = load_word(board + 8 * _NUM_ASLEEP)
     if num_asleep > 0:
@@ -161,8 +168,8 @@ def announce(board, run, wake_fd):
 
 @jit
 def await_run(board, last_run, sleep_fd):
-    """Waits for a run other than `last_run`: spins for a while, and then sleeps. Returns its number, or STOP if there
-    will be no more.
+    """Waits for a run other than `last_run`. It spins for a while, and then sleeps: it reads a byte from the pipe
+    `sleep_fd`. Returns the new run's number, or STOP if there will be no more runs.
     """
     token = np.zeros(1, np.uint8)
     while True:
@@ -183,8 +190,8 @@ def await_run(board, last_run, sleep_fd):
 
 @jit
 def is_run(board, run):
-    """Returns whether `run` is still the present run. If so, the words that this thread has copied before this call
-    describe that run, not another one.
+    """Returns whether `run` is still the present run. If so, the words that this thread copied from the shared ones
+    before it called this function describe that run, and not another one.
     """
     fence()
     return load_word(board + 8 * _RUN) == run
@@ -195,8 +202,9 @@ class Team:
     operations.
 
     Each thread calls `take_part(board, run, call, shared, thread, fd)`: thread 0 leads a run, others help. `call` has
-    the `num_call_words` words that describe the run, and `shared` is the address where helpers find them. `board` is
-    the address of the counters. Only one thread at a time may lead.
+    `num_call_words` words, and `shared` is the address at which helpers find a copy of them. `fd` is the end of a pipe
+    that wakes helpers: the leader writes to it, and a helper sleeps by reading from it. Only one thread at a time may
+    lead.
     """
 
     def __init__(

@@ -104,9 +104,10 @@ class IncrementalDetokenizer:
         return self._decoder.decode(self._window)[self._num_emitted_chars :]
 
     def _push_byte(self, token_id: int, byte: int) -> str:
-        """Adds a byte-fallback token and returns the text since the final text, which is not final itself.
+        """Adds a byte-fallback token. Returns all text after the final text; the returned text is not final yet.
 
-        A run of byte tokens becomes final when it ends: until then the next byte may turn all of it into U+FFFD.
+        A run of byte tokens becomes final when a token of another kind ends it. Until then the next byte may turn all
+        of it into U+FFFD.
         """
         if self._run is None:
             self._run = _ByteRun(before=self._kept_back())
@@ -129,8 +130,9 @@ class IncrementalDetokenizer:
     def _cut(self, text: str) -> None:
         """Drops all but the last few ids of a window that has grown long because its last character is incomplete.
 
-        It cuts where no character is split, so that both parts decode to the same text as together. It also cuts where
-        the rest has a whole character before its last one, because then no earlier byte affects what follows.
+        `text` is the window's text. It cuts where the two parts, decoded separately, give `text` together: no character
+        is split there. It also cuts where the part that stays has a whole character before its last one, because then
+        no earlier byte affects what follows. If no place near the end is of either kind, it drops nothing.
         """
         num_left = len(text) - self._num_emitted_chars
         for place in range(len(self._window) - 1, len(self._window) - 1 - _TRIED_CUTS, -1):
