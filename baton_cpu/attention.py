@@ -103,7 +103,7 @@ def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[
 
 @jit
 def largest(numbers, num_numbers, lanes):
-    """Returns the largest of the first `num_numbers` numbers. NaNs are ignored, but not all numbers may be NaN.
+    """Returns the largest of the first `num_numbers` numbers. NaNs are ignored; if all are NaN, returns -inf.
 
     `lanes` [NUM_LANES] is scratch memory: each lane keeps a maximum of its own. The compiler cannot turn a single
     running maximum into vector code, because a number may be NaN.

@@ -43,7 +43,7 @@ def error_response(error: ApiError) -> JsonResponse:
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send the error as the whole answer, and record it for the request's log line."""
+    """Sends the error as the whole answer, and records it for the request's log line."""
     scope["state"]["record"].error = error
     await error_response(error)(scope, receive, send)
 
@@ -64,7 +64,7 @@ class EventStreamWriter:
         await self._write(b"data: [DONE]\n\n", more=False)
 
     async def break_off(self, error: ApiError) -> None:
-        """Send the error as the last event, without `[DONE]`."""
+        """Sends the error as the last event of the stream, without `[DONE]` after it."""
         await self._write(b"data: " + _json(error.body) + b"\n\n", more=False)
 
     async def _write(self, data: bytes, *, more: bool) -> None:

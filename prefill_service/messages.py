@@ -45,7 +45,7 @@ class SegmentBytesSent:
 
 @dataclass(frozen=True, slots=True)
 class SegmentsReturned:
-    """Reports that the receiver reads these lent segments no longer."""
+    """Reports that the receiver no longer reads these lent segments. `numbers` are the numbers of their tickets."""
 
     call_id: str
     numbers: tuple[int, ...]

@@ -19,7 +19,7 @@ DEMO_MODEL = "demo"
 
 
 def prepare_model(model: str, *, as_json: bool) -> None:
-    """Fetch and convert the demo model; do nothing for others. Raises FailedPrecondition if that fails."""
+    """Fetches and converts the demo model; does nothing for other models. Raises FailedPrecondition if that fails."""
     if model != DEMO_MODEL:
         return
     from common.checkpoints.cache import default_cache_dir
@@ -35,9 +35,9 @@ def prepare_model(model: str, *, as_json: bool) -> None:
 
 
 def prepare_pair(pair: LocalPair, *, as_json: bool) -> None:
-    """Check the pair's settings and fetch its models before its processes start.
+    """Checks the pair's settings and fetches its models before its processes start.
 
-    Raises the errors of `baton.preflight`; after such an error the pair cannot be used.
+    Raises the errors of `baton.preflight`. After any error the pair is stopped, and cannot be used.
     """
     try:
         from baton.preflight import check_pair, fetch_models

@@ -73,8 +73,8 @@ def head_difference(head: DraftHead, program: HeadProgram, *, captured_size: int
     """Returns how far the results of `program` are from those of `head`: the largest relative difference of logits,
     hidden states and KV.
 
-    The forwards that it compares are an extend (over captured states) of several rows, two steps after it, and an
-    extend by a chunk.
+    It compares an `extend` of a few tokens, two calls of `step` after it, and an `extend` of a chunk of tokens. Each
+    computes several rows.
 
     `head` must still compute by its own layers. `captured_size` is the width of the captured states: number of states *
     H.

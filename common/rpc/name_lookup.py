@@ -38,8 +38,9 @@ class LookedUpName:
     """A host name and its addresses, which `refresh` looks up. Use it on the event loop only.
 
     `found` has the addresses of the last successful look-up, also while later ones fail. `error` says why the last
-    look-up failed, or is "" if it succeeded. A look-up runs on a thread of its own, because it may block for long. If
-    one takes too long, the next `refresh` waits for the same one, so that there are never two.
+    look-up failed, or that there was none yet; it is "" if the last one succeeded. A look-up runs on a thread of its
+    own, because it may block for long. If one takes too long, the next `refresh` waits for the same one, so that there
+    are never two.
     """
 
     def __init__(self, *, host: str, port: int, look_up: LookUp, timeout_s: float) -> None:
