@@ -327,7 +327,8 @@ class _GrpcHealth:
     def _reasons(self) -> list[tuple[str, str]]:
         """Returns why each prefill replica of a decode service is not ready: in words, and as an ErrorInfo reason.
 
-        The list is empty for a prefill service, and if the decode service does not answer.
+        Both are "" for a ready replica. The list is empty for a prefill service, and if the decode service does not
+        answer.
         """
         if self._role != "decode":
             return []

@@ -194,9 +194,10 @@ class AdaptiveDepth:
         return (num_steps >= _PROBE_INTERVAL and can_afford) or num_steps >= _LONGEST_PROBE_INTERVAL
 
     def _expected(self, num_rows: int, num_wanted: int, begin_s: float) -> list[_Expected]:
-        """Returns the expected tokens and seconds of a step of the whole batch, for each depth from 0 on.
+        """Returns the expected tokens and seconds of a step of all `num_rows` rows, for each depth from 0 on.
 
-        `begin_s`, the cost of a draft seed, is spread over the steps that draft from then on.
+        Only the `num_wanted` rows that want drafts commit more than one token. `begin_s`, the cost of a draft seed, is
+        spread over the steps that draft from then on.
         """
         plain_s, *drafting_s = self._times.steps_s(num_rows)
         steps = [_Expected.of(num_rows, plain_s)]

@@ -217,9 +217,9 @@ class PrefillServicer:
         return compare_digest(batch.pool_secret, self._shared_pool.secret)
 
     def _require_engine_of(self, call: HandoffCall) -> None:
-        """Raises EngineLost if the engine is dead, and forgets the call.
+        """Raises EngineLost and forgets the call, if the engine is dead.
 
-        `engine_died` fails only calls that are registered already.
+        Call it once the call is registered: `engine_died` fails only the calls that were registered before it.
         """
         if not self._engine.is_alive:
             del self._calls[call.call_id]
