@@ -71,8 +71,8 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
 async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator[ServiceLife]:
     """Assembles the service and yields its life. Raises StartupError.
 
-    Each part is built after those it needs. The edge needs only the engine's inbox, which is built first. So the edge
-    exists when the engine is built, which sends it events.
+    Each part is built after those it needs. The engine sends events to the edge, so the edge is built before it. The
+    edge itself needs only the engine's inbox, which is built first.
     """
     runtime = process.runtime
     tokenizer = TextTokenizer.from_directory(runtime.directory)
@@ -199,9 +199,9 @@ def new_engine(
 
 
 def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: SpecInfo | None) -> MemoryBeside:
-    """Returns how much memory must stay free beside the KV pool, in bytes by number of rows.
+    """Returns the bytes of memory that must stay free beside the KV pool, as a function of the number of rows.
 
-    It is for the forward of a step, the recorded forwards, the inputs that a draft head has not read, and received
+    They are for the forward of a step, the recorded forwards, the inputs that a draft head has not read, and received
     segments.
     """
     model, draft = runtime.model, runtime.draft

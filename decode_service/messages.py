@@ -18,8 +18,8 @@ from common.wire.handoff import Frame, HandoffRow
 class Submit:
     """Submits a validated request. `token_ids` past `prompt_len` are output that an earlier stream delivered.
 
-    PhaseBegan events of the request are posted only if `is_traced`. `client` identifies the client: clients take turns
-    in the waiting queue.
+    `deadline_unix_ms` is 0 if there is no deadline. PhaseBegan events of the request are posted only if `is_traced`.
+    `client` identifies the client: clients take turns in the waiting queue.
     """
 
     request_id: str

@@ -120,7 +120,10 @@ CHAT = Api(
 
 
 def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
-    """Returns the limit on output tokens, and the name of the field that it came from."""
+    """Returns the limit on output tokens, None if the request sets none, and the name of the field that sets it.
+
+    Raises ApiError if two fields set different limits.
+    """
     if fields.max_completion_tokens is None:
         return fields.max_tokens, "max_tokens"
     if fields.max_tokens not in (None, fields.max_completion_tokens):
@@ -129,7 +132,7 @@ def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
 
 
 def _message(place: str, message: dict[str, Any]) -> ChatMessage:
-    """Parses one message. `place` names the message in errors, such as "messages[0]"."""
+    """Parses one message. Raises ApiError, in which `place` names the message, such as "messages[0]"."""
     role = message.get("role")
     if role == "function":
         raise not_served(f"{place}.role", "tool is")
@@ -156,7 +159,7 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
 def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:
     """Returns the text of an assistant's message: its content, followed by its refusal if it has one.
 
-    A content that is null counts as "".
+    A content that is null counts as "". So does one that is absent, if the message has a refusal or tool calls.
     """
     refusal = message.get("refusal")
     if refusal is not None:

@@ -56,7 +56,8 @@ class Choices(AsyncIterator[IndexedEvent]):
         return tuple(started[index] for index in range(self._num_choices))
 
     async def __anext__(self) -> IndexedEvent:
-        """Returns the next event of any choice. Call it after `started`.
+        """Returns the next event of any choice, with the choice's index. Call it after `started`. The iteration ends
+        when every choice has finished.
 
         Raises the BatonError of the first choice that fails, or the error given to `fail`.
         """

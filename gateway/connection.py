@@ -35,10 +35,10 @@ class _BoundedConnection(H11Protocol):
     """An HTTP/1.1 connection that is aborted when its client is too slow or sends too much.
 
     It is aborted when a request's head takes too long, when the client reads nothing of the written data for too long,
-    or when it sends more than `max_head_bytes` ahead while a request is open. (uvicorn limits only the wait between
-    two requests.) The limit for a client that does not read also holds while the connection is closing. Over TLS, the
-    last 64 KiB are in asyncio's TLS layer, where this class does not see them; asyncio itself limits how long that
-    layer takes to close.
+    or when the client sends more than `max_head_bytes` ahead while a request is open. (uvicorn limits only the wait
+    between two requests.) The limit for a client that does not read also holds while the connection is closing. Over
+    TLS, the last 64 KiB are in asyncio's TLS layer, where this class does not see them; asyncio itself limits how long
+    that layer takes to close.
     """
 
     http_limits: HttpLimits
@@ -142,10 +142,11 @@ class _BoundedConnection(H11Protocol):
             self._head_alarm.set(self.http_limits.head_timeout_s, self.transport.abort)
 
     def _pace(self, num_bytes: int) -> None:
-        """Compares the received bytes with the slowest permitted rate, from the request's first byte on.
+        """Moves the time until which the received bytes are enough for the slowest permitted rate.
 
-        A request that fell below the rate stays too slow until it has made up for the missing bytes. Bytes that come
-        early count for at most `body_window_s`.
+        The rate counts from the request's first byte. A request that fell below it stays too slow until the missing
+        bytes have come too. Bytes that come early count for at most `body_window_s`. A connection whose request is too
+        slow counts as sending nothing (see OpenConnections).
         """
         limits, now_s = self.http_limits, self.loop.time()
         paced_until_s = (self._paced_until_s or now_s) + num_bytes / limits.min_body_rate

@@ -58,12 +58,13 @@ class Generation:
     """Decides after each failed call of a generation whether another call continues it.
 
     `timeout_s` covers all calls together. After a break, new calls are made until `resume_timeout_s` has passed without
-    an event; None means that no call follows. Before the first event, `admission_timeout_s` applies instead.
+    an event; None means that no call follows. Before the first event, `admission_timeout_s` applies instead, unless it
+    is None.
 
     A new call follows UNAVAILABLE, and CANCELLED without an ErrorInfo reason. After one break, a new call also follows
     refusals that the break may have caused: the queue is full, or the server that lost the connection still holds the
-    request id. With both timeouts set, a request refused because the queue is full is sent again at the time that the
-    server named, if that is within `admission_timeout_s`.
+    request id. If both `resume_timeout_s` and `admission_timeout_s` are set, a request refused because the queue is
+    full is sent again at the time that the server named, if that is within `admission_timeout_s`.
 
     If a stream has grown too long for one server's context, another server's may be large enough. The stream ends with
     Unavailable if no such server is found in time.
@@ -137,7 +138,9 @@ class Generation:
         self._order.end()
 
     def pause_s_after(self, error: BatonError) -> float:
-        """Returns how long to wait before `next_call`. Raises `error` or DeadlineExceeded if no call follows."""
+        """Returns how long to wait before `next_call`, in seconds. Raises an error if no call follows: `error`,
+        DeadlineExceeded if the timeout leaves no time, or Unavailable if no server has a large enough context.
+        """
         limit_s = self._admission_timeout_s if self._started is None else self._resume_timeout_s
         told_s = self._told_s(error)
         if limit_s is None or (told_s is None and not self._may_pass(error)):
@@ -167,7 +170,8 @@ class Generation:
         return pause_s * (0.5 + 0.5 * self._jitter())
 
     def _told_s(self, error: BatonError) -> float | None:
-        """Returns how many seconds to wait according to the server that refused a request because its queue is full.
+        """Returns the seconds to wait that a server named when it refused the request because its queue is full, plus a
+        random part.
 
         Returns None if the error has no such time, or if this generation does not wait for admission.
         """

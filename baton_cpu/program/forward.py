@@ -298,10 +298,11 @@ class FusedForward:
         addresses[inner.start : inner.stop, 0] = [buffer.data_ptr() for buffer in self._buffers]
 
     def _groups(self, extend_lens: tuple[int, ...], max_seq_len: int) -> tuple[int, int]:
-        """Returns the number of groups for each request's attention, and the bytes of memory for the parts' results.
+        """Returns into how many groups each row's attention is divided, and the bytes that the parts' results take.
 
-        A request's tokens are divided into parts of PART_TOKENS, and a thread takes a group of parts at once. So all
-        threads have work even if requests are few or one is long. (1, 0) means one group and no stored results.
+        The tokens that a row attends are divided into parts of PART_TOKENS, and the parts into groups; a thread takes a
+        group at once. So all threads have work even if rows are few or one is long. (1, 0) means that rows are not
+        divided, and no parts' results are stored.
         """
         attention = self._program.attention
         num_queries = attention.num_heads * sum(num for num in extend_lens if num <= MAX_QUERIES)

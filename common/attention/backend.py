@@ -76,7 +76,7 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """A forward of one row to compile kernels for: its new tokens, `max_seq_len`, and whether it has a tree mask."""
+    """A forward of one row to compile kernels for. It has `num_new` new tokens."""
 
     num_new: int
     max_seq_len: int

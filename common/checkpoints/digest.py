@@ -103,7 +103,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def config_digest(config: dict[str, Any]) -> str:
     """Returns a digest of a config, without the keys that do not affect KV.
 
-    It begins with the version of transformers, which fills in absent fields and contains the model's code.
+    The digest begins with the version of transformers, because transformers fills in absent fields and contains the
+    model's code.
     """
     is_free = _rope_types(config.get("rope_parameters")) | _rope_types(config.get("rope_scaling")) <= _WITHOUT_LIMIT
     left_out = _WITHOUT_EFFECT_ON_KV | ({_CONTEXT_LIMIT} if is_free else set())
@@ -112,7 +113,7 @@ def config_digest(config: dict[str, Any]) -> str:
 
 
 def _rope_types(rope: object) -> set[object]:
-    """Returns the rope types in the parameters, which may be nested by type of layer."""
+    """Returns the rope types that `rope` names: rope parameters, or such parameters for each type of layer."""
     if not isinstance(rope, dict):
         return set()
     own = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
@@ -142,7 +143,10 @@ def weights_digest(files: Sequence[Path], cache_dir: Path) -> str:
 
 
 def _remembered(entry: object, version: list[int]) -> list[str] | None:
-    """Returns the digests that a cache entry has for this version of a file, or None if it has none or is malformed."""
+    """Returns what `_tensor_lines` gave for this version of a file, if the cache entry has it.
+
+    `version` has the values of a FileVersion. Returns None if the entry is of another version, or malformed.
+    """
     lines = entry.get("tensors") if isinstance(entry, dict) and entry.get("version") == version else None
     if not isinstance(lines, list) or not lines:
         return None

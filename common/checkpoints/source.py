@@ -64,10 +64,11 @@ def require_config(setting: str, spec: str, path: Path | None) -> None:
 
 
 def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None) -> Path | None:
-    """Returns the local directory, or the file with `suffix`, that `spec` names. Returns None if it may be a hub id.
+    """Returns the local directory, or the file with `suffix`, that `spec` names. Returns None if there is none, and
+    `spec` may be a hub id.
 
     Otherwise raises StartupError; its message begins with `setting`. `kinds` describes, in the message, what `spec` may
-    name.
+    name. No file is accepted if `suffix` is None.
     """
     path = Path(os.path.expanduser(spec))
     try:
@@ -90,7 +91,7 @@ def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None
 
 
 def fetch_from_hub(setting: str, spec: str, patterns: list[str], *, kinds: str) -> Path:
-    """Fetches `owner/name` from the hub, and returns its directory in the hub's cache.
+    """Fetches those files of the hub id `spec` whose names match `patterns`. Returns their directory in the cache.
 
     Raises StartupError; `kinds` describes, in its message, what else `spec` could have named.
     """

@@ -119,7 +119,11 @@ class CpuStream(Stream):
         track: Track | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """Starts the thread. Each function that it runs, and each wait, is recorded as a span on `track`."""
+        """Starts the thread. Each function that it runs, and each wait, is recorded as a span on `track`.
+
+        The thread calls `on_event` after each event that it reaches. `on_event` is also called when the stream ends
+        and its queued events are given up.
+        """
         self._on_event = on_event
         self._track = track or Track(name)
         self._scope = Scope(name)

@@ -58,7 +58,9 @@ def refuse(device: ScriptedDevice, event: Event) -> None:
 
 
 def pick_with(choose: Callable[[Sequence[ScriptedStream]], ScriptedStream]) -> Policy:
-    """Returns a policy that runs work until the event is done. `choose` picks which stream goes on next."""
+    """Returns a policy that runs work until the event is done, or nothing can run. Before each piece of work, `choose`
+    gets the streams that can run something, and picks one.
+    """
 
     def pick(device: ScriptedDevice, event: Event) -> None:
         while not event.is_done() and (ready := device.ready_streams()):
@@ -246,7 +248,7 @@ class ScriptedStream(Stream):
             self.run_next()
 
     def settle(self) -> bool:
-        """Takes events, and waits whose event is done, from the head of the queue, and completes them.
+        """Completes the events and waits at the head of the queue, and removes them from it.
 
         Stops at a function, or at a wait whose event is not done. Returns True if it completed any.
         """
@@ -307,7 +309,9 @@ class Observer:
 
     @contextlib.contextmanager
     def launching(self, stream: ScriptedStream, name: str) -> Iterator[None]:
-        """A context in which the device runs the function `name`, if it runs functions while they are enqueued."""
+        """Returns a context in which the device runs the function `name` while code enqueues it. Not used with
+        `runs_pieces_beside`, where functions run later.
+        """
         yield
 
     def recorded(self, stream: ScriptedStream, event: ScriptedEvent) -> None:

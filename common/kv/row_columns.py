@@ -15,7 +15,7 @@ class LeaseState(Enum):
     """The state of a row of the pool.
 
     RESERVED: waits for its KV. TRANSFERRING: its KV is sent or received. RUNNING: forwards use it. QUARANTINED: it was
-    released, but stream work may still use it.
+    released, but stream work may still use it. FREE: it may be given to a request.
     """
 
     RESERVED = "reserved"
@@ -32,7 +32,8 @@ class RowColumns:
     """The slots, the state and the users of each row of the pool, in arrays indexed by row.
 
     `num_slots` [rows] int64 counts the slots of each row, including rows in quarantine. `slots` [rows, tokens] int64
-    are the slots themselves. For each row and stream one event is kept: the end of the last work that uses the row.
+    are the slots themselves: row r has the first num_slots[r] entries of slots[r]. For each row and stream one event is
+    kept: the end of the last work that uses the row.
     """
 
     def __init__(self, num_rows: int, *, max_tokens_per_row: int) -> None:
@@ -63,7 +64,7 @@ class RowColumns:
         return [int(num_slots) for num_slots in sums]
 
     def use_until(self, rows: int | NDArray[np.int64], event: Event, stream: Stream) -> None:
-        """Notes that work on `stream` uses `rows` until `event`. A later event replaces an earlier one."""
+        """Notes that work on `stream` uses `rows` until `event`, which replaces the rows' earlier event of `stream`."""
         if stream not in self._used_until:
             self._used_until[stream] = np.full(self.num_slots.shape, None)
         self._used_until[stream][rows] = event

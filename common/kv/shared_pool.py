@@ -8,7 +8,8 @@ with the last process that uses it, however that process ends. There are two way
   write to it (docs/security.md).
 
 Each slot has a stamp, a number that is new each time the slot is given to a row. A reader that finds another stamp
-knows that the slot was reused.
+knows that the slot was reused. The memory begins with a random secret: a decode service that sends it in a call shows
+that it can read the pool.
 
     | secret | number of slots | stamp of each slot ... | layer group | layer group ...
 """
@@ -135,7 +136,7 @@ class SharedPool:
         return len(self._stamps) - 1
 
     def stamp(self, slots: Sequence[int] | Slots) -> int:
-        """Gives `slots` a new stamp, and returns it. Call it when a row gets these slots.
+        """Gives all `slots` the same new stamp, and returns it. Call it when a row gets these slots.
 
         A reader that still reads them for an earlier row notices the change.
         """
@@ -144,7 +145,9 @@ class SharedPool:
         return self._num_stamped
 
     def lend(self, group_name: str, layers: slice, slots: Sequence[int] | Slots, generation: int) -> SharedKv:
-        """Returns the KV of `slots` with a new ticket, for a receiver to read. `generation` is the slots' stamp."""
+        """Returns a group's `layers` in `slots`, with a new ticket, for a receiver to read. `generation` is the slots'
+        stamp.
+        """
         self._num_tickets += 1
         ticket = PoolTicket(tuple(np.asarray(slots).tolist()), generation, self._num_tickets)
         return SharedKv(ticket, self.groups[group_name][layers], self._stamps)

@@ -28,8 +28,8 @@ class ProgramOutput(NamedTuple):
     """The output of one forward of T tokens.
 
     `logits` are [R, vocab] float32, for the R tokens whose logits are wanted. `states` are the captured hidden states
-    [T, states * hidden], None if none are captured. `largest` holds each row's largest logit, None if the program does
-    not look for it.
+    [T, states * hidden], None if none are captured. `largest` says where the largest logit of each of the R rows is;
+    None if the program does not look for it.
     """
 
     logits: Tensor
@@ -55,7 +55,7 @@ class ForwardProgram(Protocol):
         """Computes a forward of `batch`.
 
         In a draft head's program, `beside` [T, width] holds the hidden states that the head reads, and the output's
-        `states` are the head's outputs.
+        `states` are the head's outputs. A target's program gets no `beside`.
         """
 
     def prepare(

@@ -200,10 +200,10 @@ def probe_attention(
 ) -> tuple[AttentionShape, Unsplit, list[Unsplit]]:
     """Observes how each layer of the model attends, and computes reference forwards with transformers alone.
 
-    Returns the shape of the attention, the forward of a short prompt, and one forward at each of `far_positions`.
-    `model` must be set to the attention implementation PROBE_NAME; afterwards it is set to another one. Raises
-    UnsupportedModel, naming the trait, unless each layer calls attention exactly once, each token attends to all tokens
-    up to itself, and all layers have the same shape.
+    Returns the shape of the attention, the reference forward of a short prompt, and one reference forward that begins
+    at each position that `far_positions` returns. `model` must be set to the attention implementation PROBE_NAME;
+    afterwards it is set to another one. Raises UnsupportedModel, naming the trait, unless each layer calls attention
+    exactly once, each token attends to all tokens up to itself, and all layers have the same shape.
     """
 
     def refused(trait: str) -> UnsupportedModel:
@@ -258,8 +258,8 @@ def probe_attention(
 def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, start: int, name: str) -> Unsplit:
     """Computes `tokens` at positions `start` and up, and returns the result as a reference.
 
-    The positions follow from a KV cache that claims `start` past tokens. Baton passes positions explicitly instead:
-    raises UnsupportedModel if that gives other queries, keys or values.
+    The model gets its positions from a KV cache that claims `start` past tokens. Baton passes positions explicitly
+    instead, so this raises UnsupportedModel if explicit positions give other queries, keys or values.
     """
     positions = torch.arange(start, start + tokens.numel(), device=tokens.device).unsqueeze(0)
     past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

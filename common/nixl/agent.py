@@ -24,13 +24,14 @@ _HOST = "DRAM"
 
 
 class NixlUnusable(Exception):
-    """NIXL is not installed, or a NIXL call failed. The agent cannot be used any more."""
+    """NIXL is not installed, lacks UCX, or ended a read without success. The agent cannot be used any more."""
 
 
 class NixlAgent:
     """A NIXL agent, which reads a peer's memory into its own `memory` and lets peers read it.
 
-    `memory` [bytes] uint8 stays registered as long as the agent exists. Not thread-safe.
+    `memory` [bytes] uint8 stays registered as long as the agent exists. Not thread-safe. Any method may also raise an
+    exception of NIXL's own; these have no common base class.
     """
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:

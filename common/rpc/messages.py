@@ -75,7 +75,10 @@ def require_few_fields(data: bytes, kind: type[Message], *, at_most: int) -> Non
 
 
 def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
-    """Returns the varint at `position`, and the position after it."""
+    """Returns the varint at `position`, and the position after it.
+
+    A varint that is cut off at `end`, or too long, is no error here: the value is that of the bytes read.
+    """
     value = shift = 0
     while position < end:
         byte = data[position]

@@ -99,9 +99,9 @@ def _weights(scores, tokens, num_columns, largest, BY_CHANCE: tl.constexpr):  # 
 
 @_function
 def _last_kept(scores, num_columns, largest, enough, BY_CHANCE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns `_ordered` of the largest number x such that all tokens with a score of at least x weigh `enough`.
+    """Returns `_ordered` of the largest number x such that the tokens with a score of at least x have enough weight.
 
-    They weigh `enough` if the sum of their `_weights` is at least this.
+    They do if the sum of their weights (see `_weights`) is at least `enough`.
     """
     found = tl.full([], 0, tl.uint32)
     for digit in range(16):

@@ -42,9 +42,9 @@ _log = structlog.get_logger(__name__)
 class ServerLimits:
     """The bounds on what clients may use.
 
-    `max_streams` is the number of open streams of each method. A unary call's request must arrive within
-    `request_timeout_s`, a handshake must end within `handshake_timeout_s`. A connection without a call is closed after
-    `idle_timeout_s`, one with calls is replaced after `connection_age_s` (None: never).
+    `max_streams` is the number of open streams of each method, for all clients together. A unary call's request must
+    arrive within `request_timeout_s`, a handshake must end within `handshake_timeout_s`. A connection without a call is
+    closed after `idle_timeout_s`, one with calls is replaced after `connection_age_s` (None: never).
     """
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
@@ -105,8 +105,8 @@ class ServiceServer:
         reflection.enable_server_reflection(names, self.grpc_server)
 
     async def start(self, address: str) -> int:
-        """Listens on `address` ("host:port"; port 0 takes a free one) and returns the port. Not ready until
-        `set_ready`.
+        """Listens on `address` ("host:port"; port 0 takes a free one) and returns the port. Health checks report the
+        service as not ready until `set_ready`.
 
         Raises ConfigError if it cannot listen on the address.
         """

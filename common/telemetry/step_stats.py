@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """A step with drafts.
+    """A step of a service that has a draft head.
 
-    `num_levels` is how many tokens ahead it drafted: the depth of the draft tree. `accept_lens` has the number of
-    tokens that each drafting row gained. `draft_s`, `verify_s` and `extend_s` are the durations of the step's parts.
-    `idle_s` is how long the stream was idle between the previous step and this one. It is None if the previous step had
-    already ended when this one was launched.
+    `num_levels` is how many tokens ahead the step drafted: the depth of the draft tree, or 0 if it drafted nothing.
+    `accept_lens` has the number of tokens that each drafting row gained. `draft_s`, `verify_s` and `extend_s` are the
+    durations of the step's parts. `idle_s` is how long the forward stream was idle between the previous step and this
+    one. It is None if no step was in flight when this one was launched.
     """
 
     num_levels: int
@@ -26,7 +26,10 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One forward: its rows, the tokens that it computed, and the seconds from its launch to its result."""
+    """One forward: how many rows it had, how many tokens it computed, and the seconds from its launch to its result.
+
+    `speculation` is None in a prefill service, and without a draft head.
+    """
 
     batch_size: int
     num_tokens: int

@@ -1,10 +1,11 @@
 """A process that renders a model's chat template: `python -m common.text.chat_template_process TIMEOUT_S`.
 
 A template is a program by the model's author, and its input is written by clients. In a process of its own it can be
-stopped, and its memory is limited. Requests are JSON (see `common.host.answering`). The first has the limits and the
-arguments of ChatTemplate, the others the messages of one conversation each. The answers are DONE with `parts_roles`,
-then DONE with each rendered text; in case of an error, another status and the reason. SIGPROF ends the process if a
-template uses too much CPU time. Clock time is not limited, because a busy machine is not the template's fault.
+stopped, and its memory is limited. Requests are JSON (see `common.host.answering`). The first request has the limits
+and the arguments of ChatTemplate. Its answer is DONE with the template's `parts_roles`, a JSON list. Each later request
+has the messages of one conversation, and its answer is DONE with the rendered text. If a request fails, the answer has
+another status, and the reason. SIGPROF ends the process if a template uses too much CPU time. Clock time is not
+limited, because a busy machine is not the template's fault.
 """
 
 from __future__ import annotations

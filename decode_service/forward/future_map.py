@@ -30,8 +30,8 @@ _POISON = -1
 class RelayPayload:
     """The values that only the next forward reads.
 
-    `tokens` [B] int64 are the last committed tokens, whose KV is not computed yet. `seeds` are columns [B, ...] from
-    which the next forward drafts; there are none if it drafts nothing.
+    `tokens` [B] int64 are the last committed tokens, whose KV is not computed yet. `seeds` are the draft seeds, as
+    columns [B, ...] by name; empty if the next forward drafts nothing.
     """
 
     tokens: Tensor
@@ -40,9 +40,10 @@ class RelayPayload:
 
 @dataclass(frozen=True, slots=True)
 class RelayedInputs:
-    """The relayed values that a forward starts from: `tokens` [B] int64, all in the vocabulary, and the seed columns.
+    """The relayed values that a forward starts from: each row's input token and draft seed.
 
-    `is_invalid` [B] bool marks rows whose relayed token was not in the vocabulary.
+    `tokens` [B] int64 are all in the vocabulary. If a relayed token was not, another one takes its place, and
+    `is_invalid` [B] bool marks the row. `seeds` are columns [B, ...] by name; empty if the forward drafts nothing.
     """
 
     tokens: Tensor
@@ -51,7 +52,7 @@ class RelayedInputs:
 
 
 class FutureMap:
-    """Relays each row's lengths, tokens and seeds from one step to the next.
+    """Relays each row's length, token and draft seed from one step to the next.
 
     Every buffer has max_rows + 1 rows and is allocated once; row 0 absorbs padding. `relays_lengths` means that the
     worker publishes lengths that the schedule side cannot know (speculation). Without it the schedule side knows all
@@ -134,9 +135,9 @@ class FutureMap:
         """Returns the lengths that the last verify published for these rows, or None if the batch already has its
         lengths.
 
-        Shapes: both [B] int64. The schedule side calls it before the next launch. It waits for `publish_ready`, for at
-        most the wait time-out. Rows bootstrapped since that verify have the lengths that bootstrap wrote. The batch
-        already has its lengths if `relays_lengths` is False, or if the last step published none.
+        Shapes: both [B] int64. The schedule side calls it before the next launch. It waits for `publish_ready`, and
+        raises DeviceTimeout after `wait_timeout_s`. Rows bootstrapped since that verify have the lengths that bootstrap
+        wrote. The batch already has its lengths if `relays_lengths` is False, or if the last step published none.
         """
         if not self.relays_lengths or req_pool_indices.shape[0] == 0 or self.publish_ready is None:
             return None
@@ -145,8 +146,8 @@ class FutureMap:
         return self.new_seq_lens_buf[req_pool_indices]
 
     def resolve_forward_inputs(self, req_pool_indices: Tensor, *, with_seeds: bool) -> RelayedInputs:
-        """Gathers the step's input tokens and, if it drafts, its seeds. Runs on the forward stream when the step
-        begins.
+        """Returns the step's input tokens and, if `with_seeds`, the draft seeds of its rows. Call it on the forward
+        stream when the step begins.
         """
         tokens = self.output_tokens.index_select(0, req_pool_indices)
         seeds = (
@@ -160,7 +161,7 @@ class FutureMap:
         return RelayedInputs(usable, seeds, usable != tokens)
 
     def bootstrap(self, req_pool_indices: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
-        """Writes the first tokens, seeds and KV lengths of rows that no forward has produced. Shapes: [B, ...].
+        """Writes the first token, the draft seed and the KV length of rows that join the batch. Shapes: [B, ...].
 
         The schedule side calls it when a prebuilt batch is merged; for B == 0 it writes nothing. It is safe while a
         forward is in flight, because no such forward uses these rows: a row leaves quarantine only after the last one

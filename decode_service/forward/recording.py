@@ -33,7 +33,8 @@ class Recorded:
 def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo | None], *, vocab_size: int, state_bytes: int) -> int:
     """Returns how many bytes of results the recorded forwards keep, for all shapes together.
 
-    Each token of a shape has its logits, and `state_bytes` of hidden states.
+    Each token of a shape has its logits, and `state_bytes` of hidden states. None in `spec_infos` is the step of a
+    service without a draft head.
     """
     tokens_a_row = {num_step_tokens(spec_info) for spec_info in spec_infos}
     num_tokens = sum(batch_sizes(max_rows)) * sum(tokens_a_row)
@@ -56,10 +57,11 @@ def record_forwards(
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Recorded:
-    """Records a forward for every batch size of `graphs` and each speculation in `spec_infos`.
+    """Records the forwards of a step for every batch size of `graphs` and each speculation in `spec_infos`.
 
-    Call it before the first request. The largest batch comes first: its intermediate memory is enough for the others.
-    Raises PieceFailed if a forward cannot be recorded, and DeviceTimeout if it does not end within `timeout_s`.
+    None in `spec_infos` is the step of a service without a draft head. Call it before the first request. The largest
+    batch comes first: its intermediate memory is enough for the others. Raises PieceFailed if a forward cannot be
+    recorded, and DeviceTimeout if it does not end within `timeout_s`.
     """
     begin_s, begin_bytes = clock(), graphs.held_bytes()
     with graphs.recording():

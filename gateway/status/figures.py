@@ -50,13 +50,13 @@ def outcomes_of(increase: Increase) -> dict[str, int]:
 
 
 def quantiles_of(phase: str, increases: Sequence[Increase]) -> Quantiles:
-    """Returns the quantiles of a phase's duration over all services."""
+    """Returns the median and the 99th percentile of a phase's duration, over the services of all `increases`."""
     merged: Histogram = merge([increase.histogram(f"baton_{phase}_seconds") for increase in increases])
     return Quantiles(merged.quantile(0.5), merged.quantile(0.99), round(merged.count))
 
 
 def acceptance_of(increase: Increase) -> Acceptance | None:
-    """Returns how many drafted tokens were accepted, or None if none were drafted."""
+    """Returns how many drafted tokens were accepted, as counts and shares, or None if none were drafted."""
     drafted, accepted = increase.total("baton_drafted_tokens_total"), increase.total("baton_accepted_tokens_total")
     accept_length = increase.histogram("baton_accept_length").mean
     if not drafted and accept_length is None:
@@ -74,7 +74,7 @@ def acceptance_of(increase: Increase) -> Acceptance | None:
 
 
 def pool_of(name: str, exposition: Exposition) -> Pool:
-    """Reads the number of members in each state of the pool `name`. A state that is not exposed counts as 0."""
+    """Reads the metric `name`: how many rows, or slots, of a KV pool are in each state. Absent states count as 0."""
     return Pool(*(round(exposition.gauge(name, state=state) or 0.0) for state in _STATES))
 
 

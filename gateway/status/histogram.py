@@ -50,7 +50,10 @@ class Histogram:
 
 
 def merge(histograms: Sequence[Histogram]) -> Histogram:
-    """Returns one histogram with all observations. The bounds may differ."""
+    """Returns one histogram with all observations. The histograms may have different bounds.
+
+    The result has the bounds of all of them. Where a histogram lacks a bound, its count at the next lower one is used.
+    """
     bounds = sorted({upper for each in histograms for upper, _ in each.buckets})
     return Histogram(
         tuple((bound, sum(each.num_upto(bound) for each in histograms)) for bound in bounds),

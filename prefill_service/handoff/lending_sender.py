@@ -74,9 +74,9 @@ class LendingSender(PieceSender):
 
 
 def _are_one_loan(first: Piece, following: Piece) -> bool:
-    """Returns whether two pieces of a row can be lent as one segment.
+    """Returns whether two pieces of a row, whose first token is the same, can be lent as one segment.
 
-    Their tokens must be the same and their layers adjacent, and together they must not exceed MAX_LENT_BYTES.
+    They must have the same tokens and adjacent layers, and together must not exceed MAX_LENT_BYTES.
     """
     return (
         following.num_tokens == first.num_tokens

@@ -52,7 +52,10 @@ _AHEAD_BYTES = 128 << 10  # of the next operation's weights, prefetched while a 
 
 @jit
 def _num_rows(call, fields):
-    """Returns the number of rows that a matrix product (LINEAR) computes."""
+    """Returns the number of rows that a matrix product (LINEAR) computes.
+
+    `call` has the words that describe this run of the program (see Call), `fields` those of the operation (see Field).
+    """
     return call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
 
 
@@ -77,14 +80,14 @@ def _num_items(call, fields):
 
 @jit
 def _panel_bytes(fields, like):
-    """Returns the bytes of one panel (PANEL_WIDTH outputs) of a LINEAR's weight."""
+    """Returns the bytes of one panel (PANEL_WIDTH outputs) of a LINEAR's weight, whose dtype is that of `like`."""
     return PANEL_WIDTH * fields[Field.WIDTH] * like.itemsize
 
 
 @jit
 def _most_items(call, fields, like):
-    """Returns the most items of an operation that a thread takes at once. For a LINEAR an item is a panel of its
-    weight, and a thread takes as many as amount to _MOST_BYTES of reading. For other operations it takes one.
+    """Returns the most items of an operation that a thread takes at once. For a LINEAR, an item is a panel of its
+    weight, and a thread takes so many that it reads about _MOST_BYTES. Of other operations it takes one item.
     """
     if fields[Field.KIND] != Kind.LINEAR:
         return np.int64(1)
@@ -94,8 +97,11 @@ def _most_items(call, fields, like):
 
 @jit
 def _run(board, run, call, thread, like):
-    """Runs the program that `call` describes, as one of the threads. Returns when the program has ended, or early if
-    the leader has begun another run.
+    """Runs the program that `call` describes, as thread number `thread` of a team. Returns when the program has ended,
+    or early if the leader has begun another run.
+
+    `run` is the number of this run, and `board` the address of the team's counters (see Team). `like` is an array of
+    the weights' dtype.
     """
     num_operations = call[Call.NUM_OPERATIONS]
     operations = words(call[Call.OPERATIONS], num_operations * NUM_FIELDS)
@@ -160,13 +166,13 @@ def _run(board, run, call, thread, like):
 
 
 def take_part(board, run, call, shared_address, thread, wake_or_sleep_fd, like):
-    """Runs programs as one thread of a team. Thread 0 leads: it runs the program that `call` describes to its end, and
-    returns. Any other thread helps with every program that is begun from now on, until the team stops; its `run` and
-    `call` are scratch memory.
+    """Runs programs as one thread of a team. Thread 0 leads: it runs the program that `call` describes to its end, as
+    run number `run`, and returns. Any other thread helps with every program that is begun from now on, until the team
+    stops; its `run` and `call` are scratch memory.
 
-    The leader copies `call` to `shared_address`, where helpers read it, and wakes sleeping helpers by writing to the
-    pipe `wake_or_sleep_fd`; helpers sleep by reading from it. Leading and helping are one function, so that it is
-    compiled once, by `load_kernels`.
+    The leader copies `call` to `shared_address`, where helpers read it. Helpers sleep by reading from a pipe, and the
+    leader wakes them by writing to it; `wake_or_sleep_fd` is this thread's end of the pipe. `like` is an array of the
+    weights' dtype. Leading and helping are one function, so that it is compiled once, by `load_kernels`.
     """
     shared = words(shared_address, call.shape[0])
     if thread == 0:

@@ -92,8 +92,8 @@ class ChatRendering:
     async def render(self, messages: Sequence[ChatMessage], *, num_bytes: int) -> str:
         """Renders a conversation. `num_bytes` is the size of its contents.
 
-        Raises ChatRefused, TextTooLong or Overloaded. If the caller is cancelled while the conversation waits, it is
-        dropped. A rendering that has begun goes on, and its place and bytes count until it ends.
+        Raises ChatRefused, TextTooLong or Overloaded. If the caller is cancelled while the conversation waits, the
+        conversation is dropped. A rendering that has begun goes on, and counts towards its lane's limits until it ends.
         """
         if self._refusal is not None:
             raise ChatRefused(self._refusal)

@@ -1,4 +1,4 @@
-"""One request's output as the client sees it: token ids, text and log-probabilities that agree in every ending.
+"""One request's output as the client sees it: token ids, text and log-probabilities. They agree however it ends.
 
 engine's tokens ──▶ detokenise ──▶ find stop strings, hold back what may begin one ──▶ pieces
 """
