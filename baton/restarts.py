@@ -30,7 +30,8 @@ class StartedAgain:
 
 
 class Restarts:
-    """Restarts one process whenever it ends.
+    """Restarts one process when it ends. Gives up if a restarted process ends because of its configuration, or if five
+    restarts in a row end before the process is ready.
 
     The wait doubles before each start, up to a minute; it is short again after the process was ready for half a minute.
     Use it only in the thread that first started the process, because the process dies with the thread that started it.
@@ -48,8 +49,8 @@ class Restarts:
     def look(self, *, is_ready: bool) -> Ended | StartedAgain | None:
         """Check the process once, and start it again when its wait is over. Call this repeatedly.
 
-        `is_ready` is the process's health. Returns an end or a new start, or None if nothing happened. Raises
-        ServiceDied if the process ended and will not be restarted.
+        `is_ready` says whether the process reports itself ready. Returns an end or a new start, or None if nothing
+        happened. Raises ServiceDied when it gives up: the process ended and will not be restarted.
         """
         now_s = self._clock()
         if self._start_at_s is not None:

@@ -23,7 +23,10 @@ TraceEvent = dict[str, Any]
 
 
 def write_trace(path: Path, timelines: Sequence[ServiceTimeline]) -> int:
-    """Write the timelines to a gzip file. Returns the number of events in it. Raises OSError."""
+    """Write the timelines to a gzip file. Returns the number of events in it.
+
+    Raises OSError if the file cannot be written.
+    """
     events = trace_events(timelines)
     with gzip.open(path, "wt", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": _about(timelines)}, file)

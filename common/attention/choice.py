@@ -46,6 +46,7 @@ def new_attention(
 ) -> AttentionBackend:
     """Returns a backend for layers with `num_heads` query heads over `num_kv_heads` key and value heads of `head_dim`.
 
+    `shared_bytes` and `overlaps` are called to ask for properties of a CUDA device; a test may replace them.
     Raises StartupError if the backend cannot serve these heads, or cannot be compiled.
     """
     if kind == "torch":
@@ -81,7 +82,7 @@ def _check_compiler() -> None:
 
 
 def _missing_for_kernels() -> str | None:
-    """Describes what Triton needs and this machine lacks, or returns None."""
+    """Returns what Triton needs and this machine lacks, as text for an error message, or None if it lacks nothing."""
     if torch.version.hip is not None:
         return "a device of NVIDIA's, and this PyTorch is built for AMD's"
     if importlib.util.find_spec("triton") is None:

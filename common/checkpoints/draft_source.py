@@ -33,7 +33,11 @@ def check_draft(spec: str) -> None:
 
 
 def resolve_draft(spec: str, progress: Progress | None = None, *, cache_dir: Path | None = None) -> Path:
-    """Returns the draft head's directory, for `load_draft`. Raises StartupError if there is none."""
+    """Returns the directory of the draft head that `spec`, a value of `draft`, names. `load_draft` loads it from there.
+
+    Converted files go into `cache_dir`, by default the user's cache; `progress` is told of the conversion. Raises
+    StartupError if there is no such head.
+    """
     if spec == DEMO_MODEL:
         return _DEMO_HEAD
     directory = local_path("draft", spec, kinds=_KINDS)

@@ -71,8 +71,9 @@ def extend_draft(
 
     `captured` [T, states * H] are the target's hidden states of the tokens. R rows go on drafting: `last` [R] is the
     index (0 .. T-1) of each row's last token, `rows` [R] its row in the pool, and `positions` [R] the position of its
-    first draft. Results for tokens of a row after `last` are not used. A head with several layers needs `topk` 1; its
-    KV of a token may then depend on a draft that is rejected later, unless the next window computes the token again.
+    first draft. `state` and `batch` say how the R rows' tokens are sampled, because drafts are guesses of these tokens.
+    Results for tokens of a row after `last` are not used. A head with several layers needs `topk` 1; its KV of a token
+    may then depend on a draft that is rejected later, unless the next window computes the token again.
     """
     num_layers = head.layer_group.num_layers
     if num_layers == 1:

@@ -15,8 +15,8 @@ from common.model.target import Target, TargetOutput
 
 
 class GraphedTarget(Target):
-    """Wraps a Target so that forwards of recorded shapes are replayed. `ForwardGraphs.run` says how long results are
-    valid.
+    """Wraps a Target so that forwards of recorded shapes are replayed. A later replay may overwrite the results of an
+    earlier one: the docstring of `ForwardGraphs.run` says when.
     """
 
     def __init__(self, target: Target, graphs: ForwardGraphs) -> None:

@@ -43,7 +43,8 @@ def load_target(
     fuses: bool = False,
     optimizes_modules: bool = True,
 ) -> TargetModel:
-    """Loads the model in `directory`, with weights in `dtype` (a key of DTYPES), on `device`.
+    """Loads the model in `directory`, with weights in `dtype` (a key of DTYPES), on `device`. `attention` is the kind
+    of its attention backend (see choice.py).
 
     If the model's class is known: `fuses` prepares it, on a CPU, to be compiled into one program; `optimizes_modules`
     replaces its modules by fewer and faster ones. Raises UnsupportedModel, naming the trait, for a model that is not

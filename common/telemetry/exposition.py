@@ -130,7 +130,7 @@ class _Handler(MetricsHandler):
         super().do_GET()
 
     def _head(self) -> bytes:
-        """Reads the head of the request. Returns b"" if it does not arrive in time."""
+        """Reads the head of the request. Returns b"" if it does not arrive in time or is too long."""
         head, until_s = b"", time.monotonic() + _HEAD_TIMEOUT_S
         while b"\r\n\r\n" not in head:
             left_s = until_s - time.monotonic()

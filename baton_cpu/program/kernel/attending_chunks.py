@@ -13,6 +13,9 @@ and D is head_dim, both rounded up to whole panels. A step is 4 bytes of a row: 
 
 Softmax is computed in float32. Its maximum and sum are updated from block to block. Weights are rounded to the model's
 dtype before they are multiplied by the values; the result is divided by the sum of the weights at the end.
+
+`call` holds the int64 words of the forward, which `Call` names, and `fields` those of the operation, which `Field`
+names. `item` is the number of an item, and `like` is an array of the model's dtype.
 """
 
 from __future__ import annotations
