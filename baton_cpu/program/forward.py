@@ -149,12 +149,13 @@ class _Windows:
 
 
 class FusedForward:
-    """A ForwardProgram that runs a program on a team of threads. `takes` returns False for forwards of more than
-    `max_tokens` tokens, which the model's own layers must compute. One thread at a time may prepare, and one may
-    compute.
+    """A ForwardProgram that runs a program on a team of threads. One thread at a time may prepare, and one may compute.
 
-    It keeps buffers for the most tokens of any forward so far, and memory for one layer's packed K and V of the longest
-    chunks so far.
+    `takes` returns False for a forward that the model's own layers must compute: one of more than `max_tokens` tokens,
+    one whose tree mask is for more than MAX_QUERIES tokens of a row, or one with a row longer than the rotary tables.
+
+    A FusedForward keeps buffers for the most tokens of any forward so far, and memory for one layer's packed K and V of
+    the longest chunks so far.
     """
 
     def __init__(self, decoder: FusedDecoder, team: Team, *, max_tokens: int) -> None:

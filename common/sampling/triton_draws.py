@@ -184,6 +184,9 @@ def draw(  # type: ignore[no-untyped-def]
     If IS_TARGET, it draws the target's token by all rules of sampling. Otherwise it draws a draft head's token, with
     temperature and noise only; the columns of the head's logits are the tokens `column_ids`. Without IS_CHOSEN it
     chooses no token, and only applies these rules to `logits` in place.
+
+    The results are `chosen` [B], and `is_invalid` [B]: 1 if the entry's largest logit is not finite. With IS_TARGET the
+    kernel overwrites `logits`.
     """
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
