@@ -25,7 +25,8 @@ from common.model.capture import HiddenCapture
 class DraftOutput:
     """The results for the R tokens whose logits are wanted.
 
-    `hidden` [R, h] are the outputs of `forward`. `logits` is [R, Vd] float32.
+    `hidden` [R, hidden size of the head] are the head's states after its last layer. `logits` [R, vocabulary of the
+    head] are float32.
     """
 
     hidden: Tensor

@@ -34,7 +34,9 @@ _log = structlog.get_logger(__name__)
 
 
 class Engine(Protocol[_CommandT_contra, _EventT_co]):
-    """An engine that is driven by steps. A step is synchronous, and uses no network and no wall clock."""
+    """An engine that is driven by steps. A step is synchronous and uses no network, and the wall
+    clock only for deadlines.
+    """
 
     def step(self, commands: Sequence[_CommandT_contra]) -> Sequence[_EventT_co]:
         """Applies `commands`, then does one iteration's work. Returns the events that the edge has not received yet, in

@@ -36,7 +36,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """The objects that belong to this run of the process. `instance_id` is unique to it."""
+    """What a service is built from: the loaded models and their device, and where its metrics and traces go.
+
+    `instance_id` is new for each start of the process, so that others notice a restart.
+    """
 
     instance_id: str
     runtime: Runtime

@@ -35,8 +35,9 @@ class PrefillDispatcher:
 
     `post` takes events for the edge; `fail` ends a request with an error. A request fails after `max_attempts`
     consecutive lost handoffs. It also fails when for `unavailable_timeout_s` no replica was ready, all were too small
-    for its tokens, or all refused it; waiting for slots does not count. It fails at once if it is too long for every
-    replica, all are ready, and no others may come. A refused request is retried after at most
+    for its tokens, or all refused it; waiting for slots does not count. It fails at once if all replicas
+    are ready, it is too long for each, and no larger one may come; or if all have another fingerprint and no others may
+    come. A refused request is retried after at most
     `unavailable_timeout_s`, even if the replica asks for a longer wait. Slots that an older, refused request will need
     are not given to a younger one.
     """
