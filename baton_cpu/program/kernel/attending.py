@@ -27,15 +27,16 @@ PART_TOKENS = 64
 
 
 def part_bytes(num_queries: int, head_dim: int) -> int:
-    """Returns the size in bytes of the attention result of one part of the tokens, for `num_queries` queries: their
-    sums of values, then their highest scores, then their sums of weights.
+    """Returns the size in bytes of the attention result of one part of a request's tokens, for `num_queries` queries:
+    their sums of values, then their highest scores, then their sums of weights. A query is one head of one new token.
     """
     return 4 * num_queries * (head_dim + 2)
 
 
 def scratch_bytes(num_queries: int, num_of_head: int, head_dim: int) -> int:
-    """Returns the scratch memory of one thread in bytes, for the request with most queries. A query is one head of one
-    new token. `num_queries` counts those of all heads, `num_of_head` those of one KV head.
+    """Returns the scratch memory in bytes that one thread needs for ATTEND. A query is one head of one new token.
+    `num_queries` counts the queries of the request with most of them, and `num_of_head` those of them that read one KV
+    head.
     """
     return 2 * part_bytes(num_queries, head_dim) + 4 * (
         (num_queries + 1) * head_dim + num_of_head * PART_TOKENS + NUM_LANES
@@ -44,8 +45,10 @@ def scratch_bytes(num_queries: int, num_of_head: int, head_dim: int) -> int:
 
 @jit
 def rotate(source, weight, epsilon, cosines, sines, target, like):
-    """Applies rotary embedding to one head, and writes it to `target` [head_dim] float32, rounded to the model's dtype.
-    If `weight` is an address, the head is RMS-normalised first; 0 means that there is no norm.
+    """Applies rotary embedding to one head, array `source`, and writes it to array `target` [head_dim] float32, rounded
+    to the dtype of array `like`. `cosines` and `sines` are arrays [head_dim] for the token's position.
+
+    If `weight` is an address, the head is RMS-normalised first, with `epsilon`; 0 means that there is no norm.
     """
     head_dim = target.shape[0]
     half = head_dim // 2
@@ -68,22 +71,32 @@ def rotate(source, weight, epsilon, cosines, sines, target, like):
 
 @jit
 def _angles(call, token, head_dim, like):
-    """Returns the cosines and sines of a token's position, each [head_dim]."""
+    """Returns the cosines and sines for a token's position, two arrays [head_dim]. `token` is the token's index in the
+    forward. `call` holds the int64 words that describe the run of the program (see Call). `like` is any array of the
+    model's dtype (uint16 for bfloat16).
+    """
     place = words(call[Call.POSITIONS], call[Call.NUM_TOKENS])[token] * head_dim * like.itemsize
     return elements(call[Call.COSINES] + place, head_dim, like), elements(call[Call.SINES] + place, head_dim, like)
 
 
 @jit
 def _qkv(call, fields, token, like):
-    """Returns a token's query heads, key heads and value heads, one after the other, as one array."""
+    """Returns a token's query heads, key heads and value heads, one after the other, as one array. `token` is the
+    token's index in the forward. `call` holds the int64 words that describe the run of the program (see Call), `fields`
+    those of the operation (see Field). `like` is any array of the model's dtype (uint16 for bfloat16).
+    """
     numbers = (fields[Field.NUM_HEADS] + 2 * fields[Field.NUM_KV_HEADS]) * fields[Field.HEAD_DIM]
     return buffer_row(call, fields[Field.SOURCE], token, numbers, 0, like)
 
 
 @jit
 def _rotate_queries(call, fields, epsilon, scaling, first, num_new, queries, like):
-    """Rotates and scales the request's queries, and writes them to address `queries`: [KV heads, new tokens, query
-    heads of each, head_dim] float32.
+    """Normalises (if there is a norm, with `epsilon`) and rotates a request's queries, and multiplies them by
+    `scaling`. Writes them to address `queries`: [KV heads, new tokens, query heads of each, head_dim] float32.
+
+    `first` is the index of the request's first new token in the forward, and `num_new` the number of its new tokens.
+    `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
+    Field). `like` is any array of the model's dtype (uint16 for bfloat16).
     """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_shared = fields[Field.NUM_HEADS] // num_kv_heads
@@ -102,7 +115,13 @@ def _rotate_queries(call, fields, epsilon, scaling, first, num_new, queries, lik
 
 @jit
 def _write_kv(call, fields, epsilon, token, keys, values, scratch, like):
-    """Rotates a new token's keys, and writes its keys and values to its slot."""
+    """Normalises (if there is a norm, with `epsilon`) and rotates a new token's keys, and writes its keys and values to
+    its slot. `token` is the token's index in the forward.
+
+    `keys` and `values` are the addresses of the layer's keys and values in the pool. `scratch` is the address of
+    head_dim float32. `call` holds the int64 words that describe the run of the program (see Call), `fields` those of
+    the operation (see Field). `like` is any array of the model's dtype (uint16 for bfloat16).
+    """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     qkv = _qkv(call, fields, token, like)
     cosines, sines = _angles(call, token, head_dim, like)
@@ -122,8 +141,13 @@ def _write_kv(call, fields, epsilon, token, keys, values, scratch, like):
 
 @jit
 def _mask(call, first, num_new, num_shared, begin, num_unmasked, num_tokens, scores):
-    """Sets to -inf the scores of tokens that a query does not attend. The scores are those of one part of the request's
-    tokens, which begins at token `begin`. Returns whether any score was set.
+    """Sets to -inf the scores of tokens that a query does not attend, in one part of a request's tokens. Returns
+    whether any score was set. The part has `num_tokens` tokens, from the request's token `begin` on. All queries attend
+    the request's first `num_unmasked` tokens.
+
+    `scores` is an array [num_new * num_shared, PART_TOKENS] for the `num_shared` query heads of one KV head. `first` is
+    the index of the request's first new token in the forward, and `num_new` the number of its new tokens. `call` holds
+    the int64 words that describe the run of the program (see Call).
     """
     width = call[Call.ATTENDED_WIDTH]
     attended = array_at(pointer(call[Call.ATTENDED]), (call[Call.NUM_TOKENS] * width,), np.bool_)
@@ -139,8 +163,11 @@ def _mask(call, first, num_new, num_shared, begin, num_unmasked, num_tokens, sco
 
 @jit
 def _weigh(scores, num_tokens, lanes):
-    """Turns one query's scores of up to PART_TOKENS tokens into softmax weights, in place and not yet divided by their
-    sum. Returns the highest score and the sum of the weights, or -inf and 0 if the query attends none of the tokens.
+    """Turns one query's scores into softmax weights, in place and not yet divided by their sum. Returns the highest
+    score and the sum of the weights, or -inf and 0 if the query attends none of the tokens.
+
+    `scores` is an array [PART_TOKENS], of which the first `num_tokens` are filled; the other weights become 0. `lanes`
+    [NUM_LANES] is scratch memory.
     """
     for t in range(num_tokens, PART_TOKENS):
         scores[t] = -np.inf
@@ -158,6 +185,10 @@ def _weigh(scores, num_tokens, lanes):
 def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):
     """Adds to `sums` the values of tokens `begin` .. `end` - 1, multiplied by each query's weights. It is for tokens
     that only some queries attend: where a query's weight is 0, it does not read the value.
+
+    `plane` is the address of slot 0's value of one KV head, slots lie `token_bytes` apart, and `slots` is the address
+    of the tokens' slots (int64). Arrays, float32: weights [queries, tokens], sums [queries, head_dim]. `like` is any
+    array of the model's dtype (uint16 for bfloat16).
     """
     places = words(slots, end)
     for t in range(begin, end):
@@ -171,8 +202,9 @@ def _sum_attended(plane, token_bytes, slots, begin, end, weights, sums, like):
 
 @jit
 def _join(joined, part, num_queries, head_dim):
-    """Merges the attention result of one part of the tokens, at address `part`, into `joined`, the result of the parts
-    before it. Multiply-adds are explicitly fused, so every call rounds alike, however the compiler optimises it.
+    """Merges the attention result of one part of a request's tokens, at address `part`, into the result of the parts
+    before it, at address `joined`. Both have the layout that `part_bytes` describes. Multiply-adds are explicitly
+    fused, so every call rounds alike, however the compiler optimises it.
     """
     own = array_at(pointer(part), (num_queries * (head_dim + 2),), np.float32)
     all_ = array_at(pointer(joined), (num_queries * (head_dim + 2),), np.float32)
@@ -193,9 +225,15 @@ def _join(joined, part, num_queries, head_dim):
 def _attend_part(
     call, fields, b, first, num_new, begin, num_own, num_near, keys, values, slots, queries, part, weights_at, like
 ):
-    """Computes attention over one part, the `num_own` tokens from `begin` on, as if there were no others. Writes sums
-    of values, highest scores and sums of weights to address `part`. Meanwhile it prefetches tokens that come after the
-    part. The item ends `num_near` tokens after `begin`, and nothing beyond its end is prefetched.
+    """Computes attention of request `b` (its index in the batch) over one part, its `num_own` tokens from `begin` on,
+    as if there were no others. Writes the result to address `part`, in the layout that `part_bytes` describes.
+    Meanwhile it prefetches tokens after the part, but none beyond the end of the item, `num_near` tokens after `begin`.
+
+    `first` is the index of the request's first new token in the forward, and `num_new` the number of its new tokens.
+    `keys` and `values` are the addresses of the layer's keys and values in the pool. `slots` is the address of the
+    slots of the tokens from `begin` on, `queries` that of the rotated queries, and `weights_at` that of scratch memory.
+    `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
+    Field). `like` is any array of the model's dtype (uint16 for bfloat16).
     """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_queries = num_new * fields[Field.NUM_HEADS]
@@ -243,8 +281,9 @@ def _attend_part(
 
 @jit
 def _few_tokens_before(starts, b):
-    """Returns how many new tokens the requests before `b` in the batch have, leaving out requests that attend as
-    chunks. The results of these tokens are stored before those of request `b`.
+    """Returns how many new tokens the requests before `b` (an index in the batch) have, leaving out requests that
+    attend as chunks. The results of these tokens are stored before those of request `b`. Array `starts` [B + 1] has the
+    index of each request's first new token in the forward.
     """
     total = np.int64(0)
     for other in range(b):
@@ -255,15 +294,23 @@ def _few_tokens_before(starts, b):
 
 @jit
 def _num_unmasked(call, b):
-    """Returns how many of request `b`'s tokens, from the first on, are attended by all its queries."""
+    """Returns how many of the tokens of request `b` (its index in the batch), from the first on, are attended by all
+    its queries. `call` holds the int64 words that describe the run of the program (see Call).
+    """
     num_rows = call[Call.NUM_ROWS]
     return words(call[Call.SEQ_LENS], num_rows)[b] - words(call[Call.NUM_MASKED], num_rows)[b]
 
 
 @jit
 def attend(call, fields, epsilon, scaling, item, scratch, like):
-    """Computes one item of the operation ATTEND: attention of one request over a group of parts of its tokens. Does
-    nothing for a request with more than MAX_QUERIES new tokens, which attends as a chunk.
+    """Computes one item of the operation ATTEND: attention of one request over a group of parts of its tokens,
+    including the writing of new keys and values to the pool. Does nothing for a request with more than MAX_QUERIES new
+    tokens, which attends as a chunk.
+
+    `item` is the item's number, from 0. `epsilon` is that of the norms of queries and keys, `scaling` multiplies the
+    scores, and `scratch` is the address of this thread's scratch memory (see `scratch_bytes`). `call` holds the int64
+    words that describe the run of the program (see Call), `fields` those of the operation (see Field). `like` is any
+    array of the model's dtype (uint16 for bfloat16).
     """
     num_groups = call[Call.NUM_GROUPS]
     b, group = item // num_groups, item % num_groups
@@ -338,7 +385,9 @@ def attend(call, fields, epsilon, scaling, item, scratch, like):
 
 @jit
 def _clear(joined, num_queries, head_dim):
-    """Sets `joined` to the attention result over no tokens: sums of 0, and highest scores of -inf."""
+    """Sets the memory at address `joined` to the attention result over no tokens, in the layout that `part_bytes`
+    describes: sums of 0, and highest scores of -inf.
+    """
     numbers = array_at(pointer(joined), (num_queries * (head_dim + 2),), np.float32)
     numbers[:] = 0
     numbers[num_queries * head_dim : num_queries * (head_dim + 1)] = -np.inf
@@ -346,7 +395,13 @@ def _clear(joined, num_queries, head_dim):
 
 @jit
 def _give_out(call, fields, first, num_new, joined, like):
-    """Divides each query's sum of values by its sum of weights, and writes the result to the target buffer."""
+    """Divides each query's sum of values by its sum of weights, and writes the result to the target buffer. The sums of
+    one request are at address `joined`, in the layout that `part_bytes` describes.
+
+    `first` is the index of the request's first new token in the forward, and `num_new` the number of its new tokens.
+    `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
+    Field). `like` is any array of the model's dtype (uint16 for bfloat16).
+    """
     num_heads, head_dim = fields[Field.NUM_HEADS], fields[Field.HEAD_DIM]
     num_shared = num_heads // fields[Field.NUM_KV_HEADS]
     num_queries, inputs = num_new * num_heads, input_like(like)

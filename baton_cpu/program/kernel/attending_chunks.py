@@ -46,12 +46,17 @@ def packed_tokens(num_tokens: int) -> int:
 
 
 def packed_numbers(num_packed_tokens: int, num_kv_heads: int, head_dim: int) -> int:
-    """Returns how many numbers the packed keys and values of all KV heads take together."""
+    """Returns how many numbers the packed keys and values of one layer take, for all KV heads together.
+    `num_packed_tokens` counts the tokens of all chunks, each chunk's rounded up by `packed_tokens`.
+    """
     return num_packed_tokens * num_kv_heads * (head_dim + packed_tokens(head_dim))
 
 
 def scratch_bytes(num_shared: int, head_dim: int, input_itemsize: int) -> int:
-    """Returns the scratch memory of one thread in bytes. `num_shared` is the number of query heads of each KV head."""
+    """Returns the scratch memory in bytes that one thread needs for PREPARE_CHUNKS and ATTEND_CHUNKS. `num_shared` is
+    the number of query heads of each KV head, and `input_itemsize` the size in bytes of a number that matrix products
+    read (see `input_dtype`).
+    """
     num_queries = num_shared * QUERY_TOKENS
     width = packed_tokens(head_dim)
     floats = num_queries * (width + 2) + MAX_ROWS * (BLOCK_KEYS + PANEL_WIDTH) + head_dim
@@ -60,8 +65,11 @@ def scratch_bytes(num_shared: int, head_dim: int, input_itemsize: int) -> int:
 
 @jit
 def _packed_head(call, fields, b, h, like):
-    """Returns where KV head `h` of request `b` is packed: the address of its keys, the address of its values, and the
-    request's number of tokens, rounded up to a multiple of PANEL_WIDTH.
+    """Returns where KV head `h` of request `b` (its index in the batch) is packed: the address of its keys, the address
+    of its values, and the request's number of tokens, rounded up to a multiple of PANEL_WIDTH.
+
+    `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
+    Field). `like` is any array of the model's dtype (uint16 for bfloat16).
     """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     width = (head_dim + PANEL_WIDTH - 1) // PANEL_WIDTH * PANEL_WIDTH
@@ -76,6 +84,11 @@ def _packed_head(call, fields, b, h, like):
 def prepare_chunks(call, fields, epsilon, item, scratch, like):
     """Computes one item of the operation PREPARE_CHUNKS: PANEL_WIDTH tokens of one request. Writes the KV of the new
     ones among them to the pool, and packs the keys and values of all.
+
+    `item` is an index into the array at Call.KEY_PARTS. `epsilon` is that of the keys' norm, and `scratch` the address
+    of this thread's scratch memory (see `scratch_bytes`). `call` holds the int64 words that describe the run of the
+    program (see Call), `fields` those of the operation (see Field). `like` is any array of the model's dtype (uint16
+    for bfloat16).
     """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     size = like.itemsize
@@ -140,8 +153,9 @@ def prepare_chunks(call, fields, epsilon, item, scratch, like):
 
 @jit
 def _mask(scores, num_panels, num_visible):
-    """Sets a query's scores from key `num_visible` on to -inf. The scores are in `num_panels` panels of PANEL_WIDTH
-    keys; each panel has room for the scores of MAX_ROWS queries.
+    """Sets a query's scores from key `num_visible` of the block on to -inf. The scores lie in `num_panels` panels of
+    PANEL_WIDTH keys, each of which has room for the scores of MAX_ROWS queries; array `scores` begins with this query's
+    first score.
     """
     for p in range(num_visible // PANEL_WIDTH, num_panels):
         first = p * MAX_ROWS * PANEL_WIDTH
@@ -151,8 +165,11 @@ def _mask(scores, num_panels, num_visible):
 
 @jit
 def _highest(scores, num_panels, lanes):
-    """Returns a query's highest score, ignoring NaN. `lanes` [PANEL_WIDTH] is scratch memory: each lane keeps a maximum
-    of its own, because the compiler cannot turn a single running maximum into vector code.
+    """Returns a query's highest score, ignoring NaN. The scores lie in `num_panels` panels of PANEL_WIDTH keys, each of
+    which has room for the scores of MAX_ROWS queries; array `scores` begins with this query's first score.
+
+    `lanes` [PANEL_WIDTH] is scratch memory: each lane keeps a maximum of its own, because the compiler cannot turn a
+    single running maximum into vector code.
     """
     for i in range(PANEL_WIDTH):
         lanes[i] = -np.inf
@@ -168,8 +185,12 @@ def _highest(scores, num_panels, lanes):
 
 @jit
 def _weigh(scores, num_panels, highest, scaling, weights, like):
-    """Turns a query's scores into softmax weights, not yet divided by their sum. Writes them to `weights`, rounded to
-    the model's dtype. Returns their sum before rounding.
+    """Turns a query's scores into softmax weights, exp((score - `highest`) * `scaling`), not yet divided by their sum.
+    Writes them to array `weights` [keys], rounded to the model's dtype. Returns their sum before rounding.
+
+    The scores lie in `num_panels` panels of PANEL_WIDTH keys, each of which has room for the scores of MAX_ROWS
+    queries; array `scores` begins with this query's first score. `like` is any array of the model's dtype (uint16 for
+    bfloat16).
     """
     total = np.float32(0)
     for p in range(num_panels):
@@ -184,8 +205,13 @@ def _weigh(scores, num_panels, highest, scaling, weights, like):
 
 @jit
 def attend_chunks(call, fields, epsilon, scaling, item, scratch, like):
-    """Computes one item of the operation ATTEND_CHUNKS: attention of some new tokens of one request, for the query
-    heads of one KV head.
+    """Computes one item of the operation ATTEND_CHUNKS: attention of up to QUERY_TOKENS new tokens of one request, for
+    the query heads of one KV head.
+
+    `item` is the item's number, from 0: one for each entry at Call.QUERY_PARTS and KV head. `epsilon` is that of the
+    queries' norm, `scaling` multiplies the scores, and `scratch` is the address of this thread's scratch memory (see
+    `scratch_bytes`). `call` holds the int64 words that describe the run of the program (see Call), `fields` those of
+    the operation (see Field). `like` is any array of the model's dtype (uint16 for bfloat16).
     """
     num_kv_heads, head_dim = fields[Field.NUM_KV_HEADS], fields[Field.HEAD_DIM]
     num_shared = fields[Field.NUM_HEADS] // num_kv_heads

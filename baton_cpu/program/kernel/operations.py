@@ -36,7 +36,7 @@ from baton_cpu.program.kernel.numbers import copied, input_like, kept, rounded, 
 
 
 class Kind(IntEnum):
-    """The kinds of operations that a program consists of."""
+    """The kinds of operations that a program consists of. A program is a forward as a list of operations."""
 
     EMBED = 0
     NORM = 1
@@ -49,8 +49,8 @@ class Kind(IntEnum):
 
 
 class Store(IntEnum):
-    """Says where a matrix product (LINEAR) puts its output. KEEP stores it. ADD adds it to the target. GATE stores
-    silu(first) * second of the two halves of each panel. LOGITS stores it as float32.
+    """Says how a matrix product (LINEAR) stores its output in its target buffer. KEEP overwrites the target. ADD adds
+    to it. GATE stores silu(first half) * second half of the outputs of each panel. LOGITS overwrites a float32 buffer.
     """
 
     KEEP = 0
@@ -60,8 +60,8 @@ class Store(IntEnum):
 
 
 class Field(IntEnum):
-    """Indices into the row of int64 that describes an operation. Weights are given by their addresses; 0 means that
-    there is none.
+    """Indices into the row of int64 that describes one operation of a program. Weights are given by their addresses; 0
+    means that there is none.
     """
 
     KIND = 0
@@ -87,8 +87,9 @@ class Field(IntEnum):
 
 
 class Call(IntEnum):
-    """Indices into the int64 words that describe one run of a program. Arrays are given by their addresses, and hold
-    int64 unless ForwardInput says otherwise.
+    """Indices into the int64 words that describe one run of a program. Arrays are given by their addresses. Arrays of
+    indices, lengths and counts hold int64, ATTENDED and NOT_FINITE bool, NUMBERS float64, PARTS float32, and KV,
+    PACKED, COSINES and SINES the model's dtype.
     """
 
     OPERATIONS = 0
@@ -145,7 +146,7 @@ array_at = cast("Kernel", numba.carray)  # type: ignore[attr-defined]
 
 @jit
 def words(address, number):
-    """Returns `number` int64 at `address`, as an array."""
+    """Returns an array of the `number` int64 at address `address`, which shares their memory."""
     return array_at(pointer(address), (number,), _WORDS)
 
 
@@ -167,7 +168,10 @@ array.
 
 @jit
 def _normalise(source, weight, epsilon, target, like):
-    """RMS-normalises one row, `source`, into `target`. Both and the weight are arrays of the row's width."""
+    """RMS-normalises one row, array `source`, into array `target`. `weight` is an array of the same length, and
+    `epsilon` is added to the mean of the squares. The result is rounded to the dtype of array `like`, even if `target`
+    is float32.
+    """
     total = np.float32(0)
     for i in range(source.shape[0]):
         number = read(source[i])
@@ -179,7 +183,10 @@ def _normalise(source, weight, epsilon, target, like):
 
 @jit
 def buffer_row(call, number, row, width, offset, like):
-    """Returns `width` elements of row `row` of buffer `number`, from element `offset` on."""
+    """Returns `width` elements of row `row` of buffer `number`, from element `offset` on, as an array that shares the
+    buffer's memory. `call` holds the int64 words that describe the run of the program (see Call). The buffer has the
+    dtype of array `like`.
+    """
     base = call[Call.BUFFERS + 2 * number]
     length = call[Call.BUFFERS + 2 * number + 1]
     return elements(base + (row * length + offset) * like.itemsize, width, like)
@@ -187,8 +194,9 @@ def buffer_row(call, number, row, width, offset, like):
 
 @jit
 def copy_elements(source, target):
-    """Copies `source` to `target`, and converts elements where dtypes differ. It replaces an assignment of slices,
-    whose check of shapes takes a second to compile.
+    """Copies array `source` to array `target`, which is at least as long. Elements may be converted from bfloat16 to
+    float32, but not back. The function replaces an assignment of slices, whose check of shapes takes a second to
+    compile.
     """
     for i in range(source.shape[0]):
         target[i] = copied(source[i], target)
@@ -196,7 +204,12 @@ def copy_elements(source, target):
 
 @jit
 def embed(call, fields, item, like):
-    """Computes one item of the operation EMBED: copies the table's rows of some tokens to the target buffer."""
+    """Computes one item of the operation EMBED: copies the embedding table's rows of up to ITEM_TOKENS tokens to the
+    target buffer. `item` is the item's number, from 0.
+
+    `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
+    Field). `like` is any array of the model's dtype (uint16 for bfloat16).
+    """
     width = fields[Field.WIDTH]
     ids = words(call[Call.INPUT_IDS], call[Call.NUM_TOKENS])
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
@@ -207,8 +220,12 @@ def embed(call, fields, item, like):
 
 @jit
 def norm(call, fields, epsilon, item, target_like, like):
-    """Computes one item of the operation NORM or INPUT_NORM: RMS-normalises or copies the rows of some tokens. The
-    target buffer has elements of `target_like`'s dtype.
+    """Computes one item of the operation NORM or INPUT_NORM: RMS-normalises or copies the rows of up to ITEM_TOKENS
+    tokens. `item` is the item's number, from 0. `epsilon` is added to the mean of the squares.
+
+    `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
+    Field). `like` is any array of the model's dtype (uint16 for bfloat16). `target_like` is one of the target buffer's
+    dtype.
     """
     width = fields[Field.WIDTH]
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
@@ -222,8 +239,12 @@ def norm(call, fields, epsilon, item, target_like, like):
 
 @jit
 def normalise_input(call, fields, epsilon, scratch, like):
-    """Copies the rows that a matrix product (LINEAR) reads to `scratch`, one after the other. As the operation demands,
-    it copies only the selected rows, normalises them, and converts them to the dtype of the product's input.
+    """Copies the input rows of a matrix product (LINEAR) to address `scratch`, one after the other. As the operation
+    demands, it copies only the selected rows, normalises them with `epsilon`, and converts them to the dtype of the
+    product's input.
+
+    `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
+    Field). `like` is any array of the model's dtype (uint16 for bfloat16).
     """
     width, inputs = fields[Field.WIDTH], input_like(like)
     num_rows = call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
@@ -242,10 +263,12 @@ def normalise_input(call, fields, epsilon, scratch, like):
 @jit
 def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):
     """Computes one item of the operation LINEAR: multiplies up to ITEM_ROWS rows by one panel of the weight, and stores
-    the products.
+    the products. `item` is the item's number, from 0.
 
-    `x` is the address of the input's rows, which lie `x_stride` bytes apart. `sums_address` is scratch memory for the
-    products of MAX_ROWS rows.
+    `x` is the address of the operation's `num_rows` input rows, which lie `x_stride` bytes apart. `sums_address` is
+    that of scratch memory for the products of MAX_ROWS rows. `call` holds the int64 words that describe the run of the
+    program (see Call), `fields` those of the operation (see Field). `like` is any array of the model's dtype (uint16
+    for bfloat16).
     """
     width, num_outputs = fields[Field.WIDTH], fields[Field.NUM_OUTPUTS]
     num_steps = width * like.itemsize // 4
@@ -265,7 +288,13 @@ def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):
 
 @jit
 def _store(call, fields, store, row, panel, num_outputs, sums, like):
-    """Stores one row's products with one panel in the target buffer, in the way that `store` says."""
+    """Stores one row's products with one panel in the target buffer, in the way that `store`, a Store, says. `row` and
+    `panel` are indices, and `num_outputs` counts the outputs of the whole weight.
+
+    `sums` is a float32 array with the PANEL_WIDTH products, to which the bias is added in place. `call` holds the int64
+    words that describe the run of the program (see Call), `fields` those of the operation (see Field). `like` is any
+    array of the model's dtype (uint16 for bfloat16).
+    """
     base = call[Call.BUFFERS + 2 * fields[Field.TARGET]]
     length = call[Call.BUFFERS + 2 * fields[Field.TARGET] + 1]
     if store == Store.GATE:
@@ -298,8 +327,8 @@ def _store(call, fields, store, row, panel, num_outputs, sums, like):
 
 @jit
 def _order(bits):
-    """Returns an integer for the bits of a float32. The integers have the order of the numbers; both zeros are equal,
-    and NaN is above all.
+    """Returns an int32 for `bits`, the bits of a float32 as an int32. The results have the order of the numbers; both
+    zeros are equal, and NaN is above all.
     """
     magnitude = np.int32(bits & np.int32(0x7FFFFFFF))
     signed = magnitude if bits >= 0 else np.int32(-magnitude)
@@ -308,8 +337,8 @@ def _order(bits):
 
 @jit
 def find_largest(bits):
-    """Returns the index of the first NaN or, if there is none, of the first largest number. `bits` holds the bits of
-    float32 numbers.
+    """Returns the index of the first NaN or, if there is none, of the first largest number. `bits` is an int32 array
+    with the bits of float32 numbers.
     """
     best, best_start = np.int32(-_NAN_ORDER), 0
     for start in range(0, bits.shape[0], _LARGEST_BLOCK):
@@ -327,8 +356,10 @@ def find_largest(bits):
 
 @jit
 def largest(call, fields, row):
-    """Computes one item of the operation LARGEST: writes the index of a row's largest logit to Call.LARGEST, and to
-    Call.NOT_FINITE whether that logit is infinite or NaN.
+    """Computes one item of the operation LARGEST, for row `row` of the logits: writes the index of the row's largest
+    logit to the array at Call.LARGEST, and whether that logit is infinite or NaN to the array at Call.NOT_FINITE.
+    `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
+    Field).
     """
     base = call[Call.BUFFERS + 2 * fields[Field.SOURCE]]
     length = call[Call.BUFFERS + 2 * fields[Field.SOURCE] + 1]

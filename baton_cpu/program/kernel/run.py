@@ -52,16 +52,17 @@ _AHEAD_BYTES = 128 << 10  # of the next operation's weights, prefetched while a 
 
 @jit
 def _num_rows(call, fields):
-    """Returns the number of rows that a matrix product (LINEAR) computes.
-
-    `call` has the words that describe this run of the program (see Call), `fields` those of the operation (see Field).
+    """Returns the number of rows that a matrix product (LINEAR) computes. `call` holds the int64 words that describe
+    the run of the program (see Call), `fields` those of the operation (see Field).
     """
     return call[Call.NUM_SELECTED] if fields[Field.SELECTED_ROWS] else call[Call.NUM_TOKENS]
 
 
 @jit
 def _num_items(call, fields):
-    """Returns into how many items, the units of work for threads, an operation is cut."""
+    """Returns into how many items, the units of work for threads, an operation is cut. `call` holds the int64 words
+    that describe the run of the program (see Call), `fields` those of the operation (see Field).
+    """
     kind = fields[Field.KIND]
     if kind == Kind.LINEAR:
         return fields[Field.NUM_PANELS] * ((_num_rows(call, fields) + ITEM_ROWS - 1) // ITEM_ROWS)
@@ -80,7 +81,9 @@ def _num_items(call, fields):
 
 @jit
 def _panel_bytes(fields, like):
-    """Returns the bytes of one panel (PANEL_WIDTH outputs) of a LINEAR's weight, whose dtype is that of `like`."""
+    """Returns the bytes of one panel (PANEL_WIDTH outputs) of a LINEAR's weight. `fields` holds the int64 words of the
+    operation (see Field), and array `like` has the weight's dtype.
+    """
     return PANEL_WIDTH * fields[Field.WIDTH] * like.itemsize
 
 
@@ -88,6 +91,9 @@ def _panel_bytes(fields, like):
 def _most_items(call, fields, like):
     """Returns the most items of an operation that a thread takes at once. For a LINEAR, an item is a panel of its
     weight, and a thread takes so many that it reads about _MOST_BYTES. Of other operations it takes one item.
+
+    `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
+    Field). `like` is any array of the model's dtype (uint16 for bfloat16).
     """
     if fields[Field.KIND] != Kind.LINEAR:
         return np.int64(1)
@@ -97,11 +103,11 @@ def _most_items(call, fields, like):
 
 @jit
 def _run(board, run, call, thread, like):
-    """Runs the program that `call` describes, as thread number `thread` of a team. Returns when the program has ended,
-    or early if the leader has begun another run.
+    """Runs the program that `call` describes (int64 words, see Call), as thread number `thread` of a team. Returns when
+    the program has ended, or early if the leader has begun another run.
 
-    `run` is the number of this run, and `board` the address of the team's counters (see Team). `like` is an array of
-    the weights' dtype.
+    `run` is the number of this run, and `board` is the address of the words that the team's threads share. `like` is
+    any array of the model's dtype (uint16 for bfloat16).
     """
     num_operations = call[Call.NUM_OPERATIONS]
     operations = words(call[Call.OPERATIONS], num_operations * NUM_FIELDS)
@@ -166,13 +172,14 @@ def _run(board, run, call, thread, like):
 
 
 def take_part(board, run, call, shared_address, thread, wake_or_sleep_fd, like):
-    """Runs programs as one thread of a team. Thread 0 leads: it runs the program that `call` describes to its end, as
-    run number `run`, and returns. Any other thread helps with every program that is begun from now on, until the team
-    stops; its `run` and `call` are scratch memory.
+    """Runs programs as thread number `thread` of a team. Thread 0 leads: it runs the program that `call` describes
+    (int64 words, see Call) to its end, as run number `run`, and returns. Any other thread helps with every program that
+    is begun from now on, until the team stops; its `call` is scratch memory, and its `run` 0.
 
-    The leader copies `call` to `shared_address`, where helpers read it. Helpers sleep by reading from a pipe, and the
-    leader wakes them by writing to it; `wake_or_sleep_fd` is this thread's end of the pipe. `like` is an array of the
-    weights' dtype. Leading and helping are one function, so that it is compiled once, by `load_kernels`.
+    `board` is the address of the words that the team's threads share. The leader copies `call` to `shared_address`,
+    where helpers read it. Helpers sleep by reading from a pipe, and the leader wakes them by writing to it;
+    `wake_or_sleep_fd` is this thread's end of the pipe. `like` is any array of the model's dtype (uint16 for bfloat16).
+    Leading and helping are one function, so that it is compiled once, by `load_kernels`.
     """
     shared = words(shared_address, call.shape[0])
     if thread == 0:

@@ -60,8 +60,8 @@ _SPINS_BEFORE_YIELD = 4_000
 
 @jit
 def share_of(num_left, share, most):
-    """Returns how many of the `num_left` items a thread takes at once: `num_left` / `share`, at most `most`, and at
-    least one.
+    """Returns how many of an operation's `num_left` items (units of work) a thread takes at once: `num_left` / `share`,
+    at most `most`, and at least one. `share` is a small multiple of the number of threads.
 
     At first threads take many neighbouring items at once. Near the end they take few, so that they finish together.
     """
@@ -70,8 +70,12 @@ def share_of(num_left, share, most):
 
 @jit
 def take_items(board, run, operation, num_items, share, most):
-    """Takes the next items (units of work) of `operation` for this thread, as many as `share_of` says. Returns the
-    number of the first one and how many were taken, or -1 and 0 if none is left or the run is over.
+    """Takes the next of the `num_items` items (units of work) of an operation for this thread, as many as
+    `share_of(number left, share, most)` says. Returns the number of the first one and how many were taken, or -1 and 0
+    if none is left or run number `run` is over.
+
+    `board` is the address of the words that the team's threads share. `operation` is the operation's index in the run's
+    program. A run is one execution of a program; runs are numbered.
     """
     counter = board + 8 * (_COUNTERS + operation * _COUNTER_WORDS)
     while True:
@@ -86,7 +90,9 @@ def take_items(board, run, operation, num_items, share, most):
 
 @jit
 def end_items(board, operation, num_taken):
-    """Counts `num_taken` items (units of work) of `operation` as done."""
+    """Counts `num_taken` more items (units of work) of an operation as done. `board` is the address of the words that
+    the team's threads share. `operation` is the operation's index in the run's program.
+    """
     add_to_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS + _LINE), num_taken)
 
 
@@ -102,8 +108,11 @@ def offer_core(num_turns):
 
 @jit
 def await_operation(board, run, operation, num_items, ahead, ahead_bytes):
-    """Waits until all items of the operation are done. Returns False if the run is over instead. While it waits it
-    prefetches the first `ahead_bytes` of array `ahead`.
+    """Waits until all `num_items` items of an operation are done. Returns True, or False if run number `run` is over
+    instead. While it waits it prefetches the first `ahead_bytes` of array `ahead`; the array may be shorter than that.
+
+    `board` is the address of the words that the team's threads share. `operation` is the operation's index in the run's
+    program. A run is one execution of a program; runs are numbered.
     """
     offset = np.int64(0)
     counter = board + 8 * (_COUNTERS + operation * _COUNTER_WORDS + _LINE)
@@ -128,15 +137,17 @@ def await_operation(board, run, operation, num_items, ahead, ahead_bytes):
 @jit
 def show_progress(board):
     """Adds one to the count of progress that `Team.num_shown` returns. The leader calls this at the start of a layer of
-    the target.
+    the target. `board` is the address of the words that the team's threads share.
     """
     add_to_word(board + 8 * _PROGRESS, 1)
 
 
 @jit
 def close_items(board, run, num_operations):
-    """Prepares the counters for `run`, but lets no thread take items yet. From now on no thread can take items of an
-    earlier run either, so the leader may overwrite the shared words that describe the run.
+    """Prepares the counters of `num_operations` operations for run number `run`, but lets no thread take items yet.
+    From now on no thread can take items of an earlier run either, so the leader may overwrite the shared words that
+    describe the run. A run is one execution of a program; runs are numbered. `board` is the address of the words that
+    the team's threads share.
     """
     store_word(board + 8 * _RUN, _NO_RUN)
     for operation in range(num_operations):
@@ -148,7 +159,10 @@ def close_items(board, run, num_operations):
 
 @jit
 def open_items(board, run, num_operations, wake_fd):
-    """Lets threads take the items of `run`, and announces the run to the helpers. Writing to `wake_fd` wakes them."""
+    """Lets threads take the items of the `num_operations` operations of run number `run`, and announces the run to the
+    helpers (see `announce`). A run is one execution of a program; runs are numbered. `board` is the address of the
+    words that the team's threads share, and `wake_fd` the pipe that wakes helpers.
+    """
     for operation in range(num_operations):
         store_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS), np.int64(run) << _RUN_SHIFT)
     announce(board, run, wake_fd)
@@ -156,8 +170,9 @@ def open_items(board, run, num_operations, wake_fd):
 
 @jit
 def announce(board, run, wake_fd):
-    """Stores `run` as the number of the present run, which spinning helpers see. Wakes sleeping helpers: it writes a
-    byte for each to the pipe `wake_fd`.
+    """Stores `run` as the number of the present run, which spinning helpers see. A run is one execution of a program;
+    runs are numbered. Wakes sleeping helpers: it writes a byte for each to the pipe `wake_fd`. `board` is the address
+    of the words that the team's threads share.
     """
     store_word(board + 8 * _RUN, run)
     num_asleep = load_word(board + 8 * _NUM_ASLEEP)
@@ -168,8 +183,9 @@ def announce(board, run, wake_fd):
 
 @jit
 def await_run(board, last_run, sleep_fd):
-    """Waits for a run other than `last_run`. It spins for a while, and then sleeps: it reads a byte from the pipe
-    `sleep_fd`. Returns the new run's number, or STOP if there will be no more runs.
+    """Waits until the present run has another number than `last_run`. It spins for a while, and then sleeps: it reads a
+    byte from the pipe `sleep_fd`. Returns the new run's number, or STOP if there will be no more runs. A run is one
+    execution of a program; runs are numbered. `board` is the address of the words that the team's threads share.
     """
     token = np.zeros(1, np.uint8)
     while True:
@@ -190,8 +206,9 @@ def await_run(board, last_run, sleep_fd):
 
 @jit
 def is_run(board, run):
-    """Returns whether `run` is still the present run. If so, the words that this thread copied from the shared ones
-    before it called this function describe that run, and not another one.
+    """Returns whether `run` is still the number of the present run. If so, the words that this thread copied from the
+    shared ones before it called this function describe that run, and not another one. A run is one execution of a
+    program; runs are numbered. `board` is the address of the words that the team's threads share.
     """
     fence()
     return load_word(board + 8 * _RUN) == run
@@ -201,10 +218,11 @@ class Team:
     """A team of `num_threads` threads, the caller's among them. It runs programs of at most `max_operations`
     operations.
 
-    Each thread calls `take_part(board, run, call, shared, thread, fd)`: thread 0 leads a run, others help. `call` has
-    `num_call_words` words, and `shared` is the address at which helpers find a copy of them. `fd` is the end of a pipe
-    that wakes helpers: the leader writes to it, and a helper sleeps by reading from it. Only one thread at a time may
-    lead.
+    Each thread calls `take_part(board, run, call, shared, thread, fd)`: thread 0 leads a run, others help. `board` is
+    the address of the words that the threads share, and `run` the run's number. `call` is an array of `num_call_words`
+    words that describe the run (see Call), and `shared` the address at which helpers find a copy of them. `fd` is the
+    end of a pipe that wakes helpers: the leader writes to it, and a helper sleeps by reading from it. Only one thread
+    at a time may lead.
     """
 
     def __init__(
@@ -227,8 +245,8 @@ class Team:
             helper.start()
 
     def run(self, call: NDArray[np.int64], addressed: object) -> None:
-        """Runs the program that `call` describes to its end. `addressed` keeps alive, until then, the objects whose
-        addresses are in `call`.
+        """Runs the program that `call` describes (int64 words, see Call), and returns when it has ended. `addressed`
+        keeps alive, until then, the objects whose addresses are in `call`.
         """
         self._num_runs = self._num_runs % _MAX_RUNS + 1
         self._take_part(self._board.ctypes.data, self._num_runs, call, self._shared.ctypes.data, _LEADER, self._wake_fd)
