@@ -22,7 +22,7 @@ class OpenCall:
 
 @dataclass(frozen=True, slots=True)
 class CancelCallRows:
-    """Cancels rows of a call."""
+    """Cancels rows of a Handoff call, given by their index in the rows of its OpenCall."""
 
     call_id: str
     rows: tuple[int, ...]
@@ -61,7 +61,10 @@ Command = OpenCall | CancelCallRows | CloseCall | SegmentBytesSent | SegmentsRet
 
 @dataclass(frozen=True, slots=True)
 class FrameReady:
-    """A frame to write to the call. Frames of one call must be written in the order in which they are emitted."""
+    """A frame to write to the call. Frames of one call must be written in the order in which they are emitted.
+
+    The frame's row numbers are indices in the rows of the call's OpenCall.
+    """
 
     call_id: str
     frame: Frame
@@ -78,7 +81,7 @@ class CallDone:
 class RowStarted:
     """Reports that a traced row was given a pool row and slots, and that its prompt is computed from now on.
 
-    `at_s` is a time of the engine's clock.
+    `row` is its index in the rows of the OpenCall. `at_s` is a time of the engine's clock.
     """
 
     call_id: str
@@ -91,8 +94,9 @@ class ChunkComputed:
     """Reports that tokens [`token_start`, `token_stop`) of a traced row were computed in a forward of `num_batch_rows`
     rows.
 
-    `start_s` and `end_s` are times of the engine's clock. `start_s` is when the forward could begin: at its launch, or
-    at the end of the forward before it if that came later. `end_s` is when the engine noticed the forward's end.
+    `row` is its index in the rows of the OpenCall. `start_s` and `end_s` are times of the engine's clock. `start_s` is
+    when the forward could begin: at its launch, or at the end of the forward before it if that came later. `end_s` is
+    when the engine noticed the forward's end.
     """
 
     call_id: str

@@ -22,7 +22,7 @@ class PromptPhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """The engine's record of one prompt, which is row number `index` of the Handoff call `call_id`.
+    """The engine's record of one prompt, which is the row with index `index` in the OpenCall of `call_id`.
 
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward.
     """

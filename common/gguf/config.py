@@ -177,7 +177,11 @@ def read_values(tensor: gguf.ReaderTensor) -> np.ndarray:
 
 
 def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarray | None) -> dict[str, Any]:
-    """Returns `model_type` and the other fields of the config. Raises RefusedFile for an unknown architecture."""
+    """Returns `model_type` and the other fields of the model's config, as transformers names them.
+
+    `frequency_factors` are the file's divisors of the rope frequencies, or None if it has none. Raises RefusedFile for
+    an unknown architecture.
+    """
     build = _ARCHITECTURES.get(keys.architecture)
     if build is None:
         known = ", ".join(_ARCHITECTURES)

@@ -40,7 +40,8 @@ class Sampled:
     [B] int64.
 
     If logprobs were asked for, the other fields have a row for each of the W entries in SamplingBatch.with_logprobs:
-    `logprobs` [W] float32, `top_ids` [W, k] int64 and `top_logprobs` [W, k] float32. Otherwise they are None.
+    `logprobs` [W] float32, `top_ids` [W, k] int64 and `top_logprobs` [W, k] float32, where k is the most top entries
+    that any of them wants. Otherwise they are None.
     """
 
     token_ids: Tensor
@@ -164,7 +165,10 @@ def shape_logits(
     batch: SamplingBatch,
     ancestors: Ancestors | None = None,
 ) -> Tensor:
-    """Applies penalties, bias and minimum length to the logits in place. Tokens are then chosen from the result."""
+    """Applies penalties, bias and minimum length to the logits in place, and returns them.
+
+    The arguments are those of `draw`, which chooses tokens from the result.
+    """
     if batch.penalised.size:
         entries = _index(batch.penalised, logits)
         counts = state.output_counts[rows[entries]]

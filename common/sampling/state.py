@@ -70,9 +70,10 @@ class DrawKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowSeed:
-    """The initial sampling state of a row.
+    """What the sampling tables hold of a request when it enters pool row `row`.
 
-    The first `prompt_len` of `token_ids` are the prompt. Those after it are output that the request has already.
+    It is not a draft seed; the seed of the request's random numbers is in `sampling`. The first `prompt_len` of
+    `token_ids` are the prompt. Those after it are output that the request has already.
     """
 
     row: int

@@ -117,7 +117,10 @@ class EngineInbox(EnginePort[CommandT]):
     # ---- for the engine's thread ------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Ends the wait for a command. Any thread may call it."""
+        """Makes the engine's thread stop waiting in `drain`, without a command. Any thread may call it.
+
+        If the thread is not waiting, its next `drain` does not wait.
+        """
         self._posted.put(None)
 
     def drain(self, timeout_s: float) -> list[CommandT]:

@@ -37,7 +37,7 @@ class ServiceEdge(Protocol):
     """The network side of a service: its clients' requests, or its peers' calls. Use it from the event loop only."""
 
     async def open(self) -> None:
-        """Begins to look for peers, or to serve their reads. It does not wait for any peer."""
+        """Begins to look for peers, or to serve their reads of the KV pool. It does not wait for any peer."""
 
     @property
     def is_ready(self) -> bool:
@@ -45,10 +45,10 @@ class ServiceEdge(Protocol):
 
     @property
     def num_open(self) -> Mapping[str, int]:
-        """The number of open requests or calls, by the name that the log gives them."""
+        """How many requests or calls are open. The key is the name under which the log shows the number."""
 
     def drain(self) -> None:
-        """Refuses new requests from now on. Further calls have no effect."""
+        """Refuses new requests from now on. To call `drain` again has no effect."""
 
     async def wait_idle(self) -> None:
         """Returns when nothing is open any more, or when the open requests can no longer end."""

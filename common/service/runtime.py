@@ -73,8 +73,9 @@ class Runtime:
 
     @property
     def forward_counts(self) -> Mapping[str, ForwardCounts]:
-        """How many forwards a compiled program computed, and how many operators: for "target", and for "draft" if there
-        is a draft head.
+        """How many forwards a compiled program computed, and how many PyTorch's operators computed instead.
+
+        The keys are "target" and, if there is a draft head, "draft".
         """
         counts = {"target": self.model.forward_counts}
         return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}

@@ -50,7 +50,10 @@ class WatchedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """The state of one part: whether it has work, and a value that changes when it makes progress."""
+    """The state of one watched part, a stream or the engine's step.
+
+    `is_busy` says whether it has work. `mark` is a value that changes when it makes progress.
+    """
 
     part: str
     is_busy: bool

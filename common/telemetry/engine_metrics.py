@@ -18,8 +18,8 @@ POOL_STATES = ("free", "reserved", "transferring", "running", "quarantined")
 
 
 class EngineMetrics:
-    """The engine's metrics. Steps are observed as they happen, on the engine's thread; pools are read at each
-    scrape.
+    """The engine's metrics. Steps are observed as they happen, on the engine's thread; its load (rows, slots, queue)
+    is read at each scrape.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

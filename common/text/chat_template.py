@@ -281,7 +281,7 @@ _ANY_MARKER = re.compile(r"qz\d+zq")
 
 
 def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> bytes:
-    """Encodes the form of a conversation without its words: one byte for each message and for each of its calls.
+    """Encodes the form of a conversation without its words: one byte for each message and for each tool call.
 
     `pieces` has the `_pieces` of each message.
     """
@@ -343,13 +343,13 @@ def _find_missing(
 ) -> _Said | None:
     """Returns the first part of the conversation that is missing from the text, or None.
 
-    `pieces` has the `_pieces` of each message. `has_objects` says that the template got the arguments of calls as
-    objects, and not as JSON text.
+    `pieces` has the `_pieces` of each message. `has_objects` says that the template got the arguments of tool
+    calls as objects, and not as JSON text.
 
     The text must have the parts in this order: a turn goes from one user or system message to the next, and turns come
-    in order. Within a turn each kind of part keeps its order: the assistant's words, its calls, and the tools' answers.
-    A tool's answer comes after the calls that it may answer. The assistant's words may come before or after its calls,
-    because some templates write them last. A system message may be moved before all turns.
+    in order. Within a turn each kind of part keeps its order: the assistant's words, its tool calls, and the tools'
+    answers. An answer comes after the calls that it may answer. The assistant's words may come before or after its
+    calls, because some templates write them last. A system message may be moved before all turns.
     """
     search = _Search(text)
     ends = dict.fromkeys(("system", "assistant", "call", "tool"), 0)

@@ -25,7 +25,7 @@ _MAX_ENTRIES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """The first command of a call: rows to prefill.
+    """The first command of a Handoff call: rows to prefill.
 
     If the receiver cannot decode a row, `rows` has a RowFailed in its place, and the other rows are prefilled.
     `pool_secret` is what the decode service has read at the start of the prefill service's KV pool, which proves that
@@ -39,7 +39,7 @@ class PrefillBatch:
 
 @dataclass(frozen=True, slots=True)
 class CancelRows:
-    """The command to cancel rows of the call, given by index."""
+    """The command to cancel rows of its Handoff call, given by their index in the call."""
 
     rows: tuple[int, ...]
 

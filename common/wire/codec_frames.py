@@ -25,7 +25,7 @@ _OTHER_FIELDS = 1024
 
 
 class FrameCodec:
-    """Encodes and decodes the frames of calls between two services that both have `fingerprint`."""
+    """Encodes and decodes the frames of Handoff calls between two services that both have `fingerprint`."""
 
     def __init__(self, *, fingerprint: Fingerprint, vocab_size: int) -> None:
         self._fingerprint = fingerprint

@@ -23,9 +23,9 @@ class ReadablePool(Protocol):
     def num_slots(self) -> int: ...
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | RemoteKv | None:
-        """Returns the KV of a segment: the `layers` of a group, in the ticket's slots.
+        """Returns where the KV of a segment lies: the `layers` of a group, in the ticket's slots. It copies nothing.
 
-        Returns None if the pool does not have these slots.
+        A SharedKv can be read in place; a RemoteKv must be fetched. Returns None if the pool does not have these slots.
         """
 
 

@@ -78,7 +78,7 @@ class KvSegment:
     The KV is in one of three places:
 
     - `payload`: [layers, planes, tokens, heads, head_dim] in the group's dtype, little-endian, as flat bytes, at most
-      MAX_SEGMENT_BYTES. It is not written any more.
+      MAX_SEGMENT_BYTES. The planes are K and V. Nobody writes into the payload any more.
     - `framed`: the memory of the frame that will send it.
     - `shared`: the sender's pool, whose slots are kept until the segment is released. A SharedKv is read directly, and
       what was read is valid only if its `is_current` is True afterwards. A RemoteKv must be fetched first: the

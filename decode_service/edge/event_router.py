@@ -23,7 +23,7 @@ from decode_service.messages import (
 
 
 class EventRouter:
-    """Passes the engine's events on to the event loop `loop`, which routes them.
+    """Passes the engine's events to the event loop `loop`, and there to `live_requests` or to `transport`.
 
     The engine's thread calls `deliver` and `on_death`; everything else runs on `loop`. Each batch of events is passed
     on in one call, which keeps their order. Events are dropped when the loop is closed.

@@ -78,5 +78,5 @@ class RequestObserver:
 
 
 def client_left() -> RequestCancelled:
-    """Returns the error of a request whose stream was cancelled."""
+    """Returns the error of a request that ended because its client left."""
     return RequestCancelled("the client left")

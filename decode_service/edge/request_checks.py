@@ -85,7 +85,8 @@ def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -
 def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits: ModelLimits) -> ResolvedSampling:
     """Checks the request's lengths and returns its sampling parameters, for the prefill and the decode engine alike.
 
-    `max_tokens` defaults to the rest of the context, and `seed` to a random number.
+    `max_tokens` defaults to the rest of the context, and `seed` to a random number. Raises InvalidRequest or
+    ContextExceeded.
     """
     if not prompt_token_ids:
         raise InvalidRequest("prompt", "is empty")

@@ -28,9 +28,10 @@ from decode_service.forward.forward_batch import ForwardBatch
 class Unread:
     """T tokens for the head to read; the tokens of one row are adjacent.
 
-    `captured` [T, states * H] are the target's hidden states at these tokens, and `next_ids` [T] the token that follows
-    each, which the head reads together with it. `last` [B] is, for each entry of the batch, the index of its last token
-    that counts; any tokens of the entry after that belong to refused drafts.
+    `captured` [T, states * H] are the target's hidden states at these tokens: those of several layers side by side,
+    each of size H. `next_ids` [T] is the token that follows each, which the head reads together with it. `last` [B] is,
+    for each entry of the batch, the index of its last token that counts; any tokens of the entry after that belong to
+    refused drafts.
     """
 
     window: ForwardInput
@@ -53,8 +54,9 @@ class DraftBacklog:
         self._next_ids = torch.zeros(shape, dtype=torch.int64, device=torch_device)
 
     def put(self, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
-        """Stores the single token of each row of a step without drafts: `captured` [B, states * H]
-        and `next_ids` [B].
+        """Stores the single token that each row gained in a step without drafts, for the head to read later.
+
+        `captured` [B, states * H] and `next_ids` [B] are those of `Unread`.
         """
         places = upload_array(batch.draft_lag, next_ids.device)
         self._captured[batch.req_pool_indices, places] = captured

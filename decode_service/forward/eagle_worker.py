@@ -151,7 +151,7 @@ class EagleWorker(SpeculativeWorker):
 
 
 class MultiLayerEagleWorker(SpeculativeWorker):
-    """Speculates with a head of several layers. Each layer drafts one token of the chain, the first layer the first.
+    """Speculates with a head of several layers. Layer i drafts the i-th token of the chain.
 
     All drafts of a step are in the draft seed that the relay holds for it: the head made them in the step before. KV
     that a layer wrote for rejected drafts is not removed.

@@ -53,7 +53,7 @@ class _Verified:
 
     The first node is the entry's last committed token, which is always accepted; the others are drafts. `tokens`
     [B, W] are the tokens that the target drew after each node, and `captured` [B, W, states * H] its hidden states
-    there. `new_seq_lens` [B] are the entries' lengths with the accepted tokens.
+    there (several of size H for each node). `new_seq_lens` [B] are the entries' lengths with the accepted tokens.
     """
 
     tokens: Tensor

@@ -73,8 +73,8 @@ class Worker(Protocol):
 
 
 class PlainWorker:
-    """Decodes one token per row and step, without drafts. It publishes no lengths, because each grows by one
-    (invariant I5).
+    """Decodes one token per row and step, without drafts. It publishes no lengths: each step adds one to a row's
+    length, which the schedule side does itself (invariant I5).
     """
 
     relays_lengths = False

@@ -30,7 +30,7 @@ class PrefillPort(Protocol):
     def cancel(self, call_id: str, rows: tuple[int, ...]) -> None: ...
 
     def close(self, call_id: str) -> None:
-        """Ends the call. The engine sends no further frame of it, and frees the send budget that the call still holds:
+        """Ends a Handoff call. The engine sends no further frame of it, and frees the send budget that it still holds:
         the transport no longer calls `sent` for these bytes.
         """
 

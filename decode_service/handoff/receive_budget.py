@@ -6,7 +6,7 @@ import asyncio
 
 
 class ReceiveBudget:
-    """Grants bytes to calls in the order in which they asked. Not thread-safe.
+    """Grants bytes to Handoff calls in the order in which they asked. Not thread-safe.
 
     While nothing is granted, `try_take` grants bytes above the limit too, so that any segment can pass.
     """

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 
 class Staging:
-    """Memory shared with another process. For the event loop only, but any thread may release a range."""
+    """Memory that another process writes and this one reads, given out in ranges.
+
+    For the event loop only, but any thread may release a range.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         """Creates the memory. Raises OSError if it cannot. Pages that are never written use no memory."""

@@ -428,9 +428,10 @@ class LandingZone:
             raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
 
     def _check_drafts(self, index: int, drafts: list[int], *, is_tree: bool) -> None:
-        """Raises FrameRejected if a first draft of row `index` is not in the vocabulary, or is there twice in a tree.
+        """Raises FrameRejected if one of the first `drafts` is not in the vocabulary, or is there twice in a tree.
 
-        A tree's first drafts are siblings, so no token may occur twice: it would be accepted twice.
+        They are from the draft seed of row `index` of the call. A tree's first drafts are siblings, so no token may
+        occur twice: it would be accepted twice.
         """
         if not all(0 <= draft < self._vocab_size for draft in drafts):
             raise FrameRejected(index, f"{TOPK_INDEX} {drafts} is not in the vocabulary")

@@ -245,7 +245,7 @@ class DecodeEngine:
     def _start_copies(self, busy_with: StepInFlight | None) -> None:
         """Starts the copy of one segment that waits for this thread, and of more until the step `busy_with` has ended.
 
-        Starts one only if `busy_with` is None.
+        If `busy_with` is None, it starts only one copy.
         """
         if self._landing.has_waiting:
             with self.track.span("start_copies"):

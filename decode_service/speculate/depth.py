@@ -182,8 +182,9 @@ class AdaptiveDepth:
         return self._times.read_s(int(draft_lag.sum()) + len(draft_lag))
 
     def _is_due(self, *, is_new: bool, probe_s: float, step_s: float) -> bool:
-        """Returns whether a probe is due. If it drafts, `choose` first returns depth 0 until there is a draft seed.
+        """Returns whether a probe is due: a step that is launched to measure its depth.
 
+        Before a probe that drafts, `choose` returns depth 0, unless the last step had no drafts and left a draft seed.
         `is_new` means that measurements are still needed; then cost does not matter. `probe_s` is the time that the
         probe loses against steps of the best depth, which take `step_s` each.
         """
@@ -214,11 +215,11 @@ class AdaptiveDepth:
         return 1 + rates.index(best) if best > _MARGIN * without else 0
 
     def _probed_depth(self, best: int, num_rows: int, steps: Sequence[_Expected]) -> tuple[int, bool]:
-        """Returns the depth to probe for `num_rows` rows, and whether it, or the best depth, still needs measuring.
+        """Returns the depth to probe for `num_rows` rows, and whether it, or the depth `best`, still needs measuring.
 
-        An unmeasured depth that might be the best comes first. Otherwise the neighbours of the best take turns. If the
-        best is depth 0, one probe in four goes deeper than 1, because a depth 1 that does not pay says nothing about
-        deeper ones.
+        `steps` has what is expected of a step of each depth, from 0 on. An unmeasured depth that might be the best
+        comes first. Otherwise the neighbours of the best take turns. If the best is depth 0, one probe in four goes
+        deeper than 1, because a depth 1 that does not pay says nothing about deeper ones.
         """
         for depth, step in enumerate(steps[1:], start=1):
             is_hopeless = 0 < step.tokens_per_s < _HOPELESS * steps[best].tokens_per_s

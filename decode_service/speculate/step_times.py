@@ -110,8 +110,9 @@ class StepTimes:
     def _finish(self, *, idle_s: float) -> None:
         """Adds to the latest step the `idle_s` seconds for which the forward stream waited after it.
 
-        If one of this step and the step before it drafted and the other did not, it keeps the quotient of their times.
-        It does not if their numbers of rows differ much, or if one of them was the first of its kind.
+        If one of this step and the step before it drafted and the other did not, the quotient of their times becomes a
+        measurement of the drafting step's depth. It does not if their numbers of rows differ much, or if one of them
+        was the first of its kind.
         """
         before, step = self._before, self._latest
         if step is None:

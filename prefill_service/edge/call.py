@@ -18,9 +18,9 @@ CallError = BatonError | ProtocolError
 
 
 class HandoffCall:
-    """The frames of one call that the engine emitted and the stream has not taken. For the event loop only.
+    """The frames of one Handoff call that the engine emitted and gRPC has not taken. For the event loop only.
 
-    The engine's send budget bounds their memory, because a segment returns its bytes only when the stream takes it.
+    The engine's send budget bounds their memory, because a segment returns its bytes only when gRPC takes it.
     """
 
     def __init__(self, call_id: str, numbering: RowNumbering, traces: RowTraces) -> None:

@@ -42,7 +42,9 @@ def _invalid(index: int, message: str) -> RowFailed:
 
 
 class RowNumbering:
-    """Translates row numbers. A call's frames and commands count all its rows; the engine counts only accepted ones."""
+    """Translates row numbers. The frames and commands of a Handoff call count all its rows; the engine counts only
+    accepted ones.
+    """
 
     def __init__(self, rows: Sequence[HandoffRow | RowFailed]) -> None:
         self.num_rows = len(rows)

@@ -17,10 +17,10 @@ from prefill_service.messages import ChunkComputed, RowStarted, TracedEvent
 
 
 class RowTraces:
-    """Writes the spans of those rows of a call whose trace is sampled. For the event loop only.
+    """Writes the spans of those rows of a Handoff call whose trace is sampled. For the event loop only.
 
     Rows are named by their number in the call. It begins no trace of its own. A row's span ends when the row fails or
-    is cancelled, or when the stream has taken its last byte. `close` ends the others with an error.
+    is cancelled, or when gRPC has taken its last byte. `close` ends the others with an error.
     """
 
     def __init__(self, tracer: Tracer, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class RowTraces:
             trace.on_event(event)
 
     def on_frame(self, frame: Frame, taken_from_s: float) -> None:
-        """Records that the stream has taken the frame. `taken_from_s` is when the stream was given it, by `clock`."""
+        """Records that gRPC has taken the frame. `taken_from_s` is when gRPC was given it, by `clock`."""
         if not self._rows:
             return
         match frame:

@@ -74,8 +74,8 @@ class PrefillServicer:
     """The gRPC servicer of the Prefill service. For the event loop only, except `deliver` and `engine_died`.
 
     For every OpenCall it posts one CloseCall, unless the engine ended the call (CallDone) and every frame was written.
-    When the stream has taken a segment, it posts SegmentBytesSent, which gives the segment's bytes back to the send
-    budget. CloseCall gives back the bytes of segments that the stream has not taken.
+    When gRPC has taken a segment, it posts SegmentBytesSent, which gives the segment's bytes back to the send budget.
+    CloseCall gives back the bytes of segments that gRPC has not taken.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class PrefillServicer:
             await self._write(context, call, failed)
 
     async def _write(self, context: HandoffContext, call: HandoffCall, frame: Frame) -> None:
-        """Writes a frame and returns when the stream has taken it, which the receiver's flow control may delay.
+        """Writes a frame and returns when gRPC has taken it, which the receiver's flow control may delay.
 
         Raises PrefillUnavailable after `stall_timeout_s`.
         """

@@ -30,8 +30,9 @@ class LentMemory:
     ) -> LentMemory:
         """Creates the memory for `transport`, and removes memory that killed processes left behind.
 
-        With `auto` and `shared_memory` it is shared memory. If a GPU computes or the memory cannot be created, that is
-        logged, and KV goes over gRPC. Raises StartupError if NIXL is configured and cannot be started.
+        With "auto" and "shared_memory" it is shared memory; with "grpc" there is none. If a GPU computes (`is_on_host`
+        is False) or the memory cannot be created, that is logged, and KV goes over gRPC. Raises StartupError if NIXL is
+        configured and cannot be started.
         """
         if transport == "grpc":
             return cls(None)

@@ -31,8 +31,8 @@ class NixlLender:
     def __init__(self, file: int, *, restart_s: float = 0.5) -> None:
         """Creates a lender whose process is not started yet.
 
-        `file` is the pool's memory; keep it open while this object exists. `restart_s` is the first wait before a
-        restart.
+        `file` is the descriptor of the file that holds the pool's memory; keep it open while this object exists.
+        `restart_s` is the first wait before a restart, in seconds.
         """
         self._file = file
         self._backoff = Backoff(first_s=restart_s, max_doublings=_MAX_DOUBLINGS)

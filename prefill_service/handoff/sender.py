@@ -80,7 +80,7 @@ class KvSender:
     # ---- calls and prompts ----------------------------------------------------------------------------------------
 
     def open_call(self, call_id: str, *, shares_memory: bool) -> None:
-        """Registers a call. `shares_memory` means that the call's receiver can read the pool."""
+        """Registers a Handoff call. `shares_memory` means that the call's receiver can read the pool."""
         sender = self._lending if shares_memory else self._copying
         assert sender is not None, "nobody can read the pool"
         self._of_call[call_id] = sender
