@@ -86,8 +86,8 @@ class _PagedPlan:
 def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Builds the attention mask of a forward's new tokens, the queries. `extend_lens` [B] says how many each row has.
 
-    Returns `attended` [T, W] bool and `num_masked` [B] int64. The mask covers the last `num_masked[b]` tokens (at most
-    W) of row b; each query attends all earlier tokens of its row.
+    Returns `attended` [T, W] bool and `num_masked` [B] int64. The mask says for the last `num_masked[b]` tokens of row
+    b (at most W) which of them each query attends; each query attends all earlier tokens of its row.
 
     The mask means nothing for rows with more than MAX_QUERIES queries. A query of such a row attends all tokens up to
     itself.
@@ -103,10 +103,11 @@ def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[
 
 @jit
 def largest(numbers, num_numbers, lanes):
-    """Returns the largest of the first `num_numbers` numbers. NaNs are ignored; if all are NaN, returns -inf.
+    """Returns the largest of the first `num_numbers` numbers of a float32 array. NaNs are ignored; if all are NaN,
+    returns -inf.
 
-    `lanes` [NUM_LANES] is scratch memory: each lane keeps a maximum of its own. The compiler cannot turn a single
-    running maximum into vector code, because a number may be NaN.
+    `lanes` [NUM_LANES] float32 is scratch memory: each lane keeps a maximum of its own. The compiler cannot turn a
+    single running maximum into vector code, because a number may be NaN.
     """
     for lane in range(NUM_LANES):
         lanes[lane] = -np.inf
@@ -125,8 +126,8 @@ def largest(numbers, num_numbers, lanes):
 
 @cache
 def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dtype) -> Kernel:
-    """Returns the compiled attention kernel for heads of one shape. `num_shared` query heads share a KV head. The shape
-    is part of the code, so that loops over it become vector code.
+    """Returns the compiled attention kernel for heads of one shape and a KV pool of `dtype`. `num_shared` query heads
+    share a KV head. The shape is part of the code, so that loops over it become vector code.
     """
     token_bytes = num_kv_heads * head_dim * dtype.itemsize
 
@@ -146,12 +147,13 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         scaling,
         outputs,
     ):
-        """Writes the new keys and values to the pool, and attends each query over its row's slots. Results go to
-        `outputs`.
+        """Writes the new keys and values to the pool, and attends each query over its row's slots. Scores are
+        multiplied by `scaling`. Results go to `outputs`.
 
-        Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv [2, slots, kv_heads,
-        head_dim]; starts [B + 1]: the queries of row b are starts[b] .. starts[b + 1] - 1. `attended` and `num_masked`
-        come from `attended_tokens`. The other arguments are those of ForwardInput.
+        Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv, one layer of the pool,
+        [2, slots, kv_heads, head_dim]; starts [B + 1]: the queries of row b are starts[b] .. starts[b + 1] - 1.
+        `attended` and `num_masked` come from `attended_tokens`. The other arguments are those of ForwardInput, with all
+        indices int64.
         """
         num_queries = 1
         for b in range(starts.shape[0] - 1):

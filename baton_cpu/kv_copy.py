@@ -29,7 +29,7 @@ _BYTES_AHEAD = 512
 
 def copy_kv(target: Tensor, source: Tensor) -> None:
     """Copies `source` to `target`: KV [layers, planes, tokens, ...] of one shape and dtype on the host, with any
-    strides.
+    strides. The planes are keys and values. Large copies bypass the CPU's caches where the layout allows it.
     """
     assert target.shape == source.shape and target.dtype == source.dtype
     num_bytes = target.numel() * target.itemsize
@@ -45,11 +45,13 @@ def copy_kv(target: Tensor, source: Tensor) -> None:
 
 @cache
 def copy_blocks() -> Kernel:
-    """Returns the compiled kernel, `_copy_blocks`. It copies one contiguous block of `block_bytes` for each layer and
-    plane.
+    """Returns the compiled kernel, `_copy_blocks(target, source, target_layer, target_plane, source_layer,
+    source_plane, num_layers, num_planes, block_bytes)`. It copies one contiguous block of `block_bytes` for each layer
+    and plane, past the caches.
 
-    The kernel takes addresses and strides in bytes. The target's address and strides, and `block_bytes`, must be
-    multiples of LINE_BYTES. The source's address and strides may be any.
+    `target` and `source` are addresses of the first blocks, and the next four arguments are strides in bytes. The
+    target's address and strides, and `block_bytes`, must be multiples of LINE_BYTES. The source's address and strides
+    may be any.
     """
     lines = torch.zeros(3 * LINE_BYTES, dtype=torch.uint8)
     source = lines.data_ptr() + -lines.data_ptr() % LINE_BYTES

@@ -22,9 +22,10 @@ from common.model.replace import replace_modules
 
 
 class PackedAttention(nn.Module):
-    """Computes what the attention block `block` does, from packed weights (see PackedLinear).
+    """Computes what the attention block `block` does, from packed weights (see PackedLinear). Attention reads and
+    writes the KV pool, through the `attention_plan` that `forward` gets.
 
-    `block` is an instance of one of the classes in ATTENTIONS, and uses Baton's paged attention.
+    `block` is an instance of one of the classes in ATTENTIONS.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -47,9 +48,10 @@ class PackedAttention(nn.Module):
         attention_plan: AttentionPlan,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Returns the block's output [1, T, hidden], and None for the attention weights.
+        """Returns the block's output [1, T, hidden], and None for the attention weights, which transformers expects.
 
-        Shapes: hidden_states [1, T, hidden]; position_embeddings: cosines and sines, each [1, T, head_dim].
+        `attention_plan` computes attention for this forward and writes KV to the pool. Shapes: hidden_states [1, T,
+        hidden]; position_embeddings: cosines and sines, each [1, T, head_dim]. Other arguments are ignored.
         """
         heads = self._qkv(hidden_states)[0].unflatten(-1, (-1, self._head_dim))
         query, key, value = heads.split(self._num_heads, dim=1)
@@ -80,7 +82,12 @@ class PackedGatedMLP(nn.Module):
 
 
 def fuse_blocks(model: nn.Module) -> int:
-    """Replaces the known attention and MLP blocks of `model`, which is on a CPU. Returns how many were replaced."""
+    """Replaces attention and MLP blocks of `model`, which is on a CPU, by packed ones that compute the same. Returns
+    how many were replaced.
+
+    A block is replaced if its class is in ATTENTIONS or MLPS, all its linear layers can be packed, and a block of that
+    class computes in float32 what its replacement computes.
+    """
     trusted: dict[type[nn.Module], bool] = {}  # by class: one block is compared, as the others differ in weights only
 
     def fused(block: nn.Module) -> nn.Module | None:

@@ -16,7 +16,9 @@ _linear_with = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class PackedLinear(nn.Module):
-    """A linear layer that computes what `linear` does, from a reordered copy of its weight."""
+    """A linear layer that computes what `linear` does, from a copy of its weight in the layout that oneDNN's kernels
+    read.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -34,12 +36,14 @@ class PackedLinear(nn.Module):
         return output
 
     def silu(self, x: Tensor) -> Tensor:
-        """Returns SiLU of the layer's output."""
+        """Returns SiLU of the layer's output for `x` [..., inputs]."""
         output: Tensor = _linear(x, self._packed, self._bias, "swish", [], "")
         return output
 
     def times(self, other: Tensor, x: Tensor) -> Tensor:
-        """Returns the layer's output for `x`, multiplied elementwise by `other`, which has the output's shape."""
+        """Returns the layer's output for `x` [..., inputs], multiplied elementwise by `other`, which has the output's
+        shape.
+        """
         output: Tensor = _linear_with(x, other, self._packed, self._bias, "mul")
         return output
 
@@ -58,7 +62,7 @@ def _packed(module: nn.Module) -> PackedLinear | None:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Returns whether oneDNN has a kernel for the weight's dtype on this CPU."""
+    """Returns whether `weight` is on a CPU and oneDNN has a kernel for its dtype there."""
     if weight.device.type != "cpu":
         return False
     try:

@@ -17,7 +17,7 @@ from common.model.replace import replace_modules
 
 class CpuRMSNorm(nn.Module):
     """Replaces `norm`, an RMS norm of transformers: it computes the same with the same roundings. Mean and root are
-    taken in float32; the normalised number is rounded to the model's dtype before it is multiplied by the weight.
+    taken in float32; the normalised number is rounded to the dtype of the weight before it is multiplied by it.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -37,7 +37,7 @@ class CpuRMSNorm(nn.Module):
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Replaces every norm of `model` whose class is one of NORMS. `model` is on a CPU. Returns how many
+    """Replaces every norm of `model` whose class is one of NORMS by a CpuRMSNorm. `model` is on a CPU. Returns how many
     were replaced.
     """
     return replace_modules(model, lambda module: CpuRMSNorm(module) if type(module) in NORMS else None)
@@ -50,7 +50,9 @@ def _compiled(dtype: torch.dtype) -> Kernel:
 
 
 def _normalise(x, weight, epsilon, output):
-    """RMS-normalises each row of `x` into `output`. Shapes: x, output [T, width]; weight [width]."""
+    """RMS-normalises each row of `x` into `output`. `epsilon` is added to the mean of a row's squares. Arrays of one
+    dtype: x, output [T, width]; weight [width].
+    """
     for t in range(x.shape[0]):
         total = np.float32(0)
         for i in range(x.shape[1]):

@@ -24,8 +24,8 @@ _OPTIONS: dict[str, Any] = {
 
 
 def jit(function: Kernel, *, is_kept: bool = False) -> Kernel:
-    """Returns `function` as a kernel, compiled at the first call of each signature. Kernels run without the
-    interpreter's lock.
+    """Returns `function` as a kernel: compiled by numba at the first call of each signature (the types of its
+    arguments). Kernels run without the interpreter's lock.
 
     With `is_kept` the compiled code is also written to numba's cache, where it is found by source file, CPU, signature
     and closure. The compiler may reorder sums. It may not assume that there is no NaN or infinity, because these show

@@ -65,7 +65,8 @@ def kernels_key() -> str:
 
 
 def compiled(function: Kernel, arguments: Sequence[Any], *, name: str) -> Kernel:
-    """Returns `function` as a kernel, compiled for the types of `arguments`. The kernel has been called once with them.
+    """Returns `function` as a kernel, compiled for the types of `arguments` or loaded from the directory that
+    `keep_kernels` set. The kernel has been called once with `arguments`, so it must be able to compute with them.
 
     `name` must be unique to this kernel. It must include what the function's source does not show, such as values of
     its closure.
@@ -88,8 +89,8 @@ def compiled(function: Kernel, arguments: Sequence[Any], *, name: str) -> Kernel
 
 
 def kept_in(directory: Path, function: Kernel) -> Any:
-    """Returns `function` as a kernel whose compiled code is kept in `directory`. The first call of each signature loads
-    the code from there, or compiles it and writes it there.
+    """Returns `function` as a kernel whose compiled code is kept in `directory`, which is created if needed. The first
+    call of each signature (the types of the arguments) loads the code from there, or compiles it and writes it there.
 
     numba writes files by renaming, so another process finds a whole file or none. Raises OSError if the directory
     cannot be written.
@@ -108,8 +109,8 @@ def kept_in(directory: Path, function: Kernel) -> Any:
 
 
 def _remove(directory: Path) -> None:
-    """Removes `directory`. It is renamed first, so that it disappears at once for other processes, which may be about
-    to write there.
+    """Removes `directory` with the kernels in it. It is renamed first, so that it disappears at once for other
+    processes, which may be about to write there.
     """
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".damaged-", ignore_cleanup_errors=True) as aside:
         directory.rename(Path(aside) / directory.name)

@@ -124,5 +124,5 @@ def _declared(module: Any, name: str, kind: ir.FunctionType) -> Any:
 
 @jit
 def address_of(array):
-    """Returns the address of the array's first element."""
+    """Returns the address of the array's first element, as an integer."""
     return array.ctypes.data

@@ -24,7 +24,9 @@ _HALF, _BITS, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
 class NumberFormat(NamedTuple):
-    """The form in which kernels get tensors of `dtype`: as arrays of `numpy_dtype` with the same bits."""
+    """The form in which kernels get tensors of `dtype`: as arrays of `numpy_dtype` with the same bits. `bits_dtype` is
+    torch's name of `numpy_dtype`.
+    """
 
     dtype: torch.dtype
     bits_dtype: torch.dtype
@@ -95,7 +97,10 @@ to even where two are as near, as PyTorch does. A NaN stays a NaN.
 
 
 def widened(builder: Any, kind: types.Type, element: Any) -> Any:
-    """Generates code that turns an element of numba's type `kind` into a float32."""
+    """Generates code that turns an element of numba's type `kind` (float32, uint16 for bfloat16 or int16 for float16)
+    into a float32. `element` and the result are LLVM values. `builder` is llvmlite's IRBuilder, which the code is added
+    to.
+    """
     if kind == types.float32:
         return element
     if kind == types.uint16:
@@ -105,7 +110,10 @@ def widened(builder: Any, kind: types.Type, element: Any) -> Any:
 
 
 def narrowed(builder: Any, kind: types.Type, number: Any) -> Any:
-    """Generates code that rounds a float32 to an element of numba's type `kind`."""
+    """Generates code that rounds a float32 to the nearest element of numba's type `kind` (float32, uint16 for bfloat16
+    or int16 for float16). `number` and the result are LLVM values. `builder` is llvmlite's IRBuilder, which the code is
+    added to.
+    """
     if kind == types.float32:
         return number
     if kind == types.uint16:

@@ -28,8 +28,9 @@ def declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
 
 
 def prefetch_line(builder: Any, address: Any, *, once: bool = False) -> None:
-    """Generates a prefetch of the cache line at `address`. `once` tells the CPU that the line will be read a single
-    time, so that it does not replace other data in the outer caches.
+    """Generates a prefetch of the cache line at `address`, an LLVM pointer. `once` tells the CPU that the line will be
+    read a single time, so that it does not replace other data in the outer caches. `builder` is llvmlite's IRBuilder,
+    which the code is added to.
     """
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
@@ -39,28 +40,34 @@ def prefetch_line(builder: Any, address: Any, *, once: bool = False) -> None:
 
 
 def spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:
-    """Generates a vector with `number` in every lane."""
+    """Generates a vector of LLVM type `vector` with `number`, an LLVM value, in every lane. `builder` is llvmlite's
+    IRBuilder, which the code is added to.
+    """
     undefined = ir.Constant(vector, ir.Undefined)
     lanes = ir.Constant(ir.VectorType(INT, vector.count), [0] * vector.count)
     return builder.shuffle_vector(builder.insert_element(undefined, number, INT(0)), undefined, lanes)
 
 
 def multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Generates `left * right + total` for three vectors."""
+    """Generates `left * right + total` for three vectors of LANES float32. `builder` is llvmlite's IRBuilder, which the
+    code is added to; the other arguments are LLVM values.
+    """
     kind = ir.FunctionType(FLOATS, [FLOATS, FLOATS, FLOATS])
     return builder.call(declared(builder, f"llvm.fmuladd.v{LANES}f32", kind), [left, right, total])
 
 
 def hidden(builder: Any, word: Any) -> Any:
     """Returns `word`, an index or address, in a form that the compiler does not recognise as the same value. So it
-    loads again what lies there, instead of keeping the value of an earlier load in a register.
+    loads again what lies there, instead of keeping the value of an earlier load in a register. `builder` is llvmlite's
+    IRBuilder, which the code is added to. `word` and the result are LLVM values.
     """
     return builder.asm(ir.FunctionType(WORD, [WORD]), "", "=r,0", [word], False)
 
 
 def load_floats(builder: Any, address: Any, num_vectors: int, element: types.Type) -> list[Any]:
-    """Generates loads of `num_vectors` vectors from `address` on. Memory holds float32 numbers or, if `element` is
-    uint16, the bits of bfloat16 numbers.
+    """Generates loads of `num_vectors` vectors of LANES float32, one after the other, from `address` (an LLVM int64)
+    on, and returns them. Memory holds float32 numbers or, if `element` is uint16, the bits of bfloat16 numbers.
+    `builder` is llvmlite's IRBuilder, which the code is added to.
     """
     vectors = []
     for place in range(num_vectors):
@@ -83,7 +90,9 @@ def store_floats(builder: Any, vector: Any, address: Any) -> None:
 
 
 def sums_of_lanes(builder: Any, vectors: list[Any]) -> Any:
-    """Generates the sum of the lanes of each of four vectors. Returns one vector with the four sums."""
+    """Generates the sum of the lanes of each of four vectors of LANES float32. Returns one LLVM vector with the four
+    sums, in the vectors' order. `builder` is llvmlite's IRBuilder, which the code is added to.
+    """
 
     def shuffled(left: Any, right: Any, lanes: list[int]) -> Any:
         return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
@@ -108,7 +117,9 @@ def sums_of_lanes(builder: Any, vectors: list[Any]) -> Any:
 
 
 def switch(builder: Any, number: Any, most: int, generate_for: Callable[[int], None]) -> None:
-    """Generates a switch over `number`, 1 to `most`. `generate_for(n)` generates the code of case n."""
+    """Generates a switch over `number`, an LLVM int64 from 1 to `most`. `generate_for(n)` is called once for each n,
+    and generates the code that runs if `number` is n. `builder` is llvmlite's IRBuilder, which the code is added to.
+    """
     cases = [builder.append_basic_block("case") for _ in range(most)]
     after = builder.append_basic_block("after")
     choice = builder.switch(number, cases[-1])

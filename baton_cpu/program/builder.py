@@ -31,7 +31,7 @@ given.
 
 @dataclass(frozen=True, slots=True)
 class AttentionSize:
-    """The sizes of a model's attention, the same in all its layers, and the factor that scales its scores."""
+    """The sizes of a model's attention, the same in all its layers, and `scaling`, the factor of its scores."""
 
     num_heads: int
     num_kv_heads: int
@@ -150,20 +150,21 @@ class ProgramBuilder:
         return number
 
     def embed(self, weight: Tensor, target: int) -> None:
-        """Adds the operation EMBED, which writes each token's row of `weight` to buffer `target`."""
+        """Adds the operation EMBED, which writes each token's row of `weight` [vocab, width] to buffer `target`."""
         self._add(Kind.EMBED, {Field.WEIGHT: self._address(weight), Field.WIDTH: weight.shape[1], Field.TARGET: target})
 
     def norm(self, source: int, target: int, weight: Tensor, *, epsilon: float, offset: int = 0) -> None:
-        """Adds the operation NORM, which RMS-normalises the rows of buffer `source` into those of `target`, from
-        element `offset` on.
+        """Adds the operation NORM, which RMS-normalises the first elements of the rows of buffer `source`, as many as
+        `weight` has. It writes them to the rows of buffer `target`, beginning at their element `offset`. `epsilon` is
+        added to the mean of the squares.
         """
         fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset}
         fields |= {Field.NORM: self._address(weight), Field.WIDTH: weight.shape[0]}
         self._add(Kind.NORM, fields, epsilon=epsilon)
 
     def copy(self, source: int, target: int, *, width: int, offset: int = 0) -> None:
-        """Adds an operation that copies the first `width` elements of each row of buffer `source` to the rows of
-        `target`, from element `offset` on.
+        """Adds an operation that copies the first `width` elements of each row of buffer `source` to the row of buffer
+        `target`, beginning there at element `offset`.
         """
         fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset, Field.WIDTH: width}
         self._add(Kind.NORM, fields)
@@ -181,11 +182,11 @@ class ProgramBuilder:
         selected_rows: bool = False,
         shows_layer: bool = False,
     ) -> None:
-        """Adds the operation LINEAR, which multiplies the rows of buffer `source` by `weight`, adds `bias`, and stores
-        the result in buffer `target` as `store` says.
+        """Adds the operation LINEAR, which multiplies the rows of buffer `source` by `weight` [outputs, inputs], adds
+        `bias`, and stores the result in buffer `target` as `store` says. It packs a copy of the weight.
 
-        With `norm` the rows are RMS-normalised first. With `selected_rows` only the rows whose logits are wanted are
-        computed. `shows_layer` marks the first operation of a layer.
+        With `norm` [inputs] the rows are RMS-normalised first, with `epsilon`. With `selected_rows` only the rows whose
+        logits are wanted are computed. `shows_layer` marks the first operation of a layer of the model.
         """
         num_outputs, width = weight.shape
         num_panels = -(-num_outputs // PANEL_WIDTH)
@@ -223,11 +224,11 @@ class ProgramBuilder:
         self._add(Kind.LARGEST, {Field.SOURCE: logits, Field.WIDTH: self._widths[logits]})
 
     def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:
-        """Adds a LINEAR that writes silu(gate(x)) * up(x) to buffer `target`, where x are the RMS-normalised rows of
-        buffer `source`.
+        """Adds a LINEAR that writes silu(gate(x)) * up(x) to buffer `target`, where x are the rows of buffer `source`,
+        RMS-normalised with weight `norm` [inputs] and `epsilon`. `gate` and `up` are weights [outputs, inputs].
 
         Both weights become one. Of each panel, the unit in which weights are packed, half the outputs are those of
-        `gate`, and half those of `up`.
+        `gate`, and half those of `up`. So the number of outputs must be a multiple of PANEL_WIDTH / 2.
         """
         half = PANEL_WIDTH // 2
         both = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
@@ -244,8 +245,12 @@ class ProgramBuilder:
         key_norm: Tensor | None = None,
         epsilon: float = 0.0,
     ) -> None:
-        """Adds the operations of a layer's attention, which write its output to buffer `target`. Each row of buffer
-        `source` holds a token's query, key and value heads, in this order.
+        """Adds the operations of the attention of layer number `layer`, which write its output to buffer `target`. Each
+        row of buffer `source` holds a token's query, key and value heads, in this order. `size` must be the same for
+        all layers.
+
+        `query_norm` and `key_norm` [head_dim] are the weights of RMS norms of each head, with `epsilon`; None means
+        that there is no norm.
         """
         assert self._attention in (None, size), "the layers' attention is of one size"
         self._attention = size

@@ -28,8 +28,9 @@ _CHUNK = 40
 
 
 def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[], None] = lambda: None) -> float:
-    """Returns how far the results of `forward` are from those of `model`: the largest relative difference of logits,
-    states and KV in a few forwards. It is infinite if the two disagree on the token with the largest logit.
+    """Returns how far the results of `forward` are from those of `model`: the largest relative difference (see
+    `relative`) of logits, states and KV in a few forwards. It is infinite if the program names another token than the
+    one with its largest logit.
 
     `model` must still compute by its own modules. `check` is called between the forwards, and may raise.
     """
@@ -70,14 +71,14 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
 
 
 def head_difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dtype: torch.dtype) -> float:
-    """Returns how far the results of `program` are from those of `head`: the largest relative difference of logits,
-    hidden states and KV.
+    """Returns how far the results of `program` are from those of `head`: the largest relative difference (see
+    `relative`) of logits, hidden states and KV.
 
     It compares an `extend` of a few tokens, two calls of `step` after it, and an `extend` of a chunk of tokens. Each
     computes several rows.
 
     `head` must still compute by its own layers. `captured_size` is the width of the captured states: number of states *
-    H.
+    H. `dtype` is that of states and KV.
     """
     generator = torch.Generator().manual_seed(0)
     group, num_rows, num_read = head.layer_group, 2, 4
@@ -127,7 +128,9 @@ def _apart(expected: DraftOutput, seen: DraftOutput) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Returns the largest relative difference that is accepted between a program and its modules."""
+    """Returns the largest relative difference (see `relative`) that is accepted between a program and the modules of a
+    model of `dtype`.
+    """
     return _TOLERANCE[dtype]
 
 

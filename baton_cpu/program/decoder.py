@@ -25,8 +25,8 @@ _KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausal
 
 
 def can_fuse(model: nn.Module) -> bool:
-    """Returns whether `decoder_of` knows the model's class, dtype and sizes. Only running both shows whether the
-    program computes what the model does.
+    """Returns whether `decoder_of` can translate `model`: whether it knows the model's class, dtype and sizes. Only a
+    comparison of both shows whether the program computes what the model does.
     """
     if type(model) not in _KNOWN:
         return False
@@ -44,7 +44,8 @@ def can_fuse(model: nn.Module) -> bool:
 
 
 def decoder_of(model: nn.Module) -> NewProgram:
-    """Returns a function that translates `model` into a program. `can_fuse(model)` must be true.
+    """Returns a function that translates `model` into a program, a FusedDecoder. `can_fuse(model)` must be true. The
+    function takes a `check`, which is called between parts of the work and may raise.
 
     The function uses the weights that the model has now, so the model's modules may be replaced before it is called.
     The program has packed weights of its own, and shares the embedding and the norms.
@@ -54,8 +55,9 @@ def decoder_of(model: nn.Module) -> NewProgram:
 
 
 def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Returns rotary tables for `num_positions` positions and some more, which drafts may reach: cosines and sines,
-    each [positions, head_dim].
+    """Returns rotary tables for `num_positions` positions and some more, which drafts may reach, but not for more than
+    _MAX_POSITIONS: cosines and sines, each [positions, head_dim] of `dtype`. `rope` is the rotary embedding module of
+    transformers.
     """
     positions = torch.arange(min(num_positions + _MORE_POSITIONS, _MAX_POSITIONS))
     cosines, sines = rope(torch.zeros((1, 1, 1), dtype=dtype), positions.unsqueeze(0))
@@ -64,7 +66,9 @@ def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class _LayerParts:
-    """The weights of one layer."""
+    """The weights of one layer. `heads` are the weights of q, k and v, and `head_biases` their biases (empty if there
+    are none). `gate_norm` is the norm before the MLP, and `out` the output projection of the attention.
+    """
 
     heads: tuple[Tensor, ...]
     head_biases: tuple[Tensor, ...]
@@ -95,7 +99,9 @@ class _Parts:
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that packing needs: the packed weights, and a layer's gate and up weights joined for a moment."""
+        """The memory in bytes that packing needs: the packed weights, and a layer's gate and up weights joined for a
+        moment.
+        """
         packed = self.head.nbytes + sum(layer.packed_bytes for layer in self.layers)
         return packed + max(layer.gate.nbytes + layer.up.nbytes for layer in self.layers)
 

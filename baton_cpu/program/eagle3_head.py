@@ -33,8 +33,8 @@ holds the states that it reads beside the tokens.
 
 @dataclass(frozen=True, slots=True)
 class HeadPrograms:
-    """The programs of a one-layer head. `extend` reads the states that the target captured; `step` reads the head's own
-    outputs.
+    """The programs of a one-layer draft head, one for each of its methods `extend` and `step`. `extend` reads the
+    states that the target captured; `step` reads the head's own outputs.
     """
 
     extend: FusedDecoder
@@ -42,8 +42,9 @@ class HeadPrograms:
 
 
 def programs_of(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewProgram | None:
-    """Returns a function that translates the head in `checkpoint` into programs, or None if kernels cannot run it. The
-    tensors in `checkpoint` must fit `spec` and `target`.
+    """Returns a function that translates the head in `checkpoint` into HeadPrograms, or None if kernels cannot run it.
+    The function takes a `check`, which is called between parts of the work and may raise. The tensors in `checkpoint`
+    must fit `spec` and `target`.
 
     Kernels cannot run heads of unsupported dtype or sizes, heads that normalise each captured state by itself, or heads
     that use the target's output head.
@@ -75,8 +76,9 @@ def _write(checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel, check:
 def _programs(
     checkpoint: Checkpoint, spec: Eagle3Spec, embedding: Tensor, builder: ProgramBuilder
 ) -> tuple[Program, Program]:
-    """Builds the programs `extend` and `step`. They have the same weights, and differ in their first operations.
-    `embedding` is the target's; it is used if the checkpoint has none.
+    """Builds the programs `extend` and `step` with the empty `builder`, and returns them in this order. They have the
+    same weights, and differ in their first operations. `embedding` is the target's; it is used if the checkpoint has
+    none.
     """
     block, size, epsilon = spec.block, spec.block.hidden_size, spec.block.norm_epsilon
     prefix = "midlayer." if checkpoint.has_prefix("midlayer.") else "layers.0."

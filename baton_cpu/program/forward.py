@@ -84,8 +84,9 @@ class _ChunkParts:
     with more than MAX_QUERIES new tokens. Rows are given by their index in the batch.
 
     `key_parts` [n, 2] int64: a row, and the position of the first of PANEL_WIDTH keys. `query_parts` [n, 2] int64: a
-    row, and the index of the first of up to QUERY_TOKENS new tokens. Those with most tokens to attend come first, so
-    that threads end together. `packed_starts` [B + 1] int64: where each row's packed keys and values begin, in tokens.
+    row, and the index of the first of up to QUERY_TOKENS new tokens, counted in the row. The query parts with most
+    tokens to attend come first, so that threads end together. `packed_starts` [B + 1] int64: where each row's packed
+    keys and values begin, in tokens.
     """
 
     key_parts: NDArray[np.int64]
@@ -144,7 +145,9 @@ class _Windows:
         """The values of a call's words, in the order of _OF_WINDOWS."""
 
     def are_of(self, batch: ForwardInput) -> bool:
-        """Returns whether these windows also describe `batch`."""
+        """Returns whether these windows also describe `batch`. It returns False whenever one of both forwards has a
+        tree mask or these windows have a chunk.
+        """
         return self.is_for_any and batch.tree_mask is None and self.extend_lens == _extend_lens(batch)
 
 
@@ -300,6 +303,7 @@ class FusedForward:
 
     def _groups(self, extend_lens: tuple[int, ...], max_seq_len: int) -> tuple[int, int]:
         """Returns into how many groups each row's attention is divided, and the bytes that the parts' results take.
+        `extend_lens` says how many new tokens each row has.
 
         The tokens that a row attends are divided into parts of PART_TOKENS, and the parts into groups; a thread takes a
         group at once. So all threads have work even if rows are few or one is long. (1, 0) means that rows are not
@@ -321,7 +325,9 @@ class FusedForward:
         )
 
     def _scratch_bytes(self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...], max_seq_len: int) -> int:
-        """Returns the bytes of scratch memory that each thread needs, a multiple of 64."""
+        """Returns the bytes of scratch memory that each thread needs, a multiple of 64, for a forward of `num_tokens`
+        new tokens. `num_selected` of them need logits, and `extend_lens` says how many new tokens each row has.
+        """
         attention, itemsize = self._program.attention, input_dtype(self._program.dtype).itemsize
         num_few = max((num for num in extend_lens if num <= MAX_QUERIES), default=0)
         wanted = attending.scratch_bytes(
@@ -375,7 +381,7 @@ class _Room:
         self._memory = _Memory(0)
 
     def of(self, num_bytes: int) -> _Memory:
-        """Returns memory of at least `num_bytes`."""
+        """Returns memory of at least `num_bytes`, which later calls may return again."""
         if self._memory.num_bytes < num_bytes:
             self._memory = _Memory(2 * num_bytes)
         return self._memory

@@ -56,7 +56,7 @@ def fuse(
     log: Log = NO_LOG,
 ) -> float:
     """Makes `model` run its forwards as one program, and `draft` as well if it has programs. Returns the largest
-    difference between the program's logits and the model's, relative to their size.
+    relative difference between the results of the target's program and those of the model's modules (see `difference`).
 
     `CpuEngine.fuse` explains the arguments and exceptions. If the results of the head's programs differ too much from
     those of its layers, the head keeps running its layers.
@@ -107,8 +107,9 @@ def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Lo
 def _compared_head(
     draft: PagedHead, forwards: Sequence[ForwardProgram], model: TargetModel, log: Log
 ) -> HeadProgram | None:
-    """Returns a head that runs by the programs in `forwards`. If their results differ from those of `draft`, logs a
-    warning and returns None; `draft` then keeps running its layers.
+    """Returns a head that runs by the programs in `forwards`, `extend` and `step`. If their results differ too much
+    from those of `draft`, logs a warning and returns None; `draft` then keeps running its layers. `model` is the
+    target.
     """
     head = FusedHead(*forwards)
     captured_size = draft.capture.num_states * model.hidden_size
@@ -120,8 +121,9 @@ def _compared_head(
 
 
 def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_tokens: int) -> list[ForwardProgram]:
-    """Returns a ForwardProgram for each decoder. They share one team of `num_threads`, so only one of them may run at a
-    time. `load_kernels` must have been called before.
+    """Returns a ForwardProgram for each decoder, in their order. They share one team of `num_threads`, so only one of
+    them may run at a time. Each takes forwards of up to `max_tokens` new tokens. `load_kernels` must have been called
+    before.
     """
     dtype = decoders[0].program.dtype
     kernel, like = _KERNELS[dtype], np.zeros(1, _BITS[dtype])
@@ -139,8 +141,8 @@ def new_forwards(decoders: Sequence[FusedDecoder], *, num_threads: int, max_toke
 
 
 def _load_kernels(dtype: torch.dtype, niceness: int, check: Check, log: Log) -> None:
-    """Loads the kernels for `dtype` from the directory in which this process keeps kernels. Compiles them first if they
-    are missing or damaged.
+    """Loads the kernels for `dtype` from the directory in which this process keeps kernels. Compiles them first, in a
+    process of its own at `niceness`, if they are missing or damaged. `check` is called while it waits, and may raise.
 
     Kernels that cannot be kept there are compiled for this process alone. Raises StartupError if they cannot be
     compiled.
@@ -155,7 +157,7 @@ def _load_kernels(dtype: torch.dtype, niceness: int, check: Check, log: Log) -> 
 
 
 class _NotKept(StartupError):
-    """There is no directory for kernels, and none can be made."""
+    """Raised if there is no directory for kernels, and none can be made."""
 
 
 def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Check, log: Log) -> None:
@@ -195,8 +197,8 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Che
 
 
 def load_kernels(directory: Path, dtype: torch.dtype) -> bool:
-    """Loads the kernels for `dtype` from `directory`, or compiles them and keeps them there. Returns False if they had
-    to be compiled.
+    """Loads the kernels for models of `dtype` from `directory`, or compiles them and keeps them there. `new_forwards`
+    uses them from then on. Returns False if they had to be compiled.
 
     A damaged file there may raise any exception.
     """

@@ -45,8 +45,9 @@ def step_of(dtype: torch.dtype) -> int:
 
 
 def packed(weight: Tensor, memory: WeightMemory, check: Callable[[], None]) -> Tensor:
-    """Returns `weight` [outputs, inputs] packed into panels: [panels, steps, PANEL_WIDTH, numbers of a step]. A row's
-    inputs must be a whole number of steps. Outputs that the last panel lacks are 0.
+    """Returns `weight` [outputs, inputs], of bfloat16 or float32, packed into panels: [panels, steps, PANEL_WIDTH,
+    numbers of a step]. A step is 4 bytes of a row, and a row's inputs must be a whole number of steps. Outputs that the
+    last panel lacks are 0. The result lies in `memory`.
 
     `check` is called before each 64 MiB are packed. It may raise an exception to stop the packing.
     """

@@ -65,8 +65,9 @@ prefetch_at = cast("Kernel", _prefetch)
 
 @jit
 def ask_for_tokens(plane, token_bytes, slots, num_tokens):
-    """Prefetches the keys, or the values, of `num_tokens` tokens. Their slots may lie anywhere, so the hardware cannot
-    foresee which memory is needed.
+    """Prefetches the keys, or the values, of `num_tokens` tokens, for all KV heads. `plane` is the address of slot 0's
+    keys (or values), and slots lie `token_bytes` apart. `slots` is the address of the tokens' slots (int64). The slots
+    may lie anywhere, so the hardware cannot foresee which memory is needed.
     """
     places = words(slots, num_tokens)
     for t in range(num_tokens):
@@ -75,8 +76,9 @@ def ask_for_tokens(plane, token_bytes, slots, num_tokens):
 
 
 def _scores_of(num_vectors: int) -> Any:
-    """Returns an intrinsic that multiplies 1 to _QUERIES queries by the keys of tokens, over `num_vectors` vectors of a
-    head's numbers.
+    """Returns an intrinsic that multiplies 1 to _QUERIES queries by the keys of tokens, over `num_vectors` vectors of
+    LANES numbers of a head. It takes the arguments of `make_scores`, and `adds`, which says that the products are added
+    to those at `out` instead of replacing them.
     """
 
     @intrinsic
@@ -96,8 +98,12 @@ def _scores_of(num_vectors: int) -> Any:
 
 
 def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: Any) -> None:
-    """Generates a loop over the tokens that computes their scores, four tokens at a time. If fewer than four are left,
-    it repeats the last token.
+    """Generates a loop over the tokens that computes the scores of `num_queries` queries, four tokens at a time. If
+    fewer than four are left, it repeats the last token. A score is the product over `num_vectors` vectors of a head's
+    numbers.
+
+    `arguments` are LLVM values: those of the intrinsic that `_scores_of` returns, without `num_queries` and `like`.
+    `element` is numba's type of the keys' numbers. `builder` is llvmlite's IRBuilder, which the code is added to.
     """
     plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, out, stride, adds = arguments
     starts = [builder.add(queries, builder.mul(head_dim, WORD(4 * query))) for query in range(num_queries)]
@@ -130,7 +136,8 @@ def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries
 
 def _sums_of(num_vectors: int) -> Any:
     """Returns an intrinsic that adds up the tokens' values, each multiplied by a query's weight of that token, for 1 to
-    _QUERIES queries at once. It computes `num_vectors` * LANES numbers of the head.
+    _QUERIES queries at once. It computes `num_vectors` * LANES numbers of the head, and takes the arguments of
+    `sum_values`.
     """
 
     @intrinsic
@@ -150,8 +157,11 @@ def _sums_of(num_vectors: int) -> Any:
 
 
 def _generate_sums(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: Any) -> None:
-    """Generates a loop over the tokens that adds their values, multiplied by the queries' weights. The sums stay in
-    registers until the loop ends.
+    """Generates a loop over the tokens that adds their values, multiplied by the weights of `num_queries` queries, over
+    `num_vectors` vectors of a head's numbers. The sums stay in registers until the loop ends.
+
+    `arguments` are LLVM values: those of `sum_values` without `num_queries` and `like`. `element` is numba's type of
+    the values' numbers. `builder` is llvmlite's IRBuilder, which the code is added to.
     """
     plane, token_bytes, slots, num_tokens, num_near, weights, stride, out, head_dim = arguments
     token, loop, before = _begin_loop(builder)
@@ -181,7 +191,8 @@ def _generate_sums(builder: Any, arguments: Any, num_vectors: int, num_queries: 
 
 def _begin_loop(builder: Any) -> tuple[Any, Any, Any]:
     """Begins a loop in the generated code. Returns its counter, its basic block, and the block before it. Call
-    `_end_loop` with them after generating the loop's body.
+    `_end_loop` with them after generating the loop's body. `builder` is llvmlite's IRBuilder, which the code is added
+    to.
     """
     before, loop = builder.block, builder.append_basic_block("tokens")
     builder.branch(loop)
@@ -191,7 +202,8 @@ def _begin_loop(builder: Any) -> tuple[Any, Any, Any]:
 
 def _end_loop(builder: Any, place: Any, loop: Any, before: Any, step: int, end: Any) -> None:
     """Ends a loop that `_begin_loop` began: adds `step` to its counter `place`, which starts at 0, and repeats the loop
-    while the counter is below `end`. The loop runs at least once.
+    while the counter is below the LLVM value `end`. The loop runs at least once. `loop` and `before` are the blocks
+    that `_begin_loop` returned. `builder` is llvmlite's IRBuilder, which the code is added to.
     """
     after = builder.append_basic_block("after")
     following = builder.add(place, WORD(step))
@@ -203,7 +215,11 @@ def _end_loop(builder: Any, place: Any, loop: Any, before: Any, step: int, end: 
 
 def _ask_ahead(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any, num_near: Any, *size: Any) -> None:
     """Generates a prefetch of the token that comes TOKENS_AHEAD after `token`, or of the last of the `num_near` tokens
-    if that comes earlier. `size` is how many vectors of the token to prefetch, and their element type.
+    if that comes earlier. `size` is how many vectors of the token to prefetch, and numba's type of its numbers.
+
+    `plane` is the address of slot 0's numbers, and slots lie `token_bytes` apart. `slots` is the address of the tokens'
+    slots (int64). `builder` is llvmlite's IRBuilder, which the code is added to. The other arguments but `size` are
+    LLVM values.
     """
     num_vectors, element = size
     later, last = builder.add(token, WORD(TOKENS_AHEAD)), builder.sub(num_near, WORD(1))
@@ -215,7 +231,10 @@ def _ask_ahead(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: An
 
 
 def _token_address(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any) -> Any:
-    """Generates the address of a token's numbers: `plane` + its slot * `token_bytes`."""
+    """Generates the address of a token's numbers: `plane` + its slot * `token_bytes`. `slots` is the address of the
+    tokens' slots (int64), and `token` an index into them. `builder` is llvmlite's IRBuilder, which the code is added
+    to; the other arguments are LLVM values.
+    """
     slot = builder.load(builder.gep(builder.inttoptr(slots, WORD.as_pointer()), [token]))
     return builder.add(plane, builder.mul(slot, token_bytes))
 
@@ -226,8 +245,14 @@ _wide_sums, _narrow_sums = _sums_of(_OF_SUMS // LANES), _sums_of(1)
 
 @jit
 def make_scores(plane, token_bytes, slots, num_tokens, num_near, queries, head_dim, num_queries, out, stride, like):
-    """Writes each query's score of each token, the product of the query and the token's key, to `out`. Up to three
-    scores after a query's last token, to the next multiple of four, are overwritten too and mean nothing.
+    """Writes each query's score of each token, the product of the query and the token's key for one KV head, to address
+    `out` [num_queries, stride] float32. Up to three scores after a query's last token, to the next multiple of four,
+    are overwritten too and mean nothing.
+
+    `plane` is the address of slot 0's key, and slots lie `token_bytes` apart. `slots` is the address of the tokens'
+    slots (int64): the first `num_tokens` are computed, and the first `num_near`, at least as many, may be prefetched.
+    `queries` is the address of [num_queries, head_dim] float32. `like` is any array of the model's dtype (uint16 for
+    bfloat16).
     """
     size = np.int64(like.itemsize)
     for q in range(0, num_queries, _QUERIES):
@@ -252,7 +277,9 @@ def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, s
     If `begin` is 0, it sets the scores.
 
     `x` and `keys` are the addresses of number `begin` of the first query and of slot 0's key. `y` is the address of the
-    first query's scores, and `num` is the number of queries.
+    first query's scores, and `num` is the number of queries. One query's scores begin `stride` numbers after the
+    previous one's. Slots lie `token_bytes` apart. `slots` is the address of the tokens' slots (int64). `like` is any
+    array of the model's dtype (uint16 for bfloat16).
     """
     rest = head_dim - begin
     places = words(slots, num_tokens)
@@ -269,7 +296,14 @@ def _rest_of_scores(keys, token_bytes, slots, num_tokens, x, head_dim, num, y, s
 
 @jit
 def sum_values(plane, token_bytes, slots, num_tokens, num_near, weights, stride, num_queries, out, head_dim, like):
-    """Writes to `out`, for each query, the sum of the tokens' values multiplied by the query's weights."""
+    """Writes to address `out` [num_queries, head_dim] float32, for each query, the sum of the tokens' values for one KV
+    head, multiplied by the query's weights.
+
+    `plane` is the address of slot 0's value, and slots lie `token_bytes` apart. `slots` is the address of the tokens'
+    slots (int64): the first `num_tokens` are summed, and the first `num_near`, at least as many, may be prefetched.
+    `weights` is the address of [num_queries, stride] float32. `like` is any array of the model's dtype (uint16 for
+    bfloat16).
+    """
     size = np.int64(like.itemsize)
     for q in range(0, num_queries, _QUERIES):
         num, x = min(_QUERIES, num_queries - q), weights + q * stride * 4
@@ -292,7 +326,9 @@ def _rest_of_sums(values, token_bytes, slots, num_tokens, x, stride, num, y, hea
     """Writes the sums of values for a head's last numbers, from number `begin` on, which are too few for a vector.
 
     `values` is the address of number `begin` of slot 0's value, and `y` that of number `begin` of the first query's
-    sum. `x` is the address of the first query's weights, and `num` is the number of queries.
+    sum. `x` is the address of the first query's weights, and `num` is the number of queries. One query's weights begin
+    `stride` numbers after the previous one's. Slots lie `token_bytes` apart. `slots` is the address of the tokens'
+    slots (int64). `like` is any array of the model's dtype (uint16 for bfloat16).
     """
     rest = head_dim - begin
     places = words(slots, num_tokens)

@@ -49,8 +49,9 @@ _BFLOATS = ir.VectorType(Bfloat16(), 2 * LANES)
 
 
 def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -> Any:
-    """Returns an intrinsic like `panel_products`, for 1 to `max_rows` rows. Up to `max_whole_rows` rows are computed in
-    one pass over the panel, and more rows in two passes, each of which computes half of the outputs.
+    """Returns an intrinsic with the arguments of `panel_products`, for 1 to `max_rows` rows. Up to `max_whole_rows`
+    rows are computed in one pass over the panel, and more rows in two passes, each of which computes half of the
+    outputs.
 
     `multiplies_pairs` says that the CPU multiplies pairs of bfloat16 numbers.
     """
@@ -81,7 +82,12 @@ def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -
 
 
 class _Step:
-    """One step of a pass over a panel. Generates the loads of the panel's weights and of the numbers of x."""
+    """One step of a pass over a panel: 4 bytes of each output, two bfloat16 or one float32. Generates the loads of the
+    panel's weights and of the numbers of x.
+
+    `vectors` is the panel's address as an LLVM pointer to vectors, and `rows` has the address of each row of x.
+    `outputs` says which vectors of the step the pass computes, and `number` is the step's index, an LLVM value.
+    """
 
     def __init__(self, builder: Any, vectors: Any, rows: list[Any], outputs: range, number: Any) -> None:
         self._builder, self._vectors, self._rows, self._outputs, self._number = builder, vectors, rows, outputs, number
@@ -99,8 +105,9 @@ class _Step:
         return loaded
 
     def numbers(self, kind: ir.Type, *, size: int = 1, place: int = 0) -> Iterator[Any]:
-        """Yields a vector for each row of x, with one of the row's numbers in every lane. A row has `size` numbers in
-        this step, of which `place` is the index of the one to load.
+        """Yields an LLVM vector of type `kind` for each row of x, with one of the row's numbers in every lane. A row
+        has `size` numbers in this step, of which `place` is the index of the one to load. A pair of bfloat16 that is
+        multiplied at once counts as one number, an int32.
 
         Each number is loaded just before it is needed, because few registers are left.
         """
@@ -110,15 +117,20 @@ class _Step:
             yield spread(self._builder, self._builder.load(self._builder.gep(start, [place])), kind)
 
     def again(self) -> _Step:
-        """Returns the same step, but the compiler will load its weights and numbers once more."""
+        """Returns the same step, in a form from which the compiler loads weights and numbers once more instead of
+        keeping them in registers.
+        """
         return _Step(self._builder, self._vectors, self._rows, self._outputs, hidden(self._builder, self._number))
 
 
 def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, multiply: Any, is_last: bool) -> None:
-    """Generates one pass: a loop over the panel's steps that multiplies the rows and sums the products.
-
+    """Generates one pass: a loop over the panel's steps that multiplies `num_rows` rows and sums the products.
     `outputs` says which vectors of each step are computed. `is_last` says that this forward does not read the panel
     again.
+
+    `arguments` are LLVM values: `panel`, `x`, `x_stride`, `num_steps` and `out` of `panel_products`. `multiply`
+    generates the products of one step, as `_multiply_floats` does. `builder` is llvmlite's IRBuilder, which the code is
+    added to.
     """
     panel, x, x_stride, num_steps, out = arguments
     vectors = builder.inttoptr(panel, INTS.as_pointer())
@@ -151,8 +163,9 @@ def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, 
 
 
 def _multiply_pairs(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
-    """Generates the products of one step, of bfloat16 pairs, and adds them to `sums`. Returns the new sums: each row's
-    vectors in turn.
+    """Generates the products of one step, of bfloat16 pairs, and adds them to `sums`. Returns the new sums. Both lists
+    have the LLVM vectors of the first row of x, then those of the next. `builder` is llvmlite's IRBuilder, which the
+    code is added to.
     """
     name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(FLOATS, [FLOATS, _BFLOATS, _BFLOATS])
     function = declared(builder, name, kind)
@@ -163,7 +176,8 @@ def _multiply_pairs(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
 
 def _multiply_halves(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
     """Generates the products of one step of bfloat16 weights, by float32 multiplications, and adds them to `sums`.
-    Returns the new sums: each row's vectors in turn.
+    Returns the new sums. Both lists have the LLVM vectors of the first row of x, then those of the next. `builder` is
+    llvmlite's IRBuilder, which the code is added to.
 
     Weights are loaded twice, once for each half of the pairs, because too few registers are left to keep them.
     """
@@ -176,8 +190,9 @@ def _multiply_halves(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
 
 
 def _multiply_floats(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
-    """Generates the products of one step of float32 weights, and adds them to `sums`. Returns the new sums: each row's
-    vectors in turn.
+    """Generates the products of one step of float32 weights, and adds them to `sums`. Returns the new sums. Both lists
+    have the LLVM vectors of the first row of x, then those of the next. `builder` is llvmlite's IRBuilder, which the
+    code is added to.
     """
     weights, old = [builder.bitcast(weight, FLOATS) for weight in step.weights()], iter(sums)
     numbers = step.numbers(FLOATS)
@@ -185,12 +200,16 @@ def _multiply_floats(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
 
 
 def _lower(builder: Any, pairs: Any) -> Any:
-    """Generates the first bfloat16 of each pair, as float32."""
+    """Generates the first bfloat16 of each pair in LLVM vector `pairs`, as a vector of float32. `builder` is llvmlite's
+    IRBuilder, which the code is added to.
+    """
     return builder.bitcast(builder.shl(pairs, ir.Constant(INTS, [16] * LANES)), FLOATS)
 
 
 def _upper(builder: Any, pairs: Any) -> Any:
-    """Generates the second bfloat16 of each pair, as float32."""
+    """Generates the second bfloat16 of each pair in LLVM vector `pairs`, as a vector of float32. `builder` is
+    llvmlite's IRBuilder, which the code is added to.
+    """
     return builder.bitcast(builder.and_(pairs, ir.Constant(INTS, [0xFFFF0000] * LANES)), FLOATS)
 
 
@@ -199,10 +218,10 @@ _products = products_of(MAX_ROWS, _MAX_WHOLE_ROWS, multiplies_pairs=has_bfloat16
 
 @jit
 def panel_products(panel, x, x_stride, num_steps, num_rows, out, like):
-    """Multiplies `num_rows` rows of x, 1 to MAX_ROWS, by one panel of a packed weight. Writes the products to `out`
-    [rows, PANEL_WIDTH] float32.
+    """Multiplies `num_rows` rows of x, 1 to MAX_ROWS, by one panel of a packed weight: PANEL_WIDTH outputs, in
+    `num_steps` steps of 4 bytes of each output. Writes the products to `out` [rows, PANEL_WIDTH] float32.
 
     `panel`, `x` and `out` are addresses. Rows of x lie `x_stride` bytes apart, and have the dtype of
-    `input_like(like)`. `like` is an array of the weights' bits: uint16 for bfloat16, or float32.
+    `input_like(like)`. `like` is any array of the model's dtype (uint16 for bfloat16).
     """
     _products(panel, x, x_stride, num_steps, num_rows, out, like)

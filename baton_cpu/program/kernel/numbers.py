@@ -25,8 +25,8 @@ _array_at = cast("Kernel", numba.carray)  # type: ignore[attr-defined]
 
 
 def input_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of rows that are multiplied by weights of `dtype`. It is float32 where the CPU does not
-    multiply bfloat16, because each product would otherwise convert the rows again.
+    """Returns the dtype of rows that are multiplied by weights of `dtype`. It is `dtype`, but float32 where the CPU
+    does not multiply bfloat16, because each product would otherwise convert the rows again.
     """
     return dtype if has_bfloat16() else torch.float32
 
@@ -57,8 +57,9 @@ def _copied(_context, element, target):
 
 
 def _narrowed(builder: Any, kind: types.Type, number: Any) -> Any:
-    """Generates code that rounds a float32 to an element of numba's type `kind`. For bfloat16 it uses the CPU's own
-    instruction if there is one, which turns subnormal numbers into 0.
+    """Generates code that rounds the float32 `number`, an LLVM value, to an element of numba's type `kind` (uint16 for
+    bfloat16). For bfloat16 it uses the CPU's own instruction if there is one, which turns subnormal numbers into 0.
+    `builder` is llvmlite's IRBuilder, which the code is added to.
     """
     if kind == types.uint16 and has_bfloat16():
         return builder.bitcast(builder.fptrunc(number, Bfloat16()), ir.IntType(16))
