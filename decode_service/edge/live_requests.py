@@ -126,8 +126,8 @@ class LiveRequests:
             live.fail(EngineLost("the engine does not run"))
 
     def release(self, live: LiveRequest) -> None:
-        """Removes the request when its stream is over, and aborts it in the engine if needed.
-        Further calls do nothing.
+        """Removes the request when its client's stream is over, and aborts it in the engine if needed.
+        To call it again does nothing.
         """
         if self._by_engine_id.pop(live.engine_id, None) is None:
             return

@@ -125,7 +125,7 @@ class GrpcCall:
                 await stream.write(await self._commands.get())
 
     async def _read_frames(self, stream: Stream) -> None:
-        """Reads and posts frames until the replica ends the call.
+        """Reads frames from the gRPC call `stream` and posts them, until the replica ends the call.
 
         While a frame is decoded, the next one is read already, if the budget has room for the first.
         """
