@@ -76,7 +76,9 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """A forward of one row to compile kernels for. It has `num_new` new tokens."""
+    """A forward of one row to compile kernels for: its number of new tokens, the `max_seq_len` of its ForwardInput, and
+    whether it has a tree mask.
+    """
 
     num_new: int
     max_seq_len: int
@@ -89,7 +91,7 @@ class AttentionBackend(Protocol):
         """Whether a forward's cost depends only on the lengths of its rows, and not on `max_seq_len`."""
 
     def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
-        """Returns forwards that together use every kernel that any forward needs. Empty if nothing is compiled.
+        """Returns shapes of forwards that together use every kernel that any forward needs. Empty if none are compiled.
 
         `with_masks` adds forwards with tree masks.
         """

@@ -54,7 +54,8 @@ class Tiles:
     def shared_bytes(self, dim_block: int, itemsize: int) -> int:
         """Returns an upper bound of the shared memory that a program uses, in bytes.
 
-        It covers queries, K and V, the weights or the sums, and the scores, to which a tree mask is applied.
+        `dim_block` is the size of a head, rounded up to a power of two, and `itemsize` the bytes of a number. The bound
+        covers queries, K and V, the weights or the sums, and the scores, to which a tree mask is applied.
         """
         loaded = (self.query_block + self.num_stages * self.token_block) * dim_block * itemsize
         sums = self.query_block * max(self.token_block * itemsize, dim_block * 4)
@@ -62,8 +63,10 @@ class Tiles:
 
     @classmethod
     def of(cls, num_pairs: int, num_shared: int, dim_block: int, itemsize: int, shared_bytes: int) -> Tiles | None:
-        """Chooses tiles for rows of `num_pairs` (query, head) pairs, of which groups of `num_shared` read the same
-        keys.
+        """Chooses tiles for rows that have at most `num_pairs` (query, head) pairs for each KV head.
+
+        `num_shared` query heads share a KV head. `dim_block` is the size of a head, rounded up to a power of two, and
+        `itemsize` the bytes of a number.
 
         Returns None if no tile fits into `shared_bytes` or into registers. If a tile is known to spill registers, this
         chooses a smaller tile, or more warps. Products of float32 are computed one by one, and need the most registers.

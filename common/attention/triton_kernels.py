@@ -34,7 +34,10 @@ def write(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Writes K and V of one token per program: TOKEN_SIZE = kv_heads * HEAD_DIM <= BLOCK adjacent numbers."""
+    """Writes K and V of one token per program to the token's slot in `kv`, one layer of the pool.
+
+    Each is TOKEN_SIZE = kv_heads * HEAD_DIM <= BLOCK numbers, which are adjacent in the slot.
+    """
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -96,7 +99,8 @@ def attend(  # type: ignore[no-untyped-def]
     """Attends one block of queries over one part of a row. The grid is [B * num_blocks, kv_heads, splits].
 
     A block's rows are (query, head) pairs. Heads that share K and V are adjacent, so these are loaded once for all of
-    them.
+    them. Without IS_SPLIT there is one part, and `output` [T, heads, HEAD_DIM] gets the result. If IS_SPLIT, `output`
+    gets partial results, and `log_weights` the base-2 logarithm of each one's weight; `combine` reads both.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -191,10 +195,11 @@ def combine(  # type: ignore[no-untyped-def]
     MAX_SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Combines the partial results of each query. The grid is [B * max_new, heads].
+    """Combines the partial results that `attend` wrote for each query. The grid is [B * max_new, heads].
 
-    `parts` is [T, heads, num_splits, HEAD_DIM], for the tokens from `first_token` on. Only the parts that the row's
-    length fills are read.
+    `parts` [N, heads, num_splits, HEAD_DIM] and `log_weights` [N, heads, num_splits] are the results and their weights,
+    for the N new tokens of these B rows, the first of which is `first_token` of the forward. Only the parts that the
+    row's length fills are read. `output` [T, heads, HEAD_DIM] has room for all tokens of the forward.
     """
     if OVERLAPS:
         gdc_launch_dependents()

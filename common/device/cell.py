@@ -12,8 +12,8 @@ _EMPTY = object()
 class Cell(Generic[T]):
     """A value that one piece (a unit of work on a stream) sets once and later ones read.
 
-    Another thread may read it once an event that was recorded after that piece is done. If the piece fails, later
-    pieces of the same failure scope are skipped, so none of them reads an empty cell.
+    Another thread may read it too, after it has seen an event done that was recorded on the stream after that piece. If
+    the piece fails, later pieces of the same failure scope are skipped, so none of them reads an empty cell.
     """
 
     __slots__ = ("_value",)

@@ -80,7 +80,11 @@ class CudaTimer:
     def timed(
         self, name: str, detail: str = "", figures: Mapping[str, int] = _NO_FIGURES
     ) -> AbstractContextManager[None]:
-        """Returns a context manager around code that puts work on the stream. It records that work as a span."""
+        """Returns a context manager for code that puts work on the stream. It records the work as the span `name`.
+
+        The timeline shows `detail`, a text, and `figures`, numbers by name, with the span. Records nothing while the
+        timeline is not recorded.
+        """
         ring = self._track.ring
         return NOT_RECORDED if ring is None else self._between_events(ring, name, detail, figures)
 

@@ -67,7 +67,8 @@ class InlineStream(Stream):
     ) -> Sequence[Event]:
         """Runs `work` at once and returns one event for each milestone (a point inside the work that it reports).
 
-        Events of milestones that `work` does not report are completed when it has ended.
+        Calls `on_milestone`, if given, when `work` reports a milestone. If `work` does not report one, its event is
+        made after `work` has ended. All events are done when this returns.
         """
         reached: dict[int, Event] = {}
 

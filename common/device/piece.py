@@ -13,7 +13,7 @@ from common.telemetry.timeline import NOT_RECORDED, Track
 
 
 def piece_name(work: Callable[..., object]) -> str:
-    """Returns the name of a function that runs on a stream, looking through `partial` and `Measured`."""
+    """Returns the name of a function that runs on a stream: of the inner one if it is a `partial` or `Measured`."""
     while isinstance(work, functools.partial | Measured):
         work = work.func if isinstance(work, functools.partial) else work.work
     return getattr(work, "__name__", type(work).__name__)
@@ -39,8 +39,9 @@ def run_piece(
     stream_scope: Scope,
     failure_for: Callable[[BaseException], BaseException] = lambda error: error,
 ) -> None:
-    """Runs `work`, unless its scope or its stream has failed already.
+    """Runs `work`, unless its `scope` or its stream has failed already.
 
+    `stream_scope` is the scope that stands for the whole stream: it fails when the stream does.
     An exception fails the scope, or the stream if there is no scope, with the error that `failure_for` makes of it.
     Only KeyboardInterrupt is also raised to the caller.
     """
@@ -60,8 +61,8 @@ def run_piece(
 def failure_of(scope: Scope | None, stream_scope: Scope) -> BaseException | None:
     """Returns the error that an event of `scope` carries if the stream reaches it now.
 
-    It is the scope's error, else the stream's, or None if neither has failed. If the stream has lost its device, it is
-    always the stream's DeviceLost.
+    It is the error of `scope`, else the stream's (that of `stream_scope`), or None if neither has failed. If the stream
+    has lost its device, it is always the stream's DeviceLost.
     """
     if scope is not None and scope.error is not None and not isinstance(stream_scope.error, DeviceLost):
         return scope.error
@@ -69,12 +70,12 @@ def failure_of(scope: Scope | None, stream_scope: Scope) -> BaseException | None
 
 
 def event_name(name: str, scope: Scope) -> str:
-    """Returns the event's name for error messages."""
+    """Returns what error messages call an event: its `name` and the scope's, or only the scope's if `name` is empty."""
     return f"{name} of {scope.name}" if name else scope.name
 
 
 def raise_failure(error: BaseException | None, name: str) -> None:
-    """Raises PieceFailed from `error`; does nothing if `error` is None."""
+    """Raises PieceFailed with `error` as its cause; does nothing if `error` is None. `name` is that of the event."""
     if error is not None:
         raise PieceFailed(f"{name}: {type(error).__name__}: {error}") from error
 

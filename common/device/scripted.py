@@ -49,17 +49,19 @@ If the event is not done afterwards, the blocked code gets a DeviceTimeout.
 
 
 def run_needed(device: ScriptedDevice, event: Event) -> None:
-    """A policy that runs only the work that the event needs, so that all other work runs as late as possible."""
+    """A policy, called when code blocks on `event`. It runs only the work that the event needs, so that all other work
+    runs as late as possible.
+    """
     device.run_until(event)
 
 
 def refuse(device: ScriptedDevice, event: Event) -> None:
-    """A policy that runs nothing, so that blocking on an event that is not done raises DeviceTimeout at once."""
+    """A policy, called when code blocks on `event`. It runs nothing, so the code gets a DeviceTimeout at once."""
 
 
 def pick_with(choose: Callable[[Sequence[ScriptedStream]], ScriptedStream]) -> Policy:
-    """Returns a policy that runs work until the event is done, or nothing can run. Before each piece of work, `choose`
-    gets the streams that can run something, and picks one.
+    """Returns a policy, to be called when code blocks on an event. It runs work until the event is done, or nothing can
+    run. Before each piece of work, `choose` gets the streams that can run something, and picks one.
     """
 
     def pick(device: ScriptedDevice, event: Event) -> None:
@@ -301,16 +303,17 @@ class ScriptedStream(Stream):
 
 
 def run_nothing(device: ScriptedDevice) -> None:
-    """Does nothing. It is the default of `on_host_call`."""
+    """Does nothing. It is the default of ScriptedDevice's `on_host_call`: no stream runs when code enqueues work."""
 
 
 class Observer:
-    """Is notified of what code does with a device's streams. This base class does nothing."""
+    """Is notified of what the code under test does with a device's streams. This base class does nothing."""
 
     @contextlib.contextmanager
     def launching(self, stream: ScriptedStream, name: str) -> Iterator[None]:
-        """Returns a context in which the device runs the function `name` while code enqueues it. Not used with
-        `runs_pieces_beside`, where functions run later.
+        """Returns a context manager. The device enters it to run the function `name` that code enqueues on `stream`.
+
+        Only used if the device runs functions while they are enqueued, not later (`runs_pieces_beside` is False).
         """
         yield
 
@@ -321,7 +324,7 @@ class Observer:
         """Called after `stream` was told to wait for `event`."""
 
     def seen_done(self, event: ScriptedEvent) -> None:
-        """Called when code finds an event done."""
+        """Called when code has asked whether `event` is done, or has waited for it, and it is done."""
 
 
 class ScriptedDevice(Device):
@@ -404,7 +407,7 @@ class ScriptedDevice(Device):
             stream.run_next()
 
     def run_all(self) -> None:
-        """Runs all work of all streams, one enqueued function of each stream after the other."""
+        """Runs the work of all streams until none can run. They take turns, with one enqueued function each."""
         while ready := self.ready_streams():
             for stream in ready:
                 stream.run_next()
@@ -418,7 +421,10 @@ class ScriptedDevice(Device):
             pass
 
     def block_on(self, event: Event) -> None:
-        """Calls the policy, which runs work. Raises DeviceTimeout if `event` is not done afterwards."""
+        """Called when code blocks on `event`. Unless it is done, calls the policy `on_synchronize`, which runs work.
+
+        Raises DeviceTimeout if `event` is not done afterwards.
+        """
         if not event.is_done():
             self.on_synchronize(self, event)
         if not event.is_done():

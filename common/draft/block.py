@@ -15,7 +15,7 @@ class Block:
     """One transformer layer: attention and a gated MLP, each with a residual connection, and a norm between them.
 
     Its tensors in the checkpoint are `{prefix}self_attn.*`, `{prefix}mlp.*` and `{prefix}{mlp_norm}`. `layer` is the
-    index of its KV in the pool. `input_size` is the width of the attention's input.
+    number of this layer in the KV of the draft head. `input_size` is the width of the attention's input.
     """
 
     def __init__(

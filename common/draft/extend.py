@@ -69,9 +69,12 @@ def extend_draft(
 ) -> Seed:
     """Writes the head's KV of the T tokens of `window`, and returns drafts of the tokens that follow, as a Seed.
 
-    `captured` [T, states * H] are the target's hidden states of the tokens. R rows go on drafting: `last` [R] is the
-    index (0 .. T-1) of each row's last token, `rows` [R] its row in the pool, and `positions` [R] the position of its
-    first draft. `state` and `batch` say how the R rows' tokens are sampled, because drafts are guesses of these tokens.
+    `captured` [T, states * H] are the target's hidden states of the tokens, where H is its hidden size; `next_tokens`
+    are the tokens that follow them. R rows go on drafting: `last` [R] is the index (0 .. T-1) of each row's last token,
+    `rows` [R] its row in the pool, and `positions` [R] the position of its first draft. `state` and `batch` say how the
+    R rows' tokens are sampled, because drafts are guesses of these tokens. `topk` is the number of candidates for the
+    first draft.
+
     Results for tokens of a row after `last` are not used. A head with several layers needs `topk` 1; its KV of a token
     may then depend on a draft that is rejected later, unless the next window computes the token again.
     """

@@ -40,7 +40,8 @@ class DraftHead(Protocol):
 
     - `layer_group`: the shape of the head's KV. It has one layer for all draft steps, or layer i for step i.
     - `capture`: which hidden states of the target the head reads.
-    - `token_ids` [Vd] int64, ascending: the target's token id of each draft logit.
+    - `token_ids` [Vd] int64, ascending: the target's token id of each draft logit. Vd is the size of the head's
+      vocabulary, which may be a part of the target's.
     - `feeds_target_hidden`: if True, every layer gets the target's hidden state; if False, layers after the first get
       the previous layer's output.
     """
@@ -65,26 +66,37 @@ class DraftHead(Protocol):
     def feeds_target_hidden(self) -> bool: ...
 
     def fuse(self, captured: Tensor) -> Tensor:
-        """Converts the target's captured states [T, states * H] to the hidden states [T, h] that `forward` takes."""
+        """Converts captured hidden states of the target to the hidden states that the head's `forward` takes.
+
+        Shapes: `captured` [T, states * H], as the target's forward returns them, for T tokens and the target's hidden
+        size H. The result is [T, h], where h is the head's hidden size.
+        """
 
     def forward(self, batch: ForwardInput, hidden: Tensor, *, layer: int = 0) -> Tensor:
-        """Computes one layer for the batch's tokens and returns its output, [T, h].
+        """Computes one layer for the batch's T tokens. Returns its output, [T, h], where h is the head's hidden size.
 
+        `hidden` [T, h] are the states of the tokens at `batch.positions`: the result of `fuse`, or an earlier output.
         The tokens' KV is written to `batch.kv[layer]`; `batch.kv` is the draft head's KV. `batch.input_ids` are the
         tokens AFTER those at `batch.positions`.
         """
 
     def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor:
-        """Returns the logits, [R, Vd] float32, for outputs [R, h] of `forward`."""
+        """Returns the logits of `hidden`, which are outputs of `forward` for the same `layer`, for R tokens.
+
+        Shapes: `hidden` [R, hidden size of the head]; the result is [R, vocabulary of the head] float32.
+        """
 
     def extend(self, batch: ForwardInput, captured: Tensor) -> DraftOutput:
-        """Runs `fuse` and `forward`, and returns the results of the tokens `batch.logits_rows`.
+        """Runs `fuse` on `captured`, the target's hidden states, then `forward`, then `logits`.
 
-        Only for a head with one layer.
+        Returns the results of the tokens `batch.logits_rows` (None: of all). Only for a head with one layer.
         """
 
     def step(self, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
-        """Runs `forward`, and returns the results of the tokens `batch.logits_rows`. Only for a head with one layer."""
+        """Runs `forward`, then `logits`. `hidden` are outputs of the head itself, from its previous step or `extend`.
+
+        Returns the results of the tokens `batch.logits_rows` (None: of all). Only for a head with one layer.
+        """
 
 
 class HeadProgram(Protocol):
@@ -98,7 +110,10 @@ class HeadProgram(Protocol):
 
 
 def output_of(head: DraftHead, batch: ForwardInput, hidden: Tensor) -> DraftOutput:
-    """Runs `forward` for all tokens of the batch, then `logits` for `batch.logits_rows` (None: for all tokens)."""
+    """Runs the head's `forward` for all tokens of the batch, then its `logits` for `batch.logits_rows` (None: for all).
+
+    Returns the outputs and the logits of these tokens. `hidden` is the input of `forward`.
+    """
     output = head.forward(replace(batch, logits_rows=None), hidden)
     if batch.logits_rows is not None:
         output = output[batch.logits_rows]

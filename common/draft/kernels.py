@@ -33,7 +33,10 @@ class Kernels(Protocol):
     def gated_mlp(self, gate: Tensor, up: Tensor, down: Tensor) -> Op: ...
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Applies a rotary position embedding to every head of `x` [T, heads, head_dim]. Returns the same shape."""
+        """Applies a rotary position embedding to every head of `x` [T, heads, head_dim]. Returns the same shape.
+
+        `rotation` holds the cosines and the sines, [1, T, head_dim] each.
+        """
 
 
 def kernels_for(device: torch.device) -> Kernels:

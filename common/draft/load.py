@@ -36,11 +36,11 @@ def load_draft(
     attention: AttentionKind = "kernels",
     fuses: bool = False,
 ) -> PagedHead:
-    """Returns the draft head in `directory`, on the device and in the dtype of `target`.
+    """Loads the draft head in `directory`. `device` and `dtype` must be those of `target`.
 
-    The head uses the target's embedding if it has none of its own. With `fuses` it also prepares the head to be
-    compiled into programs, if the CPU engine supports its format. The checkpoint's tensors stay in memory until it is
-    compiled.
+    The head uses the target's embedding if it has none of its own. `attention` is the kind of the head's attention
+    backend. `fuses` prepares the head to be compiled into programs, if the CPU engine supports its format; then the
+    checkpoint's tensors stay in memory until it is compiled.
 
     Raises DraftMismatch if tensors or config keys are missing, unknown, or do not fit each other or the target, and
     UnsupportedModel for traits that are not supported. It never initialises weights at random.
@@ -83,7 +83,7 @@ def _make(parts: HeadParts, spec: DraftSpec) -> PagedHead:
 
 
 def _read_files(directory: Path) -> tuple[dict[str, Any], ModelFiles]:
-    """Returns the config, and the file and shape of each tensor.
+    """Returns the config, and a description of the directory's files: the file, shape and type of each tensor.
 
     Notes each file's version before it opens the file, so that a later change is noticed.
     """

@@ -25,8 +25,8 @@ class Seed:
     row's next token. For a head with several layers it is [B, layers]: one draft of each layer.
 
     `topk_p` [B, topk] float32 holds the candidates' probabilities; None if there is only one candidate.
-    `hidden_states` [B, h] is the head's output for each row, which is the input of its next draft step; None for a head
-    with several layers, because all its drafts are made already.
+    `hidden_states` [B, hidden size of the head] is the head's output for each row, which is the input of its next draft
+    step; None for a head with several layers, because all its drafts are made already.
     """
 
     topk_index: Tensor

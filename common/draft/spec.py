@@ -60,11 +60,12 @@ class Eagle3Spec:
 class MtpLayout(Enum):
     """The known layouts of multi-token-prediction layers, which differ in tensor names and in the layers' inputs.
 
-    The fusion's input is (embedding, hidden state); in MIMO it is (hidden state, embedding).
+    The fusion's input is (embedding, hidden state); in MIMO it is (hidden state, embedding). The first layer's
+    number is n, the target's number of layers, or 0:
 
-    NEXTN   model.layers.{n}.eh_proj ...        DeepSeek, Step-3.5: a layer gets the output of the previous one
-    MIMO    model.mtp_layers.{0}.input_proj ... MiMo-7B: one layer, which gets its own normed output
-    MIMO_V2 model.mtp.layers.{0}.eh_proj ...    MiMo-V2: every layer gets the target's hidden state
+    NEXTN   model.layers.{n}.eh_proj ...      DeepSeek, Step-3.5: a layer gets the output of the previous one
+    MIMO    model.mtp_layers.0.input_proj ... MiMo-7B: one layer, which gets its own normed output
+    MIMO_V2 model.mtp.layers.0.eh_proj ...    MiMo-V2: every layer gets the target's hidden state
     """
 
     NEXTN = "nextn"

@@ -46,8 +46,8 @@ _ROW_BYTES = 16 << 10
 class PoolLimits:
     """The limits of a pool's size that the settings and the model give.
 
-    `max_rows` or `max_kv_tokens` is None if the available memory decides. A request has at most `context_tokens`
-    tokens, and slots for `tokens_ahead` more.
+    `max_rows` or `max_kv_tokens` is None if the available memory decides; `memory_share` (above 0, at most 1) is the
+    share of the memory to use then. A request has at most `context_tokens` tokens, and slots for `tokens_ahead` more.
     """
 
     max_rows: int | None
@@ -93,9 +93,9 @@ def size_pool(
 ) -> PoolSize:
     """Returns the size of the KV pool: as `limits` sets it, or as many rows and tokens as fit.
 
-    `memory` is measured after the model is loaded. It is None if it is not known, and then nothing is checked. Raises
-    StartupError, which names the setting, if a size that `limits` sets does not fit, or if not even the smallest pool
-    fits.
+    `token_bytes` is the KV of one token in all layer groups. `memory` is measured after the model is loaded. It is None
+    if it is not known, and then nothing is checked. Raises StartupError, which names the setting, if a size that
+    `limits` sets does not fit, or if not even the smallest pool fits.
     """
     is_host = torch_device.type == "cpu"
     left = None if memory is None else _left_bytes(memory, limits.memory_share, is_host=is_host)
@@ -154,7 +154,11 @@ def forward_bytes(*, num_tokens: int, num_logits: int, hidden_size: int, vocab_s
 
 
 def _left_bytes(memory: DeviceMemory, share: float, *, is_host: bool) -> int:
-    """Returns the bytes left for the KV pool and the working memory, within `share` of the memory."""
+    """Returns the bytes left for the KV pool and the working memory.
+
+    On a GPU that is `share` of its memory, less what this process holds, and no more than what is free. On a CPU
+    (`is_host`) it is half of `share` of the free memory.
+    """
     if is_host:
         return int(share * memory.free_bytes) // 2
     return min(int(share * memory.total_bytes) - memory.held_bytes, memory.free_bytes - _LIBRARIES_BYTES)
@@ -173,7 +177,7 @@ def _fitting_rows(most: int, beside: MemoryBeside, left: int | None) -> int:
 
 
 def _require_rows(num_rows: int, beside: MemoryBeside, memory: DeviceMemory, torch_device: torch.device) -> None:
-    """Raises StartupError if the permanent memory of `num_rows` rows does not fit."""
+    """Raises StartupError if the permanent memory of `num_rows` rows is more than the free memory."""
     if (needed := num_rows * beside.row_bytes) > memory.free_bytes:
         raise StartupError(
             f"max_rows: {num_rows} rows take {_gib(needed)} on {torch_device} beside their KV, and "
@@ -184,7 +188,10 @@ def _require_rows(num_rows: int, beside: MemoryBeside, memory: DeviceMemory, tor
 def _require_tokens(
     num_tokens: int, token_bytes: int, beside_bytes: int, memory: DeviceMemory, torch_device: torch.device
 ) -> None:
-    """Raises StartupError if the KV of `num_tokens` tokens does not fit."""
+    """Raises StartupError if the KV of `num_tokens` tokens is more than the free memory.
+
+    `beside_bytes` is the memory needed besides the pool. The message subtracts it to say how many tokens would fit.
+    """
     if (needed := (num_tokens + 1) * token_bytes) > memory.free_bytes:
         num_fitting = max(0, (memory.free_bytes - beside_bytes) // token_bytes - 1)
         raise StartupError(
@@ -201,7 +208,10 @@ def _require_one_request(
     limits: PoolLimits,
     torch_device: torch.device,
 ) -> None:
-    """Raises StartupError if a pool of `num_tokens`, the fewest allowed, does not fit even into all the free memory."""
+    """Raises StartupError if a pool of `num_tokens`, the fewest allowed, does not fit even into all the free memory.
+
+    `beside_bytes`, the memory needed besides the pool, must fit too.
+    """
     if (needed := (num_tokens + 1) * token_bytes + beside_bytes) > memory.free_bytes:
         raise StartupError(
             f"memory_share: of {torch_device}'s memory {_gib(memory.free_bytes)} are left beside the model, and a pool "

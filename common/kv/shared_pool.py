@@ -88,7 +88,10 @@ class PoolLayout:
 
 
 def split_header(header: bytes) -> tuple[bytes, int]:
-    """Returns the pool's secret and its number of slots."""
+    """Returns the pool's secret and its number of slots, from the first HEADER_BYTES of its memory.
+
+    The secret is random bytes. A reader sends them to the pool's owner, to show that it can read the pool.
+    """
     return header[:SECRET_BYTES], int.from_bytes(header[SECRET_BYTES:HEADER_BYTES], "little")
 
 
@@ -262,7 +265,7 @@ class MappedPool:
     """
 
     def __init__(self, name: str, *, groups: Sequence[LayerGroupSpec], directory: Path = DIRECTORY) -> None:
-        """Maps the pool whose socket is `name`. `groups` are the writer's layer groups, from its fingerprint.
+        """Maps the pool whose socket is `name`. `groups` are the layer groups of the writer's pool.
 
         Waits at most two seconds for the writer's answer. Raises PoolUnusable if the pool cannot be mapped here, for
         example because it is on another host, in another container or of another user.

@@ -28,8 +28,8 @@ class ProgramOutput(NamedTuple):
     """The output of one forward of T tokens.
 
     `logits` are [R, vocab] float32, for the R tokens whose logits are wanted. `states` are the captured hidden states
-    [T, states * hidden], None if none are captured. `largest` says where the largest logit of each of the R rows is;
-    None if the program does not look for it.
+    [T, states * hidden], None if none are captured. `largest` has the token with the largest logit, for each
+    of the R tokens; None if the program does not look for it.
     """
 
     logits: Tensor
@@ -55,13 +55,14 @@ class ForwardProgram(Protocol):
         """Computes a forward of `batch`.
 
         In a draft head's program, `beside` [T, width] holds the hidden states that the head reads, and the output's
-        `states` are the head's outputs. A target's program gets no `beside`.
+        `states` are the head's outputs. A target's program gets no `beside`. `on_layer_kv` has callbacks by layer, each
+        called on the calling thread when the KV of its layer and of all earlier ones is in the pool.
         """
 
     def prepare(
         self, batch: ForwardInput, beside: Tensor | None = None, *, on_layer_kv: OnLayerKv | None = None
     ) -> Callable[[], ProgramOutput]:
-        """Returns a function that computes the forward without holding the GIL.
+        """Returns a function that computes the forward, as `forward` does, and lets other Python threads run meanwhile.
 
         Call each returned function once, in the order in which they were prepared. Without a tree mask, `prepare` does
         not read the tensors; only the returned function does.

@@ -100,8 +100,8 @@ class GpuRMSNorm(nn.Module):
 
 
 class GpuLinear(nn.Linear):
-    """A linear layer with the weight of `layer`, which it shares. It multiplies a single token by a kernel of Baton's,
-    and several tokens by PyTorch's operator.
+    """A linear layer that shares the weight of `layer`. For a single token it runs a kernel of Baton's, and for several
+    tokens PyTorch's operator.
     """
 
     def __init__(self, layer: nn.Linear, kernels: LayerKernels) -> None:
@@ -120,7 +120,7 @@ class GpuLinear(nn.Linear):
 def fuse_layers(model: nn.Module, kernels: LayerKernels) -> int:
     """Replaces the known decoder layers of `model`, its other known norms, and its output head, by fused ones.
 
-    Returns the number of replaced layers. The original weights are freed layer by layer.
+    Returns the number of replaced decoder layers. The original weights are freed layer by layer.
     """
     trusted: dict[type[nn.Module], bool] = {}
 

@@ -32,7 +32,7 @@ _ALIGNMENT = 16
 
 
 def _function(function: Callable[..., Any]) -> Any:
-    """Makes a function that kernels may call."""
+    """Returns `function`, compiled by Triton, as a function that kernels may call."""
     return triton.jit(function)
 
 
@@ -97,9 +97,10 @@ def rotate(  # type: ignore[no-untyped-def]
     HAS_NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Applies rotary positions to one head of one token per program. The grid is [T, query heads + key heads].
+    """Applies rotary positions in place to one head of one token per program. The grid is [T, query heads + key heads].
 
-    Query and key heads are adjacent within a token's TOKEN_SIZE numbers.
+    A token's TOKEN_SIZE numbers begin with its query heads, and its key heads follow. If HAS_NORM, each head is
+    RMS-normalised before it is rotated, with the weight and epsilon of its kind.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -175,8 +176,9 @@ def multiply(  # type: ignore[no-untyped-def]
 ):
     """Multiplies one token by a matrix; each program computes OUTPUT_BLOCK of the NUM_OUTPUTS outputs.
 
-    If IS_GATED, `weight` has NUM_OUTPUTS rows of gates, then as many rows of the values that they scale. The norm's
-    factor is the same for all inputs, so it is computed along with the sum and multiplied into it at the end.
+    If HAS_NORM, the token is RMS-normalised. The norm's factor is the same for all inputs, so it is computed along with
+    the sum and multiplied into it at the end. If IS_GATED, `weight` has NUM_OUTPUTS rows of gates, then as many rows of
+    the values that they scale, and silu(gate) * value is the output. If HAS_ADDED, `added` is added to the output.
     """
     outputs = tl.program_id(0) * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)
     inputs = tl.arange(0, INPUT_BLOCK)

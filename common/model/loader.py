@@ -88,8 +88,10 @@ def target_of(
 ) -> TargetModel:
     """Turns a loaded causal language model into a target. `model` is changed, and can only be used through the target.
 
-    `files` are the files that it was loaded from. The target is checked with a short prompt before it is returned (see
-    forward_probe.py). Raises UnsupportedModel, naming the trait, if the model cannot be served.
+    `files` are the files that it was loaded from, and `eos_token_ids` the ids that end its output. `dtype` (a key of
+    DTYPES) is the type of its weights. The last three arguments mean what they mean for `load_target`. The target is
+    checked with a short prompt before it is returned (see forward_probe.py). Raises UnsupportedModel, naming the trait,
+    if the model cannot be served.
     """
     torch_device, config = torch.device(device), model.config
     sizes = {key: _size(config, key, name) for key in ("hidden_size", "vocab_size", "max_position_embeddings")}

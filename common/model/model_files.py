@@ -226,9 +226,10 @@ def _refuse_counts(value: object, place: str) -> None:
 
 
 def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
-    """Raises UnsupportedModel if a rope number is invalid, or if it is given in two places with different values.
+    """Raises UnsupportedModel if a rope setting is invalid, or if transformers would silently ignore it.
 
-    transformers would silently ignore one of the two.
+    transformers ignores one of two different values that are given for the same setting, and a scaling factor without a
+    rope type that uses it.
     """
     for key in ("rope_theta", *_ROPES):
         _refuse_rope_values(raw.get(key), place, key)
@@ -501,7 +502,10 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
 
 
 def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raises UnsupportedModel unless the numbered experts of each layer are complete, with tensors of equal shapes."""
+    """Raises UnsupportedModel unless the numbered experts of each layer are complete, with tensors of equal shapes.
+
+    `name` is the model's name, for errors.
+    """
     experts: dict[str, dict[int, set[str]]] = {}
     for tensor in tensors:
         parts = tensor.split(".")
@@ -636,7 +640,7 @@ class _Sources:
             self.parts.setdefault(key, {}).setdefault(pattern, []).append(tensor)
 
     def of(self, key: str) -> list[str]:
-        """Returns the stored tensors that become `key`, or `key` itself if there are none."""
+        """Returns the names of the stored tensors that become the model's tensor `key`, or `key` if there are none."""
         return [tensor for tensors in self.parts.get(key, {}).values() for tensor in tensors] or [key]
 
     def place(self, key: str) -> str:
@@ -645,16 +649,19 @@ class _Sources:
         return name if stored is None else f"{name}/{stored.file.name}"
 
     def twice(self, key: str) -> tuple[str, str] | None:
-        """Returns two stored tensors that both hold `key`, or None if it is stored only once.
+        """Returns two stored tensors that both hold the model's tensor `key`, or None if it is stored only once.
 
-        The first holds `key` or a part of it, the second all of it.
+        The first holds the tensor or a part of it, the second all of it.
         """
         whole = sorted(self.parts[key].get(None, ()), key=len, reverse=True)
         parts = [tensor for pattern, tensors in self.parts[key].items() if pattern is not None for tensor in tensors]
         return ((parts + whole)[0], whole[-1]) if whole and len(parts + whole) > 1 else None
 
     def absent_patterns(self, key: str) -> list[str]:
-        """Returns the name patterns of the stored tensors that are missing, while others that make up `key` exist."""
+        """Returns the patterns of names that are missing among the stored tensors that together become `key`.
+
+        `key` is the name of a tensor of the model.
+        """
         there = self.parts[key]
         return [each for pattern in there if pattern for each in self._siblings[pattern] if each not in there]
 
@@ -699,7 +706,10 @@ def _check_report(files: ModelFiles, model: Any, report: Mapping[str, Any]) -> N
 
 
 def _is_old_buffer(tensor: str, stored: StoredTensor | None) -> bool:
-    """Whether the tensor is a buffer that earlier versions of transformers stored and that follows from the config."""
+    """Whether the tensor is a buffer that earlier versions of transformers stored and that follows from the config.
+
+    `stored` describes the tensor named `tensor`; None if no stored tensor has this name, and then the answer is False.
+    """
     if stored is None:
         return False
     is_mask = len(stored.shape) == 4 and stored.shape[:2] == (1, 1) and stored.shape[2] == stored.shape[3]

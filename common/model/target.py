@@ -27,8 +27,8 @@ class TargetOutput:
     """The output of one forward of T tokens.
 
     `logits` are [R, vocab] float32, for the R tokens whose logits are wanted. `hidden` are the captured states [T,
-    states * hidden_size] in the model's dtype, None if none are captured. `largest` holds each row's largest logit,
-    None if the forward did not look for it.
+    states * hidden_size] in the model's dtype, None if none are captured. `largest` has the token with the largest
+    logit, for each of the R tokens; None if the forward did not look for it.
     """
 
     logits: Tensor
@@ -169,8 +169,9 @@ class TargetModel:
     def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         """Computes the batch's tokens, writes their KV to `batch.kv`, and returns logits and captured hidden states.
 
-        `on_layer_kv` has callbacks by layer. Each is called once the KV of its layer and of all earlier layers is
-        written. On CUDA everything is enqueued on the current stream, and nothing waits for it.
+        `on_layer_kv` has callbacks by layer. Each is called on the calling thread when the KV of its layer and of all
+        earlier layers is written (on CUDA: enqueued). On CUDA everything is enqueued on the current stream, and nothing
+        waits for it.
         """
         return self.prepare(batch, on_layer_kv=on_layer_kv)()
 

@@ -28,7 +28,9 @@ class TransferProcess(AskedProcess):
     """
 
     def __init__(self, process: Process, timeout_s: float, **end: float) -> None:
-        """Used by `started`, which callers should use instead. The arguments are those of AskedProcess."""
+        """Used by `started`, which callers should use instead. The arguments are those of AskedProcess; `end` may only
+        have its `end_timeout_s`.
+        """
         super().__init__(process, timeout_s, **end)
         self.address = 0
         """The address of the memory in the child process."""
@@ -37,7 +39,8 @@ class TransferProcess(AskedProcess):
 
     @classmethod
     async def started(cls, file: int, *, timeout_s: float) -> TransferProcess:
-        """Starts the process and returns it when it is ready. It maps and registers the memory of `file`, a descriptor.
+        """Starts the process and returns it when it is ready: it has mapped the memory of the descriptor `file`, and
+        registered it with NIXL.
 
         The start, and each answer to a later command, may take `timeout_s`. Raises NixlError.
         """

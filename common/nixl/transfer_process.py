@@ -32,7 +32,10 @@ START, INTERVAL = struct.Struct("<Q"), struct.Struct("<d")
 
 
 def main() -> None:
-    """Runs the process until it fails or its service is gone."""
+    """Carries out the service's commands until one fails or the service is gone, then ends the process.
+
+    The command line gives the descriptor of the memory and the time limit in seconds.
+    """
     file, asker = int(sys.argv[1]), Asker(float(sys.argv[2]))
     logging.disable(logging.INFO)
     try:
