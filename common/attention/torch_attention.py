@@ -107,7 +107,8 @@ class _Extend:
     """One row's share of the forward: its new tokens are [start, stop) of all new tokens.
 
     `slots` holds the slots of all the row's tokens. It is None if the row has new tokens only: then their keys and
-    values need not be read from the pool. `mask` is additive, [new tokens, all tokens]; None as `_causal_mask` says.
+    values need not be read from the pool. `mask` is additive, [new tokens, all tokens]. It is None if the attention
+    operator needs none: for a single new token, and for a row of new tokens only.
     """
 
     start: int
@@ -167,8 +168,8 @@ class ExtendPlan:
 def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | None:
     """Returns an additive causal mask [extend_len, prefix_len + extend_len], or None if the operator needs none.
 
-    It needs none for a single new token, which attends all tokens, nor without a prefix, where its own `is_causal`
-    masks correctly.
+    It needs none for a single new token, which attends all tokens, nor without a prefix, where the operator's own
+    `is_causal` masks correctly. The mask has the dtype and the device of `like`.
     """
     if prefix_len == 0 or extend_len == 1:
         return None
@@ -177,8 +178,9 @@ def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | 
 
 
 def _tree_mask(num_tokens: int, attended: Tensor, *, like: Tensor) -> Tensor:
-    """Returns an additive mask [extend_len, num_tokens]. `attended` [extend_len, W] says which of the row's last W
-    tokens each query attends; every query attends all tokens before these.
+    """Returns an additive mask [extend_len, num_tokens], in the dtype of `like`, for a row of `num_tokens` tokens, of
+    which extend_len are new. `attended` [extend_len, W] says which of the row's last W tokens each query attends; every
+    query attends all tokens before these.
     """
     num_queries, num_masked = attended.shape
     before = torch.ones((num_queries, num_tokens - num_masked), dtype=torch.bool, device=attended.device)

@@ -278,7 +278,7 @@ class Device(Protocol):
         """Returns a copy of `tensor` on the host, or `tensor` itself if the device is a CPU.
 
         The copy is work of the stream whose piece calls this, or of the schedule stream outside of pieces. Read it
-        once an event that was recorded later is done. `tensor` must not be written to any more.
+        only after an event that was recorded on that stream later is done. Do not write to `tensor` any more.
         """
 
     def to_device(self, tensor: Tensor) -> Tensor:

@@ -69,7 +69,10 @@ class Eagle3Head(PagedHead):
         self._lm_head = self._read_lm_head(parts, spec, tied=spec.tied_head and own_embedding)
 
     def _read_lm_head(self, parts: HeadParts, spec: Eagle3Spec, *, tied: bool) -> Op:
-        """Returns the output head: the checkpoint's, or else the tied embedding (if `tied`), or else the target's."""
+        """Returns the output head: the checkpoint's, or else the tied embedding (if `tied`), or else the target's.
+
+        Raises DraftMismatch if the checkpoint lacks one and neither of the others fits.
+        """
         checkpoint, name = parts.checkpoint, "lm_head.weight"
         if name in checkpoint:
             return self._kernels.linear(checkpoint.take(name, spec.draft_vocab_size, spec.block.hidden_size))

@@ -87,6 +87,7 @@ def _captured_layers(reader: ConfigReader, num_target_layers: int) -> tuple[int,
     """Returns the target layers whose input residual streams the head reads.
 
     In the config, ids at the top level mean the stream ENTERING a layer; those in `eagle_config` the OUTPUT of a layer.
+    If there are none, the head reads the streams entering three layers: 2, n // 2 and n - 3 of n = `num_target_layers`.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     entering: list[int] | None = reader.value(key, list, None)

@@ -190,7 +190,9 @@ class KvPool:
         self._columns.use_until(rows, event, stream)
 
     def release(self, lease: RowLease) -> None:
-        """Gives up a row and its slots. They stay in quarantine while stream work still uses them. Idempotent."""
+        """Gives up a row and its slots. They stay in quarantine until `reclaim` finds that no stream work uses them any
+        more. Idempotent.
+        """
         if not lease.is_held:
             return
         lease.state = LeaseState.QUARANTINED

@@ -24,8 +24,9 @@ It is a fraction of the receiver's budget, so that the next segment can arrive w
 class PoolTicket:
     """Says in which slots of the sender's pool a segment's KV lies. Token i lies in slot `slots[i]`.
 
-    A slot still belongs to the segment's row as long as its stamp in the pool equals `generation`. `number` identifies
-    the segment when the receiver gives it back. A pool never uses either number twice.
+    A slot still belongs to the segment's row as long as its stamp in the pool equals `generation`: a pool makes a new
+    one each time it lends a row to a request. `number` identifies the segment when the receiver gives it back; a pool
+    never uses one twice.
     """
 
     slots: tuple[int, ...]

@@ -148,8 +148,8 @@ class SharedPool:
         return self._num_stamped
 
     def lend(self, group_name: str, layers: slice, slots: Sequence[int] | Slots, generation: int) -> SharedKv:
-        """Returns a group's `layers` in `slots`, with a new ticket, for a receiver to read. `generation` is the slots'
-        stamp.
+        """Returns the KV of a group's `layers` in `slots`, with a new ticket, for a receiver to read. `generation` is
+        the slots' stamp.
         """
         self._num_tickets += 1
         ticket = PoolTicket(tuple(np.asarray(slots).tolist()), generation, self._num_tickets)

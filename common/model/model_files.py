@@ -196,7 +196,7 @@ def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool
     """Raises UnsupportedModel if `value`, or a value in it, is NaN or infinity, which JSON lacks and Python accepts.
 
     Infinity is allowed inside a list, where it may be a bound. `is_bound` says that `value` is an element of a list.
-    `path` is the place of `value` in the config, such as "rope_scaling.factor".
+    The error names `place`, the config file, and `path`, where in it `value` lies, such as "rope_scaling.factor".
     """
     if isinstance(value, dict):
         if isinstance(written := value.get("__float__"), str):  # transformers writes them so
@@ -212,9 +212,10 @@ def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool
 
 
 def _refuse_counts(value: object, place: str) -> None:
-    """Raises UnsupportedModel for an excessive count, before a list or tensor of that length is made.
+    """Raises UnsupportedModel for an excessive count in `value`, before a list or tensor of that length is made.
 
-    Also raises it if the share of a head's dimensions that is rotated is not above 0 and at most 1.
+    Also raises it if the share of a head's dimensions that is rotated is not above 0 and at most 1. `place`, the config
+    file, is for the error.
     """
     if isinstance(value, dict):
         for key, each in value.items():
@@ -226,7 +227,7 @@ def _refuse_counts(value: object, place: str) -> None:
 
 
 def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
-    """Raises UnsupportedModel if a rope setting is invalid, or if transformers would silently ignore it.
+    """Raises UnsupportedModel if a rope setting of the config `raw` is invalid, or transformers would ignore it.
 
     transformers ignores one of two different values that are given for the same setting, and a scaling factor without a
     rope type that uses it.
@@ -253,7 +254,10 @@ def _refuse_ropes(raw: Mapping[str, Any], place: str) -> None:
 
 
 def _refuse_rope_values(value: object, place: str, path: str) -> None:
-    """Raises UnsupportedModel for an invalid rope number, also in nested dictionaries."""
+    """Raises UnsupportedModel if `value`, or a value in it if it is a dictionary, is no valid setting of rope.
+
+    The error names `place`, the config file, and `path`, where in it `value` lies, such as "rope_scaling.factor".
+    """
     key = path.rpartition(".")[2]
     if isinstance(value, dict):
         for name, each in value.items():
@@ -286,7 +290,8 @@ def _asks_for_nothing(value: object) -> bool:
 def _refuse_unread(raw: Mapping[str, Any], config: Any, place: str) -> None:
     """Raises UnsupportedModel for a config field that other architectures compute with, but this one's code ignores.
 
-    A field counts as ignored if transformers' code for the architecture does not contain its name.
+    A field counts as ignored if transformers' code for the architecture does not contain its name. `raw` is the content
+    of config.json, and `config` the object that transformers makes of it.
     """
     asked = [key for key in _COMPUTES if not _asks_for_nothing(raw.get(key))]
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) if asked else None

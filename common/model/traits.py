@@ -258,8 +258,9 @@ def probe_attention(
 def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, start: int, name: str) -> Unsplit:
     """Computes `tokens` at positions `start` and up, and returns the result as a reference.
 
-    The model gets its positions from a KV cache that claims `start` past tokens. Baton passes positions explicitly
-    instead, so this raises UnsupportedModel if explicit positions give other queries, keys or values.
+    `forward` calls the model with tokens and the model's keyword arguments, and returns the logits. The model gets its
+    positions from a KV cache that claims `start` past tokens. Baton passes positions explicitly instead, so this raises
+    UnsupportedModel if explicit positions give other queries, keys or values.
     """
     positions = torch.arange(start, start + tokens.numel(), device=tokens.device).unsqueeze(0)
     past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
