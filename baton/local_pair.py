@@ -317,7 +317,7 @@ class _GrpcHealth:
             return Phase.STARTING
 
     def why_not_ready(self) -> str:
-        return "; ".join(reason for reason, _ in self._reasons())
+        return "; ".join(reason for reason, _ in self._reasons() if reason)
 
     def mismatch(self) -> str:
         reasons = self._reasons()

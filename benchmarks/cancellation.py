@@ -24,7 +24,6 @@ FREE_BOUND_S = 30.0
 PROMPT_TOKENS = 1500
 CHUNK_TOKENS = 128
 NEW_TOKENS = 2000
-NUM_TRIES = 20
 
 
 class Phase(StrEnum):
@@ -53,14 +52,7 @@ class CancellationRig:
             case Phase.PREFILLING:
                 wait_until(self._is_prefilling, about=self.pair.prefill_load)
             case Phase.TRANSFERRING:
-                for _ in range(NUM_TRIES):
-                    if self._comes_to_transfer():
-                        break
-                    stream.close()
-                    wait_until(self.pair.holds_nothing, about=self.pair.load)
-                    stream = self.generate()
-                else:
-                    raise AssertionError(f"the transfer was over {NUM_TRIES} times before anybody looked")
+                wait_until(self._is_only_transferring, about=self.pair.load)
             case Phase.DECODING:
                 self._read_first_token(stream)
             case Phase.QUEUED:
@@ -80,17 +72,8 @@ class CancellationRig:
     def _is_prefilling(self) -> bool:
         return self.pair.prefill_load().num_computing > 0
 
-    def _comes_to_transfer(self) -> bool:
-        """Waits until the request's prompt is computed and its KV is still being transferred.
-
-        Returns False if the transfer ended unseen, between two looks at the load, and the request is running already.
-        """
-
-        def is_only_transferring() -> bool:
-            return self.pair.load().rows.transferring > 0 and self.pair.prefill_load().num_computing == 0
-
-        wait_until(lambda: is_only_transferring() or self.pair.load().rows.running > 0, about=self.pair.load)
-        return self.pair.load().rows.running == 0
+    def _is_only_transferring(self) -> bool:
+        return self.pair.load().rows.transferring > 0 and self.pair.prefill_load().num_computing == 0
 
     def _read_first_token(self, stream: EventStream) -> None:
         assert any(isinstance(event, Delta) for event in stream), "no token came"
@@ -100,13 +83,19 @@ class CancellationRig:
 def cancellation_rig(directory: Path) -> Iterator[CancellationRig]:
     """Runs a pair whose model has 64 KiB of KV per token.
 
-    Its KV segments arrive one at a time over gRPC, so the transfer takes longer than the computation.
+    Its KV segments arrive one at a time over gRPC, and none before the whole prompt is computed. So the transfer alone
+    takes long enough to be seen.
     """
     model = save_tiny_model(directory, "llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=256)
     with running_pair(
         model,
         shared_args=("--max-kv-tokens=8192",),
-        prefill_args=("--kv-transport=grpc", "--max-segment-bytes=65536", f"--chunk-tokens={CHUNK_TOKENS}"),
+        prefill_args=(
+            "--kv-transport=grpc",
+            "--max-segment-bytes=65536",
+            f"--chunk-tokens={CHUNK_TOKENS}",
+            "--disabled-fast-paths=early_sending",
+        ),
         decode_args=("--receive-budget-bytes=1", "--max-rows=1"),
     ) as pair:
         yield CancellationRig(pair)

@@ -59,6 +59,7 @@ from decode_service.messages import (
     StartHandoff,
 )
 from decode_service.schedule import scheduler
+from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from tests.decode_edge.tokenizers_for_tests import byte_level
 
@@ -302,7 +303,7 @@ class ScheduleRig:
             return scheduler.DecodeEngine(
                 model=cast(TargetModel, SimpleNamespace(layer_group=groups[0], vocab_size=VOCAB_SIZE)),
                 draft=cast(DraftHead, SimpleNamespace(layer_group=groups[1])) if spec_info else None,
-                spec_info=spec_info,
+                depth=depth_of(spec_info, adapts=False),
                 device=self._device,
                 max_rows=self._num_rows,
                 max_kv_tokens=self._num_rows * CONTEXT_TOKENS + CONTEXT_TOKENS,

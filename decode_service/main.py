@@ -180,12 +180,12 @@ def new_engine(
     settings: DecodeSettings, process: Process, size: PoolSize, *, on_step: OnStep, deliver: Deliver | None = None
 ) -> DecodeEngine:
     draft = process.runtime.draft
+    spec_info = None if draft is None else within_rows(speculation_of(settings, draft), size.max_rows)
     try:
         with room_beside_pool():
             return DecodeEngine(
                 **engine_arguments(settings, process.runtime, size),
-                spec_info=None if draft is None else within_rows(speculation_of(settings, draft), size.max_rows),
-                adapts_depth=settings.adaptive_depth,
+                depth=depth_of(spec_info, adapts=settings.adaptive_depth),
                 replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
                 nontemporal_copies=settings.uses(FastPath.NONTEMPORAL_COPIES),
                 max_handoff_attempts=settings.max_handoff_attempts,

@@ -257,12 +257,14 @@ class ScriptedStream(Stream):
         moved = False
         while self._queue and not self._is_running:
             match self._queue[0]:
-                case ScriptedEvent() as event:
-                    event.reach()
-                case _Wait(event) if event.is_done():
-                    self.pass_wait(event)
-                case _:
+                case _Piece():
                     break
+                case _Wait(event):
+                    if not event.is_done():
+                        break
+                    self.pass_wait(event)
+                case event:
+                    event.reach()
             self._queue.popleft()
             self._num_done += 1
             moved = True

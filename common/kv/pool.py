@@ -4,7 +4,7 @@
                         RESERVED, TRANSFERRING,          until no stream work that
                         RUNNING (set by the engine)      touches the row is left
 
-Only an engine's own thread calls this, except for `populate`, which is also the only function that blocks.
+Only an engine's own thread calls this, except for `move_kv`, and for `populate`, which alone blocks.
 """
 
 from __future__ import annotations
@@ -184,6 +184,14 @@ class KvPool:
         self._columns.num_slots[rows] = num_held + missing
         self.rows.write_each(rows_of_slots, positions, slots)
         return True
+
+    def move_kv(self, group_name: str, sources: Tensor, destinations: Tensor) -> None:
+        """Copies the KV of slots `sources` [N] to slots `destinations` [N], all reads before all writes.
+
+        Unlike the other methods it runs on the forward stream, as part of a forward that uses the slots.
+        """
+        kv = self.buffers[group_name]
+        kv.index_copy_(2, destinations, kv.index_select(2, sources))
 
     def use_until(self, rows: NDArray[np.int64], event: Event, stream: Stream) -> None:
         """Notes that work on `stream` uses `rows` [B] until `event`. They are reclaimed only after that."""

@@ -188,7 +188,9 @@ class SpeculativeWorker(ABC):
         if not tree.is_chain:
             captured = captured.gather(1, path.unsqueeze(2).expand(-1, -1, captured.shape[2]))
             sampled = _along(path, sampled, batch, num_nodes)
-            self._move_kv(batch, path)
+            slots = batch.out_cache_loc.view(num_rows, -1)  # the KV of accepted nodes goes to where their positions are
+            sources, destinations = slots.gather(1, path), slots[:, : path.shape[1]]
+            self._pool.move_kv(self._model.layer_group.name, sources.flatten(), destinations.flatten())
         tokens = sampled.token_ids.view(num_rows, -1)
         if batch.sampling.penalised.size:
             is_accepted = torch.arange(tokens.shape[1], device=tokens.device) < accept_lens.unsqueeze(1)
@@ -197,16 +199,6 @@ class SpeculativeWorker(ABC):
         output.sampled.set(sampled)
         output.accept_lens.set(accept_lens)
         return _Verified(tokens, captured, accept_lens, batch.prefix_lens + accept_lens)
-
-    def _move_kv(self, batch: ForwardBatch, path: Tensor) -> None:
-        """Moves the target's KV of accepted nodes to the slots of their positions in the row.
-
-        `path` [B, W] are the accepted nodes. Only trees need it: a chain's nodes lie there already.
-        """
-        kv = self._pool.buffers[self._model.layer_group.name]
-        slots = batch.out_cache_loc.view(batch.batch_size, -1)
-        source, destination = slots.gather(1, path), slots[:, : path.shape[1]]
-        kv.index_copy_(2, destination.flatten(), kv.index_select(2, source.flatten()))
 
     def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:
         """Runs the head over all tokens that it has not read, the step's own included, and writes the head's KV.

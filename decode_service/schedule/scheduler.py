@@ -47,8 +47,7 @@ from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
 from decode_service.schedule.waiting_queue import WaitingQueue
-from decode_service.speculate.depth import depth_of
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.depth import Depth
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -97,8 +96,8 @@ class Outbox:
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft` and `spec_info` are both given
-    or both None; with `adapts_depth` a step may draft fewer levels. `max_rows` bounds the rows that are reserved,
+    Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft` and `depth`,
+    which decides how deep each step drafts, are both given or both None. `max_rows` bounds the rows that are reserved,
     receive KV or run, together. With `replays_forwards` the steps' forwards are recorded as graphs when the engine is
     created, if the device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches. `overlap=False`
     finishes each step before the next is scheduled. Figures and time-outs use `clock` (monotonic seconds). `deliver`
@@ -115,8 +114,7 @@ class DecodeEngine:
         max_context_tokens: int,
         draw_kernels: DrawKernels | None = None,
         draft: DraftHead | None = None,
-        spec_info: SpecInfo | None = None,
-        adapts_depth: bool = False,
+        depth: Depth | None = None,
         overlap: bool = True,
         replays_forwards: bool = False,
         nontemporal_copies: bool = True,
@@ -137,9 +135,10 @@ class DecodeEngine:
         self._outbox = Outbox(deliver, self.track)
         self._debug_checks = debug_checks
         self._max_context_tokens = max_context_tokens
-        assert (draft is None) == (spec_info is None)
-        self._depth = depth_of(spec_info, adapts=adapts_depth)
-        self._num_ahead = 0 if spec_info is None else spec_info.num_slots - 1
+        assert (draft is None) == (depth is None)
+        self._depth = depth
+        levels = () if depth is None else depth.levels
+        self._num_ahead = levels[-1].num_slots - 1 if levels else 0
         self.pool = KvPool(
             groups=[model.layer_group, *([draft.layer_group] if draft else [])],
             max_rows=max_rows,
@@ -150,7 +149,7 @@ class DecodeEngine:
         forward_side = ForwardSide.open(
             model=model,
             draft=draft,
-            levels=() if self._depth is None else self._depth.levels,
+            levels=levels,
             device=device,
             draw_kernels=draw_kernels,
             pool=self.pool,
@@ -173,7 +172,7 @@ class DecodeEngine:
         self._rows = RunningRows(
             max_rows=max_rows,
             max_context_tokens=max_context_tokens,
-            max_depth=0 if spec_info is None else spec_info.num_steps,
+            max_depth=levels[-1].num_steps if levels else 0,
         )
         waiting = WaitingQueue()
         self.lives = Lives(

@@ -50,7 +50,10 @@ class Depth(Protocol):
 
     @property
     def levels(self) -> Sequence[SpecInfo]:
-        """One SpecInfo for each depth that may be chosen. `choose` may also return one with `leaves_seed` False."""
+        """One SpecInfo for each depth that may be chosen, the deepest last.
+
+        `choose` may also return one with `leaves_seed` False.
+        """
 
     def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
         """Returns the SpecInfo for the next step, which has B rows, of which `num_wanted` want drafts.

@@ -34,6 +34,8 @@ from common.service.program import EXIT_STARTUP
 from common.service.work_beside import Check, Work
 from decode_service import main as decode_main
 from decode_service.main import new_engine
+from decode_service.speculate.depth import AdaptiveDepth, Depth, FixedDepth
+from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import main as prefill_main
 
 SIZE = PoolSize(max_rows=4, max_kv_tokens=256, max_context_tokens=128, decided_by="the test")
@@ -199,7 +201,6 @@ def _without(path: FastPath) -> dict[str, Any]:
 OPTIONS: list[tuple[ModuleType, type[ServiceSettings], str, dict[str, Any], str, Any, Any]] = [
     (decode_main, DecodeSettings, "DecodeEngine", _without(FastPath.OVERLAP), "overlap", True, False),
     (decode_main, DecodeSettings, "DecodeEngine", _without(FastPath.CUDA_GRAPHS), "replays_forwards", True, False),
-    (decode_main, DecodeSettings, "DecodeEngine", {"adaptive_depth": False}, "adapts_depth", True, False),
     (
         decode_main,
         DecodeSettings,
@@ -303,3 +304,18 @@ def test_large_kv_lands_past_the_caches(
     engine.close()
     process.runtime.device.close(5.0)
     assert engine._landing._copy is (copy_kv if nontemporal else Tensor.copy_)
+
+
+@pytest.mark.parametrize(("adapts", "kind"), [(True, AdaptiveDepth), (False, FixedDepth)])
+def test_the_depth_of_drafts_adapts_unless_it_is_told_not_to(
+    adapts: bool, kind: type[Depth], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(**arguments: Any) -> None:
+        raise Made(arguments["depth"])
+
+    monkeypatch.setattr(decode_main, "DecodeEngine", make)
+    monkeypatch.setattr(decode_main, "speculation_of", lambda settings, draft: SpecInfo(2, 2, 1))
+    process = Process(instance_id="a", runtime=MagicMock(), registry=CollectorRegistry())
+    with pytest.raises(Made) as made:
+        decode_main.new_engine(DecodeSettings(adaptive_depth=adapts), process, SIZE, on_step=lambda stats: None)
+    assert isinstance(made.value.args[0], kind)

@@ -31,6 +31,7 @@ from decode_service.messages import (
     Submit,
     Tokens,
 )
+from decode_service.speculate.depth import Depth, depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.tag_head import DRAFT, Drafting, TagHead, draft_kv_of, drafting_of, first_seed
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
@@ -138,6 +139,7 @@ class ScriptedEngine:
         overlap: bool = True,
         debug_checks: bool = True,
         spec_info: SpecInfo | None = None,
+        depth: Depth | None = None,
         head: TagHead | None = None,
         clock: Callable[[], float] | None = None,
         replicas: ReplicasChanged | None = None,
@@ -156,7 +158,7 @@ class ScriptedEngine:
             max_kv_tokens=max_kv_tokens,
             max_context_tokens=CONTEXT_TOKENS,
             draft=self.head,
-            spec_info=spec_info,
+            depth=depth or depth_of(spec_info, adapts=False),
             overlap=overlap,
             clock=clock or (lambda: float(next(ticks))),
             deliver=self._take_delivered if delivers else None,

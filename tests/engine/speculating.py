@@ -24,9 +24,14 @@ NUM_SEEDS = 5
 class ScriptedDepth(FixedDepth):
     """Chooses the draft depth of each step from a list. After the end of the list, the last entry stays."""
 
-    def __init__(self, spec_infos: Sequence[SpecInfo]) -> None:
+    def __init__(self, spec_infos: Sequence[SpecInfo], *, deepest: SpecInfo) -> None:
+        super().__init__(deepest)
         self._left = list(spec_infos)
         self.launches: list[SpecInfo] = []
+
+    def script(self, spec_infos: Sequence[SpecInfo]) -> None:
+        """Choose these depths from now on."""
+        self._left = list(spec_infos)
 
     def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
         return self._left[0]
@@ -53,6 +58,7 @@ class RandomDepth(FixedDepth):
     """
 
     def __init__(self, deepest: SpecInfo, numbers: random.Random) -> None:
+        super().__init__(deepest)
         self._deepest = deepest
         self._numbers = numbers
         self._drafts, self._has_seeds = True, True
@@ -87,9 +93,10 @@ def random_run(
             numbers.choice(ready).run_next()
 
     device = ScriptedDevice(on_synchronize=pick_with(numbers.choice), on_host_call=run_some)
-    scripted = ScriptedEngine(device=device, max_rows=3, max_kv_tokens=80, overlap=overlap, spec_info=spec_info)
-    if any_depth:
-        scripted.engine._depth = RandomDepth(spec_info, numbers)
+    depth = RandomDepth(spec_info, numbers) if any_depth else None
+    scripted = ScriptedEngine(
+        device=device, max_rows=3, max_kv_tokens=80, overlap=overlap, spec_info=spec_info, depth=depth
+    )
     for arrival in range(12):
         prompt = [numbers.randrange(1, 900) for _ in range(numbers.randint(1, 7))]
         temperature = numbers.choice([0.0, 0.0, 1.0])

@@ -26,9 +26,8 @@ class _Run:
     """
 
     def __init__(self, spec_infos: Sequence[SpecInfo]) -> None:
-        self.scripted = ScriptedEngine(spec_info=CHAIN)
-        self.script = ScriptedDepth(spec_infos)
-        self.scripted.engine._depth = self.script
+        self.script = ScriptedDepth(spec_infos, deepest=CHAIN)
+        self.scripted = ScriptedEngine(spec_info=CHAIN, depth=self.script)
         self.head_forwards: list[tuple[int, ...]] = []
         assert self.scripted.head is not None
         self.scripted.head.on_forward = lambda batch: self.head_forwards.append(batch.extend_lens or ())
@@ -65,7 +64,7 @@ def check_rows_catch_up_from_where_each_is() -> None:
     at_second = len(run.script.launches) - 1
     run.scripted.run()
     third = run.scripted.submit("third", [6], 30)
-    run.script._left = [CHAIN, NOTHING, NOTHING, SEED, CHAIN]
+    run.script.script([CHAIN, NOTHING, NOTHING, SEED, CHAIN])
     at_third = len(run.script.launches)
     run.scripted.run()
     run.check(first, first_step=0)

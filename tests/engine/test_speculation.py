@@ -96,8 +96,8 @@ def check_the_next_step_is_launched_before_draft_extend() -> None:
 
 def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
     """Lengths of a step without drafts are known at its launch, whatever was published before."""
-    scripted = ScriptedEngine(spec_info=CHAIN)
-    scripted.engine._depth = ScriptedDepth([CHAIN, SEED, CHAIN, *[NOTHING] * 6, SEED, CHAIN])
+    depth = ScriptedDepth([CHAIN, SEED, CHAIN, *[NOTHING] * 6, SEED, CHAIN], deepest=CHAIN)
+    scripted = ScriptedEngine(spec_info=CHAIN, depth=depth)
     outcome = scripted.submit("a", [1, 2], 30)
     scripted.start("a")
     num_waits = []

@@ -17,11 +17,11 @@ from torch import Tensor
 from common.attention.backend import ForwardInput
 from common.draft.mtp import MtpHead
 from common.draft.seed import Seed
+from common.kv.pool import KvPool
 from common.sampling import operators as sampling
 from common.sampling.operators import Largest, Sampled
 from common.sampling.state import Ancestors, SamplingBatch, SamplingState
 from decode_service.forward import eagle_worker, speculative_worker
-from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.speculate.draft_tree import Accepted, DraftTree
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -174,7 +174,7 @@ def accepted_without_its_parent(patch: pytest.MonkeyPatch) -> None:
 
 
 def kv_of_the_path_not_moved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SpeculativeWorker, "_move_kv", lambda self, batch, path: None)
+    patch.setattr(KvPool, "move_kv", lambda self, group_name, sources, destinations: None)
 
 
 def verify_mask_is_causal(patch: pytest.MonkeyPatch) -> None:

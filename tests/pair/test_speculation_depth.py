@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -22,6 +23,7 @@ class ScriptedDepth(FixedDepth):
     """Chooses a random depth for each step, and a seed only where the next step drafts."""
 
     def __init__(self, deepest: SpecInfo) -> None:
+        super().__init__(deepest)
         numbers = random.Random(5)
         self._depths = [numbers.choice((0, 0, *range(deepest.num_steps + 1))) for _ in range(1000)]
         self._deepest = deepest
@@ -56,9 +58,8 @@ def test_the_depth_may_change_with_every_step(
     drafted: Drafted = request.getfixturevalue(head)
     options = PairOptions(overlap=overlap, **SHAPES[shape])
     plain = run(make_pair(drafted.target, options))
-    pair = make_pair(drafted.target, options, draft=drafted.head)
-    pair.decode._depth = ScriptedDepth(options.spec_info)
-    run(pair)
+    scripted = dataclasses.replace(options, depth=ScriptedDepth(options.spec_info))
+    pair = run(make_pair(drafted.target, scripted, draft=drafted.head))
     for name, expected in plain.outcomes.items():
         assert_same(pair.outcomes[name], expected)
     levels = {step.speculation.num_levels for step in pair.decode_steps if step.speculation}

@@ -7,6 +7,7 @@ guesses them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -77,6 +78,7 @@ class LeftBehind(FixedDepth):
     """
 
     def __init__(self, spec_info: SpecInfo, num_behind: int) -> None:
+        super().__init__(spec_info)
         nothing = spec_info.at_depth(0).without_seed()
         self._steps = cycle([*[nothing] * num_behind, spec_info.at_depth(0), spec_info])
         self._next = next(self._steps)
@@ -93,9 +95,9 @@ def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str, *, num_behind
     options = PairOptions(**SHAPES[shape])
     new_tokens = NEW_TOKENS + 2 * num_behind
     with pairs_that_keep_all() as make_pair:
-        pair, other = (make_pair(drafted.target, options, draft=drafted.head) for _ in range(2))
-        if num_behind:
-            pair.decode._depth = LeftBehind(options.spec_info, num_behind)
+        depth = LeftBehind(options.spec_info, num_behind) if num_behind else None
+        pair = make_pair(drafted.target, dataclasses.replace(options, depth=depth), draft=drafted.head)
+        other = make_pair(drafted.target, options, draft=drafted.head)
         for number in range(NUM_REQUESTS):
             prompt = [4 + (number * 11 + place * (number + 3)) % 56 for place in range(5 + 3 * number)]
             sampling = ResolvedSampling(seed=number, max_tokens=new_tokens, temperature=0.7)

@@ -26,6 +26,7 @@ from decode_service import messages as decode
 from decode_service.handoff.in_process import InProcessTransport
 from decode_service.handoff.transport import TransportReport
 from decode_service.schedule.scheduler import DecodeEngine
+from decode_service.speculate.depth import Depth, depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import messages as prefill
 from prefill_service.schedule.scheduler import PrefillEngine
@@ -79,6 +80,7 @@ class PairOptions:
     draft_topk: int = 1
     num_draft_steps: int | None = None
     adapts_depth: bool = False
+    depth: Depth | None = None  # instead of the one that `adapts_depth` chooses
 
     @property
     def spec_info(self) -> SpecInfo:
@@ -165,8 +167,7 @@ class InProcessPair:
             max_kv_tokens=options.decode_tokens,
             max_context_tokens=options.context_tokens,
             draft=draft,
-            spec_info=options.spec_info if draft else None,
-            adapts_depth=options.adapts_depth,
+            depth=(options.depth or depth_of(options.spec_info, adapts=options.adapts_depth)) if draft else None,
             overlap=options.overlap,
             replays_forwards=options.replays_forwards,
             max_handoff_attempts=options.max_handoff_attempts,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
+from common.device.cell import Cell
 from common.device.scripted import ScriptedStream
 from common.device.stream import Event
+from common.kv.pool import RowLease
+from prefill_service.forward.chunk_batch import ChunkBatch
+from prefill_service.forward.worker import Computed
 from prefill_service.handoff.sender import KvSender
 from prefill_service.prompt import Prompt
-from prefill_service.schedule.scheduler import PrefillEngine
+from prefill_service.schedule import scheduler
 from tests.engine.mutants.rows import _use_not_noted
 
 
@@ -33,11 +39,29 @@ def chunk_does_not_hold_its_row(patch: pytest.MonkeyPatch) -> None:
 def first_tokens_taken_early(patch: pytest.MonkeyPatch) -> None:
     """Take first tokens as soon as the step is launched, before it has computed them."""
 
-    def mutant(self: PrefillEngine) -> None:
-        while self._in_flight:
-            self._finish(self._in_flight.popleft())
+    class Ended:
+        """The event at a step's end, which always seems to be done."""
 
-    patch.setattr(PrefillEngine, "_finish_done", mutant)
+        error = None
+
+        def __init__(self, end: Event) -> None:
+            self.end = end
+
+        def is_done(self) -> bool:
+            return True
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.end, name)
+
+    given, use_until = scheduler.StepInFlight, RowLease.use_until
+
+    def mutant(batch: ChunkBatch, computed: Cell[Computed], end: Event, launched_s: float) -> object:
+        return given(batch, computed, cast(Event, Ended(end)), launched_s)
+
+    patch.setattr(scheduler, "StepInFlight", mutant)
+    patch.setattr(
+        RowLease, "use_until", lambda self, event, stream: use_until(self, getattr(event, "end", event), stream)
+    )
 
 
 def cancelled_row_is_sent(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from common.kv.pool import KvPool
 from common.wire.handoff import HandoffRow
 from decode_service.messages import Phase
 from decode_service.schedule import dispatcher, retraction, scheduler
-from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.request import Request
 from decode_service.schedule.retraction import Retraction
@@ -107,22 +106,31 @@ def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
 
 def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Never reset a request's count of failed handoffs, not even when a handoff succeeds."""
-    lost = PrefillDispatcher._is_given_up
     totals: dict[int, int] = {}
 
-    def mutant(self: PrefillDispatcher, req: Request, row: dispatcher.LostRow, now_s: float) -> bool:
-        req.num_failures = totals.get(id(req), 0)
-        is_given_up = lost(self, req, row, now_s)
-        totals[id(req)] = req.num_failures
-        return is_given_up
+    def grow(req: Request, num_failures: int) -> None:
+        totals[id(req)] = max(num_failures, totals.get(id(req), 0))
 
-    patch.setattr(PrefillDispatcher, "_is_given_up", mutant)
+    patch.setattr(Request, "num_failures", property(lambda req: totals[id(req)], grow))
 
 
 def waiting_for_slots_counts_as_refused(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefillDispatcher, "_excuse_waiting_for_slots", lambda self, now_s, *, is_short: None)
+    """Never move the time of a request's first refusal, except when it is refused for the first time or taken."""
+    times: dict[int, float | None] = {}
+
+    def write(req: Request, since_s: float | None) -> None:
+        if since_s is None or times.get(id(req)) is None:
+            times[id(req)] = since_s
+
+    patch.setattr(Request, "refused_since_s", property(lambda req: times[id(req)], write))
 
 
 def a_request_put_off_has_no_place(patch: pytest.MonkeyPatch) -> None:
-    reserve = PrefillDispatcher._reserve
-    patch.setattr(PrefillDispatcher, "_reserve", lambda self, req, older: reserve(self, req, ()))
+    """Let requests that were refused come last, after younger ones have taken the slots."""
+    in_turn = WaitingQueue.in_turn
+
+    def mutant(self: WaitingQueue) -> Iterator[Request]:
+        reqs = list(in_turn(self))
+        yield from sorted(reqs, key=lambda req: req.refused_since_s is not None)
+
+    patch.setattr(WaitingQueue, "in_turn", mutant)

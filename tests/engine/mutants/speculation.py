@@ -4,6 +4,8 @@ KV.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from torch import Tensor
@@ -11,8 +13,9 @@ from torch import Tensor
 from common.device.cell import Cell
 from common.device.stream import Scope
 from decode_service.forward.future_map import FutureMap, RelayPayload
+from decode_service.messages import Command, Event
 from decode_service.schedule.landing import LandingRow
-from decode_service.schedule.results import StepInFlight
+from decode_service.schedule.life import RULES, Place
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
@@ -83,17 +86,18 @@ def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
     """Release the slots of rejected drafts as soon as a step's results are known, while the next step in flight drafts
     and verifies in them.
     """
-    finish = DecodeEngine._finish
+    step = DecodeEngine.step
 
-    def mutant(self: DecodeEngine, step: StepInFlight | None, *, followed_by: StepInFlight | None = None) -> None:
-        finish(self, step, followed_by=followed_by)
-        for req in self._running.reqs:
-            if req.lease is not None:
-                num_committed = len(self._rows.row_seed(req).token_ids) - 1
+    def mutant(self: DecodeEngine, commands: Sequence[Command]) -> Sequence[Event]:
+        events = step(self, commands)
+        for req in self.lives.requests.values():
+            if req.lease is not None and RULES[req.phase].place is Place.ROWS:
+                num_committed = len(req.token_ids) - 1
                 self.pool._slots.give_back(req.lease.slots[num_committed:])
                 self.pool._columns.num_slots[req.lease.row] = num_committed
+        return events
 
-    patch.setattr(DecodeEngine, "_finish", mutant)
+    patch.setattr(DecodeEngine, "step", mutant)
 
 
 def drafts_kv_not_awaited(patch: pytest.MonkeyPatch) -> None:
