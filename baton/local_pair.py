@@ -102,7 +102,7 @@ class LocalPair:
         gateway_ports = [] if gateway_address is None else [host_and_port(gateway_address)[1]]
         asked_for = [*gateway_ports, *([] if decode_port is None else [decode_port])]
         ports = free_ports(num_services * (2 if exposes_metrics else 1), taken={*taken_ports, *asked_for})
-        if decode_port is not None and decode_port not in taken_ports:
+        if decode_port is not None and decode_port not in (*taken_ports, *gateway_ports):
             ports[num_prefill] = ports[num_prefill] if why_not_listen(f"{LOOPBACK}:{decode_port}") else decode_port
         self.ports = (*ports, *gateway_ports)
         addresses = [f"{LOOPBACK}:{port}" for port in ports]

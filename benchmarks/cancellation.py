@@ -24,6 +24,7 @@ FREE_BOUND_S = 30.0
 PROMPT_TOKENS = 1500
 CHUNK_TOKENS = 128
 NEW_TOKENS = 2000
+NUM_TRIES = 20
 
 
 class Phase(StrEnum):
@@ -41,18 +42,30 @@ class CancellationRig:
 
     pair: RunningPair
 
-    def catch(self, phase: Phase) -> tuple[EventStream, ...]:
+    def catch(self, phase: Phase, *, on_try: Callable[[], None] = lambda: None) -> tuple[EventStream, ...]:
         """Brings a request into `phase` and returns its stream. The pair must hold nothing before.
+
+        A transfer may be over before anybody looks, and is then tried again with another request. `on_try` is called
+        before each try, while the pair holds nothing.
 
         For QUEUED it returns two streams, to be closed in this order: the queued request's, and that of the running
         request that it waits for.
         """
+        on_try()
         stream = self.generate()
         match phase:
             case Phase.PREFILLING:
                 wait_until(self._is_prefilling, about=self.pair.prefill_load)
             case Phase.TRANSFERRING:
-                wait_until(self._is_only_transferring, about=self.pair.load)
+                for _ in range(NUM_TRIES):
+                    if self._comes_to_transfer():
+                        break
+                    stream.close()
+                    wait_until(self.pair.holds_nothing, about=self.pair.load)
+                    on_try()
+                    stream = self.generate()
+                else:
+                    raise AssertionError(f"the transfer was over {NUM_TRIES} times before anybody looked")
             case Phase.DECODING:
                 self._read_first_token(stream)
             case Phase.QUEUED:
@@ -72,8 +85,17 @@ class CancellationRig:
     def _is_prefilling(self) -> bool:
         return self.pair.prefill_load().num_computing > 0
 
-    def _is_only_transferring(self) -> bool:
-        return self.pair.load().rows.transferring > 0 and self.pair.prefill_load().num_computing == 0
+    def _comes_to_transfer(self) -> bool:
+        """Waits until the request's prompt is computed and its KV is still being transferred.
+
+        Returns False if the transfer ended unseen, between two looks at the load, and the request is running already.
+        """
+
+        def is_only_transferring() -> bool:
+            return self.pair.load().rows.transferring > 0 and self.pair.prefill_load().num_computing == 0
+
+        wait_until(lambda: is_only_transferring() or self.pair.load().rows.running > 0, about=self.pair.load)
+        return self.pair.load().rows.running == 0
 
     def _read_first_token(self, stream: EventStream) -> None:
         assert any(isinstance(event, Delta) for event in stream), "no token came"
@@ -83,19 +105,13 @@ class CancellationRig:
 def cancellation_rig(directory: Path) -> Iterator[CancellationRig]:
     """Runs a pair whose model has 64 KiB of KV per token.
 
-    Its KV segments arrive one at a time over gRPC, and none before the whole prompt is computed. So the transfer alone
-    takes long enough to be seen.
+    Its KV segments arrive one at a time over gRPC, so the transfer takes longer than the computation.
     """
     model = save_tiny_model(directory, "llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=256)
     with running_pair(
         model,
         shared_args=("--max-kv-tokens=8192",),
-        prefill_args=(
-            "--kv-transport=grpc",
-            "--max-segment-bytes=65536",
-            f"--chunk-tokens={CHUNK_TOKENS}",
-            "--disabled-fast-paths=early_sending",
-        ),
+        prefill_args=("--kv-transport=grpc", "--max-segment-bytes=65536", f"--chunk-tokens={CHUNK_TOKENS}"),
         decode_args=("--receive-budget-bytes=1", "--max-rows=1"),
     ) as pair:
         yield CancellationRig(pair)

@@ -20,6 +20,7 @@ class ApiKeys:
 
     def check(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
         """Checks the key in a request's headers. Raises ApiError 401 unless it is a configured one.
+        Without configured keys every request passes.
 
         Returns a name for the key, such as "key 1", if several are configured, and else "". The time that it takes does
         not tell how much of a wrong key is right.

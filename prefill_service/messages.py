@@ -10,6 +10,7 @@ from common.wire.handoff import Frame, HandoffRow
 @dataclass(frozen=True, slots=True)
 class OpenCall:
     """Opens a Handoff call whose fingerprint agrees. The engine answers each row with PrebuiltBatch or RowFailed.
+    RowFailed may also follow PrebuiltBatch, if KV cannot be sent.
 
     RowStarted and ChunkComputed are posted only for `traced_rows`. With `shares_memory` the receiver can read the pool.
     """

@@ -40,7 +40,6 @@ def pytest_configure() -> None:
         from baton_cpu.compiler.kernel_cache import keep_kernels
 
         keep_kernels(kernels_cache_dir())
-    gc.disable()  # until all tests are collected
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
 
@@ -55,14 +54,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST_FIRST.get(item.path.parent.name, len(LONGEST_FIRST)))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what imports and collection left, some million objects that stay. It took a
-    tenth of the suite's time.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let the garbage collector pass over what imports and collection leave, some million objects that stay. It took
+    a tenth of the suite's time.
     """
-    gc.enable()
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -312,7 +312,8 @@ def naming_a_lost_device(device: Device) -> Iterator[None]:
 class WakeUp:
     """Lets an engine's thread wait for events of its streams: either the streams wake it, or it polls often.
 
-    The engine's thread sets `wake`, a function that wakes it. Threads of streams call `told`, which calls `wake`.
+    `wake`, a function that wakes that thread, is set before the thread starts. Threads of streams call `told`, which
+    calls `wake`.
     """
 
     def __init__(self, device: Device) -> None:

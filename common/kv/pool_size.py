@@ -156,8 +156,8 @@ def forward_bytes(*, num_tokens: int, num_logits: int, hidden_size: int, vocab_s
 def _left_bytes(memory: DeviceMemory, share: float, *, is_host: bool) -> int:
     """Returns the bytes left for the KV pool and the working memory.
 
-    On a GPU that is `share` of its memory, less what this process holds, and no more than what is free. On a CPU
-    (`is_host`) it is half of `share` of the free memory.
+    On a GPU that is `share` of its memory, less what this process holds, and no more than what is free, less what
+    libraries take later. On a CPU (`is_host`) it is half of `share` of the free memory.
     """
     if is_host:
         return int(share * memory.free_bytes) // 2

@@ -84,7 +84,7 @@ def draw(
 ) -> Sampled:
     """Draws each row's token at its position, without counting it as output.
 
-    Shapes: logits [B, vocab] float32 (overwritten unless logprobs are wanted), rows and positions [B] int64. `rows` are
+    Shapes: logits [B, vocab] float32 (may be overwritten), rows and positions [B] int64. `rows` are
     the entries' pool rows. A position is the drawn token's own index in the sequence. Penalties count `ancestors`, the
     drafts before the token, as output. `found` is the largest logit of each row, or None if it is not known. PyTorch's
     operators take the tokens from it if `batch.is_greedy`.

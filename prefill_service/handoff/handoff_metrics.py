@@ -19,7 +19,12 @@ class HandoffMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._rows = Counter("baton_requests", "Rows ended, by outcome.", ["outcome"], registry=registry)
+        self._rows = Counter(
+            "baton_requests",
+            "Rows by outcome; one whose KV cannot be sent is also prebuilt.",
+            ["outcome"],
+            registry=registry,
+        )
         for outcome in ("prebuilt", *(reason.value.lower() for reason in RowFailure)):
             self._rows.labels(outcome)
         self._queue_s = Histogram(

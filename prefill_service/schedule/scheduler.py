@@ -238,7 +238,11 @@ class PrefillEngine:
             case CancelCallRows(call_id, rows):
                 prompts = self._calls.get(call_id, {})
                 for index in rows:
-                    if (prompt := prompts.get(index)) is not None:  # it has not ended; a row may be named twice
+                    if (prompt := prompts.get(index)) is None:  # it has ended; a row may be named twice
+                        continue
+                    if prompt.phase is PromptPhase.SENDING:  # its outcome is told already
+                        self._lives.enter(prompt, PromptPhase.ENDED)
+                    else:
                         self._fail(prompt, RowFailure.CANCELLED, "cancelled by the decode service", retryable=False)
                 self._end_call_if_done(call_id)
             case CloseCall(call_id):

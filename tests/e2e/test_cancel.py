@@ -47,8 +47,11 @@ def loads_until_free(pair: RunningPair) -> list[InferenceLoad]:
 
 @pytest.mark.parametrize("phase", Phase)
 def test_dropping_the_stream_frees_both_sides(rig: CancellationRig, phase: Phase) -> None:
-    steps_before, prefill_steps_before = rig.pair.load().num_steps, rig.pair.prefill_load().num_steps
-    streams = rig.catch(phase)
+    before: list[tuple[int, int]] = []
+    streams = rig.catch(
+        phase, on_try=lambda: before.append((rig.pair.load().num_steps, rig.pair.prefill_load().num_steps))
+    )
+    steps_before, prefill_steps_before = before[-1]
     for stream in streams:
         stream.close()
     loads = loads_until_free(rig.pair)

@@ -150,7 +150,7 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (speculation.seeds_stashed_on_another_stream, _at_once_chain, "a race for .*hidden_states.*stash"),
     (relay.lengths_read_without_waiting, _at_once_chain, "a race for .*new_seq_lens_buf"),
     (prefill.kv_leaves_before_it_is_computed, _prompts_at_once, "a race for .*kv of target"),
-    (prefill.first_tokens_taken_early, _prompts_at_once, "a race for .*forward"),
+    (prefill.first_tokens_taken_early, _prompts_at_once, "a race for .*forward.*read by Python"),
 )
 """(mutant, scenario, symptom): with the mutant, some order of the scenario fails with a message that matches the
 symptom.

@@ -18,7 +18,7 @@ from tests.parity.prompts import ParityPrompt
 
 TIE_GAP = 1e-4
 MAX_TIES_PER_TOKEN = 1 / 5000
-MAX_PADDED = 4
+MAX_PADDED = 2
 """Largest ratio of the longest prompt to the shortest in a batch, in tokens."""
 
 

@@ -54,9 +54,11 @@ def first_tokens_taken_early(patch: pytest.MonkeyPatch) -> None:
             return getattr(self.end, name)
 
     given, use_until = scheduler.StepInFlight, RowLease.use_until
+    kept = []  # as long as their forwards may run
 
     def mutant(batch: ChunkBatch, computed: Cell[Computed], end: Event, launched_s: float) -> object:
-        return given(batch, computed, cast(Event, Ended(end)), launched_s)
+        kept.append(given(batch, computed, cast(Event, Ended(end)), launched_s))
+        return kept[-1]
 
     patch.setattr(scheduler, "StepInFlight", mutant)
     patch.setattr(

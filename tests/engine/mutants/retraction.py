@@ -15,6 +15,7 @@ from common.kv.pool import KvPool
 from common.wire.handoff import HandoffRow
 from decode_service.messages import Phase
 from decode_service.schedule import dispatcher, retraction, scheduler
+from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.request import Request
 from decode_service.schedule.retraction import Retraction
@@ -106,31 +107,38 @@ def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
 
 def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Never reset a request's count of failed handoffs, not even when a handoff succeeds."""
-    totals: dict[int, int] = {}
+    totals: dict[str, int] = {}
 
     def grow(req: Request, num_failures: int) -> None:
-        totals[id(req)] = max(num_failures, totals.get(id(req), 0))
+        totals[req.request_id] = max(num_failures, totals.get(req.request_id, 0))
 
-    patch.setattr(Request, "num_failures", property(lambda req: totals[id(req)], grow))
+    patch.setattr(Request, "num_failures", property(lambda req: totals[req.request_id], grow))
 
 
 def waiting_for_slots_counts_as_refused(patch: pytest.MonkeyPatch) -> None:
     """Never move the time of a request's first refusal, except when it is refused for the first time or taken."""
-    times: dict[int, float | None] = {}
+    times: dict[str, float | None] = {}
 
     def write(req: Request, since_s: float | None) -> None:
-        if since_s is None or times.get(id(req)) is None:
-            times[id(req)] = since_s
+        if since_s is None or times.get(req.request_id) is None:
+            times[req.request_id] = since_s
 
-    patch.setattr(Request, "refused_since_s", property(lambda req: times[id(req)], write))
+    patch.setattr(Request, "refused_since_s", property(lambda req: times[req.request_id], write))
 
 
 def a_request_put_off_has_no_place(patch: pytest.MonkeyPatch) -> None:
-    """Let requests that were refused come last, after younger ones have taken the slots."""
-    in_turn = WaitingQueue.in_turn
+    """Leave out requests that are put off, as if nothing were to be spared for them."""
+    in_turn, given = WaitingQueue.in_turn, PrefillDispatcher.__init__
+    clocks: list[tuple[WaitingQueue, Callable[[], float]]] = []
+
+    def noting(self: PrefillDispatcher, **arguments: Any) -> None:
+        clocks.append((arguments["waiting"], arguments["clock"]))
+        given(self, **arguments)
 
     def mutant(self: WaitingQueue) -> Iterator[Request]:
-        reqs = list(in_turn(self))
-        yield from sorted(reqs, key=lambda req: req.refused_since_s is not None)
+        (clock,) = (clock for queue, clock in clocks if queue is self)
+        now_s = clock()
+        yield from (req for req in in_turn(self) if req.not_before_s <= now_s)
 
+    patch.setattr(PrefillDispatcher, "__init__", noting)
     patch.setattr(WaitingQueue, "in_turn", mutant)
