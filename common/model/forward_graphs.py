@@ -54,7 +54,7 @@ class ForwardGraphs:
         return len(self._recorded)
 
     def held_bytes(self) -> int:
-        """Returns the device memory that the process holds, in bytes."""
+        """Returns the bytes of device memory that the whole process holds, not only for graphs."""
         return self._recorder.held_bytes()
 
     @contextmanager

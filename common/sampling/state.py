@@ -60,7 +60,10 @@ class DrawKernels(Protocol):
     def propose(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     ) -> Tensor:
-        """Returns the target's ids [B] int64 of the tokens that a draft head would choose."""
+        """Draws a draft token for each row from the draft head's logits [B, Vd], as `operators.propose` does.
+
+        `token_ids` [Vd] are the target's ids of the head's logits. Returns the target's ids of the drafts, [B] int64.
+        """
 
     def couple(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState

@@ -2,6 +2,8 @@
 
 Generate ├ tokenize ┼ queue ┼ prefill ┼ transfer ┼ bootstrap ┼ first_decode ┼ decode ┼ delivery ┤
                                                              ├ first_token ┤
+
+`first_token` runs from the engine posting the first token until the client's stream has taken output.
 """
 
 from __future__ import annotations

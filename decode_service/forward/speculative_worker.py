@@ -3,9 +3,9 @@
 stream:   resolve ─▶ draft ─▶ verify ─▶ publish ─▶ extend ─▶ (stash, by the scheduler)
                                           └─▶ the schedule side prepares the next step while extend runs
 
-The target draws its own token after every draft. The noise of a draw depends only on the position, so verification
-needs no rejection rule: a draft is accepted exactly when it equals the target's token, and the target's tokens are
-committed.
+The target draws its own token after every draft. The noise of a draw depends only on the request and the position, so
+verification needs no rejection rule: a draft is accepted exactly when it equals the target's token, and the target's
+tokens are committed.
 """
 
 from __future__ import annotations

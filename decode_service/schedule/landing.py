@@ -168,7 +168,11 @@ class LandingZone:
         nontemporal_copies: bool,
         on_event: OnEvent | None = None,
     ) -> None:
-        """Creates an empty landing zone. `on_event` is called for the landing stream's events, which `poll` checks."""
+        """Creates an empty landing zone.
+
+        With `nontemporal_copies` large copies bypass the CPU's caches. On a CPU `on_event` is called by the landing
+        stream's thread after each copy, so that the engine wakes and calls `poll`; it must not block.
+        """
         self._device = device
         self._pool = pool
         self._vocab_size = vocab_size

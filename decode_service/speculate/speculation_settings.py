@@ -25,9 +25,10 @@ def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
 
 
 def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
-    """Returns `spec_info` with `max_draft_lag` so small that `max_rows` rows lag by at most MAX_CATCH_UP_TOKENS in all.
+    """Returns `spec_info` with a new `max_draft_lag`, the number of tokens per row that the head may leave unread.
 
-    `max_draft_lag` is at least 1 and at most MAX_DRAFT_LAG.
+    It is MAX_CATCH_UP_TOKENS / `max_rows`, because the head reads what all rows have left in one forward, but at least
+    1 and at most MAX_DRAFT_LAG.
     """
     return replace(spec_info, max_draft_lag=max(1, min(MAX_DRAFT_LAG, MAX_CATCH_UP_TOKENS // max_rows)))
 

@@ -117,8 +117,10 @@ class _Step:
             yield spread(self._builder, self._builder.load(self._builder.gep(start, [place])), kind)
 
     def again(self) -> _Step:
-        """Returns the same step, in a form from which the compiler loads weights and numbers once more instead of
-        keeping them in registers.
+        """Returns a copy of this step whose weights and numbers of x the compiled code loads again.
+
+        It hides from the compiler that both steps load the same values. Otherwise it would keep them in registers, of
+        which there are too few.
         """
         return _Step(self._builder, self._vectors, self._rows, self._outputs, hidden(self._builder, self._number))
 
