@@ -73,7 +73,7 @@ class DrawKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowSeed:
-    """What the sampling tables hold of a request when it enters pool row `row`.
+    """The data of a request with which the sampling tables of pool row `row` are filled when it enters the row.
 
     It is not a draft seed; the seed of the request's random numbers is in `sampling`. The first `prompt_len` of
     `token_ids` are the prompt. Those after it are output that the request has already.

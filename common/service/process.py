@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """What a service is built from: the loaded models and their device, and where its metrics and traces go.
+    """The parts that a service is built from: the loaded models and their device, its metrics and its tracer.
 
     `instance_id` is new for each start of the process, so that others notice a restart.
     """

@@ -36,7 +36,7 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What holds during one phase, and which phases may follow.
+    """The rule of one phase: where the request is, the state of its lease, and the phases that may follow.
 
     The request is at `place`, and the lease of its pool row is in state `lease`; None means that it holds no row. One
     of the phases in `following` comes next. The time spent in the phase is added to the field of Timings that `seconds`

@@ -14,7 +14,7 @@ from prefill_service.prompt import Prompt, PromptPhase
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What holds during one phase: the state of the lease of the prompt's pool row, and the phases that may follow.
+    """The rule of one phase: the state of the lease of the prompt's pool row, and the phases that may follow.
 
     `lease` is None if the prompt holds no row. An ended prompt still refers to its released lease, because a forward in
     flight may use it.

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ContextExceeded, PrefillUnavailable, RowFailure
-from decode_service.messages import Event, Replica, ReplicasChanged, StartHandoff
+from common.wire.handoff import RowFailed
+from decode_service.messages import Event, FrameArrived, Replica, ReplicasChanged, StartHandoff
 from decode_service.schedule import dispatcher
 from tests.engine.harness import ScriptedEngine
 
@@ -207,3 +208,18 @@ def test_one_that_fits_no_replica_costs_its_client_no_turn() -> None:
     engine.post(ReplicasChanged((SMALL, LARGE)))
     assert sent_after(engine, num_freed=1) == ["a1"]
     engine.run()
+
+
+def test_a_row_that_fails_after_its_first_token_came_is_handed_off_again() -> None:
+    """The replica could not copy the rest of its KV. The call's other row goes on."""
+    engine = ScriptedEngine()
+    outcomes = [engine.submit(name, prompt, 3) for name, prompt in (("failed", LONG), ("other", SHORT))]
+    engine.step()
+    handoff = engine.handoffs["failed"]
+    engine.hand_over("failed")
+    engine.hold_back(1)  # the second half of its KV
+    engine.post(FrameArrived(handoff.call_id, RowFailed(handoff.row, RowFailure.COMPUTE, True, 0, "planted")))
+    assert places(engine.step()) == {"failed": "replica"}
+    assert engine.engine.load().num_row_retries == 1
+    engine.run()
+    assert [outcome.token_ids for outcome in outcomes] == [outcome.expected for outcome in outcomes]
