@@ -23,6 +23,7 @@ from baton.events import Completion, Event
 from baton.requests import SamplingOptions, generate_request
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.rpc.reads import whole_read
 from common.text.chat_messages import ChatMessage
 
 
@@ -48,7 +49,10 @@ class AsyncEventStream(AsyncIterator[Event]):
         try:
             while True:
                 try:
-                    message = await self._call.read()
+                    message = await whole_read(self._call.read())
+                except asyncio.CancelledError:
+                    self._call.cancel()
+                    raise
                 except grpc.RpcError as failure:
                     error = error_from_rpc(failure)
                 else:

@@ -16,6 +16,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.rpc.errors import abort_with
 from common.rpc.fair_places import FairPlaces, Full
 from common.rpc.messages import ProtocolError, require_few_fields
+from common.rpc.reads import whole_read
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
@@ -154,7 +155,7 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
         """
         try:
             async with asyncio.timeout(self._timeout_s):
-                data = await context.read()
+                data = await whole_read(context.read())
         except TimeoutError:
             await abort_with(context, InvalidRequest("request", f"did not arrive within {self._timeout_s} s"))
         if not isinstance(data, bytes):

@@ -145,7 +145,7 @@ class GrpcCall:
                 if not reads_ahead:
                     reading = asyncio.ensure_future(stream.read())
         finally:
-            reading.cancel()
+            # The read ends with the call: see common.rpc.reads.
             reading.add_done_callback(_forget_failure)
 
     async def _take(self, data: bytes, num_taken: int) -> None:

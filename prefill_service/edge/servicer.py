@@ -31,6 +31,7 @@ from common.kv.shared_pool import SharedPool
 from common.load import PoolCounts
 from common.rpc.errors import abort_with
 from common.rpc.messages import ProtocolError, require
+from common.rpc.reads import whole_read
 from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, HANDOFF, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
@@ -229,7 +230,7 @@ class PrefillServicer:
         timeout_s = self._limits.first_command_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                data = await context.read()
+                data = await whole_read(context.read())
         except TimeoutError:
             raise InvalidRequest("prefill_batch", f"did not arrive within {timeout_s} s") from None
         require(isinstance(data, bytes), "prefill_batch", "is absent: the stream ended before it")
@@ -252,7 +253,7 @@ class PrefillServicer:
         call.
         """
         try:
-            while isinstance(data := await context.read(), bytes):
+            while isinstance(data := await whole_read(context.read()), bytes):
                 command = decode_command(data, max_rows=self._limits.max_rows)
                 if isinstance(command, PrefillBatch):
                     raise ProtocolError("prefill_batch", "is not the first command")

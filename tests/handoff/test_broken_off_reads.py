@@ -1,0 +1,118 @@
+"""A cancellation does not interrupt a read from a gRPC stream, because grpcio would never free its message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import cast
+
+import grpc
+import psutil
+import pytest
+
+from common.rpc.grpc_options import channel_options
+from common.rpc.reads import whole_read
+from common.telemetry.timeline import Track
+from common.wire.codec_frames import FrameCodec
+from decode_service.handoff.grpc_call import GrpcCall, Stream
+from decode_service.handoff.receive_budget import AsyncReceiveBudget
+from decode_service.messages import StartHandoff
+from tests.handoff.homes import FAST
+from tests.handoff.raw_replica import RawReplica
+from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, row
+from tests.wire.strategies import VOCAB_SIZE
+
+MESSAGE = bytes(60_000)
+NUM_CALLS = 500
+MAX_GROWTH = NUM_CALLS * len(MESSAGE) // 4
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[RawReplica]:
+    replica = RawReplica()
+    replica.frames = [MESSAGE] * 8
+    replica.hangs = True
+    await replica.start()
+    yield replica
+    await replica.stop()
+
+
+async def test_messages_of_broken_off_reads_are_freed(replica: RawReplica) -> None:
+    """Each call is broken off while a read waits for a message that is on its way."""
+    process = psutil.Process()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{replica.port}", options=channel_options()) as channel:
+
+        async def break_off_a_call() -> None:
+            stream: Stream = channel.stream_stream("/baton.v1.Prefill/Handoff")()
+            await stream.write(b"")
+            await stream.read()
+            reading = asyncio.create_task(whole_read(stream.read()))
+            await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait({reading})
+            assert reading.cancelled()
+            await asyncio.sleep(0.001)
+            stream.cancel()
+
+        for _ in range(NUM_CALLS // 4):  # the allocator settles
+            await break_off_a_call()
+        before = process.memory_info().rss
+        for _ in range(NUM_CALLS):
+            await break_off_a_call()
+        growth = process.memory_info().rss - before
+    assert growth < MAX_GROWTH, f"{growth / 2**20:.1f} MiB"
+
+
+class HangingStream:
+    """A stream on which nothing arrives."""
+
+    def __init__(self) -> None:
+        self.is_read = asyncio.Event()
+        self.was_interrupted = False
+        self.ended: asyncio.Event = asyncio.Event()
+
+    async def write(self, data: bytes) -> None:
+        pass
+
+    async def read(self) -> bytes:
+        self.is_read.set()
+        try:
+            await self.ended.wait()
+        except asyncio.CancelledError:
+            self.was_interrupted = True
+            raise
+        return b""
+
+    def cancel(self) -> None:
+        self.ended.set()
+
+
+async def test_a_handoff_that_is_cancelled_does_not_interrupt_its_read() -> None:
+    stream = HangingStream()
+
+    async def ready() -> None:
+        pass
+
+    channel = SimpleNamespace(channel_ready=ready, stream_stream=lambda _method: lambda metadata: stream)
+    call = GrpcCall(
+        command=StartHandoff("call", "replica", (row(),)),
+        channel=cast("grpc.aio.Channel", channel),
+        fingerprint=FINGERPRINT,
+        codec=FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE),
+        budget=AsyncReceiveBudget(ROOMY_BUDGET_BYTES),
+        post=lambda _command: None,
+        timeouts=FAST,
+        metadata=(),
+        num_steps=lambda: 0,
+        pool=None,
+        track=Track("handoff"),
+    )
+    exchange = asyncio.create_task(call.exchange())
+    await asyncio.wait_for(stream.is_read.wait(), FAST.accept_timeout_s)
+    exchange.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await exchange
+    await asyncio.sleep(0)
+    assert stream.ended.is_set()
+    assert not stream.was_interrupted
