@@ -137,12 +137,15 @@ class FutureMap:
 
         Shapes: both [B] int64. The schedule side calls it before the next launch. It waits for `publish_ready`, and
         raises DeviceTimeout after `wait_timeout_s`. Rows bootstrapped since that verify have the lengths that bootstrap
-        wrote. The batch already has its lengths if `relays_lengths` is False, or if the last step published none.
+        wrote. The batch already has its lengths if `relays_lengths` is False, or if the last step published none. A
+        step that failed also published none; the buffer may then hold lengths from before earlier steps without drafts.
         """
         if not self.relays_lengths or req_pool_indices.shape[0] == 0 or self.publish_ready is None:
             return None
         self._schedule_stream.wait(self.publish_ready)
-        wait_in_order(self.publish_ready, self._wait_timeout_s)  # that step's own end event reports a failure
+        wait_in_order(self.publish_ready, self._wait_timeout_s)
+        if self.publish_ready.error is not None:  # that step's own end event reports it
+            return None
         return self.new_seq_lens_buf[req_pool_indices]
 
     def resolve_forward_inputs(self, req_pool_indices: Tensor, *, with_seeds: bool) -> RelayedInputs:

@@ -35,7 +35,7 @@ from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_batch, make_pool
-from tests.engine.speculating import CHAIN, TREE
+from tests.engine.speculating import CHAIN, SEED, TREE, ScriptedDepth
 from tests.engine.tag_head import TagHead
 
 ROOT = Path(__file__).parents[2]
@@ -327,6 +327,47 @@ def test_a_tree_that_accepts_what_cannot_be_fails_its_row_alone(
     )
     assert others == ["", ""]
     assert all(outcome.token_ids == outcome.expected for outcome in outcomes[1:])
+
+
+class UnpublishedCell(Cell[Tensor]):
+    """A cell of lengths that cannot be published."""
+
+    def get(self) -> Tensor:
+        raise RuntimeError("the lengths are lost")
+
+
+class FailingWorker:
+    """A worker that wraps another one and whose first step with drafts fails before it publishes its lengths."""
+
+    relays_lengths = True
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._has_failed = False
+
+    @property
+    def seed_columns(self) -> tuple[SeedColumnSpec, ...]:
+        return self._worker.seed_columns
+
+    def forward(
+        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
+    ) -> WorkerOutput:
+        def publish(lengths: Cell[Tensor]) -> None:
+            on_publish(lengths if self._has_failed else UnpublishedCell())
+            self._has_failed = True
+
+        return self._worker.forward(batch, future_map=future_map, scope=scope, on_publish=publish)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rows_of_a_step_that_published_nothing_fail_with_its_own_error(overlap: bool) -> None:
+    """Steps without drafts come before it, so that the rows' last published lengths are old ones."""
+    depth = ScriptedDepth([SEED, SEED, CHAIN], deepest=CHAIN)
+    scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN, depth=depth, overlap=overlap)
+    scripted.engine._worker = FailingWorker(scripted.engine._worker)
+    outcomes = [scripted.submit(str(number), [number + 1, 7, 5], 24) for number in range(3)]
+    scripted.run()
+    assert {str(outcome.error) for outcome in outcomes} == {"a decode step failed: the lengths are lost"}
 
 
 def test_lengths_are_looked_at_without_assertions_too() -> None:
