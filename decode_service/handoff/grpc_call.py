@@ -18,6 +18,7 @@ from common.nixl.child import NixlError
 from common.peer_text import peer_text
 from common.rpc.grpc_options import Metadata
 from common.rpc.messages import ProtocolError
+from common.rpc.reads import begin_read
 from common.telemetry.timeline import Track
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
 from common.wire.codec_frames import FrameCodec
@@ -129,24 +130,18 @@ class GrpcCall:
 
         While a frame is decoded, the next one is read already, if the budget has room for the first.
         """
-        reading = asyncio.ensure_future(stream.read())
-        try:
-            accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
-            if accepted is None or not isinstance(frame := self._decode(accepted), Accepted):
-                raise ProtocolError("frame", "is not Accepted, the first frame of a call")
-            self._post(FrameArrived(self._call_id, frame))
-            reading = asyncio.ensure_future(stream.read())
-            while (
-                data := await self._arrived(reading, self._timeouts.progress_timeout_s, self._num_steps)
-            ) is not None:
-                if reads_ahead := self._budget.take_at_once(len(data)):
-                    reading = asyncio.ensure_future(stream.read())
-                await self._take(data, len(data) if reads_ahead else 0)
-                if not reads_ahead:
-                    reading = asyncio.ensure_future(stream.read())
-        finally:
-            # The read ends with the call: see common.rpc.reads.
-            reading.add_done_callback(_forget_failure)
+        reading = begin_read(stream.read())
+        accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
+        if accepted is None or not isinstance(frame := self._decode(accepted), Accepted):
+            raise ProtocolError("frame", "is not Accepted, the first frame of a call")
+        self._post(FrameArrived(self._call_id, frame))
+        reading = begin_read(stream.read())
+        while (data := await self._arrived(reading, self._timeouts.progress_timeout_s, self._num_steps)) is not None:
+            if reads_ahead := self._budget.take_at_once(len(data)):
+                reading = begin_read(stream.read())
+            await self._take(data, len(data) if reads_ahead else 0)
+            if not reads_ahead:
+                reading = begin_read(stream.read())
 
     async def _take(self, data: bytes, num_taken: int) -> None:
         """Decodes the frame in `data` and posts it.
@@ -213,9 +208,3 @@ class GrpcCall:
             figures = frame_figures(frame, self._rows.__getitem__)
             self._track.ended(f"receive {type(frame).__name__}", start_ns, self._call_id, bytes=len(data), **figures)
         return frame
-
-
-def _forget_failure(reading: asyncio.Future[object]) -> None:
-    """Retrieves the error of a read that no task waits for any more, so that asyncio does not report it."""
-    if not reading.cancelled():
-        reading.exception()

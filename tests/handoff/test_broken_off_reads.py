@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import cast
@@ -62,6 +63,26 @@ async def test_messages_of_broken_off_reads_are_freed(replica: RawReplica) -> No
             await break_off_a_call()
         growth = process.memory_info().rss - before
     assert growth < MAX_GROWTH, f"{growth / 2**20:.1f} MiB"
+
+
+async def test_nobody_hears_of_the_failure_of_a_broken_off_read() -> None:
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context))
+    fails = asyncio.Event()
+
+    async def read() -> bytes:
+        await fails.wait()
+        raise RuntimeError("the call has ended")
+
+    reading = asyncio.create_task(whole_read(read()))
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait({reading})
+    fails.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert reported == []
 
 
 class HangingStream:
