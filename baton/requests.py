@@ -41,6 +41,8 @@ def generate_request(
     request_id: str | None,
     generated_token_ids: Iterable[int],
     choice_index: int | None,
+    cache_salt: str | None,
+    cache_prompt: bool | None,
     sampling: SamplingOptions,
 ) -> inference_pb2.GenerateRequest:
     """Builds the request message. Raises InvalidArgument, naming the field, for values that protobuf cannot carry.
@@ -61,11 +63,13 @@ def generate_request(
             _add_message(request.chat, message)
     if request_id is not None:
         request.request_id = request_id
-    if choice_index is not None:
-        try:
-            request.choice_index = choice_index
-        except (TypeError, ValueError) as error:
-            raise _invalid("choice_index", str(error)) from error
+    given = {"choice_index": choice_index, "cache_salt": cache_salt, "cache_prompt": cache_prompt}
+    for name, value in given.items():
+        if value is not None:
+            try:
+                setattr(request, name, value)
+            except (TypeError, ValueError) as error:
+                raise _invalid(name, str(error)) from error
     _fill("generated_token_ids", request.generated_token_ids, generated_token_ids)
     request.sampling.CopyFrom(_sampling_params(sampling))
     return request

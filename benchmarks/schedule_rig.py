@@ -239,6 +239,7 @@ class _Transport:
             bytes_sent={group: np.array([len(kv)]) for group in self.groups},
             queue_s=np.zeros(1),
             compute_s=np.zeros(1),
+            num_cached_tokens=np.zeros(1, np.int64),
             first_token_logprobs=(None,),
         )
         return [*(KvSegment(index, group, 0, 1, 0, num_tokens, kv) for group in self.groups), prebuilt]
@@ -379,6 +380,7 @@ class ScheduleRig:
             choice_index=0,
             deadline_unix_ms=0,
             wants_drafts=True,
+            cache_salt=None,
         )
 
 

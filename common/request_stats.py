@@ -13,7 +13,8 @@ from dataclasses import dataclass
 class Timings:
     """A request's seconds per phase, summed over all attempts and retractions, and its other costs.
 
-    Seconds are measured by the decode engine's clock.
+    Seconds are measured by the decode engine's clock. `num_cached_tokens` counts the prompt's tokens that the last
+    attempt did not compute, because their KV was cached.
     """
 
     queue_s: float = 0.0
@@ -24,6 +25,7 @@ class Timings:
     kv_bytes: int = 0
     num_handoff_attempts: int = 0
     num_retractions: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ class Submit:
     """Submits a validated request. `token_ids` past `prompt_len` are output that an earlier stream delivered.
 
     `deadline_unix_ms` is 0 if there is no deadline. PhaseBegan events of the request are posted only if `is_traced`.
-    `client` identifies the client: clients take turns in the waiting queue.
+    `client` identifies the client: clients take turns in the waiting queue. `cache_salt` names the namespace of the
+    prefix cache that the request uses; "" is the common one. None means that it neither uses nor leaves cached KV.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class Submit:
     wants_drafts: bool = True
     is_traced: bool = False
     client: str = ""
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

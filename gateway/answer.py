@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,12 +68,20 @@ def with_token_ids(choice: dict[str, Any], token_ids: Sequence[int], plan: Plan)
     return {**choice, "token_ids": list(token_ids)} if plan.returns_token_ids else choice
 
 
-def usage(plan: Plan, started: Sequence[Started], num_completion_tokens: Iterable[int]) -> dict[str, int]:
-    """Returns OpenAI's `usage` object. A prompt's tokens count once, however many choices the prompt has."""
+def usage(
+    plan: Plan, started: Sequence[Started], num_completion_tokens: Sequence[int], num_cached_tokens: Sequence[int]
+) -> dict[str, object]:
+    """Returns OpenAI's `usage` object. A prompt's tokens count once, however many choices the prompt has.
+
+    `num_completion_tokens` and `num_cached_tokens` have one entry per choice. A prompt token counts as cached if it was
+    cached for every choice of the prompt.
+    """
     num_prompt = sum(each.num_prompt_tokens for each in started[:: plan.n])
     num_completion = sum(num_completion_tokens)
+    num_cached = sum(min(num_cached_tokens[first : first + plan.n]) for first in range(0, plan.num_choices, plan.n))
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }

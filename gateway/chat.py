@@ -96,6 +96,8 @@ def parse_chat(body: bytes) -> Plan:
         sampling=fields.sampling(
             max_tokens=max_tokens, logprobs=(fields.top_logprobs or 0) if fields.logprobs else None
         ),
+        cache_salt=fields.cache_salt,
+        cache_prompt=fields.cache_prompt,
         is_streamed=fields.stream,
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,

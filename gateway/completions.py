@@ -74,6 +74,8 @@ def parse_completion(body: bytes) -> Plan:
         prompts=_prompts(fields.prompt),
         n=fields.n,
         sampling=fields.sampling(max_tokens=max_tokens, logprobs=fields.logprobs),
+        cache_salt=fields.cache_salt,
+        cache_prompt=fields.cache_prompt,
         is_streamed=fields.stream,
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,

@@ -24,8 +24,6 @@ _REPEATED = re.compile('Detected duplicate key "(.*)" at line ')
 """Matches the JSON parser's error message for a name that comes twice in one object."""
 _HARMLESS = frozenset(
     {
-        "cache_prompt",
-        "cache_salt",
         "metadata",
         "parallel_tool_calls",
         "prompt_cache_key",
@@ -169,6 +167,8 @@ class GenerationFields(_StrictFields):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     speculate: bool | None = None
+    cache_salt: str | None = None
+    cache_prompt: bool | None = None
     return_token_ids: bool = False
     numbers: SkipValidation[Mapping[str, float]] = {}
     """The given options among NUMBER_OPTIONS, by name. In the request body each is a field of its own."""

@@ -117,6 +117,8 @@ class GenerationEndpoint:
                 **plan.prompts[prompt].arguments,
                 request_id=f"{prefix}-{index}",
                 choice_index=choice_index,
+                cache_salt=plan.cache_salt,
+                cache_prompt=plan.cache_prompt,
                 timeout_s=self._limits.request_timeout_s,
                 **plan.sampling,
             )
@@ -136,6 +138,7 @@ class _Answering:
         self._metrics = metrics
         self._choices = [api.new_choice(index, plan) for index in range(plan.num_choices)]
         self._num_tokens = [0] * plan.num_choices
+        self._num_cached = [0] * plan.num_choices
         self._envelope = Envelope(
             id=f"{api.id_prefix}-{record.request_id}",
             created=int(unix_s),
@@ -161,7 +164,7 @@ class _Answering:
         answer = self._envelope.around(
             self._api.whole_object,
             [choice.whole(completions[index]) for index, choice in enumerate(self._choices)],
-            usage=usage(self._plan, started, self._num_tokens),
+            usage=self._usage(started),
         )
         await JsonResponse(answer).send_to(send)
 
@@ -182,8 +185,7 @@ class _Answering:
                 if (part := self._part(index, event)) is not None:
                     await writer.write(self._chunk(part, started))
             if self._plan.includes_usage:
-                totals = usage(self._plan, started, self._num_tokens)
-                await writer.write(self._envelope.around(self._api.chunk_object, [], usage=totals))
+                await writer.write(self._envelope.around(self._api.chunk_object, [], usage=self._usage(started)))
         except Exception as failure:
             error = self._api_error(failure)
             self._record.status, self._record.error = error.status, error
@@ -217,13 +219,17 @@ class _Answering:
     def _chunk(self, choice: dict[str, object], started: Sequence[Started]) -> dict[str, object]:
         more: dict[str, object] = {"usage": None} if self._plan.includes_usage else {}
         if self._plan.has_usage_in_chunks:
-            more = {"usage": usage(self._plan, started, self._num_tokens)}
+            more = {"usage": self._usage(started)}
         return self._envelope.around(self._api.chunk_object, [choice], **more)
+
+    def _usage(self, started: Sequence[Started]) -> dict[str, object]:
+        return usage(self._plan, started, self._num_tokens, self._num_cached)
 
     def _count(self, index: int, event: Event) -> None:
         record = self._record
         if isinstance(event, Finished):
             self._num_tokens[index] = event.usage.num_completion_tokens
+            self._num_cached[index] = event.timings.num_cached_tokens
         if not isinstance(event, Delta):
             return
         if record.ttft_s is None:

@@ -67,6 +67,8 @@ class Plan:
     prompts: tuple[Prompt, ...]
     n: int
     sampling: SamplingOptions
+    cache_salt: str | None
+    cache_prompt: bool | None
     is_streamed: bool
     includes_usage: bool
     has_usage_in_chunks: bool

@@ -153,6 +153,8 @@ class AsyncClient:
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
         choice_index: int | None = None,
+        cache_salt: str | None = None,
+        cache_prompt: bool | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncEventStream:
@@ -161,6 +163,9 @@ class AsyncClient:
         `generated_token_ids` is the output that an earlier stream of this request delivered: the new stream continues
         after it. Requests with the same `seed` and different `choice_index` (0, 1, ...) draw different tokens. The
         caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
+
+        A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
+        with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
         """
         request = generate_request(
             prompt=prompt,
@@ -169,6 +174,8 @@ class AsyncClient:
             request_id=request_id,
             generated_token_ids=generated_token_ids,
             choice_index=choice_index,
+            cache_salt=cache_salt,
+            cache_prompt=cache_prompt,
             sampling=sampling,
         )
         generation = Generation(
@@ -188,6 +195,8 @@ class AsyncClient:
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
         choice_index: int | None = None,
+        cache_salt: str | None = None,
+        cache_prompt: bool | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
@@ -200,6 +209,8 @@ class AsyncClient:
             request_id=request_id,
             generated_token_ids=generated_token_ids,
             choice_index=choice_index,
+            cache_salt=cache_salt,
+            cache_prompt=cache_prompt,
             timeout_s=timeout_s,
             **sampling,
         ) as events:

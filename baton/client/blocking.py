@@ -139,6 +139,8 @@ class Client:
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
         choice_index: int | None = None,
+        cache_salt: str | None = None,
+        cache_prompt: bool | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> EventStream:
@@ -147,6 +149,9 @@ class Client:
         `generated_token_ids` is the output that an earlier stream of this request delivered: the new stream continues
         after it. Requests with the same `seed` and different `choice_index` (0, 1, ...) draw different tokens. The
         caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
+
+        A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
+        with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
         """
         request = generate_request(
             prompt=prompt,
@@ -155,6 +160,8 @@ class Client:
             request_id=request_id,
             generated_token_ids=generated_token_ids,
             choice_index=choice_index,
+            cache_salt=cache_salt,
+            cache_prompt=cache_prompt,
             sampling=sampling,
         )
         generation = Generation(
@@ -174,6 +181,8 @@ class Client:
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
         choice_index: int | None = None,
+        cache_salt: str | None = None,
+        cache_prompt: bool | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
@@ -186,6 +195,8 @@ class Client:
             request_id=request_id,
             generated_token_ids=generated_token_ids,
             choice_index=choice_index,
+            cache_salt=cache_salt,
+            cache_prompt=cache_prompt,
             timeout_s=timeout_s,
             **sampling,
         ) as events:

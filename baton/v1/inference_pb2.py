@@ -25,49 +25,49 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xd1\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x1b\n\x13generated_token_ids\x18\x05 \x03(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\x04lora\x18\x08 \x01(\tH\x03\x88\x01\x01\x12\x19\n\x0c\x63hoice_index\x18\t \x01(\rH\x04\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x0b\n\t_priorityB\x07\n\x05_loraB\x0f\n\r_choice_index\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"x\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x88\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.baton.v1.DeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"F\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x06\"V\n\x05\x44\x65lta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"\xe8\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.baton.v1.Timings\x12\x30\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1b.baton.v1.SpeculationCountsB\x0e\n\x0cmatched_stop\"A\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\"\xb4\x01\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x04 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x1c\n\x14num_handoff_attempts\x18\x07 \x01(\r\x12\x17\n\x0fnum_retractions\x18\x08 \x01(\r\"\xc4\x01\n\x11SpeculationCounts\x12\x18\n\x10num_verify_steps\x18\x01 \x01(\x04\x12\x1a\n\x12num_drafted_tokens\x18\x02 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\x04\x12\x12\n\ndrafted_at\x18\x04 \x03(\x04\x12\x13\n\x0b\x61\x63\x63\x65pted_at\x18\x05 \x03(\x04\x12\x0f\n\x07\x64raft_s\x18\x06 \x01(\x01\x12\x10\n\x08verify_s\x18\x07 \x01(\x01\x12\x10\n\x08\x65xtend_s\x18\x08 \x01(\x01\"\x15\n\x13GetModelInfoRequest\"\xde\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12*\n\x0b\x66ingerprint\x18\t \x01(\x0b\x32\x15.baton.v1.Fingerprint\"\x19\n\x17GetInferenceLoadRequest\"\x96\x02\n\x18GetInferenceLoadResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.baton.v1.PoolLoad\x12!\n\x05slots\x18\x03 \x01(\x0b\x32\x12.baton.v1.PoolLoad\x12\x12\n\nnum_queued\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x32\n\x10prefill_replicas\x18\x07 \x03(\x0b\x32\x18.baton.v1.PrefillReplica\x12\x17\n\x0fnum_row_retries\x18\x08 \x01(\x04\x12\x17\n\x0fnum_retractions\x18\t \x01(\x04\"k\n\x0ePrefillReplica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08is_ready\x18\x02 \x01(\x08\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x05 \x01(\t*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x32\xee\x01\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponse\x12P\n\x07GetLoad\x12!.baton.v1.GetInferenceLoadRequest\x1a\".baton.v1.GetInferenceLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xa5\x03\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x1b\n\x13generated_token_ids\x18\x05 \x03(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\x04lora\x18\x08 \x01(\tH\x03\x88\x01\x01\x12\x19\n\x0c\x63hoice_index\x18\t \x01(\rH\x04\x88\x01\x01\x12\x17\n\ncache_salt\x18\n \x01(\tH\x05\x88\x01\x01\x12\x19\n\x0c\x63\x61\x63he_prompt\x18\x0b \x01(\x08H\x06\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x0b\n\t_priorityB\x07\n\x05_loraB\x0f\n\r_choice_indexB\r\n\x0b_cache_saltB\x0f\n\r_cache_prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"x\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x88\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.baton.v1.DeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"F\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x06\"V\n\x05\x44\x65lta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"\xe8\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.baton.v1.Timings\x12\x30\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1b.baton.v1.SpeculationCountsB\x0e\n\x0cmatched_stop\"A\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\"\xcf\x01\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x04 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x1c\n\x14num_handoff_attempts\x18\x07 \x01(\r\x12\x17\n\x0fnum_retractions\x18\x08 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\"\xc4\x01\n\x11SpeculationCounts\x12\x18\n\x10num_verify_steps\x18\x01 \x01(\x04\x12\x1a\n\x12num_drafted_tokens\x18\x02 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\x04\x12\x12\n\ndrafted_at\x18\x04 \x03(\x04\x12\x13\n\x0b\x61\x63\x63\x65pted_at\x18\x05 \x03(\x04\x12\x0f\n\x07\x64raft_s\x18\x06 \x01(\x01\x12\x10\n\x08verify_s\x18\x07 \x01(\x01\x12\x10\n\x08\x65xtend_s\x18\x08 \x01(\x01\"\x15\n\x13GetModelInfoRequest\"\xde\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12*\n\x0b\x66ingerprint\x18\t \x01(\x0b\x32\x15.baton.v1.Fingerprint\"\x19\n\x17GetInferenceLoadRequest\"\x96\x02\n\x18GetInferenceLoadResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.baton.v1.PoolLoad\x12!\n\x05slots\x18\x03 \x01(\x0b\x32\x12.baton.v1.PoolLoad\x12\x12\n\nnum_queued\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x32\n\x10prefill_replicas\x18\x07 \x03(\x0b\x32\x18.baton.v1.PrefillReplica\x12\x17\n\x0fnum_row_retries\x18\x08 \x01(\x04\x12\x17\n\x0fnum_retractions\x18\t \x01(\x04\"k\n\x0ePrefillReplica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08is_ready\x18\x02 \x01(\x08\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x05 \x01(\t*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x32\xee\x01\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponse\x12P\n\x07GetLoad\x12!.baton.v1.GetInferenceLoadRequest\x1a\".baton.v1.GetInferenceLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2302
-  _globals['_FINISHREASON']._serialized_end=2457
+  _globals['_FINISHREASON']._serialized_start=2413
+  _globals['_FINISHREASON']._serialized_end=2568
   _globals['_GENERATEREQUEST']._serialized_start=61
-  _globals['_GENERATEREQUEST']._serialized_end=398
-  _globals['_TOKENIDS']._serialized_start=400
-  _globals['_TOKENIDS']._serialized_end=423
-  _globals['_CHAT']._serialized_start=425
-  _globals['_CHAT']._serialized_end=472
-  _globals['_CHATMESSAGE']._serialized_start=474
-  _globals['_CHATMESSAGE']._serialized_end=594
-  _globals['_TOOLCALL']._serialized_start=596
-  _globals['_TOOLCALL']._serialized_end=651
-  _globals['_GENERATEEVENT']._serialized_start=654
-  _globals['_GENERATEEVENT']._serialized_end=790
-  _globals['_STARTED']._serialized_start=792
-  _globals['_STARTED']._serialized_end=862
-  _globals['_DELTA']._serialized_start=864
-  _globals['_DELTA']._serialized_end=950
-  _globals['_FINISHED']._serialized_start=953
-  _globals['_FINISHED']._serialized_end=1185
-  _globals['_USAGE']._serialized_start=1187
-  _globals['_USAGE']._serialized_end=1252
-  _globals['_TIMINGS']._serialized_start=1255
-  _globals['_TIMINGS']._serialized_end=1435
-  _globals['_SPECULATIONCOUNTS']._serialized_start=1438
-  _globals['_SPECULATIONCOUNTS']._serialized_end=1634
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1636
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1657
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1660
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1882
-  _globals['_GETINFERENCELOADREQUEST']._serialized_start=1884
-  _globals['_GETINFERENCELOADREQUEST']._serialized_end=1909
-  _globals['_GETINFERENCELOADRESPONSE']._serialized_start=1912
-  _globals['_GETINFERENCELOADRESPONSE']._serialized_end=2190
-  _globals['_PREFILLREPLICA']._serialized_start=2192
-  _globals['_PREFILLREPLICA']._serialized_end=2299
-  _globals['_INFERENCE']._serialized_start=2460
-  _globals['_INFERENCE']._serialized_end=2698
+  _globals['_GENERATEREQUEST']._serialized_end=482
+  _globals['_TOKENIDS']._serialized_start=484
+  _globals['_TOKENIDS']._serialized_end=507
+  _globals['_CHAT']._serialized_start=509
+  _globals['_CHAT']._serialized_end=556
+  _globals['_CHATMESSAGE']._serialized_start=558
+  _globals['_CHATMESSAGE']._serialized_end=678
+  _globals['_TOOLCALL']._serialized_start=680
+  _globals['_TOOLCALL']._serialized_end=735
+  _globals['_GENERATEEVENT']._serialized_start=738
+  _globals['_GENERATEEVENT']._serialized_end=874
+  _globals['_STARTED']._serialized_start=876
+  _globals['_STARTED']._serialized_end=946
+  _globals['_DELTA']._serialized_start=948
+  _globals['_DELTA']._serialized_end=1034
+  _globals['_FINISHED']._serialized_start=1037
+  _globals['_FINISHED']._serialized_end=1269
+  _globals['_USAGE']._serialized_start=1271
+  _globals['_USAGE']._serialized_end=1336
+  _globals['_TIMINGS']._serialized_start=1339
+  _globals['_TIMINGS']._serialized_end=1546
+  _globals['_SPECULATIONCOUNTS']._serialized_start=1549
+  _globals['_SPECULATIONCOUNTS']._serialized_end=1745
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1747
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1768
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1771
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1993
+  _globals['_GETINFERENCELOADREQUEST']._serialized_start=1995
+  _globals['_GETINFERENCELOADREQUEST']._serialized_end=2020
+  _globals['_GETINFERENCELOADRESPONSE']._serialized_start=2023
+  _globals['_GETINFERENCELOADRESPONSE']._serialized_end=2301
+  _globals['_PREFILLREPLICA']._serialized_start=2303
+  _globals['_PREFILLREPLICA']._serialized_end=2410
+  _globals['_INFERENCE']._serialized_start=2571
+  _globals['_INFERENCE']._serialized_end=2809
 # @@protoc_insertion_point(module_scope)

@@ -54,6 +54,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    CACHE_PROMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The server makes one when absent. A live duplicate is ALREADY_EXISTS."""
     text: _builtins.str
@@ -63,6 +65,10 @@ class GenerateRequest(_message.Message):
     """Not served."""
     choice_index: _builtins.int
     """Which of several outputs that one seed gives: each draws tokens of its own. Default 0; at most 127."""
+    cache_salt: _builtins.str
+    """1 to 128 characters. The request shares cached KV only with requests of the same salt. Absent: with those without one."""
+    cache_prompt: _builtins.bool
+    """False: the request neither uses cached KV nor leaves any. Default true."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -85,11 +91,17 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int | None = ...,
         lora: _builtins.str | None = ...,
         choice_index: _builtins.int | None = ...,
+        cache_salt: _builtins.str | None = ...,
+        cache_prompt: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "choice_index", b"choice_index", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt", "_cache_salt", b"_cache_salt", "_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "cache_prompt", b"cache_prompt", "cache_salt", b"cache_salt", "chat", b"chat", "choice_index", b"choice_index", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "choice_index", b"choice_index", "generated_token_ids", b"generated_token_ids", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt", "_cache_salt", b"_cache_salt", "_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "cache_prompt", b"cache_prompt", "cache_salt", b"cache_salt", "chat", b"chat", "choice_index", b"choice_index", "generated_token_ids", b"generated_token_ids", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_prompt: _TypeAlias = _typing.Literal["cache_prompt"]  # noqa: Y015
+    _WhichOneofArgType__cache_prompt: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__choice_index: _TypeAlias = _typing.Literal["choice_index"]  # noqa: Y015
     _WhichOneofArgType__choice_index: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index"]  # noqa: Y015
     _WhichOneofReturnType__lora: _TypeAlias = _typing.Literal["lora"]  # noqa: Y015
@@ -100,6 +112,10 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_prompt) -> _WhichOneofReturnType__cache_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__choice_index) -> _WhichOneofReturnType__choice_index | None: ...
     @_typing.overload
@@ -368,7 +384,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Seconds in each phase, by the engine's clock, added up over every attempt."""
+    """Seconds in each phase, by the engine's clock, added up over every attempt, and other costs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -380,6 +396,7 @@ class Timings(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     NUM_HANDOFF_ATTEMPTS_FIELD_NUMBER: _builtins.int
     NUM_RETRACTIONS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """accepted until handed to a prefill replica"""
     prefill_s: _builtins.float
@@ -394,6 +411,8 @@ class Timings(_message.Message):
     """KV received for this request"""
     num_handoff_attempts: _builtins.int
     num_retractions: _builtins.int
+    num_cached_tokens: _builtins.int
+    """prompt tokens that the last attempt did not compute, because their KV was cached"""
     def __init__(
         self,
         *,
@@ -405,10 +424,11 @@ class Timings(_message.Message):
         kv_bytes: _builtins.int = ...,
         num_handoff_attempts: _builtins.int = ...,
         num_retractions: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "first_decode_s", b"first_decode_s", "kv_bytes", b"kv_bytes", "num_handoff_attempts", b"num_handoff_attempts", "num_retractions", b"num_retractions", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "first_decode_s", b"first_decode_s", "kv_bytes", b"kv_bytes", "num_cached_tokens", b"num_cached_tokens", "num_handoff_attempts", b"num_handoff_attempts", "num_retractions", b"num_retractions", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

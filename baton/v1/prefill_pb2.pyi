@@ -178,6 +178,7 @@ class PrefillRow(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """0 for the first"""
@@ -187,6 +188,10 @@ class PrefillRow(_message.Message):
     deadline_unix_ms: _builtins.int
     """0: none"""
     traceparent: _builtins.str
+    cache_salt: _builtins.str
+    """Present: the row uses cached KV of this namespace and leaves its own there; "" is the common namespace. At most 128
+    characters. Absent: the row neither uses cached KV nor leaves any.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -207,12 +212,15 @@ class PrefillRow(_message.Message):
         sampling: Global___ResolvedSampling | None = ...,
         deadline_unix_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice_index", b"choice_index", "deadline_unix_ms", b"deadline_unix_ms", "num_held_tokens", b"num_held_tokens", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "attempt", b"attempt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "deadline_unix_ms", b"deadline_unix_ms", "num_held_tokens", b"num_held_tokens", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
 
 Global___PrefillRow: _TypeAlias = PrefillRow  # noqa: Y015
 
@@ -462,6 +470,7 @@ class PrebuiltBatch(_message.Message):
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     topk_p: _builtins.bytes
     """seed columns, little-endian, shapes from the fingerprint; empty without speculation"""
     topk_index: _builtins.bytes
@@ -494,6 +503,10 @@ class PrebuiltBatch(_message.Message):
     def compute_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """per row, first chunk until its first token"""
 
+    @_builtins.property
+    def num_cached_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """per row: tokens that were not computed, because their KV was cached"""
+
     def __init__(
         self,
         *,
@@ -508,10 +521,11 @@ class PrebuiltBatch(_message.Message):
         hidden_states: _builtins.bytes = ...,
         queue_s: _abc.Iterable[_builtins.float] | None = ...,
         compute_s: _abc.Iterable[_builtins.float] | None = ...,
+        num_cached_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "compute_s", b"compute_s", "first_token_ids", b"first_token_ids", "first_token_logprobs", b"first_token_logprobs", "hidden_states", b"hidden_states", "queue_s", b"queue_s", "rows", b"rows", "seq_lens", b"seq_lens", "top_logprobs", b"top_logprobs", "topk_index", b"topk_index", "topk_p", b"topk_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "compute_s", b"compute_s", "first_token_ids", b"first_token_ids", "first_token_logprobs", b"first_token_logprobs", "hidden_states", b"hidden_states", "num_cached_tokens", b"num_cached_tokens", "queue_s", b"queue_s", "rows", b"rows", "seq_lens", b"seq_lens", "top_logprobs", b"top_logprobs", "topk_index", b"topk_index", "topk_p", b"topk_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,7 @@ def encode_prebuilt(batch: PrebuiltBatch, into: prefill_pb2.PrebuiltBatch) -> No
     into.first_token_ids.extend(batch.first_token_ids.tolist())
     into.queue_s.extend(batch.queue_s.tolist())
     into.compute_s.extend(batch.compute_s.tolist())
+    into.num_cached_tokens.extend(batch.num_cached_tokens.tolist())
     for group, num_bytes in batch.bytes_sent.items():
         into.bytes_sent.add(layer_group=group, bytes=num_bytes.tolist())
     if any(entry is not None for entry in batch.first_token_logprobs):
@@ -72,6 +73,8 @@ def decode_prebuilt(
     row_lens = np.fromiter(map(_num_tokens, rows), np.int64, len(rows))[row_indices]
     require(bool((seq_lens == row_lens).all()), "prebuilt_batch.seq_lens", "is not the number of the row's token_ids")
     first_token_ids = _integers("first_token_ids", message.first_token_ids, num_rows, below=vocab_size)
+    num_cached = _integers("num_cached_tokens", message.num_cached_tokens, num_rows)
+    require(bool((num_cached <= row_lens).all()), "prebuilt_batch.num_cached_tokens", "is more than the row's tokens")
     return PrebuiltBatch(
         rows=row_indices,
         seq_lens=seq_lens,
@@ -79,6 +82,7 @@ def decode_prebuilt(
         bytes_sent=_bytes_sent(message, group_names),
         queue_s=_durations("queue_s", message.queue_s, num_rows),
         compute_s=_durations("compute_s", message.compute_s, num_rows),
+        num_cached_tokens=num_cached,
         first_token_logprobs=_logprobs(message, [rows[row] for row in message.rows], vocab_size),
         seed_columns=_seed_columns(message, seed_columns),
     )

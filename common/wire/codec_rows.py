@@ -17,7 +17,7 @@ from common.sampling.params import (
     NUMBER_OPTIONS,
     ResolvedSampling,
 )
-from common.wire.handoff import HandoffRow
+from common.wire.handoff import MAX_CACHE_SALT_CHARS, HandoffRow
 
 _EDGE_ONLY = ("stop", "ignore_eos", "n", "response_format", "speculate", "logit_bias")
 """Fields of SamplingParams that no row has."""
@@ -35,6 +35,7 @@ def encode_row(row: HandoffRow) -> prefill_pb2.PrefillRow:
         sampling=_encode_sampling(row.sampling),
         deadline_unix_ms=row.deadline_unix_ms,
         traceparent=row.traceparent,
+        cache_salt=row.cache_salt,
     )
 
 
@@ -53,6 +54,12 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
     for group, num_held in message.num_held_tokens.items():
         require(num_held == 0, "num_held_tokens", f"{group!r}: prefix reuse is not served")
     require(message.HasField("sampling"), "sampling", "is absent")
+    num_salt_chars = len(message.cache_salt)
+    require(
+        num_salt_chars <= MAX_CACHE_SALT_CHARS,
+        "cache_salt",
+        f"has {num_salt_chars} characters, more than {MAX_CACHE_SALT_CHARS}",
+    )
     return HandoffRow(
         request_id=peer_text(message.request_id),
         attempt=message.attempt,
@@ -63,6 +70,7 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
         sampling=_decode_sampling(message.sampling),
         deadline_unix_ms=message.deadline_unix_ms,
         traceparent=message.traceparent,
+        cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
     )
 
 

@@ -21,6 +21,7 @@ from common.telemetry.timeline import FLOW
 
 MAX_CALL_ROWS = 1024
 MAX_ROW_TOKENS = 1 << 20
+MAX_CACHE_SALT_CHARS = 128
 
 Payload = bytes | NDArray[np.uint8]
 WriteKv = Callable[[NDArray[np.uint8]], None]
@@ -51,6 +52,9 @@ class HandoffRow:
     There are such tokens if the decode engine gave up the request's KV (a retraction) or the client resumed the request
     after its stream had broken. `attempt` is the number of the request's handoff, counted from 0. `num_held_tokens`
     holds pairs of a layer group and 0: no prefix is reused yet.
+
+    `cache_salt` names the namespace of the prefix cache that the row uses; "" is the common one. If it is None, the row
+    neither uses cached KV nor leaves any.
     """
 
     request_id: str
@@ -62,6 +66,7 @@ class HandoffRow:
     deadline_unix_ms: int = 0
     traceparent: str = ""
     num_held_tokens: tuple[tuple[str, int], ...] = ()
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +113,10 @@ class PrebuiltBatch:
 
     It may arrive before the last KV segment of a row.
 
-    Shapes: rows, seq_lens, first_token_ids [B] int64; bytes_sent: [B] int64 for each layer group; queue_s, compute_s
-    [B] float64. `seed_columns` are the draft seeds, by name, each [B, ...]; there are none without speculation.
-    `first_token_logprobs` has one entry per row, None if the request asked for none.
+    Shapes: rows, seq_lens, first_token_ids, num_cached_tokens [B] int64; bytes_sent: [B] int64 for each layer group;
+    queue_s, compute_s [B] float64. `num_cached_tokens` counts the tokens of each row that the prefill service did not
+    compute, because it had their KV cached. `seed_columns` are the draft seeds, by name, each [B, ...]; there are none
+    without speculation. `first_token_logprobs` has one entry per row, None if the request asked for none.
     """
 
     rows: NDArray[np.int64]
@@ -119,6 +125,7 @@ class PrebuiltBatch:
     bytes_sent: dict[str, NDArray[np.int64]]
     queue_s: NDArray[np.float64]
     compute_s: NDArray[np.float64]
+    num_cached_tokens: NDArray[np.int64]
     first_token_logprobs: tuple[TokenLogprobs | None, ...]
     seed_columns: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 

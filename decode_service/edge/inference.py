@@ -171,6 +171,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             choice_index=checked.choice_index,
             deadline_unix_ms=self._deadline_unix_ms(context),
             wants_drafts=checked.sampling.speculates,
+            cache_salt=checked.cache_salt,
         )
         await client.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
         while True:

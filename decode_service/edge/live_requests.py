@@ -98,11 +98,13 @@ class LiveRequests:
         choice_index: int,
         deadline_unix_ms: int,
         wants_drafts: bool,
+        cache_salt: str | None,
     ) -> None:
         """Hands the request to the engine. Raises the request's error if it has failed since `admit`.
 
         `generated_token_ids` are the output that the request brought along. `choice_index` is the number of the choice
-        among those of a request for several answers. `deadline_unix_ms` is 0 if there is no deadline.
+        among those of a request for several answers. `deadline_unix_ms` is 0 if there is no deadline. `Submit` explains
+        `cache_salt`.
         """
         if isinstance(live.ending, BatonError):
             raise live.ending
@@ -118,6 +120,7 @@ class LiveRequests:
                 deadline_unix_ms=deadline_unix_ms,
                 traceparent=live.trace.traceparent,
                 wants_drafts=wants_drafts,
+                cache_salt=cache_salt,
                 client=self._taken[live.engine_id][0],
                 is_traced=live.trace.is_recording,
             )

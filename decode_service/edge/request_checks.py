@@ -13,6 +13,7 @@ from baton.v1 import inference_pb2
 from common.errors import ContextExceeded, InvalidRequest
 from common.sampling.params import ResolvedSampling
 from common.text.chat_messages import ROLES, ChatMessage, ToolCall
+from common.wire.handoff import MAX_CACHE_SALT_CHARS
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
 
 MAX_REQUEST_ID_CHARS = 128
@@ -53,6 +54,8 @@ class CheckedRequest:
     """A request whose values were checked, except for lengths that depend on the prompt's tokens.
 
     `request_id` is None if the client chose none. `generated_token_ids` were delivered by an earlier stream.
+    `cache_salt` names the namespace of the prefix cache that the request uses; "" is the common one. None means that it
+    neither uses nor leaves cached KV.
     """
 
     request_id: str | None
@@ -60,6 +63,7 @@ class CheckedRequest:
     generated_token_ids: tuple[int, ...]
     sampling: SamplingRequest
     choice_index: int
+    cache_salt: str | None
 
 
 def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> CheckedRequest:
@@ -79,6 +83,7 @@ def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -
         generated_token_ids=check_token_ids("generated_token_ids", request.generated_token_ids, limits.vocab_size),
         sampling=check_sampling(request.sampling, limits.vocab_size, limits.eos_token_ids),
         choice_index=_choice_index(request),
+        cache_salt=_cache_salt(request),
     )
 
 
@@ -146,6 +151,13 @@ def _choice_index(request: inference_pb2.GenerateRequest) -> int:
     if request.choice_index >= MAX_CHOICES:
         raise InvalidRequest("choice_index", f"{request.choice_index} is not in [0, {MAX_CHOICES - 1}]")
     return request.choice_index
+
+
+def _cache_salt(request: inference_pb2.GenerateRequest) -> str | None:
+    if request.HasField("cache_salt") and not 1 <= len(request.cache_salt) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidRequest("cache_salt", f"must be 1 to {MAX_CACHE_SALT_CHARS} characters")
+    caches = request.cache_prompt if request.HasField("cache_prompt") else True
+    return request.cache_salt if caches else None
 
 
 def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Prompt:

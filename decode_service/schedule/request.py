@@ -82,6 +82,10 @@ class Request:
 
     `past_ids` are the prompt and the output up to the last time the request entered a pool row; `running_in` knows the
     output since then. `arrival` orders requests by age: the smaller number is the older request.
+
+    `cache_salt` names the namespace of the prefix cache that the request uses; None means that it neither uses cached
+    KV nor leaves any. `num_cached_tokens` counts the tokens that the last attempt did not compute, because their KV was
+    cached; after a retraction these may include output.
     """
 
     request_id: str
@@ -96,12 +100,14 @@ class Request:
     wants_drafts: bool = True
     is_traced: bool = False
     client: str = ""
+    cache_salt: str | None = None
     phase: Phase = Phase.QUEUE
     lease: RowLease | None = None
     num_attempts: int = 0
     num_failures: int = 0
     num_retractions: int = 0
     kv_bytes: int = 0
+    num_cached_tokens: int = 0
     avoid_replica: str = ""
     not_before_s: float = 0.0
     refused_since_s: float | None = None
@@ -125,6 +131,7 @@ class Request:
             wants_drafts=submit.wants_drafts,
             is_traced=submit.is_traced,
             client=submit.client,
+            cache_salt=submit.cache_salt,
             end_ids=frozenset(submit.sampling.end_token_ids),
         )
 
@@ -195,4 +202,5 @@ class Request:
             kv_bytes=self.kv_bytes,
             num_handoff_attempts=self.num_attempts,
             num_retractions=self.num_retractions,
+            num_cached_tokens=min(self.num_cached_tokens, self.prompt_len),
         )

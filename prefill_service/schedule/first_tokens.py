@@ -54,6 +54,7 @@ def _of_call(
         bytes_sent={group.name: group.token_bytes * num_tokens for group in groups},
         queue_s=np.array([prompt.started_s - prompt.arrived_s for prompt in prompts]),
         compute_s=np.array([now_s - prompt.started_s for prompt in prompts]),
+        num_cached_tokens=np.zeros_like(num_tokens),
         first_token_logprobs=tuple(logprobs[place] for place in places),
         seed_columns={name: column_to_numpy(seeds[list(places)]) for name, seeds in computed.seeds.items()},
     )

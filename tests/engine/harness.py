@@ -222,6 +222,7 @@ class ScriptedEngine:
             bytes_sent={name: np.array([group_kv.nbytes]) for name, group_kv in kv.items()},
             queue_s=np.zeros(1),
             compute_s=np.zeros(1),
+            num_cached_tokens=np.zeros(1, np.int64),
             first_token_logprobs=(None,),
             seed_columns=self._first_seed((*handoff.token_ids, *first), handoff.sampling),
         )

@@ -58,6 +58,7 @@ def prebuilt_batch() -> ScheduleBatch:
         bytes_sent={},
         queue_s=np.zeros(2),
         compute_s=np.zeros(2),
+        num_cached_tokens=np.zeros(2, np.int64),
         first_token_logprobs=(None, None),
     )
     return ScheduleBatch.prepare_for_prebuilt([ReadyRows(columns, np.array([0, 1]), tuple(reqs))], torch.device("cpu"))

@@ -26,6 +26,7 @@ def entries_of(rows: Sequence[int]) -> PrebuiltBatch:
         bytes_sent={GROUP.name: np.full(number, 2 * GROUP.token_bytes)},
         queue_s=np.zeros(number),
         compute_s=np.zeros(number),
+        num_cached_tokens=np.zeros(number, np.int64),
         first_token_logprobs=(None,) * number,
         seed_columns={},
     )

@@ -49,6 +49,7 @@ def prebuilt(*rows: int, num_tokens: int = 128) -> PrebuiltBatch:
         bytes_sent={"target": np.full(size, num_tokens * TARGET.token_bytes)},
         queue_s=np.zeros(size),
         compute_s=np.zeros(size),
+        num_cached_tokens=np.zeros(size, np.int64),
         first_token_logprobs=(None,) * size,
     )
 

@@ -135,6 +135,7 @@ def one_by_one(columns: PrebuiltBatch) -> list[PrebuiltBatch]:
             bytes_sent={name: sizes[[entry]] for name, sizes in columns.bytes_sent.items()},
             queue_s=columns.queue_s[[entry]],
             compute_s=columns.compute_s[[entry]],
+            num_cached_tokens=columns.num_cached_tokens[[entry]],
             first_token_logprobs=(columns.first_token_logprobs[entry],),
         )
         for entry in range(len(columns.rows))

@@ -43,7 +43,7 @@ def exported() -> Exports:
         engine.watch(lambda: LOAD, is_ready=lambda: True)
         engine.on_step(STEP)
     rows = np.array([0], np.int64)
-    batch = PrebuiltBatch(rows, rows, rows, {"target": rows}, np.array([0.1]), np.array([0.1]), (None,))
+    batch = PrebuiltBatch(rows, rows, rows, {"target": rows}, np.array([0.1]), np.array([0.1]), 0 * rows, (None,))
     HandoffMetrics(prefill).on_frames([batch])
     SpeculationMetrics(decode).on_step(STEP)
     requests = RequestMetrics(decode, finish_reasons=FinishReason)

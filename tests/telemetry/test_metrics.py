@@ -114,7 +114,9 @@ def test_a_speculative_steps_rows_are_counted_by_what_they_committed(registry: C
 
 def test_a_prefill_counts_rows_by_outcome_and_bytes(registry: CollectorRegistry) -> None:
     two = np.array([0, 1], np.int64)
-    prebuilt = PrebuiltBatch(two, two, two, {"target": two}, np.array([0.25, 0.5]), np.array([1.0, 2.0]), (None, None))
+    prebuilt = PrebuiltBatch(
+        two, two, two, {"target": two}, np.array([0.25, 0.5]), np.array([1.0, 2.0]), 0 * two, (None, None)
+    )
     segment = KvSegment(0, "target", 0, 1, 0, 1, b"x" * 100)
 
     HandoffMetrics(registry).on_frames(

@@ -46,6 +46,7 @@ def prebuilt_of(*numbers: int, num_bytes: int) -> PrebuiltBatch:
         bytes_sent={"target": each + num_bytes},
         queue_s=each.astype(np.float64),
         compute_s=each.astype(np.float64),
+        num_cached_tokens=each,
         first_token_logprobs=(None,) * len(numbers),
         seed_columns={},
     )

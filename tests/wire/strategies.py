@@ -12,7 +12,14 @@ from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
-from common.wire.handoff import Accepted, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from common.wire.handoff import (
+    MAX_CACHE_SALT_CHARS,
+    Accepted,
+    HandoffRow,
+    KvSegment,
+    PrebuiltBatch,
+    RowFailed,
+)
 
 VOCAB_SIZE = 300
 TARGET = LayerGroupSpec("target", num_layers=3, num_planes=2, num_heads=2, head_dim=4, dtype="bfloat16")
@@ -82,6 +89,7 @@ def handoff_rows(draw: st.DrawFn) -> HandoffRow:
         deadline_unix_ms=draw(_uint64),
         traceparent=draw(st.text(max_size=8)),
         num_held_tokens=draw(st.sampled_from(((), (("draft", 0), ("target", 0))))),
+        cache_salt=draw(st.none() | st.text(max_size=MAX_CACHE_SALT_CHARS)),
     )
 
 
@@ -110,6 +118,7 @@ def prebuilt_batches(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint:
         bytes_sent={group.name: rng.integers(0, 2**63 - 1, size) for group in fingerprint.layer_groups},
         queue_s=rng.random(size),
         compute_s=rng.random(size),
+        num_cached_tokens=rng.integers(0, [len(rows[index].token_ids) + 1 for index in indices]),
         first_token_logprobs=tuple(_logprobs(rows[index], rng) for index in indices),
         seed_columns={
             column.name: rng.integers(0, 9, (size, *column.row_shape)).astype(column.dtype)

@@ -239,6 +239,7 @@ DAMAGED_COLUMNS: dict[str, Callable[[prefill_pb2.PrebuiltBatch], object]] = {
     "hidden_states": lambda message: setattr(message, "hidden_states", message.hidden_states[:-1] + b"\1"),
     "queue_s": lambda message: message.queue_s.__setitem__(0, 0.75),
     "compute_s": lambda message: message.compute_s.__setitem__(0, 0.75),
+    "num_cached_tokens": lambda message: message.num_cached_tokens.__setitem__(0, 0),
 }
 
 
@@ -324,6 +325,11 @@ PREBUILT_FAULTS: dict[str, tuple[str, Callable[[prefill_pb2.PrebuiltBatch], obje
     "bytes beyond 63 bits": ("bytes_sent[target]", lambda message: message.bytes_sent[0].bytes.__setitem__(0, 2**63)),
     "an infinite time": ("queue_s", lambda message: message.queue_s.__setitem__(0, float("inf"))),
     "a negative time": ("compute_s", lambda message: message.compute_s.__setitem__(0, -1.0)),
+    "no count of cached tokens": ("num_cached_tokens", lambda message: message.ClearField("num_cached_tokens")),
+    "more cached tokens than tokens": (
+        "num_cached_tokens",
+        lambda message: message.num_cached_tokens.__setitem__(1, message.seq_lens[1] + 1),
+    ),
     "asked logprobs absent": ("first_token_logprobs", lambda message: message.ClearField("first_token_logprobs")),
     "too few top logprobs": ("top_logprobs", lambda message: message.top_logprobs[1].logprobs.pop()),
     "a top logprob out of the vocabulary": (

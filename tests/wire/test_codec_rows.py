@@ -23,6 +23,7 @@ ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
     "prompt_len": lambda row: setattr(row, "prompt_len", len(row.token_ids) + 1),
     "num_held_tokens": lambda row: row.num_held_tokens.update(target=1),
     "sampling": lambda row: row.ClearField("sampling"),
+    "cache_salt": lambda row: setattr(row, "cache_salt", "ü" * 129),
     "sampling.temperature": lambda row: setattr(row.sampling.params, "temperature", float("nan")),
     "sampling.top_p": lambda row: setattr(row.sampling.params, "top_p", 0.0),
     "sampling.min_p": lambda row: setattr(row.sampling.params, "min_p", 1.5),

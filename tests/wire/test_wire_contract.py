@@ -28,27 +28,28 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (10, "a00d08ece5f0fb29")
+CONTRACT = (11, "cde025c2c2ab7ef3")
 """The protocol version, and the digest of its fields."""
 SENT = {
     "prefill_batch": (
-        "CqcCCokBCAoSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19w"
-        "EgdmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMShgEKB2dyw7zDn2UQ"
-        "ARgCIgQD8KIEKAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpGCjMNAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9l"
-        "AAAAv20AAEA/eAISAQcaAggJIggAAMC/AAAAQECAgICAgCBKCTAwLTEtMi0wMyIQAAECAwQFBgcICQoLDA0OD3EAAAAAAAAAAH2qAfsY"
+        "CrMCCokBCAsSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEg"
+        "dmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSkgEKB2dyw7zDn2UQARgC"
+        "IgQD8KIEKAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpGCjMNAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9lAAAAv2"
+        "0AAEA/eAISAQcaAggJIggAAMC/AAAAQECAgICAgCBKCTAwLTEtMi0wM1IKbWFuZGFudCDDvCIQAAECAwQFBgcICQoLDA0OD3EAAAAAAAAA"
+        "AH0u0jGY"
     ),
     "cancel_rows": "EgYKBAHwogRxAAAAAAAAAAB9KCPUXg==",
     "release_segments": "GgkKBwGAgICAgCBxAAAAAAAAAAB9Rk+SWg==",
     "accepted": (
-        "CpYBCokBCAoSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19w"
-        "EgdmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSCGluc3RhbmNlcQAA"
-        "AAAAAAAAfXMTLeI="
+        "CpYBCokBCAsSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEg"
+        "dmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSCGluc3RhbmNlcQAAAAAA"
+        "AAAAfRzT6fY="
     ),
     "kv_segment": "AAECAwQFBgcICQoLDA0ODxIUCAESBnRhcmdldBgBIAEoATABWAFxEAAAAAAAAAB9fIGBbg==",
     "prebuilt_batch": (
-        "GqEBCgIBABICAgIaAgsMIggAAAC/AAAAACoOCgIBAhIIAAAAvwAAwL8qADIRCgZ0YXJnZXQSB4CAgICAIEA6EAAAgD8AAIA/AACA"
-        "PwAAgD9CIAAAAAAAAAAAAQAAAAAAAAACAAAAAAAAAAMAAAAAAAAASgwAAAA8AEAAQgBEAEVSEAAAAAAAAOA/mpmZmZmZuT9aEAAA"
-        "AAAAANA/mpmZmZmZyT9xAAAAAAAAAAB9FdjZvQ=="
+        "GqUBCgIBABICAgIaAgsMIggAAAC/AAAAACoOCgIBAhIIAAAAvwAAwL8qADIRCgZ0YXJnZXQSB4CAgICAIEA6EAAAgD8AAIA/AACAPwAAgD"
+        "9CIAAAAAAAAAAAAQAAAAAAAAACAAAAAAAAAAMAAAAAAAAASgwAAAA8AEAAQgBEAEVSEAAAAAAAAOA/mpmZmZmZuT9aEAAAAAAAANA/mpmZ"
+        "mZmZyT9qAgIBcQAAAAAAAAAAfYHCfps="
     ),
     "row_failed": "IhMIARADGAEg+gEqCGdyw7bDn2VycQAAAAAAAAAAfUcqrOs=",
 }
@@ -96,6 +97,7 @@ ROW = HandoffRow(
     ),
     deadline_unix_ms=2**40,
     traceparent="00-1-2-03",
+    cache_salt="mandant ü",
 )
 FRAMES: dict[str, Frame] = {
     "accepted": Accepted("instance"),
@@ -107,6 +109,7 @@ FRAMES: dict[str, Frame] = {
         bytes_sent={"target": np.array([2**40, 64])},
         queue_s=np.array([0.5, 0.1]),
         compute_s=np.array([0.25, 0.2]),
+        num_cached_tokens=np.array([2, 1]),
         first_token_logprobs=(TokenLogprobs(-0.5, (1, 2), (-0.5, -1.5)), None),
         seed_columns={
             "topk_p": np.ones((2, 2), "float32"),

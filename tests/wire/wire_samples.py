@@ -20,6 +20,7 @@ LOGPROBS_ROW = HandoffRow(
     token_ids=(4, 5),
     prompt_len=1,
     sampling=ResolvedSampling(seed=2, max_tokens=8, num_logprobs=2),
+    cache_salt="tenant",
 )
 
 
@@ -51,6 +52,7 @@ def prebuilt_batch(fingerprint: Fingerprint, rows: tuple[HandoffRow, ...]) -> Pr
         },
         queue_s=np.full(size, 0.5),
         compute_s=np.full(size, 0.25),
+        num_cached_tokens=np.array([len(row.token_ids) - 1 for row in rows]),
         first_token_logprobs=tuple(
             None if row.sampling.num_logprobs is None else TokenLogprobs(-0.5, (1, 2), (-0.5, -1.5)) for row in rows
         ),

@@ -46,7 +46,9 @@ async def test_rates_are_what_was_counted_over_the_time_that_passed(
     prefill.handoff.on_frames(
         [
             KvSegment(0, "target", 0, 1, 0, 1, b"x" * 4000),
-            PrebuiltBatch(two, two, two, {"target": two}, np.array([0.25, 0.5]), np.array([1.0, 2.0]), (None, None)),
+            PrebuiltBatch(
+                two, two, two, {"target": two}, np.array([0.25, 0.5]), np.array([1.0, 2.0]), 0 * two, (None, None)
+            ),
         ]
     )
     prefill.engine.on_step(StepStats(batch_size=2, num_tokens=80, step_s=0.25))
