@@ -125,6 +125,7 @@ def delta(
 def finished(
     reason: inference_pb2.FinishReason.ValueType = inference_pb2.FINISH_REASON_LENGTH,
     num_completion_tokens: int = 0,
+    num_cached_tokens: int = 0,
     **matched_stop: Any,
 ) -> inference_pb2.GenerateEvent:
     return inference_pb2.GenerateEvent(
@@ -132,7 +133,12 @@ def finished(
             reason=reason,
             usage=inference_pb2.Usage(num_prompt_tokens=3, num_completion_tokens=num_completion_tokens),
             timings=inference_pb2.Timings(
-                queue_s=0.25, prefill_s=0.5, transfer_s=0.125, kv_bytes=1000, num_handoff_attempts=1
+                queue_s=0.25,
+                prefill_s=0.5,
+                transfer_s=0.125,
+                kv_bytes=1000,
+                num_handoff_attempts=1,
+                num_cached_tokens=num_cached_tokens,
             ),
             **matched_stop,
         )

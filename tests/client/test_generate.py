@@ -91,7 +91,7 @@ async def test_absent_options_stay_absent_and_zero_travels(server: ScriptedServe
     await either.complete("Hi", temperature=0.0, seed=2**64 - 1, stop=["a", "b"], logit_bias={4: -1.0}, top_p=None)
     request = server.inference.requests.get(timeout=BOUND_S)
     assert request.text == "Hi"
-    assert not request.HasField("request_id") and not request.HasField("choice_index")
+    assert not any(map(request.HasField, ("request_id", "choice_index", "cache_salt", "cache_prompt")))
     assert {field.name for field, _ in request.sampling.ListFields()} == {"temperature", "seed", "stop", "logit_bias"}
     assert (request.sampling.temperature, request.sampling.seed) == (0.0, 2**64 - 1)
     assert dict(request.sampling.logit_bias) == {4: -1.0}
@@ -116,6 +116,24 @@ async def test_a_choice_index_travels_and_one_that_cannot_is_refused_by_name(
     with pytest.raises(errors.InvalidArgument) as refusal:
         await either.complete("Hi", choice_index=-1)
     assert refusal.value.field == "choice_index"
+
+
+async def test_the_options_of_the_prefix_cache_travel_and_those_that_cannot_are_refused_by_name(
+    server: ScriptedServer, either: EitherClient
+) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete("Hi", cache_salt="tenant", cache_prompt=False)
+    request = server.inference.requests.get(timeout=BOUND_S)
+    assert (request.cache_salt, request.HasField("cache_prompt"), request.cache_prompt) == ("tenant", True, False)
+    for name, value in (("cache_salt", 7), ("cache_salt", "\ud800"), ("cache_prompt", "no")):
+        with pytest.raises(errors.InvalidArgument) as refusal:
+            await either.complete("Hi", **{name: value})
+        assert refusal.value.field == name
+
+
+async def test_the_end_says_how_many_prompt_tokens_were_cached(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), finished(num_cached_tokens=2)]
+    assert (await either.complete("Hi")).timings.num_cached_tokens == 2
 
 
 @pytest.mark.parametrize(("source", "kind"), [({"token_ids": []}, "token_ids"), ({"chat": []}, "chat")])

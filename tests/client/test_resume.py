@@ -95,7 +95,9 @@ async def test_a_broken_stream_goes_on_with_its_seed_and_what_came(
             [started("third", seed=7), finished(num_completion_tokens=4)],
         ]
     )
-    events, error, progress = await reader.read(generated_token_ids=[4], choice_index=3, temperature=0.5)
+    events, error, progress = await reader.read(
+        generated_token_ids=[4], choice_index=3, cache_salt="tenant", temperature=0.5
+    )
 
     assert error is None
     assert events[:-1] == [Started("first", 3, 7), Delta((5, 6), "Hel", ()), Delta((8,), "lo", ())]
@@ -105,6 +107,7 @@ async def test_a_broken_stream_goes_on_with_its_seed_and_what_came(
     assert not first.sampling.HasField("seed")
     for request, token_ids in ((first, [4]), (second, [4, 5, 6]), (third, [4, 5, 6, 8])):
         assert (request.text, request.choice_index, request.sampling.temperature) == ("Hi", 3, 0.5)
+        assert request.cache_salt == "tenant"
         assert list(request.generated_token_ids) == token_ids
         assert not request.HasField("request_id")
     assert (second.sampling.seed, third.sampling.seed) == (7, 7)

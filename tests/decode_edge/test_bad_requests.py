@@ -44,6 +44,9 @@ def chat(*messages: tuple[str, str]) -> inference_pb2.Chat:
         ("lora", {"lora": "adapter"}),
         ("choice_index", {"choice_index": 128}),
         ("choice_index", {"choice_index": 2**32 - 1}),
+        ("cache_salt", {"cache_salt": ""}),
+        ("cache_salt", {"cache_salt": "x" * 129}),
+        ("cache_salt", {"cache_salt": "", "cache_prompt": False}),
     ],
 )
 def test_a_wrong_request_is_refused_by_the_name_of_its_field(field: str, fields: dict[str, Any]) -> None:
@@ -173,6 +176,22 @@ def test_choices_have_indices_up_to_127_and_the_first_is_the_default() -> None:
         return check_request(inference_pb2.GenerateRequest(text="a", **fields), LIMITS).choice_index
 
     assert (taken(), taken(choice_index=0), taken(choice_index=127)) == (0, 0, 127)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cache_salt"),
+    [
+        ({}, ""),
+        ({"cache_prompt": True}, ""),
+        ({"cache_salt": "é" * 128}, "é" * 128),
+        ({"cache_salt": "tenant\n", "cache_prompt": True}, "tenant\n"),
+        ({"cache_prompt": False}, None),
+        ({"cache_salt": "tenant", "cache_prompt": False}, None),
+    ],
+)
+def test_a_request_uses_the_common_cache_or_its_salts_or_none(fields: dict[str, Any], cache_salt: str | None) -> None:
+    checked = check_request(inference_pb2.GenerateRequest(text="a", **fields), LIMITS)
+    assert checked.cache_salt == cache_salt
 
 
 def test_who_asks_for_several_choices_is_told_how_to_have_them() -> None:

@@ -30,7 +30,7 @@ A, B, C = ord("a"), ord("b"), ord("c")
 
 
 def finished(request_id: str, num_tokens: int, reason: FinishReason = FinishReason.LENGTH, **more: object) -> Finished:
-    timings = Timings(queue_s=0.25, prefill_s=0.5, kv_bytes=1000, num_handoff_attempts=1)
+    timings = Timings(queue_s=0.25, prefill_s=0.5, kv_bytes=1000, num_handoff_attempts=1, num_cached_tokens=2)
     return Finished(request_id, reason, 3, num_tokens, timings, **more)  # type: ignore[arg-type]
 
 
@@ -53,6 +53,7 @@ async def test_a_stream_is_started_then_deltas_then_finished(edge: Edge) -> None
     assert last.reason == inference_pb2.FINISH_REASON_LENGTH
     assert last.usage == inference_pb2.Usage(num_prompt_tokens=3, num_completion_tokens=3)
     assert (last.timings.queue_s, last.timings.kv_bytes, last.timings.num_handoff_attempts) == (0.25, 1000, 1)
+    assert last.timings.num_cached_tokens == 2
     assert [event.WhichOneof("event") for event in events].count("finished") == 1
 
 
@@ -79,13 +80,14 @@ async def test_the_engine_gets_the_resolved_request(edge: Edge) -> None:
         token_ids=inference_pb2.TokenIds(ids=[1, 2]),
         generated_token_ids=[A],
         choice_index=3,
+        cache_salt="tenant",
         sampling=sampling(temperature=0.0, stop_token_ids=[C], logit_bias={9: 1.0, 4: -1.0}, logprobs=0),
     )
 
     submit = await edge.engine.submitted()
 
     assert (submit.token_ids, submit.prompt_len) == ((1, 2, A), 2)
-    assert submit.choice_index == 3
+    assert (submit.choice_index, submit.cache_salt) == (3, "tenant")
     assert submit.sampling.is_greedy
     assert submit.sampling.max_tokens == 62  # the room that the context leaves
     assert submit.sampling.end_token_ids == (eos_id(edge.tokenizer), C)

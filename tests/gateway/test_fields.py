@@ -55,7 +55,7 @@ def test_options_of_a_stream_that_ask_for_nothing_need_no_stream(options: dict[s
         {"echo": False, "suffix": "", "truncate_prompt_tokens": None, "prompt_logprobs": None, "bad_words": []},
         {"service_tier": "auto", "store": False, "metadata": {}, "user": "u", "prompt_cache_key": "k"},
         {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}, "documents": []},
-        {"mirostat": 0, "typical_p": 1, "repeat_penalty": 1.0, "n_probs": 0, "grammar": "", "cache_prompt": True},
+        {"mirostat": 0, "typical_p": 1, "repeat_penalty": 1.0, "n_probs": 0, "grammar": ""},
         {"top_k": None, "min_p": None, "logit_bias": None, "stop": None, "nobody_knows_it": None},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -64,6 +64,14 @@ def test_fields_that_ask_for_nothing_change_nothing(fields: dict[str, Any]) -> N
     plain = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
     assert parse_chat(to_json({**plain, **fields})) == parse_chat(to_json(plain))
     assert completion(**fields) == completion()
+
+
+def test_the_options_of_the_prefix_cache_are_taken() -> None:
+    fields = {"cache_salt": "tenant", "cache_prompt": False}
+    chat = parse_chat(to_json({"model": "demo", "messages": [{"role": "user", "content": "x"}], **fields}))
+    for plan in (completion(**fields), chat):
+        assert (plan.cache_salt, plan.cache_prompt) == ("tenant", False)
+    assert (completion().cache_salt, completion().cache_prompt) == (None, None)
 
 
 def test_an_empty_stop_string_stops_nothing() -> None:

@@ -139,6 +139,10 @@ def part(content: Any) -> dict[str, Any]:
         ({"repetition_penalty": 0}, "repetition_penalty", None),
         ({"min_tokens": 3}, "min_tokens", None),
         ({"stop_token_ids": [100000]}, "stop_token_ids", None),
+        ({"cache_salt": ""}, "cache_salt", None),
+        ({"cache_salt": "x" * 129}, "cache_salt", None),
+        ({"cache_salt": 7}, "cache_salt", None),
+        ({"cache_prompt": 1}, "cache_prompt", None),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -172,6 +176,7 @@ def test_of_a_chat(gateway: GatewayHere, change: dict[str, Any], param: str, cod
         ({"prompt": ["a"] * 20, "n": 2}, "n", None),
         ({"logprobs": 21}, "logprobs", None),
         ({"max_tokens": 0}, "max_tokens", None),
+        ({"cache_salt": ""}, "cache_salt", None),
         ({"messages": MESSAGES}, "messages", "unknown_parameter"),
     ],
     ids=lambda value: str(value)[:40],

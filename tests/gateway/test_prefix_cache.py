@@ -1,0 +1,99 @@
+"""The options of the prefix cache reach the decode service, and the usage says what was cached."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.events import Started
+from gateway.answer import usage
+from gateway.completions import parse_completion
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
+from tests.gateway.gateway_here import GatewayHere
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+def ask(edge: GatewayHere, path: str, **fields: Any) -> bytes:
+    answer = edge.ask("POST", path, {"model": "demo", **PROMPTS[path], **fields})
+    assert answer.status == 200, answer.body
+    return answer.body
+
+
+def chunks_of(body: bytes) -> list[Any]:
+    *events, done, rest = body.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def script(server: ScriptedServer, *num_cached_tokens: int) -> None:
+    """The calls end with these counts, in the order in which they begin. Each prompt has three tokens."""
+    for number in num_cached_tokens:
+        end = finished(num_completion_tokens=1, num_cached_tokens=number)
+        server.inference.scripts.append([started(), delta([5], "a"), end])
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_salt_and_switch_travel(edge: GatewayHere, scripted: ScriptedServer, path: str) -> None:
+    script(scripted, 0, 0)
+    ask(edge, path, cache_salt="tenant", cache_prompt=False, n=2)
+    for _ in range(2):
+        request = scripted.inference.requests.get(timeout=BOUND_S)
+        assert (request.cache_salt, request.HasField("cache_prompt"), request.cache_prompt) == ("tenant", True, False)
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_without_them_the_decode_service_decides(edge: GatewayHere, scripted: ScriptedServer, path: str) -> None:
+    script(scripted, 0)
+    ask(edge, path, cache_salt=None)
+    request = scripted.inference.requests.get(timeout=BOUND_S)
+    assert not request.HasField("cache_salt") and not request.HasField("cache_prompt")
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_an_answers_usage_has_what_was_cached_for_every_choice(
+    edge: GatewayHere, scripted: ScriptedServer, path: str
+) -> None:
+    script(scripted, 3, 2)
+    answer = json.loads(ask(edge, path, n=2))
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_so_has_the_last_chunk_of_a_stream(edge: GatewayHere, scripted: ScriptedServer, path: str) -> None:
+    script(scripted, 2, 3)
+    last = chunks_of(ask(edge, path, n=2, stream=True, stream_options={"include_usage": True}))[-1]
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_the_usage_so_far_has_it_once_the_output_has_ended(
+    edge: GatewayHere, scripted: ScriptedServer, path: str
+) -> None:
+    script(scripted, 2)
+    chunks = chunks_of(ask(edge, path, stream=True, stream_options={"continuous_usage_stats": True}))
+    counts = [chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in chunks]
+    assert (set(counts[:-1]), counts[-1]) == ({0}, 2)
+
+
+def test_what_several_prompts_had_cached_adds_up(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    script(scripted, 3, 2)
+    counted = json.loads(ask(edge, "/v1/completions", prompt=["hi", "ho"]))["usage"]
+    assert (counted["prompt_tokens"], counted["prompt_tokens_details"]) == (6, {"cached_tokens": 5})
+
+
+def test_choices_count_with_their_own_prompt() -> None:
+    plan = parse_completion(b'{"model": "demo", "prompt": ["hi", "ho"], "n": 2}')
+    first = Started(request_id="r", num_prompt_tokens=3, seed=7)
+    counted = usage(plan, [first] * 4, [1] * 4, [3, 2, 1, 3])
+    assert (counted["prompt_tokens"], counted["prompt_tokens_details"]) == (6, {"cached_tokens": 2 + 1})
