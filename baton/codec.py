@@ -151,6 +151,7 @@ def _pool_load(pool: types_pb2.PoolLoad) -> PoolLoad:
         transferring=pool.transferring,
         running=pool.running,
         quarantined=pool.quarantined,
+        cached=pool.cached,
     )
 
 

@@ -34,7 +34,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """How many of a KV pool's rows, or of its slots, are in each state. The states add up to `total`."""
+    """How many of a KV pool's rows, or of its slots, are in each state. The states add up to `total`.
+
+    `cached` slots keep KV for later requests. A request that needs slots gets them like free ones.
+    """
 
     total: int
     free: int
@@ -42,6 +45,12 @@ class PoolLoad:
     transferring: int
     running: int
     quarantined: int
+    cached: int = 0
+
+    @property
+    def held(self) -> int:
+        """How many are neither free nor cached."""
+        return self.total - self.free - self.cached
 
 
 @dataclass(frozen=True, slots=True)

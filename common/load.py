@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """The number of rows or slots in a pool by state. The states add up to `total`."""
+    """The number of rows or slots in a pool by state. The states add up to `total`.
+
+    `cached` slots hold KV for rows to come. A row that needs slots gets them like free ones.
+    """
 
     total: int
     free: int
@@ -15,6 +18,25 @@ class PoolCounts:
     transferring: int = 0
     running: int = 0
     quarantined: int = 0
+    cached: int = 0
+
+    @property
+    def held(self) -> int:
+        """How many are neither free nor cached: those that no new row can get."""
+        return self.total - self.free - self.cached
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCounts:
+    """What the prefix cache did since the engine began.
+
+    `num_tokens` counts the tokens of all rows when they were reserved, and `num_found` those of them whose KV was
+    cached. `num_evicted` counts the cached slots that were given to other rows.
+    """
+
+    num_tokens: int = 0
+    num_found: int = 0
+    num_evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +48,7 @@ class EngineLoad:
     num_queued: int
     num_running: int
     num_steps: int
+    prefixes: PrefixCounts = PrefixCounts()
     unsent_bytes: int = 0
     num_row_retries: int = 0
     num_retractions: int = 0

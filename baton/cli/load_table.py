@@ -68,6 +68,6 @@ def load_table(addresses: Mapping[str, str], loads: Mapping[str, ServiceLoad]) -
 
 def pool_text(pool: PoolLoad) -> str:
     """Formats how many rows or slots of the pool are in each state. States that hold none are left out."""
-    states = ("reserved", "transferring", "running", "quarantined")
+    states = ("cached", "reserved", "transferring", "running", "quarantined")
     in_use = [f"{getattr(pool, state)} {state}" for state in states if getattr(pool, state)]
     return ", ".join([f"{pool.free} of {pool.total} free", *in_use])

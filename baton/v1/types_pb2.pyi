@@ -274,12 +274,15 @@ class PoolLoad(_message.Message):
     TRANSFERRING_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     total: _builtins.int
     free: _builtins.int
     reserved: _builtins.int
     transferring: _builtins.int
     running: _builtins.int
     quarantined: _builtins.int
+    cached: _builtins.int
+    """no row holds them; they keep KV for later requests until a row needs them"""
     def __init__(
         self,
         *,
@@ -289,10 +292,11 @@ class PoolLoad(_message.Message):
         transferring: _builtins.int = ...,
         running: _builtins.int = ...,
         quarantined: _builtins.int = ...,
+        cached: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "quarantined", b"quarantined", "reserved", b"reserved", "running", b"running", "total", b"total", "transferring", b"transferring"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "quarantined", b"quarantined", "reserved", b"reserved", "running", b"running", "total", b"total", "transferring", b"transferring"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,13 +4,18 @@
                         RESERVED, TRANSFERRING,          until no stream work that
                         RUNNING (set by the engine)      touches the row is left
 
+With a prefix cache, `keep` gives slots of a row to a PrefixTree. From then on the tree owns them, and the row holds
+them like every other row whose tokens begin in the same way. Slots of the tree that no row holds count as free: they
+are evicted when the free ones are used up.
+
 Only an engine's own thread calls this, except for `move_kv`, and for `populate`, which alone blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,31 +27,62 @@ from common.errors import StartupError
 from common.host.memory import require_room
 from common.host.untouched_memory import populate, untouched_zeros
 from common.kv.layer_group import LayerGroupSpec
+from common.kv.prefix_tree import HeldPrefix, PrefixTree
 from common.kv.row_columns import LeaseState, RowColumns
 from common.kv.row_table import ReqToTokenPool
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
-from common.load import PoolCounts
+from common.load import PoolCounts, PrefixCounts
 
-__all__ = ["KvPool", "LeaseState", "RowLease"]
+__all__ = ["CacheKey", "KvPool", "LeaseState", "RowLease"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """Says which cached KV a row may use: that of the same first tokens of `token_ids`, [N] int64, in `namespace`.
+
+    The tokens of different namespaces never share KV.
+    """
+
+    token_ids: NDArray[np.int64]
+    namespace: str
+
+
+_NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
 class RowLease:
     """A row of the pool and its slots, lent to one request from `KvPool.reserve` until the row is reclaimed.
 
     `num_tokens` slots are reserved. The engine counts how many of them hold committed KV, as the request's `seq_len`.
+    The first `num_cached` of them had their KV already when the row was reserved. `prefix` is the part of the prefix
+    cache that the row holds; None if it uses no cache.
     """
 
-    def __init__(self, row: int, slots: Slots, columns: RowColumns, *, generation: int = 0) -> None:
+    def __init__(
+        self,
+        row: int,
+        slots: Slots,
+        columns: RowColumns,
+        *,
+        generation: int = 0,
+        prefix: HeldPrefix | None = None,
+    ) -> None:
         """Makes the lease of `row`, and writes its `slots` and its state into `columns`, which all leases share.
 
-        `generation` is the stamp that shared memory has for these slots; 0 if the pool is not in shared memory.
+        The first slots are those of `prefix`. `generation` is the stamp that shared memory has for the others; 0 if the
+        pool is not in shared memory.
         """
         self.row = row
         self.generation = generation
+        self.prefix = prefix
+        self.num_cached = 0 if prefix is None else prefix.num_tokens
+        self.is_damaged = False
+        self._shared = [slice(0, self.num_cached)]  # positions whose slots belong to the prefix tree
         self._columns = columns
         columns.slots[row, : len(slots)] = slots
         columns.num_slots[row] = len(slots)
+        columns.num_shared[row] = self.num_cached
         self.state = LeaseState.RESERVED
 
     @property
@@ -60,6 +96,19 @@ class RowLease:
     @property
     def num_tokens(self) -> int:
         return 0 if self.state is LeaseState.FREE else int(self._columns.num_slots[self.row])
+
+    @property
+    def own_slots(self) -> Slots:
+        """The slots that become free with the row: those that do not belong to the prefix tree."""
+        is_own = np.ones(self.num_tokens, np.bool_)
+        for positions in self._shared:
+            is_own[positions] = False
+        return self.slots[is_own]
+
+    def share(self, positions: slice) -> None:
+        """Notes that the slots at `positions` belong to the prefix tree now."""
+        self._shared.append(positions)
+        self._columns.num_shared[self.row] += positions.stop - positions.start
 
     @property
     def state(self) -> LeaseState:
@@ -90,8 +139,8 @@ class KvPool:
 
     `buffers[group]` is [layers, planes, slots + 1, heads, head_dim]; slot 0 is padding. With `memory` the buffers lie
     in that shared memory, which must have the same groups and `max_kv_tokens` slots; then rows cannot grow. Without it,
-    the operating system provides a CPU's memory when it is first used or populated. Raises StartupError if there is not
-    enough memory.
+    the operating system provides a CPU's memory when it is first used or populated. `prefixes` is an empty tree for the
+    prefix cache, or None to cache nothing. Raises StartupError if there is not enough memory.
     """
 
     def __init__(
@@ -103,6 +152,7 @@ class KvPool:
         max_tokens_per_row: int,
         torch_device: torch.device,
         memory: SharedPool | None = None,
+        prefixes: PrefixTree | None = None,
     ) -> None:
         self.groups = {group.name: group for group in groups}
         self._memory = memory
@@ -113,7 +163,10 @@ class KvPool:
         )
         self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, torch_device=torch_device)
         self._slots = SlotAllocator(max_kv_tokens)
+        self._prefixes = PrefixTree(lookahead=0) if prefixes is None else prefixes
+        self._caches = prefixes is not None
         self._columns = RowColumns(max_rows + 1, max_tokens_per_row=max_tokens_per_row)
+        self.prefix_counts = PrefixCounts()
         self._held: dict[int, RowLease] = {}
         self._quarantined: dict[int, RowLease] = {}
 
@@ -130,7 +183,17 @@ class KvPool:
 
     @property
     def num_free_slots(self) -> int:
-        return self._slots.num_free
+        """The slots that a row can get now, those of the prefix cache that no row holds included."""
+        return self._slots.num_free + self._prefixes.num_evictable
+
+    @property
+    def keeps_output(self) -> bool:
+        """Whether KV of output tokens may be kept.
+
+        A draft head of several layers wrote its KV of them from drafts, some of which were rejected: with that KV it
+        would guess other tokens than with the KV of a new prefill.
+        """
+        return self._prefixes.lookahead <= 1
 
     @property
     def num_free_rows(self) -> int:
@@ -144,20 +207,90 @@ class KvPool:
     def has_quarantined(self) -> bool:
         return bool(self._quarantined)
 
-    def reserve(self, num_tokens: int) -> RowLease | None:
-        """Returns a row with slots for its first `num_tokens` tokens, or None if there are too few rows or slots."""
+    def reserve(self, num_tokens: int, *, key: CacheKey | None = None, num_spared: int = 0) -> RowLease | None:
+        """Returns a row with slots for its first `num_tokens` tokens, or None if there are too few rows or slots.
+
+        With `key` the row's first slots are those of its longest cached prefix, which leaves at least one token to
+        compute. `num_spared` slots must be left after it.
+        """
         if self.rows.num_free == 0:
             return None
-        slots = self._slots.take(num_tokens)
+        prefix = self._hold(key, num_tokens - 1)
+        held = _NO_SLOTS if prefix is None else prefix.slots()
+        slots = self._take(num_tokens - len(held), num_spared)
         if slots is None:
+            self._let_go(prefix)
             return None
         row = self.rows.take()
         assert row is not None
-        self.rows.write(row, 0, slots)
         generation = 0 if self._memory is None else self._memory.stamp(slots)
-        lease = RowLease(row, slots, self._columns, generation=generation)
+        slots = np.concatenate([held, slots])
+        self.rows.write(row, 0, slots)
+        lease = RowLease(row, slots, self._columns, generation=generation, prefix=prefix)
         self._held[row] = lease
+        counts = self.prefix_counts
+        self.prefix_counts = replace(
+            counts, num_tokens=counts.num_tokens + num_tokens, num_found=counts.num_found + lease.num_cached
+        )
         return lease
+
+    def num_cached(self, key: CacheKey | None) -> int:
+        """Returns how many tokens of `key` have their KV in the prefix cache."""
+        return 0 if key is None else self._prefixes.match(key.token_ids, key.namespace).num_tokens
+
+    def num_common(self, key: CacheKey | None, other: CacheKey | None) -> int:
+        """Returns how many tokens of `key` would have their KV in the prefix cache if it had that of `other`."""
+        if key is None or other is None or not self._caches or key.namespace != other.namespace:
+            return 0
+        size = min(len(key.token_ids), len(other.token_ids))
+        (different,) = (key.token_ids[:size] != other.token_ids[:size]).nonzero()
+        num_equal = int(different[0]) if different.size else size
+        return max(0, min(num_equal - self._prefixes.lookahead, len(key.token_ids) - 1))
+
+    def keep(self, lease: RowLease, token_ids: NDArray[np.int64], num_tokens: int) -> None:
+        """Gives the KV of the row's first `num_tokens` tokens to the prefix cache, for other rows with the same tokens.
+
+        `token_ids` [N] int64 are the row's tokens. Their KV must be in the pool: no work that writes it is left. KV
+        that also depends on tokens after `token_ids` is not given. Does nothing if the row uses no cache, or `forget`
+        was called for it.
+        """
+        if lease.prefix is None or lease.is_damaged:
+            return
+        lookahead, start = self._prefixes.lookahead, lease.prefix.num_tokens
+        stop = min(num_tokens, len(token_ids) - lookahead)
+        if stop <= start:
+            return
+        tokens, slots = token_ids[start : stop + lookahead], lease.slots[start:stop]
+        lease.share(slice(start + self._prefixes.insert(lease.prefix, tokens, slots), stop))
+
+    def forget(self, lease: RowLease) -> None:
+        """Makes the prefix cache forget everything that begins like the row's cached KV, because it may be damaged.
+
+        It gets none from this row any more.
+        """
+        lease.is_damaged = True
+        if lease.prefix is not None:
+            self._prefixes.forget(lease.prefix)
+
+    def _hold(self, key: CacheKey | None, max_tokens: int) -> HeldPrefix | None:
+        if key is None or not self._caches:
+            return None
+        return self._prefixes.hold(key.token_ids, key.namespace, max_tokens)
+
+    def _let_go(self, prefix: HeldPrefix | None) -> None:
+        if prefix is not None:
+            self._prefixes.let_go(prefix)
+
+    def _take(self, num_slots: int, num_spared: int = 0) -> Slots | None:
+        """Returns [num_slots] slots, evicted ones if too few are free. Returns None if fewer than `num_spared` would be
+        left.
+        """
+        if num_slots + num_spared > self.num_free_slots:
+            return None
+        if (num_short := num_slots - self._slots.num_free) > 0:
+            self._slots.give_back(self._prefixes.evict(num_short))
+            self.prefix_counts = replace(self.prefix_counts, num_evicted=self.prefix_counts.num_evicted + num_short)
+        return self._slots.take(num_slots)
 
     def num_missing(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns how many slots `grow` would add to each of `rows` for `num_tokens`. Shapes: all [B]."""
@@ -172,7 +305,7 @@ class KvPool:
         """
         assert self._memory is None, "slots of a row that is lent are not added to"
         missing = self.num_missing(rows, num_tokens)
-        slots = self._slots.take(int(missing.sum()))
+        slots = self._take(int(missing.sum()))
         if slots is None:
             return False
         if not slots.size:
@@ -212,7 +345,8 @@ class KvPool:
         done = [lease for lease in self._quarantined.values() if not lease.is_in_use]
         for lease in done:
             del self._quarantined[lease.row]
-            self._slots.give_back(lease.slots)
+            self._slots.give_back(lease.own_slots)
+            self._let_go(lease.prefix)
             lease.state = LeaseState.FREE
             self._columns.clear(lease.row)
             self.rows.give_back(lease.row)
@@ -223,16 +357,29 @@ class KvPool:
         return _counts(self.rows.max_rows, self.rows.num_free, self._columns.rows_by_state())
 
     def slot_counts(self) -> PoolCounts:
-        """Returns how many slots are in each state. A slot has the state of its row."""
-        return _counts(self.num_slots, self.num_free_slots, self._columns.slots_by_state())
+        """Returns how many slots are in each state. A slot has the state of its row.
+
+        Slots of the prefix cache are `cached` if no row holds them, and otherwise `running`.
+        """
+        counts = _counts(self.num_slots, self._slots.num_free, self._columns.slots_by_state())
+        num_cached = self._prefixes.num_evictable
+        num_held = self._prefixes.num_slots - num_cached
+        return replace(counts, running=counts.running + num_held, cached=num_cached)
+
+    def num_coming(self, leases: Iterable[RowLease]) -> int:
+        """Returns how many slots can be given to rows once `leases`, and the rows in quarantine, are reclaimed."""
+        leaving = [*leases, *self._quarantined.values()]
+        prefixes = [lease.prefix for lease in leaving if lease.prefix is not None]
+        return sum(len(lease.own_slots) for lease in leaving) + self._prefixes.num_held_only_by(prefixes)
 
     def check_conservation(self) -> None:
-        """Checks that every row and slot is either free or held by exactly one lease, else raises AssertionError.
+        """Checks that every row is either free or held by exactly one lease, and every slot free, a lease's own or the
+        prefix tree's, else raises AssertionError.
 
         Takes time in proportion to the number of slots.
         """
         leases = [*self._held.values(), *self._quarantined.values()]
-        places = np.concatenate([self._slots.free, *(lease.slots for lease in leases)])
+        places = np.concatenate([self._slots.free, self._prefixes.slots, *(lease.own_slots for lease in leases)])
         assert PADDING_SLOT < places.min(initial=1) <= places.max(initial=1) <= self.num_slots, (
             "slots that do not exist"
         )
@@ -245,6 +392,7 @@ class KvPool:
             f"rows: {self.rows.num_free} free + {len(leases)} held or quarantined != {self.rows.max_rows}"
         )
         self._columns.check_counts()
+        self._prefixes.check()
         for lease in leases:
             table = self.rows.req_to_token[lease.row, : lease.num_tokens].cpu().numpy()
             assert np.array_equal(table, lease.slots), f"row {lease.row}: the table disagrees with the lease"

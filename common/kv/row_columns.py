@@ -31,13 +31,15 @@ _NUMBERS = {state: number for number, state in enumerate(LeaseState)}
 class RowColumns:
     """The slots, the state and the users of each row of the pool, in arrays indexed by row.
 
-    `num_slots` [rows] int64 counts the slots of each row, including rows in quarantine. `slots` [rows, tokens] int64
-    are the slots themselves: row r has the first num_slots[r] entries of slots[r]. For each row and stream one event is
-    kept: the end of the last work that uses the row.
+    `num_slots` [rows] int64 counts the slots of each row, including rows in quarantine, and `num_shared` [rows] int64
+    those of them that belong to the prefix tree. `slots` [rows, tokens] int64 are the slots themselves: row r has the
+    first num_slots[r] entries of slots[r]. For each row and stream one event is kept: the end of the last work that
+    uses the row.
     """
 
     def __init__(self, num_rows: int, *, max_tokens_per_row: int) -> None:
         self.num_slots = np.zeros(num_rows, dtype=np.int64)
+        self.num_shared = np.zeros(num_rows, dtype=np.int64)
         self.slots = np.empty((num_rows, max_tokens_per_row), dtype=np.int64)
         self._states = np.full(num_rows, _NUMBERS[LeaseState.FREE])
         self._num_rows = [0] * len(_NUMBERS)  # rows in each state, counted incrementally: each step reads it
@@ -59,8 +61,9 @@ class RowColumns:
         assert num_rows == self._num_rows, f"rows are counted wrongly: {self._num_rows} by state, {num_rows} there"
 
     def slots_by_state(self) -> Sequence[int]:
-        """Returns the number of slots whose row is in each state, in the order of LeaseState."""
-        sums: list[float] = np.bincount(self._states, weights=self.num_slots, minlength=len(_NUMBERS)).tolist()
+        """Returns the number of rows' own slots in each state of their row, in the order of LeaseState."""
+        num_own = self.num_slots - self.num_shared
+        sums: list[float] = np.bincount(self._states, weights=num_own, minlength=len(_NUMBERS)).tolist()
         return [int(num_slots) for num_slots in sums]
 
     def use_until(self, rows: int | NDArray[np.int64], event: Event, stream: Stream) -> None:
@@ -75,6 +78,6 @@ class RowColumns:
 
     def clear(self, row: int) -> None:
         """Forgets the slots and the events of a row."""
-        self.num_slots[row] = 0
+        self.num_slots[row] = self.num_shared[row] = 0
         for column in self._used_until.values():
             column[row] = None

@@ -58,7 +58,7 @@ class SharedKv:
     @property
     def is_current(self) -> bool:
         """True if the slots still belong to the segment's row. Check it after reading: if False, discard the data."""
-        return bool((self.stamps[np.array(self.ticket.slots)] == self.ticket.generation).all())
+        return bool((self.stamps[np.array(self.ticket.slots)] <= self.ticket.generation).all())
 
 
 @dataclass(frozen=True, slots=True)

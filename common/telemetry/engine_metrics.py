@@ -14,7 +14,7 @@ from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.histogram import OneWriterHistogram
 from common.telemetry.step_stats import StepStats
 
-POOL_STATES = ("free", "reserved", "transferring", "running", "quarantined")
+POOL_STATES = ("free", "reserved", "transferring", "running", "quarantined", "cached")
 
 
 class EngineMetrics:
@@ -77,6 +77,9 @@ class _LoadCollector(Collector):
         yield GaugeMetricFamily("baton_running_requests", "Requests in the running batch.", value=load.num_running)
         yield GaugeMetricFamily("baton_unsent_kv_bytes", "KV not yet written to a receiver.", value=load.unsent_bytes)
         yield CounterMetricFamily("baton_steps", "Engine steps.", value=load.num_steps)
+        yield CounterMetricFamily("baton_row_tokens", "Tokens of rows, when reserved.", value=load.prefixes.num_tokens)
+        yield CounterMetricFamily("baton_cached_tokens", "Of them: with cached KV.", value=load.prefixes.num_found)
+        yield CounterMetricFamily("baton_evicted_tokens", "Cached KV that made room.", value=load.prefixes.num_evicted)
         yield CounterMetricFamily("baton_row_retries", "Rows handed to another prefill.", value=load.num_row_retries)
         yield CounterMetricFamily("baton_retractions", "Requests that gave their KV back.", value=load.num_retractions)
 

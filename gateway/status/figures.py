@@ -12,7 +12,7 @@ from gateway.status.snapshot import Acceptance, Figures, Pool, Quantiles
 DECODE_PHASES = ("queue", "prefill", "transfer", "first_decode", "inter_token")
 PREFILL_PHASES = ("queue", "prefill")
 PHASES: Mapping[str, Sequence[str]] = {"decode": DECODE_PHASES, "prefill": PREFILL_PHASES, "": ()}
-_STATES = ("free", "reserved", "transferring", "running", "quarantined")
+_STATES = ("free", "reserved", "transferring", "running", "quarantined", "cached")
 
 
 def role_of(exposition: Exposition) -> str:

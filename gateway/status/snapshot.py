@@ -26,6 +26,7 @@ class Pool:
     transferring: int
     running: int
     quarantined: int
+    cached: int
 
 
 @dataclass(frozen=True, slots=True)

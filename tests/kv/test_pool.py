@@ -125,7 +125,14 @@ class PoolMachine(RuleBasedStateMachine):
     def conserved(self) -> None:
         self.pool.check_conservation()
         for counts in (self.pool.row_counts(), self.pool.slot_counts()):
-            parts = counts.free + counts.reserved + counts.transferring + counts.running + counts.quarantined
+            parts = (
+                counts.free
+                + counts.reserved
+                + counts.transferring
+                + counts.running
+                + counts.quarantined
+                + counts.cached
+            )
             assert parts == counts.total
 
     def teardown(self) -> None:
