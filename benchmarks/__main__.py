@@ -19,6 +19,7 @@ from benchmarks.peer import add_peer_argument
 BESIDE_A_PEER = ("serving", "speculation", "prefill")
 OTHERS = (
     "ttft",
+    "prefix_reuse",
     "handoff",
     "overlap",
     "abort_storm",

@@ -79,7 +79,12 @@ class CancellationRig:
         """Starts a request that takes long in every phase."""
         prompt = [10 + place % 240 for place in range(PROMPT_TOKENS)]
         return self.pair.client.generate(
-            token_ids=prompt, timeout_s=timeout_s, max_tokens=NEW_TOKENS, ignore_eos=True, temperature=0.0
+            token_ids=prompt,
+            timeout_s=timeout_s,
+            max_tokens=NEW_TOKENS,
+            ignore_eos=True,
+            temperature=0.0,
+            cache_prompt=False,
         )
 
     def _is_prefilling(self) -> bool:

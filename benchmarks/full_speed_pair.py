@@ -9,17 +9,30 @@ from typing import Any
 
 from baton.full_speed import await_fused
 from baton.local_pair import LocalPair
+from common.config.fast_paths import FastPath
 
+NO_PREFIX_CACHE = f"--disabled-fast-paths={FastPath.PREFIX_CACHE}"
 _FULL_SPEED_TIMEOUT_S = 300.0
 
 
 @contextmanager
-def full_speed_pair(*, fuses_prompts: bool = True, **options: Any) -> Iterator[LocalPair]:
+def full_speed_pair(
+    *,
+    fuses_prompts: bool = True,
+    reuses_prefixes: bool = False,
+    prefill_args: Sequence[str] = (),
+    decode_args: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[LocalPair]:
     """Runs a LocalPair with these options, and yields it once its services have fused their forwards.
 
-    With `fuses_prompts=False` only the decode services are waited for. Raises TimeoutError.
+    With `fuses_prompts=False` only the decode services are waited for. Without `reuses_prefixes` the services cache no
+    KV, because many benchmarks send the same prompts again. Raises TimeoutError.
     """
-    with LocalPair(**options, exposes_metrics=True) as pair:
+    cache = () if reuses_prefixes else (NO_PREFIX_CACHE,)
+    with LocalPair(
+        prefill_args=(*prefill_args, *cache), decode_args=(*decode_args, *cache), exposes_metrics=True, **options
+    ) as pair:
         print("waiting for fused forwards", file=sys.stderr)
         wait_full_speed(pair.metrics_addresses[0 if fuses_prompts else len(pair.prefill_addresses) :])
         yield pair

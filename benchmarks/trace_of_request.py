@@ -39,9 +39,11 @@ def trace_one(receiver: OtlpReceiver, *, prompt_tokens: int, new_tokens: int, ch
         Client(pair.decode_addresses[0]) as client,
     ):
         prompt = [1000 + place % 5000 for place in range(prompt_tokens)]
-        client.complete(token_ids=prompt, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+        client.complete(token_ids=prompt, max_tokens=WARM_UP_TOKENS, ignore_eos=True, cache_prompt=False)
         with tracer.start_as_current_span("request"):
-            client.complete(token_ids=prompt, max_tokens=new_tokens, ignore_eos=True, request_id="traced")
+            client.complete(
+                token_ids=prompt, max_tokens=new_tokens, ignore_eos=True, request_id="traced", cache_prompt=False
+            )
 
 
 def lines_of(span: ReceivedSpan, spans: Sequence[ReceivedSpan], start_ns: int, depth: int = 0) -> Iterator[str]:

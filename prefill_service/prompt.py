@@ -8,7 +8,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from common.kv.pool import RowLease
+from common.kv.pool import CacheKey, RowLease
 from common.sampling.state import RowSeed
 from common.wire.handoff import HandoffRow
 
@@ -24,7 +24,9 @@ class PromptPhase(Enum):
 class Prompt:
     """The engine's record of one prompt, which is the row with index `index` in the OpenCall of `call_id`.
 
-    `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward.
+    `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
+    cache, and `num_kept_tokens` those whose KV was found or left there. `awaited` is a prompt that computes the same
+    first tokens now, and how many of them this prompt waits for.
     """
 
     call_id: str
@@ -35,15 +37,24 @@ class Prompt:
     phase: PromptPhase = PromptPhase.QUEUED
     lease: RowLease | None = None
     num_launched_tokens: int = 0
+    num_kept_tokens: int = 0
+    awaited: tuple[Prompt, int] | None = None
     started_s: float = 0.0
     token_ids: NDArray[np.int64] = field(init=False)  # those of `row`
+    key: CacheKey | None = field(init=False)  # None if the prompt uses no cache
 
     def __post_init__(self) -> None:
         self.token_ids = np.array(self.row.token_ids, np.int64)
+        self.key = None if self.row.cache_salt is None else CacheKey(self.token_ids, self.row.cache_salt)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_held(self) -> int:
+        """How many of the first tokens' KV the decode service has. It is not sent."""
+        return max((num_tokens for _, num_tokens in self.row.num_held_tokens), default=0)
 
     @property
     def num_left(self) -> int:

@@ -29,6 +29,11 @@ class FastPath(StrEnum):
         "The next step is scheduled, and the next prompt's forward launched, while a forward runs. "
         "Switch it off to see whether a fault needs two steps at once.",
     )
+    PREFIX_CACHE = (
+        "prefix_cache",
+        "KV of earlier requests stays in the pool, for requests that begin with the same tokens. "
+        "Switch it off to measure without it, or where clients must not learn from response times what others sent.",
+    )
     CUDA_GRAPHS = (
         "cuda_graphs",
         "On CUDA, decode forwards are recorded at start and replayed. "

@@ -135,6 +135,7 @@ class EngineArguments(TypedDict):
     max_kv_tokens: int
     max_context_tokens: int
     overlap: bool
+    prefix_cache: bool
     timeline: Timeline
     debug_checks: bool
 
@@ -149,6 +150,7 @@ def engine_arguments(settings: ServiceSettings, runtime: Runtime, size: PoolSize
         max_kv_tokens=size.max_kv_tokens,
         max_context_tokens=size.max_context_tokens,
         overlap=settings.uses(FastPath.OVERLAP),
+        prefix_cache=settings.uses(FastPath.PREFIX_CACHE),
         timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
     )

@@ -51,8 +51,12 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
         "prompt_len",
         f"{message.prompt_len} is not in 1..{len(message.token_ids)}, the number of token_ids",
     )
-    for group, num_held in message.num_held_tokens.items():
-        require(num_held == 0, "num_held_tokens", f"{group!r}: prefix reuse is not served")
+    held = set(message.num_held_tokens.values())
+    require(len(held) <= 1, "num_held_tokens", "differs between layer groups")
+    num_tokens = len(message.token_ids)
+    require(
+        all(0 <= num < num_tokens for num in held), "num_held_tokens", f"leaves none of {num_tokens} tokens to send"
+    )
     require(message.HasField("sampling"), "sampling", "is absent")
     num_salt_chars = len(message.cache_salt)
     require(

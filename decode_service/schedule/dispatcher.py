@@ -170,17 +170,17 @@ class PrefillDispatcher:
         """
         if self._pool.num_free_rows <= len(older):
             return None
-        num_tokens = len(req.token_ids)
-        num_wanted = num_tokens + sum(len(other.token_ids) for other in older)
         num_others = self._pool.rows.max_rows - self._pool.num_free_rows + len(older)
-        if num_others and self._pool.num_free_slots < num_wanted + (num_others + 1) * _HEADROOM_TOKENS:
-            return None
-        return self._pool.reserve(num_tokens)
+        num_spared = sum(len(other.token_ids) for other in older)
+        if num_others:
+            num_spared += (num_others + 1) * _HEADROOM_TOKENS
+        return self._pool.reserve(len(req.token_ids), key=req.cache_key, num_spared=num_spared)
 
     def _start_call(self, replica: str, reqs: list[Request]) -> None:
         call_id = f"call-{next(self._call_numbers)}"
         rows = []
         for req in reqs:
+            assert req.lease is not None
             rows.append(
                 HandoffRow(
                     request_id=req.request_id,
@@ -191,6 +191,8 @@ class PrefillDispatcher:
                     choice_index=req.choice_index,
                     deadline_unix_ms=req.deadline_unix_ms,
                     traceparent=req.traceparent,
+                    num_held_tokens=tuple((name, req.lease.num_cached) for name in sorted(self._pool.groups)),
+                    cache_salt=req.cache_salt,
                 )
             )
             req.num_attempts += 1

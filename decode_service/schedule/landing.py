@@ -215,7 +215,7 @@ class LandingZone:
                 replica=replica,
                 lease=req.lease,
                 missing={
-                    name: np.ones((group.num_layers, len(req.token_ids)), dtype=np.bool_)
+                    name: np.tile(np.arange(len(req.token_ids)) >= req.lease.num_cached, (group.num_layers, 1))
                     for name, group in self._pool.groups.items()
                 },
                 received_bytes=dict.fromkeys(self._pool.groups, 0),
@@ -418,6 +418,7 @@ class LandingZone:
         for entry, _, row in wanted:
             row.columns = columns
             row.entry = entry
+            row.req.num_cached_tokens = int(columns.num_cached_tokens[entry])
             self._note_if_complete(row)
         return [AllComputed(row.req) for _, _, row in wanted]
 

@@ -130,6 +130,8 @@ class Lives:
         assert phase in before.following, f"{req.request_id}: {phase} does not follow {req.phase}"
         at_s = self._clock() if at_s is None else at_s
         req.spend(before.seconds, until_s=at_s)
+        if before.lease is LeaseState.RUNNING and after.lease is None and self._pool.keeps_output:
+            self._keep(req)
         if after.place is not before.place:
             self._leave(req, before.place, after.place)
         if lease is not None:
@@ -144,6 +146,8 @@ class Lives:
             req.lease = None
         if after.place is not before.place:
             self._arrive(req, after.place)
+        if phase is Phase.BOOTSTRAP:
+            self._keep(req)
         if after.is_announced and req.is_traced:
             attempt = req.num_attempts if phase is Phase.PREFILL else 0
             self._post(PhaseBegan(req.request_id, phase, at_s, replica, attempt, lost, was_retracted))
@@ -156,6 +160,20 @@ class Lives:
         elif following is not Place.ROWS and (cancelled := self._landing.forget(req)) is not None:
             call_id, row = cancelled
             self._post(CancelHandoffRows(call_id, (row,)))
+
+    def forget_kv(self, req: Request) -> None:
+        """Makes the prefix cache forget the KV that the request uses and wrote, because it is damaged."""
+        if req.lease is not None:
+            self._pool.forget(req.lease)
+
+    def _keep(self, req: Request) -> None:
+        """Leaves the request's KV in the prefix cache: that of all its tokens but the last, which has none yet, and of
+        the tokens that the draft head has not read.
+        """
+        assert req.lease is not None
+        if (key := req.cache_key) is not None:
+            num_unread = int(self._rows.draft_lags[req.lease.row])
+            self._pool.keep(req.lease, key.token_ids, len(key.token_ids) - 1 - num_unread)
 
     def _arrive(self, req: Request, place: Place) -> None:
         if place is Place.WAITING:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from common.kv.pool import RowLease
+import numpy as np
+
+from common.kv.pool import CacheKey, RowLease
 from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling
 from decode_service.messages import Finished, FinishReason, Phase, Submit
@@ -115,6 +117,7 @@ class Request:
     running_in: RowTokens | None = None
     speculation: SpeculationTally = field(default_factory=SpeculationTally)
     end_ids: frozenset[int] = field(default_factory=frozenset)
+    _waiting_key: CacheKey | None = None  # `cache_key` while its tokens do not change
 
     @classmethod
     def of(cls, submit: Submit, *, arrival: int, now_s: float) -> Request:
@@ -141,6 +144,17 @@ class Request:
         if self.running_in is None or self.lease is None:
             return self.past_ids
         return [*self.past_ids, *self.running_in.new_tokens(self.lease.row)]
+
+    @property
+    def cache_key(self) -> CacheKey | None:
+        """Its tokens so far and its namespace in the prefix cache, or None if it uses no cache."""
+        if self.cache_salt is None:
+            return None
+        if self.running_in is not None or self._waiting_key is None:
+            key = CacheKey(np.array(self.token_ids, np.int64), self.cache_salt)
+            self._waiting_key = None if self.running_in is not None else key
+            return key
+        return self._waiting_key
 
     @property
     def has_decoded(self) -> bool:

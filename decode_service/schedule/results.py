@@ -236,9 +236,11 @@ class ResultTaker:
         self._rows.num_in_flight[step.rows[are_held]] -= 1
         now_s = self._clock()
         for i in (are_held & results.are_invalid).nonzero()[0].tolist():
+            self._lives.forget_kv(step.reqs[i])
             self._fail(step.reqs[i], EngineFault("a decode step relayed or produced no valid token"))
         (entries,) = (are_held & ~results.are_invalid).nonzero()
         rows = step.rows[entries]
+        self._rows.draft_lags[rows] = step.batch.draft_lag_after[entries]
         for i in entries[self._rows.decode(rows)].tolist():
             if step.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted in the meantime
                 self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)

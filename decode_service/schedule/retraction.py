@@ -52,8 +52,8 @@ class Retraction:
     def _num_coming(self, running: ScheduleBatch) -> int:
         """Returns how many slots become free when the forward in flight ends."""
         held = set(map(id, running.reqs))
-        return self._pool.slot_counts().quarantined + sum(
-            req.lease.num_tokens
+        return self._pool.num_coming(
+            req.lease
             for req in self._lives.requests.values()
             if req.lease is not None and RULES[req.phase].place is Place.ROWS and id(req) not in held
         )

@@ -27,9 +27,10 @@ class RunningRows:
 
     Only the engine thread calls it, and only `Lives` calls `enter` and `leave`. `serials` [rows] holds a number that is
     new for each stay of a request in a row, or 0 if the row is empty. `num_in_flight` [rows] counts launched steps
-    whose results are not taken yet; each adds at least one token, unless it fails. `drafts` has the figures of drafting
-    since a request entered its row; `leave` adds them to the request's `speculation`. `max_depth` is the deepest level
-    ever drafted.
+    whose results are not taken yet; each adds at least one token, unless it fails. `draft_lags` [rows] counts the
+    tokens that the draft head had not read after the last step whose results were taken. `drafts` has the figures of
+    drafting since a request entered its row; `leave` adds them to the request's `speculation`. `max_depth` is the
+    deepest level ever drafted.
     """
 
     def __init__(self, *, max_rows: int, max_context_tokens: int, max_depth: int) -> None:
@@ -40,6 +41,7 @@ class RunningRows:
 
         self.serials = column()
         self.num_in_flight = column()
+        self.draft_lags = column()
         self._next_serials = itertools.count(1)
         self._limits = column()  # the most tokens each request may have, prompt and output
         self._num_left = column()  # tokens left until that limit; 0 where the row is empty
@@ -55,7 +57,7 @@ class RunningRows:
         assert req.lease is not None
         row, end_ids = req.lease.row, req.sampling.end_token_ids
         self.serials[row] = next(self._next_serials)
-        self.num_in_flight[row] = 0
+        self.num_in_flight[row] = self.draft_lags[row] = 0
         self._limits[row] = req.prompt_len + req.sampling.max_tokens
         self._num_left[row] = self._limits[row] - len(req.token_ids)
         self._end_ids[row] = _NO_TOKEN

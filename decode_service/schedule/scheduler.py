@@ -18,6 +18,7 @@ from common.device.stream import Device, Scope, WakeUp, naming_a_lost_device
 from common.draft.head import DraftHead
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool
+from common.kv.prefix_tree import PrefixTree
 from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.sampling.state import DrawKernels
@@ -96,12 +97,13 @@ class Outbox:
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft` and `depth`,
-    which decides how deep each step drafts, are both given or both None. `max_rows` bounds the rows that are reserved,
-    receive KV or run, together. With `replays_forwards` the steps' forwards are recorded as graphs when the engine is
-    created, if the device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches. `overlap=False`
-    finishes each step before the next is scheduled. Figures and time-outs use `clock` (monotonic seconds). `deliver`
-    gets events when the engine is about to wait or ends; without it steps return them.
+    Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft` and `depth`, which decides how
+    deep each step drafts, are both given or both None. `max_rows` bounds the rows that are reserved, receive KV or run,
+    together. With `prefix_cache` a request holds its longest prefix whose KV an earlier request left in the pool, and
+    the prefill service sends the rest. With `replays_forwards` the steps' forwards are recorded as graphs when the
+    engine is created, if the device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches.
+    `overlap=False` finishes each step before the next is scheduled. Figures and time-outs use `clock` (monotonic
+    seconds). `deliver` gets events when the engine is about to wait or ends; without it steps return them.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class DecodeEngine:
         draw_kernels: DrawKernels | None = None,
         draft: DraftHead | None = None,
         depth: Depth | None = None,
+        prefix_cache: bool = True,
         overlap: bool = True,
         replays_forwards: bool = False,
         nontemporal_copies: bool = True,
@@ -145,6 +148,7 @@ class DecodeEngine:
             max_kv_tokens=max_kv_tokens,
             max_tokens_per_row=max_context_tokens + self._num_ahead,
             torch_device=device.torch_device,
+            prefixes=PrefixTree(lookahead=draft.layer_group.num_layers if draft else 0) if prefix_cache else None,
         )
         forward_side = ForwardSide.open(
             model=model,
@@ -271,6 +275,7 @@ class DecodeEngine:
             num_queued=self._dispatcher.num_waiting,
             num_running=self._running.batch_size,
             num_steps=self._num_steps,
+            prefixes=self.pool.prefix_counts,
             num_row_retries=self._dispatcher.num_row_retries,
             num_retractions=self._retraction.num_retractions,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,15 +19,20 @@ class ModelLimits:
     max_context_tokens: int
 
 
-def check_row(index: int, row: HandoffRow, limits: ModelLimits) -> HandoffRow | RowFailed:
+def check_row(
+    index: int, row: HandoffRow, limits: ModelLimits, *, group_names: Collection[str]
+) -> HandoffRow | RowFailed:
     """Checks one row. Returns the row, or a RowFailed that says why this model cannot compute it.
 
+    `group_names` are the names of the model's layer groups.
     Only a row that is too long is retryable, because a replica's limit depends on its memory.
     """
     num_tokens = len(row.token_ids)
     if num_tokens > limits.max_context_tokens:
         message = f"{num_tokens} tokens exceed the {limits.max_context_tokens} that this prefill service takes"
         return RowFailed(row=index, reason=RowFailure.CONTEXT_EXCEEDED, retryable=True, message=message)
+    if row.num_held_tokens and {name for name, _ in row.num_held_tokens} != set(group_names):
+        return _invalid(index, f"num_held_tokens: does not name the layer groups {', '.join(sorted(group_names))}")
     ids = (*row.token_ids, *row.sampling.stop_token_ids, *row.sampling.eos_token_ids)
     largest = max((*ids, *(token_id for token_id, _ in row.sampling.logit_bias)))
     if largest >= limits.vocab_size:

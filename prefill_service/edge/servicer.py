@@ -243,8 +243,9 @@ class PrefillServicer:
         difference = first_difference(batch.fingerprint, self._fingerprint)
         if difference is not None:
             raise FingerprintMismatch(*difference)
+        group_names = [group.name for group in self._fingerprint.layer_groups]
         return [
-            check_row(index, row, self._model_limits) if isinstance(row, HandoffRow) else row
+            check_row(index, row, self._model_limits, group_names=group_names) if isinstance(row, HandoffRow) else row
             for index, row in enumerate(batch.rows)
         ]
 
@@ -333,4 +334,5 @@ def _pool_load(counts: PoolCounts) -> types_pb2.PoolLoad:
         transferring=counts.transferring,
         running=counts.running,
         quarantined=counts.quarantined,
+        cached=counts.cached,
     )

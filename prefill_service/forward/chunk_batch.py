@@ -33,6 +33,20 @@ class Chunk:
         return self.stop - self.start
 
     @property
+    def send_start(self) -> int:
+        """The first of the tokens whose KV is sent with this chunk: those up to `stop` that the receiver does not hold.
+
+        A prompt's first chunk is sent together with the KV that the prefix cache had.
+        """
+        lease = self.prompt.lease
+        assert lease is not None
+        return max(0 if self.start == lease.num_cached else self.start, self.prompt.num_held)
+
+    @property
+    def num_sent(self) -> int:
+        return max(self.stop - self.send_start, 0)
+
+    @property
     def num_attended(self) -> int:
         """The number of tokens attended, summed over the chunk's tokens. Each attends itself and all before it."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2

@@ -150,6 +150,8 @@ class KvSender:
         It may be called while the forward is still being launched, before `queue` is called for it.
         """
         for chunk in chunks:
+            if not chunk.num_sent:
+                continue
             prompt = chunk.prompt
             assert prompt.lease is not None
             whole = Piece(
@@ -158,8 +160,8 @@ class KvSender:
                 group=group,
                 layer_start=layers.start,
                 num_layers=len(layers),
-                token_start=chunk.start,
-                num_tokens=chunk.num_tokens,
+                token_start=chunk.send_start,
+                num_tokens=chunk.num_sent,
                 written=written,
                 forward=self._num_forwards,
             )

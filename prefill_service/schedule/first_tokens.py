@@ -47,14 +47,20 @@ def _of_call(
     now_s: float,
 ) -> PrebuiltBatch:
     num_tokens = np.array([prompt.num_tokens for prompt in prompts], dtype=np.int64)
+    num_held = np.array([prompt.num_held for prompt in prompts], dtype=np.int64)
     return PrebuiltBatch(
         rows=np.array([prompt.index for prompt in prompts], dtype=np.int64),
         seq_lens=num_tokens,
         first_token_ids=computed.sampled.token_ids.numpy()[list(places)],
-        bytes_sent={group.name: group.token_bytes * num_tokens for group in groups},
+        bytes_sent={group.name: group.token_bytes * (num_tokens - num_held) for group in groups},
         queue_s=np.array([prompt.started_s - prompt.arrived_s for prompt in prompts]),
         compute_s=np.array([now_s - prompt.started_s for prompt in prompts]),
-        num_cached_tokens=np.zeros_like(num_tokens),
+        num_cached_tokens=np.array([_num_cached(prompt) for prompt in prompts], dtype=np.int64),
         first_token_logprobs=tuple(logprobs[place] for place in places),
         seed_columns={name: column_to_numpy(seeds[list(places)]) for name, seeds in computed.seeds.items()},
     )
+
+
+def _num_cached(prompt: Prompt) -> int:
+    assert prompt.lease is not None, "a prompt whose first token is told holds a row"
+    return prompt.lease.num_cached

@@ -22,6 +22,7 @@ from common.device.stream import Event as StreamEvent
 from common.draft.head import DraftHead
 from common.errors import RowFailure
 from common.kv.pool import KvPool
+from common.kv.prefix_tree import PrefixTree
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
 from common.model.target import TargetModel
@@ -55,6 +56,8 @@ _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _QUEUED_WAIT_S = 0.05
 _RETRY_AFTER_MS = 200
+_WORTH_WAITING = 0.25
+"""The share of a prompt's tokens that another prompt must be computing for it, so that the prompt waits for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ class PrefillEngine:
     Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft_topk` is the number of first
     drafts from which the decode service starts its trees. A forward computes at most `max_batch_tokens`, and at most
     `chunk_tokens` of each prompt. `max_queued_rows` bounds the prompts that wait for a row. With `early_sending` a
-    layer's KV may be sent before its forward ends.
+    layer's KV may be sent before its forward ends. With `prefix_cache` a prompt begins after its longest prefix whose
+    KV an earlier prompt left in the pool.
 
     During a long launch `deliver` gets events for the edge; otherwise steps return them. `returned` returns the
     SegmentBytesSent that came since the step began, so that a launch can send more. `clock` gives monotonic seconds,
@@ -98,6 +102,7 @@ class PrefillEngine:
         max_segment_bytes: int = MAX_SEGMENT_BYTES,
         max_queued_rows: int = 1024,
         early_sending: bool = True,
+        prefix_cache: bool = True,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -134,6 +139,7 @@ class PrefillEngine:
             max_tokens_per_row=max_context_tokens,
             torch_device=device.torch_device,
             memory=shared_pool,
+            prefixes=PrefixTree(lookahead=draft.layer_group.num_layers if draft else 0) if prefix_cache else None,
         )
         self._sampling_state = SamplingState(
             max_rows=max_rows,
@@ -216,6 +222,7 @@ class PrefillEngine:
             num_queued=self._lives.num_in(PromptPhase.QUEUED),
             num_running=self._lives.num_in(PromptPhase.COMPUTING),
             num_steps=self._num_steps,
+            prefixes=self.pool.prefix_counts,
             unsent_bytes=self._sender.unsent_bytes,
         )
 
@@ -284,14 +291,38 @@ class PrefillEngine:
                 self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
                 self._end_call_if_done(prompt.call_id)
         for prompt in self._lives.in_phase(PromptPhase.QUEUED):
-            lease = self.pool.reserve(prompt.num_tokens)
+            if self._waits(prompt):
+                continue
+            lease = self.pool.reserve(prompt.num_tokens, key=prompt.key)
             if lease is None:
                 return
             self._lives.enter(prompt, PromptPhase.COMPUTING, lease=lease)
+            prompt.num_launched_tokens = prompt.num_kept_tokens = lease.num_cached
             prompt.started_s = self._clock()
             if prompt.is_traced:
                 self._outbox.append(RowStarted(prompt.call_id, prompt.index, prompt.started_s))
             self._unseeded[prompt] = None
+
+    def _waits(self, prompt: Prompt) -> bool:
+        """Returns whether the prompt should wait, because another one computes much of its KV now."""
+        if prompt.awaited is not None:
+            source, num_wanted = prompt.awaited
+            if source.phase is PromptPhase.COMPUTING and source.num_kept_tokens < num_wanted:
+                return True
+        prompt.awaited = self._source_of(prompt) if self.pool.num_free_rows else None
+        return prompt.awaited is not None
+
+    def _source_of(self, prompt: Prompt) -> tuple[Prompt, int] | None:
+        """Returns the computing prompt that will leave most KV for `prompt` in the cache, and for how many tokens.
+
+        Returns None if that saves too little to wait for it.
+        """
+        best, num_known = None, self.pool.num_cached(prompt.key)
+        for source in self._lives.in_phase(PromptPhase.COMPUTING):
+            num_usable = self.pool.num_common(prompt.key, source.key)
+            if num_usable - num_known >= max(prompt.num_tokens * _WORTH_WAITING, 1):
+                best, num_known = (source, num_usable), num_usable
+        return best
 
     @recorded("launch")
     def _launch(self) -> StepInFlight | None:
@@ -356,7 +387,8 @@ class PrefillEngine:
         """
         if not self._early_sending:
             return 0
-        return self._sender.layers_per_segment(self._layer_group, max(chunk.num_tokens for chunk in chunks))
+        num_tokens = max(chunk.num_sent for chunk in chunks)
+        return self._sender.layers_per_segment(self._layer_group, num_tokens) if num_tokens else 0
 
     def _finish_done(self) -> None:
         while self._in_flight and self._in_flight[0].end.is_done():
@@ -384,6 +416,10 @@ class PrefillEngine:
                     self._fail(chunk.prompt, RowFailure.COMPUTE, f"a prefill step failed: {error}", retryable=True)
                     self._end_call_if_done(chunk.prompt.call_id)
             return
+        for chunk in step.batch.chunks:
+            if chunk.prompt.phase is PromptPhase.COMPUTING and chunk.prompt.lease is not None:
+                self.pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
+                chunk.prompt.num_kept_tokens = chunk.stop
         self._outbox += traced_chunks(step.batch, start_s=start_s, end_s=now_s)
         self._post_first_tokens(step)
         self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
@@ -397,8 +433,10 @@ class PrefillEngine:
             if prompt.phase is PromptPhase.ENDED:
                 continue
             if invalid[place]:
+                assert prompt.lease is not None
+                self.pool.forget(prompt.lease)
                 message = "the model produced no finite logit"
-                self._fail(prompt, RowFailure.COMPUTE, message, retryable=False)
+                self._fail(prompt, RowFailure.COMPUTE, message, retryable=prompt.lease.num_cached > 0)
                 self._end_call_if_done(prompt.call_id)
                 continue
             self._lives.enter(prompt, PromptPhase.SENDING)

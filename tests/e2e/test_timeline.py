@@ -70,7 +70,9 @@ def trace(pair: RunningPair, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
     def ask() -> None:
         while not is_over.is_set():
-            pair.client.complete("the quick brown fox", max_tokens=NEW_TOKENS, ignore_eos=True, timeout_s=BOUND_S)
+            pair.client.complete(
+                "the quick brown fox", max_tokens=NEW_TOKENS, ignore_eos=True, timeout_s=BOUND_S, cache_prompt=False
+            )
 
     asking = threading.Thread(target=ask)
     asking.start()

@@ -265,7 +265,14 @@ class ScriptedEngine:
             self._note(event)
         load = self.engine.load()
         for counts in (load.rows, load.slots):
-            parts = (counts.free, counts.reserved, counts.transferring, counts.running, counts.quarantined)
+            parts = (
+                counts.free,
+                counts.reserved,
+                counts.transferring,
+                counts.running,
+                counts.quarantined,
+                counts.cached,
+            )
             assert sum(parts) == counts.total, f"not conserved: {counts}"
         return events
 
@@ -295,7 +302,7 @@ class ScriptedEngine:
 
     def _is_over(self) -> bool:
         load = self.engine.load()
-        all_free = load.rows.free == load.rows.total and load.slots.free == load.slots.total
+        all_free = load.rows.free == load.rows.total and not load.slots.held
         return all_free and all(outcome.has_ended for outcome in self.outcomes.values()) and not self._posted
 
     def _take_delivered(self, events: Sequence[Event]) -> None:

@@ -75,8 +75,8 @@ def _count(point: str, num_visits: int) -> None:
 def _disturb_pool(injector: Injector) -> None:
     reserve = KvPool.reserve
 
-    def faulty_reserve(self: KvPool, num_tokens: int) -> RowLease | None:
-        return None if injector.visit(RESERVE) is not None else reserve(self, num_tokens)
+    def faulty_reserve(self: KvPool, num_tokens: int, **options: Any) -> RowLease | None:
+        return None if injector.visit(RESERVE) is not None else reserve(self, num_tokens, **options)
 
     if injector.watches(RESERVE):
         KvPool.reserve = faulty_reserve  # type: ignore[method-assign]

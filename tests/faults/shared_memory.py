@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import DIRECTORY, SharedPool
 from tests.faults.injector import Injector
@@ -19,17 +21,17 @@ def disturb_shared_memory(injector: Injector) -> None:
     def faulty_lend(
         self: SharedPool, group_name: str, layers: slice, slots: Sequence[int], generation: int
     ) -> SharedKv:
-        shared = lend(self, group_name, layers, slots, generation)
         if (fault := injector.visit(LENT)) is not None:
             match fault.action:
                 case Action.STALL:
                     time.sleep(fault.seconds)
                 case Action.UNLINK:
                     (DIRECTORY / self.name).unlink(missing_ok=True)
-                case _:
-                    self.stamp(slots)
-                    shared.layers[:, :, list(slots)] = 0
-        return shared
+                case (
+                    _
+                ):  # a ticket from before the slots were reused: their stamps are newer, and their KV is another row's
+                    slots, generation = np.roll(slots, 1), 0
+        return lend(self, group_name, layers, slots, generation)
 
     def late_is_current(self: SharedKv) -> bool:
         if (fault := injector.visit(READ)) is not None:

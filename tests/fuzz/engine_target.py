@@ -116,7 +116,7 @@ class EngineUnderFire:
 
     def _is_over(self) -> bool:
         load = self.engine.load()
-        is_empty = load.rows.free == load.rows.total and load.slots.free == load.slots.total
+        is_empty = load.rows.free == load.rows.total and not load.slots.held
         return is_empty and all(self.endings.values())
 
 

@@ -105,7 +105,7 @@ def handoff_command() -> Iterator[Run]:
         if difference is not None:
             assert_travels(FingerprintMismatch(*difference))
         rows = [
-            row_checks.check_row(index, row, limits) if isinstance(row, HandoffRow) else row
+            row_checks.check_row(index, row, limits, group_names=["target"]) if isinstance(row, HandoffRow) else row
             for index, row in enumerate(command.rows)
         ]
         numbering = row_checks.RowNumbering(rows)

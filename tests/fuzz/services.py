@@ -119,7 +119,7 @@ class Decode:
 
 def is_empty(thread: EngineThread[Any]) -> bool:
     load = thread.inbox.load
-    pools_are_free = load.rows.free == load.rows.total and load.slots.free == load.slots.total
+    pools_are_free = load.rows.free == load.rows.total and not load.slots.held
     return pools_are_free and not (load.num_queued or load.num_running or load.unsent_bytes)
 
 

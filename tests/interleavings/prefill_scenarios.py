@@ -73,7 +73,7 @@ class ExploredPrefill:
         for _ in range(_MAX_STEPS):
             self._step()
             load = self.engine.load()
-            all_free = load.rows.free == load.rows.total and load.slots.free == load.slots.total
+            all_free = load.rows.free == load.rows.total and not load.slots.held
             if self._is_done and all_free and not load.unsent_bytes:
                 self.engine.pool.check_conservation()
                 return
@@ -92,7 +92,14 @@ class ExploredPrefill:
             self._note(event)
         load = self.engine.load()
         for counts in (load.rows, load.slots):
-            parts = (counts.free, counts.reserved, counts.transferring, counts.running, counts.quarantined)
+            parts = (
+                counts.free,
+                counts.reserved,
+                counts.transferring,
+                counts.running,
+                counts.quarantined,
+                counts.cached,
+            )
             assert sum(parts) == counts.total, f"not conserved: {counts}"
 
     def _deliver(self, command: Command) -> None:

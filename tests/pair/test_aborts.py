@@ -31,7 +31,7 @@ Tiny = Callable[[str], TargetModel]
 
 
 def is_empty(load: EngineLoad) -> bool:
-    return (load.rows.free, load.slots.free) == (load.rows.total, load.slots.total) and load.num_queued == 0
+    return (load.rows.held, load.slots.held) == (0, 0) and load.num_queued == 0
 
 
 def is_transferring(pair: InProcessPair) -> bool:

@@ -70,7 +70,7 @@ def test_ends_that_no_fault_explains_are_told() -> None:
     def problems(**changes: Any) -> list[str]:
         as_it_should: dict[str, Any] = {"num_finished": 6, "num_aborted": 2, "ends": SEEN, "num_retractions": 1}
         as_it_should |= {"failed": Counter({"INTERNAL ENGINE_FAULT": 2}), "texts": [TWICE] * 2}
-        as_it_should |= {"num_attempts": 8, "num_accepted": 3}
+        as_it_should |= {"num_attempts": 8, "num_cached_tokens": 5, "num_accepted": 3}
         return problems_of(
             StormReport(**{**as_it_should, **changes}), LOGGED, faults, num_requests=len(SEEN), speculates=True
         )
@@ -86,6 +86,7 @@ def test_ends_that_no_fault_explains_are_told() -> None:
         ({"num_retractions": 0}, "no request was retracted"),
         ({"num_accepted": 0}, "no request had a draft accepted"),
         ({"num_attempts": 6}, "no request was handed over again"),
+        ({"num_cached_tokens": 0}, "no request began with cached KV"),
     ):
         (problem,) = problems(**changes)
         assert re.search(told, problem)

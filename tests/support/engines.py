@@ -77,7 +77,7 @@ class PrefillHalf:
     def is_empty(self) -> bool:
         """Whether no row is queued or held, and no byte is still unsent."""
         load = self.engine.load()
-        has_rows = load.num_queued or load.rows.free < load.rows.total or load.slots.free < load.slots.total
+        has_rows = load.num_queued or load.rows.free < load.rows.total or load.slots.held
         return not (has_rows or load.unsent_bytes)
 
     @property

@@ -80,6 +80,8 @@ class PairOptions:
     draft_topk: int = 1
     num_draft_steps: int | None = None
     adapts_depth: bool = False
+    prefill_caches: bool = True
+    decode_caches: bool = True
     depth: Depth | None = None  # instead of the one that `adapts_depth` chooses
 
     @property
@@ -168,6 +170,7 @@ class InProcessPair:
             max_context_tokens=options.context_tokens,
             draft=draft,
             depth=(options.depth or depth_of(options.spec_info, adapts=options.adapts_depth)) if draft else None,
+            prefix_cache=options.decode_caches,
             overlap=options.overlap,
             replays_forwards=options.replays_forwards,
             max_handoff_attempts=options.max_handoff_attempts,
@@ -197,6 +200,7 @@ class InProcessPair:
             max_batch_tokens=options.max_batch_tokens,
             send_budget_bytes=options.send_budget_bytes,
             max_segment_bytes=options.max_segment_bytes,
+            prefix_cache=options.prefill_caches,
             overlap=options.overlap,
             clock=clock,
             on_step=self.prefill_steps.append,
@@ -226,6 +230,7 @@ class InProcessPair:
         choice_index: int = 0,
         wants_drafts: bool = True,
         is_traced: bool = False,
+        cache_salt: str | None = None,
     ) -> Outcome:
         """Post a request to the decode engine's next step. `token_ids` after the first `prompt_len` are output of an
         earlier stream.
@@ -240,6 +245,7 @@ class InProcessPair:
                 choice_index,
                 wants_drafts=wants_drafts,
                 is_traced=is_traced,
+                cache_salt=cache_salt,
             )
         )
         self.outcomes[request_id] = Outcome()
@@ -330,8 +336,7 @@ class InProcessPair:
         def is_empty() -> bool:
             loads = [engine.load() for engine in engines]
             return all(
-                load.rows.free == load.rows.total and load.slots.free == load.slots.total and not load.unsent_bytes
-                for load in loads
+                load.rows.free == load.rows.total and not load.slots.held and not load.unsent_bytes for load in loads
             )
 
         self.run(until=is_empty, bound_s=bound_s)

@@ -102,12 +102,7 @@ def running_pair(
 
 def is_empty(load: InferenceLoad | PrefillLoad) -> bool:
     num_active = load.num_running if isinstance(load, InferenceLoad) else load.num_computing + load.unsent_bytes
-    return (
-        load.rows.free == load.rows.total
-        and load.slots.free == load.slots.total
-        and load.num_queued == 0
-        and num_active == 0
-    )
+    return load.rows.free == load.rows.total and not load.slots.held and load.num_queued == 0 and num_active == 0
 
 
 def wait_until(condition: Callable[[], bool], *, about: Callable[[], object] = str, bound_s: float = BOUND_S) -> None:

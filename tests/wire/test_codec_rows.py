@@ -21,7 +21,7 @@ ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
     "request_id": lambda row: row.ClearField("request_id"),
     "token_ids": lambda row: row.ClearField("token_ids"),
     "prompt_len": lambda row: setattr(row, "prompt_len", len(row.token_ids) + 1),
-    "num_held_tokens": lambda row: row.num_held_tokens.update(target=1),
+    "num_held_tokens": lambda row: row.num_held_tokens.update(target=len(row.token_ids)),
     "sampling": lambda row: row.ClearField("sampling"),
     "cache_salt": lambda row: setattr(row, "cache_salt", "ü" * 129),
     "sampling.temperature": lambda row: setattr(row.sampling.params, "temperature", float("nan")),

@@ -186,8 +186,8 @@ def live_table_rewritten(patch: pytest.MonkeyPatch) -> None:
     grow, reserve = KvPool.grow, KvPool.reserve
     leases: dict[int, RowLease] = {}
 
-    def noting(self: KvPool, num_tokens: int) -> RowLease | None:
-        if (lease := reserve(self, num_tokens)) is not None:
+    def noting(self: KvPool, num_tokens: int, **options: Any) -> RowLease | None:
+        if (lease := reserve(self, num_tokens, **options)) is not None:
             leases[lease.row] = lease
         return lease
 

@@ -1,0 +1,215 @@
+"""KV of earlier requests, on either side or both, changes no token and no draft: conversations are the same cold and
+warm, and what is sent and computed is exactly what is not there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.kv.pool import KvPool, RowLease
+from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
+from tests.support.drafted import Drafted
+from tests.support.pair import InProcessPair, MakePair, PairOptions
+
+NUM_TURNS = 3
+NEW_TOKENS = 9
+NUM_SHARED = 30
+SIDES = {
+    "both": PairOptions(),
+    "prefill": PairOptions(decode_caches=False),
+    "decode": PairOptions(prefill_caches=False),
+}
+
+
+@dataclass
+class Turn:
+    """What one request of a conversation came to."""
+
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    accepted_at: tuple[int, ...]
+    num_cached: int
+    kv_bytes: int
+
+
+@dataclass
+class Talk:
+    """A conversation: each prompt is everything said before it and `says` more."""
+
+    sampling: ResolvedSampling
+    says: list[tuple[int, ...]]
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def next_prompt(self) -> tuple[int, ...]:
+        said = (*self.turns[-1].prompt, *self.turns[-1].token_ids) if self.turns else ()
+        return (*said, *self.says[len(self.turns)])
+
+
+def talks(number: int, vocab_size: int, *, temperature: float = 0.0) -> list[Talk]:
+    """Conversations that all begin with the same NUM_SHARED tokens."""
+    draw = random.Random(11)
+
+    def says(size: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(2, vocab_size) for _ in range(size))
+
+    system = says(NUM_SHARED)
+    return [
+        Talk(
+            ResolvedSampling(seed=seed, max_tokens=NEW_TOKENS, temperature=temperature),
+            [(*system, *says(5 + seed % 4)), *(says(3 + (seed + turn) % 5) for turn in range(NUM_TURNS - 1))],
+        )
+        for seed in range(number)
+    ]
+
+
+def hold(pair: InProcessPair, every: Sequence[Talk], *, salt: Callable[[str], str | None], at_once: bool) -> None:
+    """Run all turns of the conversations, one request at a time or one of each conversation at once. `salt` gives the
+    cache salt of each request's name.
+    """
+    for turn in range(NUM_TURNS):
+        for group in [every] if at_once else [[talk] for talk in every]:
+            asked = {f"{id(talk)}-{turn}": talk for talk in group}
+            prompts = {name: talk.next_prompt for name, talk in asked.items()}
+            for name, talk in asked.items():
+                pair.submit(name, prompts[name], talk.sampling, cache_salt=salt(name))
+            pair.run()
+            for name, talk in asked.items():
+                outcome = pair.outcomes[name]
+                assert outcome.finished is not None, outcome.error
+                speculation, timings = outcome.finished.speculation, outcome.finished.timings
+                talk.turns.append(
+                    Turn(
+                        prompts[name],
+                        tuple(outcome.token_ids),
+                        speculation.accepted_at if speculation else (),
+                        timings.num_cached_tokens,
+                        timings.kv_bytes,
+                    )
+                )
+    pair.settle()
+
+
+MakeForOptions = Callable[[PairOptions], InProcessPair]
+
+
+def compare(make: MakeForOptions, options: PairOptions, every: list[Talk], *, at_once: bool) -> list[Turn]:
+    """Hold the conversations cold and warm, and compare them. Returns the turns of the warm ones."""
+    cold, warm = ([replace(talk, turns=[]) for talk in every] for _ in range(2))
+    hold(make(options), cold, salt=lambda _name: None, at_once=at_once)
+    pair = make(options)
+    hold(pair, warm, salt=lambda _name: "", at_once=at_once)
+    token_bytes = sum(group.token_bytes for group in pair.decode.pool.groups.values())
+    lookahead = pair.decode.pool.groups["draft"].num_layers if "draft" in pair.decode.pool.groups else 0
+    for before, after in zip(cold, warm, strict=True):
+        assert [turn.token_ids for turn in after.turns] == [turn.token_ids for turn in before.turns]
+        assert [turn.accepted_at for turn in after.turns] == [turn.accepted_at for turn in before.turns]
+        for turn in before.turns:
+            assert (turn.num_cached, turn.kv_bytes) == (0, len(turn.prompt) * token_bytes)
+        for earlier, turn in itertools.pairwise(after.turns):
+            num_common = len(earlier.prompt)
+            if options.prefill_caches:
+                assert turn.num_cached >= num_common - lookahead, "prefill computed what it had"
+            if options.decode_caches:
+                num_common += NEW_TOKENS - 1 if lookahead <= 1 else 0
+                num_held = len(turn.prompt) - turn.kv_bytes // token_bytes
+                assert num_held >= num_common - max(lookahead, 1), "what decode had was sent"
+    if not at_once and options.prefill_caches:
+        assert all(talk.turns[0].num_cached >= NUM_SHARED - lookahead for talk in warm[1:])
+    return [turn for talk in warm for turn in talk.turns]
+
+
+class KeptKv:
+    """The KV that engines leave in their caches, by the tokens it depends on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by_tokens: dict[tuple[int, ...], list[dict[str, Tensor]]] = {}
+        keep = KvPool.keep
+
+        def recording(pool: KvPool, lease: RowLease, token_ids: NDArray[np.int64], num_tokens: int) -> None:
+            lookahead = pool.groups["draft"].num_layers if "draft" in pool.groups else 0
+            num_tokens = min(num_tokens, len(token_ids) - lookahead)
+            slots = torch.from_numpy(lease.slots[:num_tokens])
+            kv = {name: buffer[:, :, slots].clone() for name, buffer in pool.buffers.items()}
+            self.by_tokens.setdefault(tuple(token_ids[: num_tokens + lookahead].tolist()), []).append(kv)
+            keep(pool, lease, token_ids, num_tokens)
+
+        monkeypatch.setattr(KvPool, "keep", recording)
+
+    def take(self) -> dict[tuple[int, ...], list[dict[str, Tensor]]]:
+        taken, self.by_tokens = self.by_tokens, {}
+        return taken
+
+
+@pytest.mark.parametrize("head", ["guessing", "guessing_layers"])
+def test_cached_kv_is_what_a_new_prefill_computes(
+    head: str, make_pair: MakePair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of the draft head, which depends on tokens that follow."""
+    drafted: Drafted = request.getfixturevalue(head)
+    every = talks(4, drafted.target.vocab_size)
+    kept = KeptKv(monkeypatch)
+    hold(make_pair(drafted.target, draft=drafted.head), every, salt=lambda name: name, at_once=False)
+    cold = kept.take()
+    again = [replace(talk, turns=[]) for talk in every]
+    hold(make_pair(drafted.target, draft=drafted.head), again, salt=lambda _name: "", at_once=False)
+    warm = kept.take()
+    assert warm.keys() <= cold.keys() and len(warm) > 2 * len(every)
+    for tokens, kept_kv in warm.items():
+        for kv in kept_kv:
+            for name, values in kv.items():
+                torch.testing.assert_close(values, cold[tokens][0][name], rtol=1e-4, atol=1e-4)
+    assert sum(turn.num_cached for talk in again for turn in talk.turns) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("at_once", [False, True], ids=["alone", "at-once"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize("chunk_tokens", [16, 512])
+@pytest.mark.parametrize("sides", SIDES)
+def test_conversations_are_the_same_cold_and_warm(
+    sides: str,
+    chunk_tokens: int,
+    overlap: bool,
+    at_once: bool,
+    temperature: float,
+    make_pair: MakePair,
+    tiny_target: Callable[[str], TargetModel],
+) -> None:
+    model = tiny_target("llama")
+    options = replace(SIDES[sides], overlap=overlap, chunk_tokens=chunk_tokens)
+    every = talks(16 if at_once else 3, model.vocab_size, temperature=temperature)
+    compare(lambda options: make_pair(model, options), options, every, at_once=at_once)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["alone", "at-once"])
+@pytest.mark.parametrize("chunk_tokens", [16, 512])
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("head", ["leaning", "tree", "leaning_layers"])
+def test_drafts_are_the_same_cold_and_warm(
+    head: str,
+    sides: str,
+    chunk_tokens: int,
+    at_once: bool,
+    make_pair: MakePair,
+    request: pytest.FixtureRequest,
+) -> None:
+    drafted: Drafted = request.getfixturevalue("leaning" if head == "tree" else head)
+    options = replace(SIDES[sides], chunk_tokens=chunk_tokens)
+    if head == "tree":
+        options = replace(options, draft_topk=2, num_draft_steps=3, num_draft_tokens=6)
+    every = talks(16 if at_once else 3, drafted.target.vocab_size)
+    warm = compare(
+        lambda options: make_pair(drafted.target, options, draft=drafted.head), options, every, at_once=at_once
+    )
+    assert sum(sum(turn.accepted_at) for turn in warm) > len(warm), "few drafts were accepted"
