@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.kv.pool import CacheKey, RowLease
+from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed
 from common.wire.handoff import HandoffRow
 
@@ -59,6 +60,10 @@ class Prompt:
     @property
     def num_left(self) -> int:
         return self.num_tokens - self.num_launched_tokens
+
+    @property
+    def sampling(self) -> ResolvedSampling:
+        return self.row.sampling
 
     @property
     def row_seed(self) -> RowSeed:

@@ -10,8 +10,20 @@ from common.device.stream import Event
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import RowLease
 from common.kv.slot_allocator import Slots
+from common.prompts.chunk_batch import Chunk
 from common.wire.handoff import KvSegment
 from prefill_service.prompt import Prompt
+
+
+def sent_tokens(chunk: Chunk[Prompt]) -> range:
+    """Returns the tokens whose KV is sent with a chunk: those up to its end that the receiver does not hold.
+
+    A prompt's first chunk is sent together with the KV that the prefix cache had.
+    """
+    lease = chunk.prompt.lease
+    assert lease is not None
+    start = 0 if chunk.start == lease.num_cached else chunk.start
+    return range(max(start, chunk.prompt.num_held), chunk.stop)
 
 
 @dataclass(slots=True, eq=False)

@@ -14,11 +14,11 @@ from common.device.stream import Device, Event, OnEvent
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.kv.shared_pool import SharedPool
+from common.prompts.chunk_batch import Chunk
 from common.wire.handoff import NewFramedKv
-from prefill_service.forward.chunk_batch import Chunk
 from prefill_service.handoff.copying_sender import CopyingSender
 from prefill_service.handoff.lending_sender import LendingSender
-from prefill_service.handoff.piece import Piece, PieceSender, SentPiece
+from prefill_service.handoff.piece import Piece, PieceSender, SentPiece, sent_tokens
 from prefill_service.messages import SegmentBytesSent, SegmentsReturned
 from prefill_service.prompt import Prompt
 
@@ -127,7 +127,7 @@ class KvSender:
 
     def queue(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Chunk[Prompt]],
         computed: Event,
         *,
         layers_written: Mapping[str, Sequence[tuple[range, Event]]],
@@ -144,13 +144,15 @@ class KvSender:
                 self.queue_layers(chunks, group, layers, written)
         self._num_forwards += 1
 
-    def queue_layers(self, chunks: Sequence[Chunk], group: LayerGroupSpec, layers: range, written: Event) -> None:
+    def queue_layers(
+        self, chunks: Sequence[Chunk[Prompt]], group: LayerGroupSpec, layers: range, written: Event
+    ) -> None:
         """Queues a range of layers of a forward's chunks, to be sent after the event `written`.
 
         It may be called while the forward is still being launched, before `queue` is called for it.
         """
         for chunk in chunks:
-            if not chunk.num_sent:
+            if not (tokens := sent_tokens(chunk)):
                 continue
             prompt = chunk.prompt
             assert prompt.lease is not None
@@ -160,8 +162,8 @@ class KvSender:
                 group=group,
                 layer_start=layers.start,
                 num_layers=len(layers),
-                token_start=chunk.send_start,
-                num_tokens=chunk.num_sent,
+                token_start=tokens.start,
+                num_tokens=len(tokens),
                 written=written,
                 forward=self._num_forwards,
             )

@@ -8,16 +8,16 @@ import numpy as np
 
 from common.draft.seed import column_to_numpy
 from common.kv.layer_group import LayerGroupSpec
+from common.prompts.chunk_batch import ChunkBatch
+from common.prompts.worker import Computed
 from common.sampling.logprobs import unpack_logprobs
 from common.sampling.params import TokenLogprobs
 from common.wire.handoff import PrebuiltBatch
-from prefill_service.forward.chunk_batch import ChunkBatch
-from prefill_service.forward.worker import Computed
 from prefill_service.prompt import Prompt
 
 
 def first_tokens(
-    batch: ChunkBatch,
+    batch: ChunkBatch[Prompt],
     computed: Computed,
     calls: Sequence[Sequence[int]],
     *,

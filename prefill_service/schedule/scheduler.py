@@ -26,14 +26,14 @@ from common.kv.prefix_tree import PrefixTree
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
 from common.model.target import TargetModel
+from common.prompts.chunk_batch import Chunk, ChunkBatch, cut_chunks
+from common.prompts.worker import Computed, Meanwhile, PromptWorker
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.sampling.state import DrawKernels, SamplingState
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
 from common.wire.handoff import NewFramedKv, RowFailed
-from prefill_service.forward.chunk_batch import Chunk, ChunkBatch, cut_chunks, traced_chunks
-from prefill_service.forward.worker import Computed, Meanwhile, PrefillWorker
-from prefill_service.handoff.piece import SentPiece
+from prefill_service.handoff.piece import SentPiece, sent_tokens
 from prefill_service.handoff.sender import KvSender
 from prefill_service.messages import (
     CallDone,
@@ -51,6 +51,7 @@ from prefill_service.messages import (
 from prefill_service.prompt import Prompt, PromptPhase
 from prefill_service.schedule.first_tokens import first_tokens
 from prefill_service.schedule.life import PromptLives
+from prefill_service.schedule.traced_chunks import traced_chunks
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -64,7 +65,7 @@ _WORTH_WAITING = 0.25
 class StepInFlight:
     """A launched forward of chunks. It keeps its tensors alive until `end`."""
 
-    batch: ChunkBatch
+    batch: ChunkBatch[Prompt]
     computed: Cell[Computed]
     end: StreamEvent
     launched_s: float
@@ -148,7 +149,7 @@ class PrefillEngine:
             kernels=draw_kernels,
         )
         self._forward_stream = device.new_stream("forward", on_event=self._wake_up.told)
-        self._worker = PrefillWorker(
+        self._worker = PromptWorker(
             model=model,
             draft=draft,
             draft_topk=draft_topk,
@@ -380,14 +381,14 @@ class PrefillEngine:
             events, self._outbox = self._outbox, []
             self._deliver(events)
 
-    def _layers_per_event(self, chunks: Sequence[Chunk]) -> int:
+    def _layers_per_event(self, chunks: Sequence[Chunk[Prompt]]) -> int:
         """Returns after how many layers an event is recorded: as many layers of the longest chunk as fill a segment.
 
         Returns 0 if KV is to be sent only after the forward's end.
         """
         if not self._early_sending:
             return 0
-        num_tokens = max(chunk.num_sent for chunk in chunks)
+        num_tokens = max(len(sent_tokens(chunk)) for chunk in chunks)
         return self._sender.layers_per_segment(self._layer_group, num_tokens) if num_tokens else 0
 
     def _finish_done(self) -> None:

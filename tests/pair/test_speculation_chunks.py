@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from common.draft.load import load_draft
 from common.model.loader import load_target
+from common.prompts.chunk_batch import Chunk
 from common.sampling.params import ResolvedSampling
-from prefill_service.forward.chunk_batch import Chunk
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.pair import MakePair, PairOptions
 

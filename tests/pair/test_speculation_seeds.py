@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.draft.seed import Seed
+from common.prompts import worker as prefill
 from common.sampling.params import ResolvedSampling
 from decode_service.forward import speculative_worker
 from decode_service.forward.draft_backlog import DraftBacklog, Unread
@@ -29,7 +30,6 @@ from decode_service.forward.eagle_worker import EagleWorker
 from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.draft_tree import DraftTree
 from decode_service.speculate.spec_info import SpecInfo
-from prefill_service.forward import worker as prefill
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.draft_heads import save_eagle3_head

@@ -60,7 +60,7 @@ def test_the_code_keeps_every_contract(checkout: Path) -> None:
         ("decode_service/edge/planted.py", "import decode_service.schedule.request", "inside the decode service"),
         ("decode_service/planted.py", "import torch", "inside the decode service"),
         (
-            "prefill_service/forward/planted.py",
+            "prefill_service/handoff/planted.py",
             "import prefill_service.schedule.scheduler",
             "inside the prefill service",
         ),

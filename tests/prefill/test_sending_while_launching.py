@@ -23,9 +23,9 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
+from common.prompts.chunk_batch import Chunk
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import HandoffRow, KvSegment
-from prefill_service.forward.chunk_batch import Chunk
 from prefill_service.handoff.sender import KvSender
 from prefill_service.messages import Event, FrameReady, OpenCall, SegmentBytesSent
 from prefill_service.prompt import Prompt

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from common.prompts.chunk_batch import ChunkBatch
 from decode_service.forward import forward_side
 from decode_service.forward.worker import Worker, WorkerOutput
 from decode_service.schedule.results import StepInFlight
-from prefill_service.forward.chunk_batch import ChunkBatch
 from prefill_service.schedule import scheduler as prefill_scheduler
 
 

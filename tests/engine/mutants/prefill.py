@@ -10,8 +10,8 @@ from common.device.cell import Cell
 from common.device.scripted import ScriptedStream
 from common.device.stream import Event
 from common.kv.pool import RowLease
-from prefill_service.forward.chunk_batch import ChunkBatch
-from prefill_service.forward.worker import Computed
+from common.prompts.chunk_batch import ChunkBatch
+from common.prompts.worker import Computed
 from prefill_service.handoff.sender import KvSender
 from prefill_service.prompt import Prompt
 from prefill_service.schedule import scheduler

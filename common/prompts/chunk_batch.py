@@ -1,10 +1,11 @@
-"""The input of one prefill forward, which computes chunks of many prompts together."""
+"""The input of one forward that computes chunks of many prompts together."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,17 +15,38 @@ from torch import Tensor
 from common.attention.backend import ForwardInput
 from common.device.upload import upload, upload_array
 from common.draft.extend import NextTokens
-from common.kv.pool import KvPool
+from common.kv.pool import KvPool, RowLease
+from common.sampling.params import ResolvedSampling
 from common.sampling.state import SamplingBatch
-from prefill_service.messages import ChunkComputed
-from prefill_service.prompt import Prompt, PromptPhase
+
+
+class ChunkedPrompt(Protocol):
+    """A prompt that is computed in chunks: its tokens [N] int64, its row, and how it is sampled.
+
+    `num_launched_tokens` counts its tokens whose KV is cached or was launched.
+    """
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]: ...
+
+    @property
+    def lease(self) -> RowLease | None: ...
+
+    @property
+    def sampling(self) -> ResolvedSampling: ...
+
+    @property
+    def num_launched_tokens(self) -> int: ...
+
+
+PromptT = TypeVar("PromptT", bound=ChunkedPrompt)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Generic[PromptT]):
     """Tokens [start, stop) of one prompt."""
 
-    prompt: Prompt
+    prompt: PromptT
     start: int
     stop: int
 
@@ -33,27 +55,13 @@ class Chunk:
         return self.stop - self.start
 
     @property
-    def send_start(self) -> int:
-        """The first of the tokens whose KV is sent with this chunk: those up to `stop` that the receiver does not hold.
-
-        A prompt's first chunk is sent together with the KV that the prefix cache had.
-        """
-        lease = self.prompt.lease
-        assert lease is not None
-        return max(0 if self.start == lease.num_cached else self.start, self.prompt.num_held)
-
-    @property
-    def num_sent(self) -> int:
-        return max(self.stop - self.send_start, 0)
-
-    @property
     def num_attended(self) -> int:
         """The number of tokens attended, summed over the chunk's tokens. Each attends itself and all before it."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     @property
     def is_last(self) -> bool:
-        return self.stop == self.prompt.num_tokens
+        return self.stop == len(self.prompt.token_ids)
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
@@ -70,8 +78,8 @@ class Chunk:
 
 
 def cut_chunks(
-    prompts: Sequence[Prompt], *, chunk_tokens: int, max_batch_tokens: int, min_last_tokens: int = 1
-) -> list[Chunk]:
+    prompts: Sequence[PromptT], *, chunk_tokens: int, max_batch_tokens: int, min_last_tokens: int = 1
+) -> list[Chunk[PromptT]]:
     """Cuts the next chunk of each prompt for one forward, in the order of `prompts`, as far as the limits allow.
 
     A chunk has at most `chunk_tokens`, and all together have at most `max_batch_tokens`. A prompt's last chunk has at
@@ -80,9 +88,10 @@ def cut_chunks(
     chunks = []
     budget = max_batch_tokens
     for prompt in prompts:
-        size = min(chunk_tokens, prompt.num_left, budget)
-        if 0 < prompt.num_left - size < min_last_tokens:
-            size = prompt.num_left - min_last_tokens
+        num_left = len(prompt.token_ids) - prompt.num_launched_tokens
+        size = min(chunk_tokens, num_left, budget)
+        if 0 < num_left - size < min_last_tokens:
+            size = num_left - min_last_tokens
         if size > 0:
             chunks.append(Chunk(prompt, prompt.num_launched_tokens, prompt.num_launched_tokens + size))
             budget -= size
@@ -90,7 +99,7 @@ def cut_chunks(
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkBatch:
+class ChunkBatch(Generic[PromptT]):
     """The chunks and tensors of one forward. It owns all its tensors.
 
     `sampled_entries` are the indices of the R chunks that end their prompt; for these the forward draws a first token.
@@ -99,7 +108,7 @@ class ChunkBatch:
     prompt's end they are 0; the forward fills in the first token when it is drawn.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk[PromptT], ...]
     forward_input: ForwardInput
     next_tokens: NextTokens
     sampled_entries: tuple[int, ...]
@@ -108,7 +117,9 @@ class ChunkBatch:
     sampling: SamplingBatch
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], *, pool: KvPool, layer_group: str, num_draft_layers: int = 1) -> ChunkBatch:
+    def of(
+        cls, chunks: Sequence[Chunk[PromptT]], *, pool: KvPool, layer_group: str, num_draft_layers: int = 1
+    ) -> ChunkBatch[PromptT]:
         table = pool.rows.req_to_token
         device = table.device
 
@@ -154,31 +165,9 @@ class ChunkBatch:
             sampled_entries=entries,
             sampled_rows=tensor([rows[i] for i in entries]),
             sampled_positions=tensor([chunks[i].stop for i in entries]),
-            sampling=SamplingBatch.of([chunks[i].prompt.row.sampling for i in entries]),
+            sampling=SamplingBatch.of([chunks[i].prompt.sampling for i in entries]),
         )
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
-
-
-def traced_chunks(batch: ChunkBatch, *, start_s: float, end_s: float) -> list[ChunkComputed]:
-    """Returns the ChunkComputed events of `batch`, whose forward has ended, for the traces of its prompts.
-
-    A chunk has an event if its prompt is traced and its phase is not ENDED yet. `start_s` and `end_s` are the
-    forward's times by the engine's clock.
-    """
-    return [
-        ChunkComputed(
-            call_id=chunk.prompt.call_id,
-            row=chunk.prompt.index,
-            token_start=chunk.start,
-            token_stop=chunk.stop,
-            num_batch_rows=len(batch.chunks),
-            num_batch_tokens=batch.num_tokens,
-            start_s=start_s,
-            end_s=end_s,
-        )
-        for chunk in batch.chunks
-        if chunk.prompt.is_traced and chunk.prompt.phase is not PromptPhase.ENDED
-    ]

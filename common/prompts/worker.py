@@ -1,4 +1,4 @@
-"""Runs one prefill forward on the stream: the target over the chunks, the first tokens, then the draft head."""
+"""Runs one forward over chunks of prompts: the target, the first tokens, then the draft head."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from common.draft.seed import Seed
 from common.draft.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
 from common.model.target import TargetModel
+from common.prompts.chunk_batch import ChunkBatch, PromptT
 from common.sampling.operators import Sampled, sample, sampled_to_host
 from common.sampling.state import SamplingState
-from prefill_service.forward.chunk_batch import ChunkBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Meanwhile(Protocol):
         """
 
 
-class PrefillWorker:
-    """Launches prefill forwards. `forward` runs on the engine thread and only enqueues work on the stream.
+class PromptWorker:
+    """Launches forwards over chunks of prompts. `forward` runs on the engine thread, and only enqueues work.
 
     `draft_topk` is the number of first drafts kept for each prompt.
     """
@@ -98,7 +98,7 @@ class PrefillWorker:
         )
 
     def forward(
-        self, batch: ChunkBatch, scope: Scope, *, layers_per_event: int = 0, meanwhile: Meanwhile | None = None
+        self, batch: ChunkBatch[PromptT], scope: Scope, *, layers_per_event: int = 0, meanwhile: Meanwhile | None = None
     ) -> LaunchedChunks:
         """Enqueues the forward, which writes the KV of target and draft head to the pool.
 
@@ -142,7 +142,9 @@ class PrefillWorker:
         )
         return LaunchedChunks(computed, list(zip(layers, events, strict=True)))
 
-    def _extend_draft(self, draft: DraftHead, batch: ChunkBatch, captured: Tensor, first_token_ids: Tensor) -> Seed:
+    def _extend_draft(
+        self, draft: DraftHead, batch: ChunkBatch[PromptT], captured: Tensor, first_token_ids: Tensor
+    ) -> Seed:
         """Runs the draft head over the chunks, on the forward stream. The head writes its KV.
 
         Returns the draft seeds of the R prompts whose last chunk is in this forward. `captured` are the target's hidden
