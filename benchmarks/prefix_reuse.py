@@ -30,6 +30,8 @@ from benchmarks.full_speed_pair import full_speed_pair
 CACHED, PLAIN, PEER = "Baton", "Baton without the cache", "peer"
 WORDS = ["time", "river", "stone", "bright", "model", "city", "green", "paper", "light", "train", "music", "water"]
 SHARED, CHATS, UNRELATED = "16 requests behind 600 words", "4 chats of 8 turns", "24 requests that share nothing"
+START = time.time_ns()
+"""Makes the words of each run new, because a peer may have those of an earlier run cached."""
 LEAST_UNRELATED = 0.98
 MOST_SHARED_TTFT, MOST_TURN_TTFT, MOST_CHAT_WALL = 0.5, 0.8, 0.7
 """Bounds on ratios to the peer: of the median time to first token, and of the time that the chats take."""
@@ -126,14 +128,14 @@ async def in_turns(server: Server, prompts: Sequence[str], *, at_once: int, max_
 
 
 async def shared(server: Server, seed: int) -> Result:
-    draw = random.Random(f"shared {seed}")
+    draw = random.Random(f"shared {START} {seed}")
     beginning = some_words(draw, 600)
     prompts = [f"{beginning} {some_words(draw, draw.randint(16, 48))}" for _ in range(16)]
     return await in_turns(server, prompts, at_once=4, max_tokens=32)
 
 
 async def unrelated(server: Server, seed: int) -> Result:
-    draw = random.Random(f"unrelated {seed}")
+    draw = random.Random(f"unrelated {START} {seed}")
     prompts = [some_words(draw, draw.randint(32, 256)) for _ in range(24)]
     return await in_turns(server, prompts, at_once=8, max_tokens=64)
 
@@ -142,7 +144,7 @@ async def chats(server: Server, seed: int) -> Result:
     by_turn: list[list[Answer]] = [[] for _ in range(8)]
 
     async def chat(number: int) -> None:
-        draw = random.Random(f"chat {seed} {number}")
+        draw = random.Random(f"chat {START} {seed} {number}")
         messages = [{"role": "system", "content": some_words(draw, 100)}]
         for turn in by_turn:
             messages.append({"role": "user", "content": some_words(draw, 24)})
@@ -248,10 +250,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-url", help="base URL of another OpenAI-compatible server of the same model")
+    parser.add_argument("--local-prefill-tokens", type=int, default=256, help="of the pair with the cache")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     options: dict[str, Any] = {"model": "demo", "dtype": "bfloat16", "gateway_listen": f"{LOOPBACK}:0"}
-    with full_speed_pair(**options, reuses_prefixes=True) as cached, full_speed_pair(**options) as plain:
+    local = (f"--local-prefill-tokens={args.local_prefill_tokens}",)
+    with (
+        full_speed_pair(**options, reuses_prefixes=True, decode_args=local) as cached,
+        full_speed_pair(**options) as plain,
+    ):
         urls = {CACHED: f"{cached.gateway_url}/v1", PLAIN: f"{plain.gateway_url}/v1"}
         if args.peer_url:
             urls[PEER] = args.peer_url

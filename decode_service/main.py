@@ -188,6 +188,7 @@ def new_engine(
                 depth=depth_of(spec_info, adapts=settings.adaptive_depth),
                 replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
                 nontemporal_copies=settings.uses(FastPath.NONTEMPORAL_COPIES),
+                local_prefill_tokens=settings.local_prefill_tokens,
                 max_handoff_attempts=settings.max_handoff_attempts,
                 prefill_timeout_s=settings.prefill_timeout_s,
                 on_step=on_step,
@@ -201,8 +202,8 @@ def new_engine(
 def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: SpecInfo | None) -> MemoryBeside:
     """Returns the bytes of memory that must stay free beside the KV pool, as a function of the number of rows.
 
-    They are for the forward of a step, the recorded forwards, the inputs that a draft head has not read, and received
-    segments.
+    They are for the forward of a step or of a prompt that is computed here, the recorded forwards, the inputs that a
+    draft head has not read, and received segments.
     """
     model, draft = runtime.model, runtime.draft
     depth = depth_of(spec_info, adapts=settings.adaptive_depth)
@@ -211,7 +212,7 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: Sp
     records = settings.uses(FastPath.CUDA_GRAPHS) and runtime.device.graphs is not None
 
     def step(num_rows: int) -> StepMemory:
-        num_tokens = num_rows * max(map(num_step_tokens, levels))
+        num_tokens = max(num_rows * max(map(num_step_tokens, levels)), settings.local_prefill_tokens)
         recorded = recorded_bytes(num_rows, levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
         unread = 0 if draft is None else max(MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
         return StepMemory(

@@ -133,6 +133,7 @@ class Phase(Enum):
 
     QUEUE = "queue"  # it waits for a row, slots and a replica
     PREFILL = "prefill"  # a replica has it and computes
+    LOCAL_PREFILL = "local_prefill"  # this service computes its prompt itself
     RECEIVING = "receiving"  # the same, and some of the request's KV has come
     TRANSFER = "transfer"  # the replica has computed the whole prompt, and KV is still coming
     BOOTSTRAP = "bootstrap"  # all of the request's KV is in the pool; it is not in the batch yet

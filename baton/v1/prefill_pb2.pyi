@@ -428,7 +428,7 @@ class PoolTicket(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """the slots' stamp while they are the row's, never used again in this pool"""
+    """the row's stamp: its slots have this one or older ones until another row gets them"""
     number: _builtins.int
     """of the segment, never used again in this pool"""
     @_builtins.property

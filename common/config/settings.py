@@ -163,6 +163,8 @@ class DecodeSettings(ServiceSettings):
     """Most bytes of KV that are received and not yet in the pool."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     """Most requests that may wait while max_rows others are served; more are refused."""
+    local_prefill_tokens: Annotated[int, Field(ge=0)] = 0
+    """If at most so many tokens of a prompt are left to compute, the decode service computes them itself; 0: none."""
     max_handoff_attempts: Positive = 3
     """Attempts to have a request prefilled before it fails."""
     prefill_timeout_s: Seconds = 10.0

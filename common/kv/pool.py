@@ -235,8 +235,10 @@ class KvPool:
         return lease
 
     def num_cached(self, key: CacheKey | None) -> int:
-        """Returns how many tokens of `key` have their KV in the prefix cache."""
-        return 0 if key is None else self._prefixes.match(key.token_ids, key.namespace).num_tokens
+        """Returns how many tokens a row with `key` would find in the prefix cache now, one fewer than all at most."""
+        if key is None:
+            return 0
+        return min(self._prefixes.match(key.token_ids, key.namespace).num_tokens, len(key.token_ids) - 1)
 
     def num_common(self, key: CacheKey | None, other: CacheKey | None) -> int:
         """Returns how many tokens of `key` would have their KV in the prefix cache if it had that of `other`."""

@@ -24,9 +24,9 @@ It is a fraction of the receiver's budget, so that the next segment can arrive w
 class PoolTicket:
     """Says in which slots of the sender's pool a segment's KV lies. Token i lies in slot `slots[i]`.
 
-    A slot still belongs to the segment's row as long as its stamp in the pool equals `generation`: a pool makes a new
-    one each time it lends a row to a request. `number` identifies the segment when the receiver gives it back; a pool
-    never uses one twice.
+    A slot still has the segment's KV as long as its stamp in the pool is at most `generation`: a pool makes a new and
+    larger stamp each time it gives slots to a row. Slots that the row found in the prefix cache have an older one.
+    `number` identifies the segment when the receiver gives it back; a pool never uses one twice.
     """
 
     slots: tuple[int, ...]
@@ -57,7 +57,7 @@ class SharedKv:
 
     @property
     def is_current(self) -> bool:
-        """True if the slots still belong to the segment's row. Check it after reading: if False, discard the data."""
+        """True if the slots still have the segment's KV. Check it after reading: if False, discard the data."""
         return bool((self.stamps[np.array(self.ticket.slots)] <= self.ticket.generation).all())
 
 

@@ -149,7 +149,7 @@ class SharedPool:
 
     def lend(self, group_name: str, layers: slice, slots: Sequence[int] | Slots, generation: int) -> SharedKv:
         """Returns the KV of a group's `layers` in `slots`, with a new ticket, for a receiver to read. `generation` is
-        the slots' stamp.
+        the stamp that the row's slots got with it; those from the prefix cache have older ones.
         """
         self._num_tickets += 1
         ticket = PoolTicket(tuple(np.asarray(slots).tolist()), generation, self._num_tickets)

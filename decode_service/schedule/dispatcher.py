@@ -22,6 +22,7 @@ from decode_service.messages import (
 )
 from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone, LostRow
 from decode_service.schedule.life import Lives
+from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
 from decode_service.schedule.schedule_batch import ReadyRows
 from decode_service.schedule.waiting_queue import ReplicaSet, WaitingQueue
@@ -39,7 +40,8 @@ class PrefillDispatcher:
     are ready, it is too long for each, and no larger one may come; or if all have another fingerprint and no others may
     come. A refused request is retried after at most
     `unavailable_timeout_s`, even if the replica asks for a longer wait. Slots that an older, refused request will need
-    are not given to a younger one.
+    are not given to a younger one. A request of which at most `local_prefill_tokens` are left to compute is handed to
+    no replica: `local` computes it.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class PrefillDispatcher:
         waiting: WaitingQueue,
         landing: LandingZone,
         lives: Lives,
+        local: LocalPrefill,
+        local_prefill_tokens: int,
         max_attempts: int,
         unavailable_timeout_s: float,
         clock: Callable[[], float],
@@ -57,6 +61,8 @@ class PrefillDispatcher:
     ) -> None:
         self._pool = pool
         self._landing = landing
+        self._local = local
+        self._local_prefill_tokens = local_prefill_tokens
         self._max_attempts = max_attempts
         self._unavailable_timeout_s = unavailable_timeout_s
         self._clock = clock
@@ -107,23 +113,25 @@ class PrefillDispatcher:
         self._handle_lost(self._landing.end_call(call_id, error))
 
     def collect(self) -> tuple[ReadyRows, ...]:
-        """Returns the rows that have become ready, and handles those whose copies failed.
+        """Returns the rows that have become ready, and handles those whose copies or local prefill failed.
 
         Posts SegmentsLanded for segments that are copied or dropped.
         """
-        if not self._landing.has_news:
+        computed, lost = self._local.collect()
+        if not self._landing.has_news and not computed and not lost:
             return ()
         landed = self._landing.poll()
         now_s = self._clock()
-        self._handle_lost(landed.lost)
+        self._handle_lost((*landed.lost, *lost))
         for freed in landed.freed:
             self._post(freed)
-        for part in landed.ready:
+        ready = (*landed.ready, *computed)
+        for part in ready:
             for req in part.reqs:
                 req.num_failures = 0
                 req.refused_since_s = None
                 self._lives.enter(req, Phase.BOOTSTRAP, at_s=now_s)
-        return landed.ready
+        return ready
 
     def hand_off(self) -> None:
         """Reserves rows for waiting requests in turn and starts the calls to replicas.
@@ -145,6 +153,14 @@ class PrefillDispatcher:
             if req.not_before_s > now_s:
                 put_off.append(req)
                 continue
+            if self._stays_home(req):
+                lease = self._reserve(req, put_off)
+                if lease is None:
+                    is_short = True
+                    break
+                req.num_cached_tokens = lease.num_cached
+                self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
+                continue
             replica = self._replicas.least_loaded(rows_at, req.avoid_replica, len(req.token_ids))
             if replica is None and self._replicas.too_long_error(len(req.token_ids)) is not None:
                 continue  # younger requests may fit
@@ -162,6 +178,16 @@ class PrefillDispatcher:
         self._excuse_waiting_for_slots(now_s, is_short=is_short)
         self._fail_too_long(now_s)
         self._expire(now_s)
+
+    def _stays_home(self, req: Request) -> bool:
+        """Returns whether so little of the request is left to compute that it is computed here.
+
+        Prompts that are being computed here count too, so that a burst of short ones does not hold up the running rows.
+        """
+        if not self._local_prefill_tokens:
+            return False
+        num_left = len(req.token_ids) - self._pool.num_cached(req.cache_key)
+        return num_left + self._local.num_left <= self._local_prefill_tokens
 
     def _reserve(self, req: Request, older: Sequence[Request]) -> RowLease | None:
         """Reserves a row and slots for `req`, or returns None if too few are left.

@@ -5,6 +5,7 @@ QUEUE ─▶ PREFILL ─▶ RECEIVING ─▶ TRANSFER ─▶ BOOTSTRAP ─▶ FI
   │         the handoff was lost     │                                ▼ (a step in flight carries the row)
   └──────────────────────────────────┴──────── retracted ──────── RETRACTING
 
+A short prompt goes QUEUE ─▶ LOCAL_PREFILL ─▶ BOOTSTRAP instead, or back to QUEUE when it is retracted or fails.
 Every phase may also end in DELIVERY, when the request finished, or in ENDED, when it failed or was aborted.
 """
 
@@ -18,18 +19,20 @@ from enum import Enum, auto
 from common.kv.pool import KvPool, LeaseState, RowLease
 from decode_service.messages import CancelHandoffRows, Event, Phase, PhaseBegan, Submit
 from decode_service.schedule.landing import LandingZone
+from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.waiting_queue import WaitingQueue
 
 
 class Place(Enum):
-    """The component that a request is in during a phase: the waiting queue, the landing zone, the running rows or
-    none.
+    """The component that a request is in during a phase: the waiting queue, the landing zone, the local prefill, the
+    running rows or none.
     """
 
     WAITING = auto()
     LANDING = auto()
+    LOCAL = auto()
     ROWS = auto()
     NOWHERE = auto()
 
@@ -58,7 +61,8 @@ def _rule(place: Place, lease: LeaseState | None, seconds: str, *following: Phas
 
 
 RULES: Mapping[Phase, Rule] = {
-    Phase.QUEUE: _rule(Place.WAITING, None, "queue_s", Phase.PREFILL),
+    Phase.QUEUE: _rule(Place.WAITING, None, "queue_s", Phase.PREFILL, Phase.LOCAL_PREFILL),
+    Phase.LOCAL_PREFILL: _rule(Place.LOCAL, LeaseState.RUNNING, "prefill_s", Phase.BOOTSTRAP, Phase.QUEUE),
     Phase.PREFILL: _rule(Place.LANDING, LeaseState.RESERVED, "prefill_s", Phase.RECEIVING, Phase.TRANSFER, Phase.QUEUE),
     Phase.RECEIVING: _rule(
         Place.LANDING, LeaseState.TRANSFERRING, "prefill_s", Phase.TRANSFER, Phase.QUEUE, is_announced=False
@@ -88,6 +92,7 @@ class Lives:
         pool: KvPool,
         waiting: WaitingQueue,
         landing: LandingZone,
+        local: LocalPrefill,
         rows: RunningRows,
         clock: Callable[[], float],
         post: Callable[[Event], None],
@@ -95,6 +100,7 @@ class Lives:
         self._pool = pool
         self._waiting = waiting
         self._landing = landing
+        self._local = local
         self._rows = rows
         self._clock = clock
         self._post = post
@@ -130,7 +136,7 @@ class Lives:
         assert phase in before.following, f"{req.request_id}: {phase} does not follow {req.phase}"
         at_s = self._clock() if at_s is None else at_s
         req.spend(before.seconds, until_s=at_s)
-        if before.lease is LeaseState.RUNNING and after.lease is None and self._pool.keeps_output:
+        if before.place is Place.ROWS and after.place is not Place.ROWS and self._pool.keeps_output:
             self._keep(req)
         if after.place is not before.place:
             self._leave(req, before.place, after.place)
@@ -157,6 +163,8 @@ class Lives:
             self._waiting.remove(req)
         elif place is Place.ROWS:
             self._rows.leave(req)
+        elif place is Place.LOCAL:
+            self._local.forget(req)
         elif following is not Place.ROWS and (cancelled := self._landing.forget(req)) is not None:
             call_id, row = cancelled
             self._post(CancelHandoffRows(call_id, (row,)))
@@ -178,6 +186,8 @@ class Lives:
     def _arrive(self, req: Request, place: Place) -> None:
         if place is Place.WAITING:
             self._waiting.add(req)
+        elif place is Place.LOCAL:
+            self._local.begin(req)
         elif place is Place.ROWS:
             self._rows.enter(req)
         elif place is Place.NOWHERE:

@@ -59,13 +59,15 @@ class Retraction:
         )
 
     def _retract_youngest(self, running: ScheduleBatch) -> None:
-        """Retracts the youngest request that holds slots, whether its handoff is under way or it is running."""
-        handed_off = [req for req in self._lives.requests.values() if RULES[req.phase].place is Place.LANDING]
-        req = max((*running.reqs, *handed_off), key=lambda req: req.arrival)
+        """Retracts the youngest request that holds slots, whether its prompt is being computed or it is running."""
+        others = [
+            req for req in self._lives.requests.values() if RULES[req.phase].place in (Place.LANDING, Place.LOCAL)
+        ]
+        req = max((*running.reqs, *others), key=lambda req: req.arrival)
         self.num_retractions += 1
         req.num_retractions += 1
         assert req.lease is not None
-        if RULES[req.phase].place is Place.LANDING:
+        if RULES[req.phase].place is not Place.ROWS:
             self._lives.enter(req, Phase.QUEUE, was_retracted=True)
             return
         running.filter_batch([i for i, other in enumerate(running.reqs) if other is not req])

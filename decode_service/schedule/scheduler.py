@@ -42,6 +42,7 @@ from decode_service.messages import (
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.life import RULES, Lives, Place
+from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import ResultTaker, StepInFlight, first_token_payload, first_tokens
 from decode_service.schedule.retraction import Retraction
@@ -100,10 +101,12 @@ class DecodeEngine:
     Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft` and `depth`, which decides how
     deep each step drafts, are both given or both None. `max_rows` bounds the rows that are reserved, receive KV or run,
     together. With `prefix_cache` a request holds its longest prefix whose KV an earlier request left in the pool, and
-    the prefill service sends the rest. With `replays_forwards` the steps' forwards are recorded as graphs when the
-    engine is created, if the device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches.
-    `overlap=False` finishes each step before the next is scheduled. Figures and time-outs use `clock` (monotonic
-    seconds). `deliver` gets events when the engine is about to wait or ends; without it steps return them.
+    the prefill service sends the rest. If at most `local_prefill_tokens` are left to compute, this engine computes them
+    itself, in chunks of at most as many tokens between its steps; 0 switches that off. With `replays_forwards` the
+    steps' forwards are recorded as graphs when the engine is created, if the device can. `nontemporal_copies` makes
+    large KV copies bypass the CPU's caches. `overlap=False` finishes each step before the next is scheduled. Figures
+    and time-outs use `clock` (monotonic seconds). `deliver` gets events when the engine is about to wait or ends;
+    without it steps return them.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class DecodeEngine:
         draft: DraftHead | None = None,
         depth: Depth | None = None,
         prefix_cache: bool = True,
+        local_prefill_tokens: int = 0,
         overlap: bool = True,
         replays_forwards: bool = False,
         nontemporal_copies: bool = True,
@@ -179,10 +183,21 @@ class DecodeEngine:
             max_depth=levels[-1].num_steps if levels else 0,
         )
         waiting = WaitingQueue()
+        self._local = LocalPrefill(
+            model=model,
+            draft=draft,
+            draft_topk=max((level.topk for level in levels), default=1),
+            device=device,
+            pool=self.pool,
+            sampling_state=forward_side.sampling_state,
+            stream=forward_side.stream,
+            max_chunk_tokens=local_prefill_tokens,
+        )
         self.lives = Lives(
             pool=self.pool,
             waiting=waiting,
             landing=self._landing,
+            local=self._local,
             rows=self._rows,
             clock=clock,
             post=self._outbox.post,
@@ -192,6 +207,8 @@ class DecodeEngine:
             waiting=waiting,
             landing=self._landing,
             lives=self.lives,
+            local=self._local,
+            local_prefill_tokens=local_prefill_tokens,
             max_attempts=max_handoff_attempts,
             unavailable_timeout_s=prefill_timeout_s,
             clock=clock,
@@ -225,14 +242,19 @@ class DecodeEngine:
                     ready = self._dispatcher.collect()
                 self.pool.reclaim()
                 self._dispatcher.hand_off()
+                has_chunks = self._local.launch()
                 batch = self._next_batch(ready)
                 launched = self._launch(batch) if batch is not None else None
                 if launched is not None or self._in_flight is not None:
                     self._num_steps += 1
                 self._outbox.hand_over()
                 self._start_copies(self._in_flight or launched)
-                self._finish(self._in_flight, followed_by=launched if self._device.runs_pieces_beside else None)
+                # Chunks that run before the next step would hold up this step's results.
+                waits_for_next = self._device.runs_pieces_beside and not has_chunks
+                self._finish(self._in_flight, followed_by=launched if waits_for_next else None)
                 self._in_flight = launched
+                if launched is None:
+                    self._local.await_chunks(_STEP_TIMEOUT_S)
                 if not self._overlap:
                     self._finish(self._in_flight)
                     self._in_flight = None
@@ -255,7 +277,7 @@ class DecodeEngine:
                 self._landing.start_copies(None if busy_with is None else busy_with.end)
 
     def idle_timeout_s(self) -> float:
-        if self._in_flight is not None or self._landing.has_waiting or self._landing.has_freed:
+        if self._in_flight is not None or self._local.is_busy or self._landing.has_waiting or self._landing.has_freed:
             return 0.0
         if not self._running.is_empty and self._rows.want_launch(self._running.rows).any():
             return self._wake_up.wait_s if self._is_stalled and not self._has_freed else 0.0
@@ -367,7 +389,8 @@ class DecodeEngine:
     def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
         """Fails rows whose published length is impossible. If launched, they would read and write outside their slots.
 
-        Such a length means that the device or a kernel is at fault. This is checked even without `debug_checks`.
+        Such a length means that the device or a kernel is at fault, so the rows' KV is forgotten. This is checked even
+        without `debug_checks`.
         """
         lengths = running.seq_lens_cpu.numpy()
         max_accept_len = 0 if self._in_flight is None else self._in_flight.batch.max_accept_len
@@ -375,6 +398,7 @@ class DecodeEngine:
         if can_be.all():
             return
         for i in np.flatnonzero(~can_be).tolist():
+            self.lives.forget_kv(running.reqs[i])
             self._fail(running.reqs[i], EngineFault(f"a decode step published a length of {lengths[i]}"))
         running.filter_batch(np.flatnonzero(can_be))
 

@@ -100,21 +100,27 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """A row whose KV the engine asked prefill for, and which the test has not delivered yet."""
+    """A row whose KV the engine asked prefill for, and which the test has not delivered yet.
+
+    The engine holds the KV of the first `num_held` tokens already.
+    """
 
     call_id: str
     row: int
     token_ids: tuple[int, ...]
     prompt_len: int
     sampling: ResolvedSampling
+    num_held: int
+    cache_salt: str | None
 
 
-def _halves(row: int, group: str, kv: NDArray[np.float32]) -> list[KvSegment]:
+def _halves(row: int, group: str, kv: NDArray[np.float32], num_held: int) -> list[KvSegment]:
+    """Two segments of a group's `kv` of all tokens, which leave out the first `num_held`."""
     num_layers, num_tokens = kv.shape[0], kv.shape[2]
-    middle = num_tokens // 2
+    middle = (num_held + num_tokens) // 2
     return [
         KvSegment(row, group, 0, num_layers, start, stop - start, kv[:, :, start:stop].tobytes())
-        for start, stop in ((middle, num_tokens), (0, middle))
+        for start, stop in ((middle, num_tokens), (num_held, middle))
         if stop > start
     ]
 
@@ -144,6 +150,7 @@ class ScriptedEngine:
         clock: Callable[[], float] | None = None,
         replicas: ReplicasChanged | None = None,
         delivers: bool = False,
+        local_prefill_tokens: int = 0,
     ) -> None:
         self.device = device or ScriptedDevice()
         self.model = TagModel()
@@ -160,6 +167,7 @@ class ScriptedEngine:
             draft=self.head,
             depth=depth or depth_of(spec_info, adapts=False),
             overlap=overlap,
+            local_prefill_tokens=local_prefill_tokens,
             clock=clock or (lambda: float(next(ticks))),
             deliver=self._take_delivered if delivers else None,
             debug_checks=debug_checks,
@@ -187,11 +195,14 @@ class ScriptedEngine:
         seed: int = 0,
         stop_token_ids: tuple[int, ...] = (),
         client: str = "",
+        cache_salt: str | None = None,
     ) -> Outcome:
         sampling = ResolvedSampling(
             seed=seed, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
         )
-        self._posted.append(Submit(request_id, tuple(prompt), len(prompt), sampling, client=client))
+        self._posted.append(
+            Submit(request_id, tuple(prompt), len(prompt), sampling, client=client, cache_salt=cache_salt)
+        )
         self.outcomes[request_id] = Outcome(tuple(prompt), sampling)
         return self.outcomes[request_id]
 
@@ -205,8 +216,8 @@ class ScriptedEngine:
         self._posted.append(Abort(request_id))
 
     def hand_over(self, request_id: str, *, last: str = GROUP.name) -> None:
-        """Deliver the KV and the first token of a request's handoff. Each layer group's KV comes in two segments, with
-        the PrebuiltBatch between them.
+        """Deliver the KV that the engine does not hold, and the first token, of a request's handoff. Each layer group's
+        KV comes in two segments, with the PrebuiltBatch between them.
 
         The segments of the group `last` come last.
         """
@@ -219,7 +230,7 @@ class ScriptedEngine:
             rows=np.array([handoff.row]),
             seq_lens=np.array([len(handoff.token_ids)]),
             first_token_ids=np.array(first),
-            bytes_sent={name: np.array([group_kv.nbytes]) for name, group_kv in kv.items()},
+            bytes_sent={name: np.array([group_kv[:, :, handoff.num_held :].nbytes]) for name, group_kv in kv.items()},
             queue_s=np.zeros(1),
             compute_s=np.zeros(1),
             num_cached_tokens=np.zeros(1, np.int64),
@@ -229,7 +240,7 @@ class ScriptedEngine:
         segments = [
             segment
             for name in sorted(kv, key=lambda name: name == last)
-            for segment in _halves(handoff.row, name, kv[name])
+            for segment in _halves(handoff.row, name, kv[name], handoff.num_held)
         ]
         frames: list[Frame] = [segments[0], prebuilt, *segments[1:]]
         self._answer(handoff, *frames)
@@ -315,7 +326,11 @@ class ScriptedEngine:
             case StartHandoff(call_id, _, rows):
                 self._open_rows[call_id] = len(rows)
                 for index, row in enumerate(rows):
-                    self.handoffs[row.request_id] = Handoff(call_id, index, row.token_ids, row.prompt_len, row.sampling)
+                    held = {num_tokens for _, num_tokens in row.num_held_tokens}
+                    assert len(held) == 1, f"layer groups hold different tokens: {row.num_held_tokens}"
+                    self.handoffs[row.request_id] = Handoff(
+                        call_id, index, row.token_ids, row.prompt_len, row.sampling, held.pop(), row.cache_salt
+                    )
             case Tokens():
                 for request_id, token_ids, _ in event.each():
                     self._note_tokens(request_id, token_ids)

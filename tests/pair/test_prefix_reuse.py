@@ -28,6 +28,7 @@ SIDES = {
     "both": PairOptions(),
     "prefill": PairOptions(decode_caches=False),
     "decode": PairOptions(prefill_caches=False),
+    "local": PairOptions(local_prefill_tokens=40),
 }
 
 
@@ -106,7 +107,7 @@ MakeForOptions = Callable[[PairOptions], InProcessPair]
 def compare(make: MakeForOptions, options: PairOptions, every: list[Talk], *, at_once: bool) -> list[Turn]:
     """Hold the conversations cold and warm, and compare them. Returns the turns of the warm ones."""
     cold, warm = ([replace(talk, turns=[]) for talk in every] for _ in range(2))
-    hold(make(options), cold, salt=lambda _name: None, at_once=at_once)
+    hold(make(replace(options, local_prefill_tokens=0)), cold, salt=lambda _name: None, at_once=at_once)
     pair = make(options)
     hold(pair, warm, salt=lambda _name: "", at_once=at_once)
     token_bytes = sum(group.token_bytes for group in pair.decode.pool.groups.values())
@@ -118,7 +119,7 @@ def compare(make: MakeForOptions, options: PairOptions, every: list[Talk], *, at
             assert (turn.num_cached, turn.kv_bytes) == (0, len(turn.prompt) * token_bytes)
         for earlier, turn in itertools.pairwise(after.turns):
             num_common = len(earlier.prompt)
-            if options.prefill_caches:
+            if options.prefill_caches and not options.local_prefill_tokens:
                 assert turn.num_cached >= num_common - lookahead, "prefill computed what it had"
             if options.decode_caches:
                 num_common += NEW_TOKENS - 1 if lookahead <= 1 else 0
@@ -126,7 +127,9 @@ def compare(make: MakeForOptions, options: PairOptions, every: list[Talk], *, at
                 assert num_held >= num_common - max(lookahead, 1), "what decode had was sent"
     if not at_once and options.prefill_caches:
         assert all(talk.turns[0].num_cached >= NUM_SHARED - lookahead for talk in warm[1:])
-    return [turn for talk in warm for turn in talk.turns]
+    turns = [turn for talk in warm for turn in talk.turns]
+    assert any(not turn.kv_bytes for turn in turns) == bool(options.local_prefill_tokens)
+    return turns
 
 
 class KeptKv:

@@ -45,9 +45,11 @@ class Setting:
     overlap: bool
     speculates: bool
     shares_memory: bool = False
+    prefills_locally: bool = False
 
     def __str__(self) -> str:
         parts = {"overlap": self.overlap, "drafts": self.speculates, "shared memory": self.shares_memory}
+        parts["local prefill"] = self.prefills_locally
         return ", ".join(f"{name} {'on' if is_on else 'off'}" for name, is_on in parts.items())
 
     @property
@@ -143,6 +145,8 @@ def disturbed_pair(
     decode_args = [f"--max-kv-tokens={kv_tokens}", "--max-handoff-attempts=20", "--prefill-timeout-s=30"]
     if not setting.overlap:
         decode_args.append("--disabled-fast-paths=overlap")
+    if setting.prefills_locally:
+        decode_args.append("--local-prefill-tokens=12")
     if setting.speculates:
         decode_args += ["--num-draft-tokens=3", "--no-adaptive-depth"]
     with running_pair(

@@ -63,6 +63,7 @@ class StormReport:
     ends: list[ClientEnd] = field(default_factory=list)
     num_retractions: int = 0
     num_attempts: int = 0
+    num_handed_off: int = 0
     num_cached_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
@@ -79,6 +80,7 @@ class StormReport:
         self.num_finished += 1
         self.num_retractions += finished.timings.num_retractions
         self.num_attempts += finished.timings.num_handoff_attempts
+        self.num_handed_off += finished.timings.num_handoff_attempts > 0
         self.num_cached_tokens += finished.timings.num_cached_tokens
         if finished.speculation is not None:
             self.num_drafted += finished.speculation.num_drafted_tokens

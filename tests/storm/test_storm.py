@@ -28,6 +28,7 @@ from tests.support.running_pair import wait_until
 NewPair = Callable[..., LocalPair]
 STORM, SHORT_STORM = Storm(num_requests=160), Storm(num_requests=80)
 APART = Setting(overlap=False, speculates=False)
+LOCAL = Setting(overlap=True, speculates=True, prefills_locally=True)
 TWICE = "the handoff broke the protocol: row 2: group 'target': layers slice(0, 2), tokens slice(0, 16) came twice"
 STEP_MEMORY = "a decode step failed: injected at memory.host"
 LANDING_MEMORY = "landing KV failed: injected at memory.host"
@@ -51,8 +52,9 @@ def cases(models: Models) -> list[Case]:
         (Setting(overlap=True, speculates=True), frame_faults(0), STORM),
         (APART, faults_everywhere(0, APART), STORM),
         (Setting(overlap=True, speculates=True, shares_memory=True), lent_and_frame_faults(0), SHORT_STORM),
+        (LOCAL, faults_everywhere(0, LOCAL), STORM),
     ],
-    ids=["frames-overlap-drafts", "everywhere", "shared-memory-overlap-drafts"],
+    ids=["frames-overlap-drafts", "everywhere", "shared-memory-overlap-drafts", "everywhere-local-prefill"],
 )
 def test_each_request_ends_once_and_with_its_own_tokens(
     models: Models, cases: list[Case], forked: NewPair, tmp_path: Path, setting: Setting, plan: FaultPlan, storm: Storm
@@ -64,13 +66,14 @@ def test_each_request_ends_once_and_with_its_own_tokens(
     assert problems_of(report, ends, faults, num_requests=storm.num_requests, speculates=setting.speculates) == []
     assert dead_points(plan, faults, visits_of(pair.processes.services)) == []
     assert report.num_finished > storm.num_requests // 3, report
+    assert (report.num_handed_off < report.num_finished) == setting.prefills_locally
 
 
 def test_ends_that_no_fault_explains_are_told() -> None:
     def problems(**changes: Any) -> list[str]:
         as_it_should: dict[str, Any] = {"num_finished": 6, "num_aborted": 2, "ends": SEEN, "num_retractions": 1}
         as_it_should |= {"failed": Counter({"INTERNAL ENGINE_FAULT": 2}), "texts": [TWICE] * 2}
-        as_it_should |= {"num_attempts": 8, "num_cached_tokens": 5, "num_accepted": 3}
+        as_it_should |= {"num_attempts": 8, "num_handed_off": 6, "num_cached_tokens": 5, "num_accepted": 3}
         return problems_of(
             StormReport(**{**as_it_should, **changes}), LOGGED, faults, num_requests=len(SEEN), speculates=True
         )

@@ -140,7 +140,7 @@ def problems_of(
         "was finished": report.num_finished,
         "was left by its client": report.num_aborted,
         "was retracted": report.num_retractions,
-        "was handed over again": report.num_attempts - report.num_finished,
+        "was handed over again": report.num_attempts - report.num_handed_off,
         "began with cached KV": report.num_cached_tokens,
         "met a fault": faults.total(),
         "had a draft accepted": report.num_accepted or not speculates,

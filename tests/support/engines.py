@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from common.device.factory import open_device
@@ -57,9 +58,13 @@ class PrefillHalf:
         sampling: ResolvedSampling | None = None,
         *,
         shares_memory: bool = False,
+        cache_salt: str | None = None,
+        num_held: int = 0,
     ) -> None:
-        """Open a call with one row for each prompt, and step once."""
-        self.step(OpenCall(call_id, handoff_rows(prompts, sampling), shares_memory=shares_memory))
+        """Open a call with one row for each prompt, and step once. The caller holds the first `num_held` tokens' KV."""
+        held = tuple((name, num_held) for name in self.engine.pool.groups)
+        rows = [replace(row, cache_salt=cache_salt, num_held_tokens=held) for row in handoff_rows(prompts, sampling)]
+        self.step(OpenCall(call_id, tuple(rows), shares_memory=shares_memory))
 
     def step(self, *commands: Command) -> None:
         self.take(self.engine.step(commands))

@@ -82,6 +82,7 @@ class PairOptions:
     adapts_depth: bool = False
     prefill_caches: bool = True
     decode_caches: bool = True
+    local_prefill_tokens: int = 0
     depth: Depth | None = None  # instead of the one that `adapts_depth` chooses
 
     @property
@@ -171,6 +172,7 @@ class InProcessPair:
             draft=draft,
             depth=(options.depth or depth_of(options.spec_info, adapts=options.adapts_depth)) if draft else None,
             prefix_cache=options.decode_caches,
+            local_prefill_tokens=options.local_prefill_tokens,
             overlap=options.overlap,
             replays_forwards=options.replays_forwards,
             max_handoff_attempts=options.max_handoff_attempts,

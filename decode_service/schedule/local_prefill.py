@@ -1,0 +1,212 @@
+"""Computes short prompts in the decode service itself, in chunks between decode steps.
+
+begin ──▶ chunk on the forward stream, before the next decode step ──▶ ... ──▶ last chunk ──▶ first token: ready
+
+A request comes here when little of its prompt is left to compute. Its KV is written to its own slots, so nothing is
+handed over. A ready request joins the running batch like one whose KV has landed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.device.cell import Cell
+from common.device.errors import PieceFailed
+from common.device.stream import Device, Event, Scope, Stream, raise_if_device_failed
+from common.draft.head import DraftHead
+from common.draft.seed import column_to_numpy
+from common.errors import EngineFault
+from common.kv.pool import KvPool, RowLease
+from common.model.target import TargetModel
+from common.prompts.chunk_batch import ChunkBatch, cut_chunks
+from common.prompts.worker import Computed, PromptWorker
+from common.sampling.logprobs import unpack_logprobs
+from common.sampling.params import ResolvedSampling
+from common.sampling.state import RowSeed, SamplingState
+from common.wire.handoff import PrebuiltBatch
+from decode_service.schedule.landing import LostRow
+from decode_service.schedule.request import Request
+from decode_service.schedule.schedule_batch import ReadyRows
+
+
+@dataclass(slots=True, eq=False)
+class LocalPrompt:
+    """A request whose prompt is computed here. `token_ids` [N] int64 are its prompt and output so far."""
+
+    req: Request
+    token_ids: NDArray[np.int64]
+    lease: RowLease
+    num_launched_tokens: int
+
+    @property
+    def sampling(self) -> ResolvedSampling:
+        return self.req.sampling
+
+    @property
+    def num_left(self) -> int:
+        return len(self.token_ids) - self.num_launched_tokens
+
+    @property
+    def row_seed(self) -> RowSeed:
+        req = self.req
+        return RowSeed(self.lease.row, req.sampling, req.choice_index, tuple(self.token_ids.tolist()), req.prompt_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    batch: ChunkBatch[LocalPrompt]
+    computed: Cell[Computed]
+    end: Event
+
+
+class LocalPrefill:
+    """The requests whose prompts are computed here. Only the engine thread calls it, and nothing waits for a forward
+    but `await_chunks`.
+
+    One forward of chunks is in flight at a time, of at most `max_chunk_tokens` tokens. So the running rows wait for at
+    most one such forward from one of their tokens to the next.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: TargetModel,
+        draft: DraftHead | None,
+        draft_topk: int,
+        device: Device,
+        pool: KvPool,
+        sampling_state: SamplingState,
+        stream: Stream,
+        max_chunk_tokens: int,
+    ) -> None:
+        """`stream` is the forward stream of the decode steps. `draft_topk` is the number of first drafts of a seed."""
+        self._pool = pool
+        self._device = device
+        self._stream = stream
+        self._sampling_state = sampling_state
+        self._layer_group = model.layer_group.name
+        self._num_draft_layers = draft.layer_group.num_layers if draft else 1
+        self._max_chunk_tokens = max(max_chunk_tokens, self._num_draft_layers)
+        self._worker = PromptWorker(
+            model=model,
+            draft=draft,
+            draft_topk=draft_topk,
+            device=device,
+            pool=pool,
+            sampling_state=sampling_state,
+            stream=stream,
+        )
+        self._prompts: dict[Request, LocalPrompt] = {}
+        self._in_flight: _Launched | None = None
+        self._num_launched = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._prompts)
+
+    @property
+    def num_left(self) -> int:
+        """How many tokens of all prompts are not launched yet."""
+        return sum(prompt.num_left for prompt in self._prompts.values())
+
+    def begin(self, req: Request) -> None:
+        """Takes a request that has its row. The KV of its cached prefix is there already."""
+        assert req.lease is not None
+        token_ids = np.array(req.token_ids, np.int64)
+        self._prompts[req] = LocalPrompt(req, token_ids, req.lease, req.lease.num_cached)
+
+    def forget(self, req: Request) -> None:
+        """Gives the request up. A chunk in flight still writes to its row, which stays in quarantine meanwhile."""
+        self._prompts.pop(req, None)
+
+    def launch(self) -> bool:
+        """Launches the next chunks, if none are in flight. Returns whether it did."""
+        if self._in_flight is not None or not self._prompts:
+            return False
+        chunks = cut_chunks(
+            list(self._prompts.values()),
+            chunk_tokens=self._max_chunk_tokens,
+            max_batch_tokens=self._max_chunk_tokens,
+            min_last_tokens=self._num_draft_layers,
+        )
+        batch = ChunkBatch.of(
+            chunks, pool=self._pool, layer_group=self._layer_group, num_draft_layers=self._num_draft_layers
+        )
+        scope = Scope(f"local prefill {self._num_launched}")
+        self._num_launched += 1
+        self._stream.wait(self._device.schedule_stream.record())
+        if begun := [chunk.prompt.row_seed for chunk in chunks if chunk.start == chunk.prompt.lease.num_cached]:
+            self._stream.enqueue(partial(self._sampling_state.reset, begun), scope)
+        launched = self._worker.forward(batch, scope)
+        end = self._stream.record(scope)
+        for chunk in chunks:
+            chunk.prompt.lease.use_until(end, self._stream)
+            chunk.prompt.num_launched_tokens = chunk.stop
+        self._in_flight = _Launched(batch, launched.computed, end)
+        return True
+
+    def await_chunks(self, timeout_s: float) -> None:
+        """Waits for the chunks in flight, because there is nothing else to do. Raises as `Event.synchronize` does,
+        except for the failure of the chunks' own forward.
+        """
+        if self._in_flight is None:
+            return
+        try:
+            self._in_flight.end.synchronize(timeout_s)
+        except PieceFailed as failure:
+            if failure.is_of_device:
+                raise
+
+    def collect(self) -> tuple[tuple[ReadyRows, ...], tuple[LostRow, ...]]:
+        """Takes the chunks that have ended. Returns the requests that are ready now, and those whose forward failed.
+
+        Raises the error of a failed device or stream.
+        """
+        launched = self._in_flight
+        if launched is None or not launched.end.is_done():
+            return (), ()
+        self._in_flight = None
+        raise_if_device_failed(launched.end)
+        chunks = [chunk for chunk in launched.batch.chunks if self._is_wanted(chunk.prompt)]
+        if (failure := launched.end.error) is not None:
+            error = EngineFault(f"a prefill step failed: {failure}")
+            return (), tuple(LostRow(chunk.prompt.req, "", error, is_retryable=True) for chunk in chunks)
+        for chunk in chunks:
+            self._pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
+        return self._first_tokens(launched)
+
+    def _is_wanted(self, prompt: LocalPrompt) -> bool:
+        return self._prompts.get(prompt.req) is prompt
+
+    def _first_tokens(self, launched: _Launched) -> tuple[tuple[ReadyRows, ...], tuple[LostRow, ...]]:
+        batch, computed = launched.batch, launched.computed.get()
+        ended = [(place, batch.chunks[entry].prompt) for place, entry in enumerate(batch.sampled_entries)]
+        ended = [(place, prompt) for place, prompt in ended if self._is_wanted(prompt)]
+        are_invalid = computed.sampled.is_invalid.numpy()
+        lost = []
+        for place, prompt in ended:
+            if are_invalid[place]:
+                self._pool.forget(prompt.lease)
+                error = EngineFault("the model produced no finite logit")
+                lost.append(LostRow(prompt.req, "", error, is_retryable=prompt.lease.num_cached > 0))
+        ready = [(place, prompt) for place, prompt in ended if not are_invalid[place]]
+        if not ready:
+            return (), tuple(lost)
+        places, prompts = [place for place, _ in ready], [prompt for _, prompt in ready]
+        logprobs = unpack_logprobs(computed.sampled, batch.sampling)[:, 0].tolist()
+        columns = PrebuiltBatch(
+            rows=np.arange(len(prompts)),
+            seq_lens=np.array([len(prompt.token_ids) for prompt in prompts], np.int64),
+            first_token_ids=computed.sampled.token_ids.numpy()[places],
+            bytes_sent={},
+            queue_s=np.zeros(len(prompts)),
+            compute_s=np.zeros(len(prompts)),
+            num_cached_tokens=np.array([prompt.lease.num_cached for prompt in prompts], np.int64),
+            first_token_logprobs=tuple(logprobs[place] for place in places),
+            seed_columns={name: column_to_numpy(seeds[places]) for name, seeds in computed.seeds.items()},
+        )
+        return (ReadyRows(columns, np.arange(len(prompts)), tuple(prompt.req for prompt in prompts)),), tuple(lost)
