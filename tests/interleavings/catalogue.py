@@ -4,7 +4,18 @@ removed.
 
 from __future__ import annotations
 
-from tests.engine.mutants import batches, bootstrap, lengths, memory, prefill, relay, rows, speculation, tokens
+from tests.engine.mutants import (
+    batches,
+    bootstrap,
+    lengths,
+    memory,
+    prefill,
+    prefixes,
+    relay,
+    rows,
+    speculation,
+    tokens,
+)
 from tests.engine.mutants.kinds import Mutant
 from tests.engine.speculating import CHAIN, TREE
 from tests.interleavings import prefill_scenarios, scenarios
@@ -12,10 +23,12 @@ from tests.interleavings.prefill_scenarios import PrefillScenario
 from tests.interleavings.random_lives import PREFIX, RandomLife
 from tests.interleavings.scenarios import (
     BOOTSTRAPPED_BEFORE_DRAFT_EXTEND,
+    EVICTED,
     LAUNCHED_BEFORE_DRAFT_EXTEND,
     RESOLVED_BEFORE_DRAFT_EXTEND,
     RETRACTED,
     RETRIED,
+    REUSED,
     RelayAlone,
     Scenario,
 )
@@ -49,6 +62,15 @@ _prompt = PrefillScenario(prefill_scenarios.one_prompt, 1, 8)
 _prompts_at_once = PrefillScenario(prefill_scenarios.two_prompts, 2, 16, at_once=True)
 _cancelled = PrefillScenario(prefill_scenarios.one_cancelled, 1, 8)
 _cancelled_in_a_budget = PrefillScenario(prefill_scenarios.one_cancelled, 1, 8, 2)
+
+_reused_beside_an_abort = Scenario(scenarios.reused_beside_an_abort, 2, 9, headroom_tokens=1)
+_reused_beside_an_abort_chain = Scenario(scenarios.reused_beside_an_abort, 2, 40, CHAIN)
+_reused_lost = Scenario(scenarios.reused_by_a_handoff_lost, 2, 12, headroom_tokens=1)
+_reused_short = Scenario(scenarios.reused_when_short, 2, 8, headroom_tokens=1)
+_reused_short_tree = Scenario(scenarios.reused_when_short, 2, 14, TREE, headroom_tokens=1)
+_reused_prompts = PrefillScenario(prefill_scenarios.reused, 2, 8)
+_reused_prompts_cancelled = PrefillScenario(prefill_scenarios.reused_beside_a_cancellation, 2, 9, 2)
+_kept_prompts_cancelled = PrefillScenario(prefill_scenarios.kept_beside_a_cancellation, 2, 6)
 
 EXHAUSTIVE: dict[AnyScenario, int] = {
     _relay: 2,
@@ -102,6 +124,15 @@ LARGE: tuple[AnyScenario, ...] = (
     PrefillScenario(prefill_scenarios.one_cancelled, 1, 8, 2, lags=True),
     _cancelled,
     _cancelled_in_a_budget,
+    _reused_beside_an_abort,
+    _reused_beside_an_abort_chain,
+    Scenario(scenarios.reused_beside_an_abort, 2, 9, headroom_tokens=1, lags=True),
+    _reused_lost,
+    _reused_short,
+    _reused_short_tree,
+    _reused_prompts,
+    _reused_prompts_cancelled,
+    _kept_prompts_cancelled,
 )
 
 CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
@@ -151,6 +182,9 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (relay.lengths_read_without_waiting, _at_once_chain, "a race for .*new_seq_lens_buf"),
     (prefill.kv_leaves_before_it_is_computed, _prompts_at_once, "a race for .*kv of target"),
     (prefill.first_tokens_taken_early, _prompts_at_once, "a race for .*forward.*read by Python"),
+    (prefixes.prefix_is_let_go_before_quarantine_ends, _kept_prompts_cancelled, "a race for .*kv of target"),
+    (prefixes.prefix_is_found_and_not_held, _reused_short, "decoded wrongly|a race for .*kv of target"),
+    (prefixes.half_landed_kv_is_kept, _reused_lost, "decoded wrongly|a race for .*kv of target"),
 )
 """(mutant, scenario, symptom): with the mutant, some order of the scenario fails with a message that matches the
 symptom.
@@ -167,6 +201,14 @@ SOME_ORDER_HAS: dict[AnyScenario, frozenset[str]] = {
     _short_chain: frozenset({RETRACTED}),
     _soon_short: frozenset({RETRACTED}),
     _aborted_when_short: frozenset({RETRACTED}),
+    _reused_beside_an_abort: frozenset({REUSED, EVICTED}),
+    _reused_beside_an_abort_chain: frozenset({REUSED}),
+    _reused_lost: frozenset({REUSED, EVICTED, RETRIED}),
+    _reused_short: frozenset({REUSED, EVICTED, RETRACTED}),
+    _reused_short_tree: frozenset({REUSED, EVICTED}),
+    _reused_prompts: frozenset({REUSED, EVICTED}),
+    _reused_prompts_cancelled: frozenset({REUSED}),
+    _kept_prompts_cancelled: frozenset({EVICTED}),
 }
 """Things that some order of each scenario must show. They prove that the engine does not simply wait for everything:
 such an engine would be right in every order too.

@@ -5,8 +5,9 @@ time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from common.wire.handoff import KvSegment, PrebuiltBatch, RowFailed
 from prefill_service.messages import CallDone, CancelCallRows, Command, Event, FrameReady, OpenCall, SegmentBytesSent
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
 from tests.interleavings.explored_device import ExploredDevice
-from tests.interleavings.scenarios import INBOX, shared_by
+from tests.interleavings.scenarios import EVICTED, INBOX, REUSED, SALT, shared_by
 from tests.support.engines import handoff_rows, new_prefill_engine
 
 Body = Callable[["ExploredPrefill"], None]
@@ -25,13 +26,15 @@ _MAX_STEPS = 400
 @dataclass(slots=True)
 class _Row:
     token_ids: tuple[int, ...]
-    sent: list[int] = field(default_factory=list)
+    sent: list[tuple[int, int]] = field(default_factory=list)  # (layer, token)
     first_token: int | None = None
     is_cancelled: bool = False
+    num_held: int = 0
 
     @property
     def is_complete(self) -> bool:
-        return self.first_token is not None and sorted(self.sent) == list(range(len(self.token_ids)))
+        wanted = list(product(range(GROUP.num_layers), range(self.num_held, len(self.token_ids))))
+        return self.first_token is not None and sorted(self.sent) == wanted
 
 
 class ExploredPrefill:
@@ -61,9 +64,14 @@ class ExploredPrefill:
         self.rows: list[_Row] = []
         self._is_done = False
 
-    def open(self, *prompts: tuple[int, ...]) -> None:
-        self.rows = [_Row(prompt) for prompt in prompts]
-        self._posted.append(OpenCall("call", handoff_rows(prompts, self._sampling)))
+    def open(self, *prompts: tuple[int, ...], cache_salt: str | None = None, num_held: int = 0) -> None:
+        """Open the call with a row for each prompt. The decode service holds the first `num_held` tokens of each."""
+        self.rows = [_Row(prompt, num_held=num_held) for prompt in prompts]
+        rows = [
+            replace(row, cache_salt=cache_salt, num_held_tokens=((GROUP.name, num_held),))
+            for row in handoff_rows(prompts, self._sampling)
+        ]
+        self._posted.append(OpenCall("call", tuple(rows)))
 
     def cancel_some_time(self, row: int) -> None:
         self._client.enqueue(partial(self._deliver, CancelCallRows("call", (row,))))
@@ -128,11 +136,12 @@ class ExploredPrefill:
         self._wire.enqueue(partial(self._deliver, SegmentBytesSent("call", segment.num_bytes)))
         row = self.rows[segment.row]
         assert not row.is_cancelled, f"a segment of row {segment.row}, which was cancelled"
+        layers = range(segment.layer_start, segment.layer_start + segment.num_layers)
         tokens = range(segment.token_start, segment.token_start + segment.num_tokens)
-        right = kv_of(row.token_ids)[:, :, tokens.start : tokens.stop]
+        right = kv_of(row.token_ids)[layers.start : layers.stop, :, tokens.start : tokens.stop]
         sent = np.frombuffer(segment.payload, np.float32).reshape(right.shape)
         assert np.array_equal(sent, right), f"wrong KV was sent of row {segment.row}, {tokens}"
-        row.sent += tokens
+        row.sent += product(layers, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +176,11 @@ class PrefillScenario:
             self.body(prefill)
             prefill.live()
         device.check_no_races()
+        prefixes = prefill.engine.load().prefixes
+        if prefixes.num_found:
+            device.witnessed.add(REUSED)
+        if prefixes.num_evicted:
+            device.witnessed.add(EVICTED)
 
 
 def one_prompt(prefill: ExploredPrefill) -> None:
@@ -184,4 +198,25 @@ def one_cancelled(prefill: ExploredPrefill) -> None:
     slots.
     """
     prefill.open((1, 2, 3), (5, 6, 7))
+    prefill.cancel_some_time(0)
+
+
+def reused(prefill: ExploredPrefill) -> None:
+    """Prompts that begin alike wait for each other, and for the slots of what others left. The decode service holds
+    one token of each.
+    """
+    prefill.open((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 9), (7, 8, 9), cache_salt=SALT, num_held=1)
+
+
+def reused_beside_a_cancellation(prefill: ExploredPrefill) -> None:
+    """The prompt whose KV the others use, or wait for, is cancelled at any time: while queued, computed or sent."""
+    prefill.open((1, 2, 3, 4), (1, 2, 3, 4, 5), (1, 2, 9), cache_salt=SALT)
+    prefill.cancel_some_time(0)
+
+
+def kept_beside_a_cancellation(prefill: ExploredPrefill) -> None:
+    """A prompt is cancelled at any time, perhaps while KV that it left in the cache is still copied out. The other
+    prompt needs those slots.
+    """
+    prefill.open((1, 2, 3, 4), (7, 8, 9, 5), cache_salt=SALT)
     prefill.cancel_some_time(0)

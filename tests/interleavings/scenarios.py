@@ -43,11 +43,14 @@ from tests.interleavings.footprint import Shared
 
 Body = Callable[["ExploredEngine"], None]
 INBOX = "inbox"
+SALT = "salt"
 
 LAUNCHED_BEFORE_DRAFT_EXTEND = "a request's next step was launched while its draft-extend had not run"
 BOOTSTRAPPED_BEFORE_DRAFT_EXTEND = "a row was bootstrapped and launched beside another whose draft-extend had not run"
 RETRIED = "a handoff was tried again"
 RETRACTED = "a request was retracted"
+REUSED = "a request held KV of another one"
+EVICTED = "cached KV gave way"
 RESOLVED_BEFORE_DRAFT_EXTEND = "lengths were resolved behind a bootstrap while the draft-extend had not run"
 
 
@@ -219,6 +222,10 @@ class Scenario:
             device.witnessed.add(RETRIED)
         if load.num_retractions:
             device.witnessed.add(RETRACTED)
+        if load.prefixes.num_found:
+            device.witnessed.add(REUSED)
+        if load.prefixes.num_evicted:
+            device.witnessed.add(EVICTED)
         drafts_fit = self._drafts_fit(engine)
         for request_id, outcome in engine.outcomes.items():
             is_cut = outcome.is_abandoned or (outcome.finished and outcome.finished.reason is FinishReason.STOP_STRING)
@@ -361,3 +368,32 @@ def one_stopped(engine: ExploredEngine) -> None:
     engine.submit("a", [1, 2], 3)
     engine.submit("b", [5, 6, 7], 3)
     engine.stop_some_time("a")
+
+
+def reused_beside_an_abort(engine: ExploredEngine) -> None:
+    """Prompts begin alike. The first is aborted at any time, so perhaps when the others hold what it left, or have
+    received the same KV themselves.
+    """
+    engine.submit("a", [1, 2, 3, 4], 3, cache_salt=SALT)
+    engine.submit("b", [1, 2, 3, 4], 3, cache_salt=SALT)
+    engine.submit("c", [1, 2, 9], 2, cache_salt=SALT)
+    engine.abort_some_time("a")
+
+
+def reused_by_a_handoff_lost(engine: ExploredEngine) -> None:
+    """The handoff of a request that may hold a prefix breaks while a segment is on its way. A third one, without a
+    salt, needs slots.
+    """
+    engine.submit("a", [1, 2, 3, 4], 2, cache_salt=SALT)
+    engine.submit("b", [1, 2, 3, 4, 5], 3, cache_salt=SALT)
+    engine.submit("c", [7, 8, 9], 3)
+    engine.lose_handoff_once("b")
+
+
+def reused_when_short(engine: ExploredEngine) -> None:
+    """Requests with the same prompt run short of slots: cached KV is evicted, and the youngest returns to what is left
+    of its own.
+    """
+    engine.submit("a", [1, 2, 3], 5, cache_salt=SALT)
+    engine.submit("b", [1, 2, 3], 4, cache_salt=SALT)
+    engine.submit("c", [1, 2, 5], 3, cache_salt=SALT)

@@ -1,0 +1,250 @@
+"""Mutants of the prefix cache: what rows hold of it, what they leave there, and what is asked of prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from common.kv.pool import CacheKey, KvPool, LeaseState, RowLease
+from common.kv.prefix_tree import HeldPrefix, PrefixTree
+from common.kv.slot_allocator import Slots
+from common.wire.handoff import HandoffRow
+from decode_service.messages import Phase, Submit
+from decode_service.schedule import dispatcher, request, scheduler
+from decode_service.schedule.landing import LandingZone
+from decode_service.schedule.life import RULES, Lives
+from decode_service.schedule.request import Request
+
+
+def _tree_of(patch: pytest.MonkeyPatch) -> Callable[[HeldPrefix], PrefixTree]:
+    """Record which tree each prefix is held in from now on. Returns the lookup."""
+    hold = PrefixTree.hold
+    trees: dict[HeldPrefix, PrefixTree] = {}
+
+    def noting(self: PrefixTree, tokens: NDArray[np.int64], namespace: str, max_tokens: int) -> HeldPrefix:
+        held = hold(self, tokens, namespace, max_tokens)
+        trees[held] = self
+        return held
+
+    patch.setattr(PrefixTree, "hold", noting)
+    return trees.__getitem__
+
+
+# ---- P1: how long a prefix is held ------------------------------------------------------------------------------
+
+
+def prefix_is_found_and_not_held(patch: pytest.MonkeyPatch) -> None:
+    """Let go of a row's prefix as soon as the row is reserved."""
+    tree_of, reserve = _tree_of(patch), KvPool.reserve
+
+    def mutant(self: KvPool, num_tokens: int, **options: Any) -> RowLease | None:
+        lease = reserve(self, num_tokens, **options)
+        if lease is not None and lease.prefix is not None and lease.num_cached:
+            tree_of(lease.prefix).let_go(lease.prefix)
+            lease.prefix = None
+        return lease
+
+    patch.setattr(KvPool, "reserve", mutant)
+
+
+def prefix_is_let_go_before_quarantine_ends(patch: pytest.MonkeyPatch) -> None:
+    """Let go of a row's prefix when the row is released, although forwards may still read it."""
+    tree_of, release = _tree_of(patch), KvPool.release
+
+    def mutant(self: KvPool, lease: RowLease) -> None:
+        if lease.is_held and lease.prefix is not None:
+            tree_of(lease.prefix).let_go(lease.prefix)
+            lease.prefix = None
+        release(self, lease)
+
+    patch.setattr(KvPool, "release", mutant)
+
+
+# ---- P2: what is asked for and landed ---------------------------------------------------------------------------
+
+
+def _rows_hold(patch: pytest.MonkeyPatch, num_held: Callable[[HandoffRow, int], int]) -> None:
+    def mutant(**columns: Any) -> HandoffRow:
+        row = HandoffRow(**columns)
+        held = tuple((name, num_held(row, num_tokens)) for name, num_tokens in row.num_held_tokens)
+        return dataclasses.replace(row, num_held_tokens=held)
+
+    patch.setattr(dispatcher, "HandoffRow", mutant)
+
+
+def held_tokens_are_asked_for(patch: pytest.MonkeyPatch) -> None:
+    _rows_hold(patch, lambda row, num_held: 0)
+
+
+def landing_awaits_held_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Let the landing zone wait for the KV of all tokens, those held included."""
+    open_call = LandingZone.open
+
+    class Cold:
+        """A row's lease that claims to hold nothing yet."""
+
+        num_cached = 0
+
+        def __init__(self, lease: RowLease) -> None:
+            vars(self)["_lease"] = lease
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._lease, name)
+
+    def mutant(self: LandingZone, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
+        leases = [req.lease for req in reqs]
+        for req in reqs:
+            req.lease = cast(RowLease, Cold(cast(RowLease, req.lease)))
+        open_call(self, call_id, replica, reqs)
+        for req, lease in zip(reqs, leases, strict=True):
+            req.lease = lease
+
+    patch.setattr(LandingZone, "open", mutant)
+
+
+def whole_prompt_may_be_held(patch: pytest.MonkeyPatch) -> None:
+    """Hold a cached prefix as long as the whole prompt, so that prefill has nothing to compute."""
+    hold = PrefixTree.hold
+
+    def mutant(self: PrefixTree, tokens: NDArray[np.int64], namespace: str, max_tokens: int) -> HeldPrefix:
+        return hold(self, tokens, namespace, max_tokens + 1)
+
+    patch.setattr(PrefixTree, "hold", mutant)
+
+
+# ---- P3: conservation -------------------------------------------------------------------------------------------
+
+
+def evicted_slot_leaks(patch: pytest.MonkeyPatch) -> None:
+    evict = PrefixTree.evict
+
+    def mutant(self: PrefixTree, num_slots: int) -> Slots:
+        evicted = evict(self, num_slots + 1)
+        return evicted[:num_slots]
+
+    patch.setattr(PrefixTree, "evict", mutant)
+
+
+def shared_slots_are_freed_with_the_row(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowLease, "own_slots", property(lambda lease: lease.slots))
+
+
+def kept_slots_stay_the_rows_own(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowLease, "share", lambda self, positions: None)
+
+
+def slots_the_tree_has_already_leak(patch: pytest.MonkeyPatch) -> None:
+    """Count all slots that were offered to the tree as the tree's, those that it had for other rows already too."""
+    insert = PrefixTree.insert
+
+    def mutant(self: PrefixTree, held: HeldPrefix, tokens: NDArray[np.int64], slots: Slots) -> int:
+        insert(self, held, tokens, slots)
+        return 0
+
+    patch.setattr(PrefixTree, "insert", mutant)
+
+
+# ---- P4: namespaces ---------------------------------------------------------------------------------------------
+
+
+def namespaces_are_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(request, "CacheKey", lambda token_ids, namespace: CacheKey(token_ids, ""))
+
+
+def no_salt_is_the_common_namespace(patch: pytest.MonkeyPatch) -> None:
+    given = Request.of
+
+    def mutant(submit: Submit, **about: Any) -> Request:
+        return given(dataclasses.replace(submit, cache_salt=submit.cache_salt or ""), **about)
+
+    patch.setattr(Request, "of", mutant)
+
+
+# ---- P5: what is kept is committed ------------------------------------------------------------------------------
+
+
+def _keeps(patch: pytest.MonkeyPatch, num_kept: Callable[[NDArray[np.int64], int], int]) -> None:
+    keep = KvPool.keep
+
+    def mutant(self: KvPool, lease: RowLease, token_ids: NDArray[np.int64], num_tokens: int) -> None:
+        keep(self, lease, token_ids, num_kept(token_ids, num_tokens))
+
+    patch.setattr(KvPool, "keep", mutant)
+
+
+def last_token_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """Keep the KV of the last token too, which no forward has computed."""
+    _keeps(patch, lambda token_ids, num_tokens: len(token_ids))
+
+
+def unread_tokens_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """Keep the draft head's KV of tokens that the head has not read yet."""
+    _keeps(patch, lambda token_ids, num_tokens: len(token_ids) - 1)
+
+
+def heads_kv_depends_on_no_later_token(patch: pytest.MonkeyPatch) -> None:
+    """Share the draft head's KV of a position also with sequences that have another token after it."""
+    patch.setattr(scheduler, "PrefixTree", lambda lookahead: PrefixTree(0))
+
+
+# ---- P6: retraction and eviction --------------------------------------------------------------------------------
+
+
+def output_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """Leave only the prompt's KV, which came with the handoff, in the cache."""
+    patch.setattr(KvPool, "keeps_output", False)
+
+
+def evictable_slots_are_not_free(patch: pytest.MonkeyPatch) -> None:
+    """Count only slots as free that neither a row nor the prefix cache has."""
+    patch.setattr(KvPool, "num_free_slots", property(lambda pool: pool.slot_counts().free))
+
+
+def shared_slots_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
+    """Expect only the slots back that are a leaving row's own."""
+    patch.setattr(PrefixTree, "num_held_only_by", lambda self, holds: 0)
+
+
+# ---- P7: damaged KV ---------------------------------------------------------------------------------------------
+
+
+def damaged_kv_stays(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KvPool, "forget", lambda self, lease: None)
+
+
+def damaged_row_still_leaves_its_kv(patch: pytest.MonkeyPatch) -> None:
+    """Forget what is cached, and then keep what the damaged row wrote."""
+    patch.setattr(RowLease, "is_damaged", property(lambda lease: False, lambda lease, is_damaged: None), raising=False)
+
+
+# ---- P8: lost handoffs --------------------------------------------------------------------------------------------
+
+
+def a_retry_asks_for_what_the_first_attempt_did(patch: pytest.MonkeyPatch) -> None:
+    first: dict[str, int] = {}
+    _rows_hold(patch, lambda row, num_held: first.setdefault(row.request_id, num_held))
+
+
+def half_landed_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """Leave the prompt's KV in the cache also when its handoff is lost, and only a part of it has come."""
+    enter, pools = Lives.enter, []
+    reserve = KvPool.reserve
+
+    def noting(self: KvPool, num_tokens: int, **options: Any) -> RowLease | None:
+        pools.append(self)
+        return reserve(self, num_tokens, **options)
+
+    def mutant(self: Lives, req: Request, phase: Phase, **about: Any) -> None:
+        key = req.cache_key
+        if phase is Phase.QUEUE and RULES[req.phase].lease is LeaseState.TRANSFERRING and key is not None:
+            assert req.lease is not None
+            pools[-1].keep(req.lease, key.token_ids, len(key.token_ids) - 1)
+        enter(self, req, phase, **about)
+
+    patch.setattr(KvPool, "reserve", noting)
+    patch.setattr(Lives, "enter", mutant)

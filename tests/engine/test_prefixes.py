@@ -1,0 +1,552 @@
+"""Prefix reuse on the decode service: rows hold KV that earlier requests left, and ask prefill only for the rest.
+
+What a request reads is checked by its tokens and its drafts: both are hashes of all KV (tests/engine/tags.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import pytest
+import torch
+
+from common.attention.backend import ForwardInput
+from common.device.scripted import ScriptedDevice, pick_with, run_needed
+from common.device.stream import Event
+from common.errors import RowFailure
+from common.model.forward_program import OnLayerKv
+from common.model.target import TargetOutput
+from common.sampling.params import ResolvedSampling
+from common.wire.handoff import RowFailed
+from decode_service.messages import CallEnded, FinishReason, FrameArrived
+from decode_service.schedule import dispatcher
+from decode_service.speculate.spec_info import SpecInfo
+from tests.engine.harness import Outcome, ScriptedEngine
+from tests.engine.mutants import prefixes, rows
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
+from tests.engine.speculating import CHAIN, NOTHING, SEED, TREE, RandomDepth, ScriptedDepth, run_one_each
+from tests.engine.tag_head import DRAFT
+from tests.engine.tags import GROUP, oracle
+from tests.engine.test_lengths import LyingWorker
+
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+OTHER = (700, 701, 702, 703)
+SALT = "salt"
+GREEDY = ResolvedSampling(seed=0, max_tokens=1, temperature=0.0)
+
+
+def serve(scripted: ScriptedEngine, request_id: str, prompt: Sequence[int], max_tokens: int, **options: object) -> int:
+    """Run a request alone to its end, and check its tokens. Returns how many tokens it held."""
+    outcome = scripted.submit(request_id, prompt, max_tokens, **{"cache_salt": SALT, **options})  # type: ignore
+    scripted.step()
+    assert request_id in scripted.handoffs, f"{request_id} was not handed off: {scripted.engine.load()}"
+    num_held = scripted.handoffs[request_id].num_held
+    assert num_held < len(prompt), "no token was left to compute"
+    scripted.run()
+    assert outcome.finished is not None, f"{request_id} failed: {outcome.error}"
+    assert_right(request_id, outcome)
+    return num_held
+
+
+def assert_right(request_id: str, outcome: Outcome) -> None:
+    wanted = outcome.expected
+    if outcome.is_abandoned or (outcome.finished and outcome.finished.reason is FinishReason.STOP_TOKEN):
+        wanted = wanted[: len(outcome.token_ids)]
+    assert outcome.token_ids == wanted, f"{request_id} was decoded wrongly"
+
+
+# ---- P1: held prefixes ------------------------------------------------------------------------------------------
+
+
+def check_a_held_prefix_is_not_given_to_another_row() -> None:
+    """A running request holds all that is cached, while another one would like to have its slots."""
+    with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
+        scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40)
+        serve(scripted, "first", PROMPT, 2)
+        holder = scripted.submit("holder", PROMPT, 24, cache_salt=SALT)
+        scripted.start("holder")
+        hungry = scripted.submit("hungry", range(100, 112), 20)
+        scripted.run()
+    assert scripted.engine.load().prefixes.num_found == len(PROMPT) - 1, "nothing was reused"
+    for outcome in (holder, hungry):
+        assert_right("the holder, or who was hungry,", outcome)
+
+
+def check_a_prefix_in_quarantine_is_not_given_to_another_row() -> None:
+    """The holder is aborted while its forward is in flight, and another request needs the slots of its prefix."""
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=14)
+    serve(scripted, "first", PROMPT, 2)
+    scripted.submit("holder", PROMPT, 4, cache_salt=SALT)
+    scripted.start("holder")
+    read = scripted.engine.pool.rows.req_to_token[1:].flatten()
+    scripted.abort("holder")
+    scripted.submit("hungry", range(100, 112), 2)
+    seen = []
+
+    def look(device: ScriptedDevice, event: Event) -> None:
+        load = scripted.engine.load()
+        seen.append((load.rows.reserved, load.slots.cached))
+        run_needed(device, event)
+
+    scripted.device.on_synchronize = look
+    scripted.step()
+    assert read.any() and seen == [(0, 1)], f"a prefix was let go while a forward may read it: {seen}"
+    scripted.run()
+    assert scripted.engine.load().prefixes.num_evicted > 0, "nobody needed the slots"
+
+
+# ---- P2: only the rest is asked for -----------------------------------------------------------------------------
+
+
+def check_only_what_is_not_held_is_asked_for() -> None:
+    """Both layer groups are held and landed alike. A prompt that is cached as a whole leaves one token to compute. A
+    head's KV depends on the next token too.
+    """
+    for spec_info, token_bytes in ((None, GROUP.token_bytes), (CHAIN, GROUP.token_bytes + DRAFT.token_bytes)):
+        scripted = ScriptedEngine(spec_info=spec_info)
+        assert serve(scripted, "cold", PROMPT, 6) == 0, "something was there before the first request"
+        said = (*PROMPT, *scripted.outcomes["cold"].token_ids)
+        for name, prompt, num_wanted in (
+            ("same", PROMPT, len(PROMPT) - 1),
+            ("whole", said[:-1], len(said) - 2),
+            ("longer", (*said, 42, 43), len(said) - 1 if spec_info else len(said)),
+            ("branching", (*PROMPT[:5], 900, 901), 4 if spec_info else 5),
+        ):
+            num_held = serve(scripted, name, prompt, 3)
+            assert num_held == num_wanted, f"{name}: {num_held} tokens were held, not {num_wanted}"
+            finished = scripted.outcomes[name].finished
+            num_bytes = (len(prompt) - num_held) * token_bytes
+            assert finished is not None and finished.timings.kv_bytes == num_bytes, "other KV came than was asked for"
+
+
+# ---- P3: conservation -------------------------------------------------------------------------------------------
+
+
+def live_beside_each_other(
+    numbers: random.Random,
+    *,
+    spec_info: SpecInfo | None = None,
+    overlap: bool = True,
+    max_kv_tokens: int = 80,
+    num_requests: int = 16,
+) -> ScriptedEngine:
+    """Requests whose prompts begin alike, or go on where earlier ones ended, share three rows and few slots. Some are
+    aborted, some lose a handoff, some have another salt or none. `step` counts rows and slots every time.
+    """
+
+    def run_some(device: ScriptedDevice) -> None:
+        while numbers.random() < 0.3 and (ready := device.ready_streams()):
+            numbers.choice(ready).run_next()
+
+    device = ScriptedDevice(on_synchronize=pick_with(numbers.choice), on_host_call=run_some)
+    ticks = itertools.count()
+    scripted = ScriptedEngine(
+        device=device,
+        max_rows=3,
+        max_kv_tokens=max_kv_tokens,
+        overlap=overlap,
+        spec_info=spec_info,
+        depth=RandomDepth(spec_info, numbers) if spec_info else None,
+        clock=lambda: next(ticks) / 50,
+    )
+    said: list[tuple[int, ...]] = [PROMPT, OTHER]
+    for arrival in range(num_requests):
+        text = numbers.choice(said)
+        prompt = (*text[: numbers.randint(1, 12)], *(numbers.randrange(1, 900) for _ in range(numbers.randint(0, 3))))
+        max_tokens = numbers.choice([1, 2, 6, 20, 40])
+        stops = tuple(oracle(prompt, 6, GREEDY)[4:5]) if numbers.random() < 0.3 else ()
+        salt = numbers.choice([SALT, SALT, SALT, "", None])
+        outcome = scripted.submit(str(arrival), prompt, max_tokens, stop_token_ids=stops, cache_salt=salt)
+        for _ in range(numbers.randint(0, 5)):
+            scripted.step()
+            for waiting in list(scripted.handoffs):
+                if (drawn := numbers.random()) < 0.6:
+                    scripted.hand_over(waiting, last=numbers.choice(["target", "draft"]))
+                elif drawn < 0.7:
+                    scripted.refuse(waiting, RowFailure.CAPACITY)
+        if numbers.random() < 0.25:
+            scripted.abort(str(numbers.randint(0, arrival)))
+        said.append((*prompt, *outcome.token_ids))
+    scripted.run(advance=run_one_each)
+    return scripted
+
+
+def check_slots_are_conserved_with_a_cache() -> None:
+    num_found = num_evicted = num_retractions = 0
+    for seed in range(12):
+        spec_info = (None, CHAIN, TREE)[seed % 3]
+        with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
+            scripted = live_beside_each_other(random.Random(seed), spec_info=spec_info, overlap=seed % 2 == 0)
+        for request_id, outcome in scripted.outcomes.items():
+            assert outcome.error is None, f"seed {seed}: {request_id} failed: {outcome.error}"
+            assert_right(f"seed {seed}: {request_id}", outcome)
+        load = scripted.engine.load()
+        num_found += load.prefixes.num_found
+        num_evicted += load.prefixes.num_evicted
+        num_retractions += load.num_retractions
+    assert num_found > 100 and num_evicted > 100 and num_retractions > 5, "too little happened to tell anything"
+
+
+# ---- P4: namespaces ---------------------------------------------------------------------------------------------
+
+
+def check_namespaces_share_nothing() -> None:
+    scripted = ScriptedEngine()
+    for salt in (None, SALT, "other", "", None):
+        num_held = serve(scripted, f"first of {salt}", PROMPT, 4, cache_salt=salt)
+        assert num_held == 0, f"{salt!r} uses what another namespace left"
+        num_kept = scripted.engine.load().slots.cached
+        num_held = serve(scripted, f"second of {salt}", PROMPT, 4, cache_salt=salt)
+        if salt is None:
+            assert num_held == 0, "a request without a salt uses the cache"
+            assert scripted.engine.load().slots.cached == num_kept, "a request without a salt leaves its KV"
+        else:
+            assert num_held == len(PROMPT) - 1, f"{salt!r} does not use what it left itself"
+        scripted.outcomes.clear()
+
+
+# ---- P5: only committed KV is kept ------------------------------------------------------------------------------
+
+
+def speculation_of(outcome: Outcome) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    assert outcome.finished is not None and outcome.finished.speculation is not None
+    return outcome.finished.speculation.drafted_at, outcome.finished.speculation.accepted_at
+
+
+def check_only_committed_kv_is_kept() -> None:
+    """A request ends, by its limit, at a stop token or by an abort, and another goes on where it ended. The second one
+    must come to the tokens, and to the drafts, that it comes to without a cache.
+    """
+    for spec_info, depths in (
+        (None, [None]),
+        (CHAIN, [CHAIN]),
+        (TREE, [TREE]),
+        (CHAIN, [CHAIN, *[NOTHING] * 20]),
+        (CHAIN, [NOTHING, NOTHING, SEED, CHAIN]),
+        (TREE, [TREE, *[TREE.at_depth(0).without_seed()] * 3, TREE.at_depth(0), TREE]),
+    ):
+        for ending in ("length", "stop", "abort"):
+            for num_tokens in range(2, 9):
+                depth = ScriptedDepth([each for each in depths if each], deepest=spec_info) if spec_info else None
+                warm = ScriptedEngine(spec_info=spec_info, depth=depth)
+                first = _end_at(warm, ending, num_tokens)
+                longer = (*PROMPT, *first.token_ids, 77, 78)
+                if depth is not None:
+                    depth.script([spec_info])  # type: ignore[list-item]
+                num_held = serve(warm, "second", longer, 12)
+                num_unread = sum(each in (NOTHING, TREE.at_depth(0).without_seed()) for each in depths)
+                assert num_held >= len(PROMPT) + max(len(first.token_ids) - 1 - num_unread, 0), "too little was kept"
+                if spec_info is not None:
+                    cold = ScriptedEngine(spec_info=spec_info)
+                    serve(cold, "second", longer, 12, cache_salt=None)
+                    drafts, wanted = (speculation_of(each.outcomes["second"]) for each in (warm, cold))
+                    assert drafts == wanted, f"{ending} after {num_tokens}: drafts were not those of the sequence"
+
+
+def _end_at(scripted: ScriptedEngine, ending: str, num_tokens: int) -> Outcome:
+    if ending == "length":
+        serve(scripted, "first", PROMPT, num_tokens)
+    elif ending == "stop":
+        stop = oracle(PROMPT, num_tokens, GREEDY)[-1]
+        serve(scripted, "first", PROMPT, 24, stop_token_ids=(stop,))
+    else:
+        outcome = scripted.submit("first", PROMPT, 24, cache_salt=SALT)
+        scripted.start("first")
+        while len(outcome.token_ids) < num_tokens:
+            scripted.step()
+        scripted.abort("first")
+        scripted.run()
+    return scripted.outcomes["first"]
+
+
+def check_a_heads_kv_is_shared_only_with_what_it_read() -> None:
+    """Two sequences differ in one token. The head's KV at the position before it was made from that token."""
+    scripted = ScriptedEngine(spec_info=CHAIN)
+    serve(scripted, "first", PROMPT, 6)
+    branching = (*PROMPT[:5], 900, 901)
+    serve(scripted, "branching", branching, 24)
+    outcome = scripted.outcomes["branching"]
+    expected = outcome.expected_drafting(CHAIN.num_draft_tokens)
+    assert outcome.drafting == expected, f"drafts were not those of the sequence: {outcome.drafting}, not {expected}"
+
+
+# ---- P6: retraction and eviction --------------------------------------------------------------------------------
+
+
+def check_a_retracted_request_returns_to_what_it_left() -> None:
+    """The older request needs only a few of the slots that the younger one leaves."""
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=64)
+    older = scripted.submit("older", range(200, 220), 24, cache_salt=SALT)
+    younger = scripted.submit("younger", PROMPT[:4], 30, cache_salt=SALT)
+    scripted.start("older", "younger")
+    while "younger" not in scripted.handoffs:
+        assert not younger.has_ended, "nothing was retracted"
+        scripted.step()
+    num_tokens = len(younger.prompt) + len(younger.token_ids)
+    handoff = scripted.handoffs["younger"]
+    assert handoff.num_held > len(younger.prompt), f"of {num_tokens} tokens {handoff.num_held} came back"
+    scripted.run()
+    for outcome in (older, younger):
+        assert_right("it", outcome)
+    assert scripted.engine.load().num_retractions == 1
+
+
+def check_requests_end_although_all_slots_are_cached() -> None:
+    """Each request needs nearly all slots, and earlier ones leave all of them in the cache."""
+    scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40)
+    for number in range(4):
+        serve(scripted, str(number), range(100 * number + 1, 100 * number + 30), 10)
+        load = scripted.engine.load()
+        assert load.slots.cached + load.slots.free == load.slots.total
+    assert load.slots.cached > 30
+
+
+def check_two_rows_with_the_same_tokens_come_to_an_end() -> None:
+    """Both received the same KV at the same time, so one holds it twice: its own, and that of the cache. The older one
+    is the last to land, and needs all slots there are.
+    """
+    for spec_info in (None, CHAIN):
+        num_ahead = spec_info.num_slots - 1 if spec_info else 0
+        scripted = ScriptedEngine(max_rows=2, max_kv_tokens=64 + num_ahead, spec_info=spec_info)
+        outcomes = [
+            scripted.submit(name, PROMPT, 56, cache_salt=SALT, temperature=1.0, seed=seed)
+            for seed, name in enumerate(("older", "younger"))
+        ]
+        scripted.step()
+        assert len(scripted.handoffs) == 2
+        scripted.hand_over("younger")
+        for _ in range(2):
+            scripted.step()
+            scripted.landing.run_all()
+        scripted.hand_over("older")
+        scripted.run()
+        for outcome in outcomes:
+            assert_right("one of them", outcome)
+
+
+def check_no_more_is_retracted_than_needed() -> None:
+    """A request ends with the forward in flight. The others need more slots than are its own, and fewer than come back
+    with those of its prefix.
+    """
+    with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
+        scripted = ScriptedEngine(max_rows=4, max_kv_tokens=32)
+        serve(scripted, "first", range(300, 310), 2)
+        growing = [scripted.submit(name, [ord(name)], 10, cache_salt=SALT) for name in "abc"]
+        scripted.start("a", "b", "c")
+        leaving = scripted.submit("leaving", range(300, 310), 2, cache_salt=SALT)
+        for _ in range(3):
+            scripted.step()
+        scripted.hand_over("leaving")
+        num_left = []
+        while not leaving.has_ended:
+            slots = scripted.engine.load().slots
+            num_left.append(slots.free + slots.cached)
+            scripted.step()
+            scripted.landing.run_all()
+        scripted.run()
+    for outcome in (*growing, leaving):
+        assert_right("one of them", outcome)
+    assert num_left[-1] == 0, f"slots were not short: {num_left}"
+    assert scripted.engine.load().num_retractions == 0, "a request gave way although enough slots were coming"
+
+
+# ---- P7: damaged KV ---------------------------------------------------------------------------------------------
+
+
+class _Damage:
+    """Lets the engine's next forward give logits that are not finite."""
+
+    def __init__(self, scripted: ScriptedEngine) -> None:
+        self.is_due = False
+        self._forward = scripted.model.forward
+        scripted.model.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
+        output = self._forward(batch, on_layer_kv=on_layer_kv)
+        if self.is_due:
+            self.is_due = False
+            output.logits.fill_(torch.nan)
+        return output
+
+
+def check_damaged_kv_is_forgotten() -> None:
+    """A step's logits are not finite, with cached KV and without: the next request with these tokens begins anew."""
+    for prompt, is_warm in ((PROMPT, True), (PROMPT, False), (PROMPT[:1], False)):
+        scripted = ScriptedEngine()
+        serve(scripted, "elsewhere", OTHER, 4)
+        if is_warm:
+            serve(scripted, "before", prompt, 3)
+        damage = _Damage(scripted)
+        failing = scripted.submit("failing", prompt, 8, cache_salt=SALT)
+        scripted.start("failing")
+        while len(failing.token_ids) < 4:
+            scripted.step()
+        damage.is_due = True
+        scripted.run()
+        assert failing.error is not None, "the damage was not noticed"
+        longer = (*prompt, *failing.token_ids)
+        assert serve(scripted, "next", longer, 3) == 0, "damaged KV was used again"
+        assert serve(scripted, "after that", longer, 3) == len(longer) - 1, "sound KV was not kept"
+        assert serve(scripted, "elsewhere again", OTHER, 3) == len(OTHER) - 1, "other KV was forgotten too"
+
+
+def test_kv_of_a_row_whose_length_was_wrong_is_forgotten() -> None:
+    """The device or a kernel is at fault, so nothing that the row holds is trusted."""
+    for prompt in (PROMPT, PROMPT[:1]):
+        scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN)
+        scripted.engine._worker = LyingWorker(scripted.engine._worker, 1 << 40, is_accepted=False)
+        failing = scripted.submit("failing", prompt, 24, cache_salt=SALT)
+        scripted.run()
+        assert failing.error is not None
+        assert serve(scripted, "next", (*prompt, *failing.token_ids), 3) == 0
+
+
+# ---- P8: endings and losses of others ---------------------------------------------------------------------------
+
+
+def check_what_is_held_outlives_its_owner() -> None:
+    """A request holds what another one, which still runs, has left there. That one is aborted, or fails, and a third
+    one takes all its slots.
+    """
+    for ending in ("abort", "fail"):
+        with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
+            scripted = ScriptedEngine(max_rows=3, max_kv_tokens=40)
+            owner = scripted.submit("owner", PROMPT, 24, cache_salt=SALT)
+            scripted.start("owner")
+            heir = scripted.submit("heir", PROMPT, 20, cache_salt=SALT)
+            scripted.step()
+            assert scripted.handoffs["heir"].num_held == len(PROMPT) - 1, "nothing was held"
+            if ending == "abort":
+                scripted.abort("owner")
+            else:
+                scripted.model.fails_next = True
+            hungry = scripted.submit("hungry", range(100, 112), 20, cache_salt=SALT)
+            scripted.run()
+        assert owner.has_ended and owner.finished is None, "the owner was to end early"
+        for name, outcome in (("heir", heir), ("hungry", hungry)):
+            assert outcome.error is None, f"{name} failed: {outcome.error}"
+            assert_right(f"{name}, when the owner was gone,", outcome)
+
+
+def check_a_lost_handoff_is_retried_with_what_is_held_then() -> None:
+    """A handoff breaks after its first segment, although its row holds a prefix. Before it is retried, that prefix is
+    evicted in part, or grows.
+    """
+    for then in ("nothing", "is evicted", "grows"):
+        now_s = [0.0]
+        with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
+            scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40, clock=lambda: now_s[0])  # noqa: B023 - run at once
+            serve(scripted, "first", PROMPT[:6], 2)
+            lost = scripted.submit("lost", (*PROMPT, 50, 51, 52), 8, cache_salt=SALT)
+            scripted.step()
+            handoff = scripted.handoffs["lost"]
+            assert handoff.num_held == 6, "nothing was held"
+            scripted.hand_over("lost")
+            scripted.hold_back(3)  # all but the first segment
+            failed = RowFailed(handoff.row, RowFailure.COMPUTE, True, 250, "planted")
+            scripted.post(FrameArrived(handoff.call_id, failed))
+            scripted.post(CallEnded(handoff.call_id, None))
+            scripted.step()
+            scripted.landing.run_all()
+            if then == "grows":
+                serve_beside(scripted, "longer", PROMPT, 2)
+            elif then == "is evicted":
+                serve_beside(scripted, "hungry", range(100, 120), 19, cache_salt=None)
+                assert scripted.engine.load().prefixes.num_evicted > 0
+            now_s[0] += 1.0
+            scripted.step()
+            num_held = scripted.handoffs["lost"].num_held
+            assert num_held in {"nothing": [6], "is evicted": range(6), "grows": [8]}[then], f"{num_held} were held"
+            scripted.run()
+        assert lost.finished is not None, f"the retry failed: {lost.error}"
+        assert_right("the retried request", lost)
+
+
+def serve_beside(
+    scripted: ScriptedEngine, request_id: str, prompt: Sequence[int], max_tokens: int, **options: object
+) -> None:
+    """Run a request to its end while another one waits."""
+    outcome = scripted.submit(request_id, prompt, max_tokens, **{"cache_salt": SALT, **options})  # type: ignore
+    scripted.step()
+    scripted.hand_over(request_id)
+    while not outcome.has_ended:
+        scripted.step()
+        scripted.landing.run_all()
+    scripted.step()
+    assert_right(request_id, outcome)
+
+
+CHECKS: list[Callable[[], None]] = [
+    check_a_held_prefix_is_not_given_to_another_row,
+    check_a_prefix_in_quarantine_is_not_given_to_another_row,
+    check_only_what_is_not_held_is_asked_for,
+    check_slots_are_conserved_with_a_cache,
+    check_namespaces_share_nothing,
+    check_only_committed_kv_is_kept,
+    check_a_heads_kv_is_shared_only_with_what_it_read,
+    check_a_retracted_request_returns_to_what_it_left,
+    check_requests_end_although_all_slots_are_cached,
+    check_two_rows_with_the_same_tokens_come_to_an_end,
+    check_no_more_is_retracted_than_needed,
+    check_damaged_kv_is_forgotten,
+    check_what_is_held_outlives_its_owner,
+    check_a_lost_handoff_is_retried_with_what_is_held_then,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_holds(check: Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant", "symptom"),
+    [
+        (check_a_held_prefix_is_not_given_to_another_row, prefixes.prefix_is_found_and_not_held, "decoded wrongly"),
+        (
+            check_a_prefix_in_quarantine_is_not_given_to_another_row,
+            prefixes.prefix_is_let_go_before_quarantine_ends,
+            "let go while a forward may read it",
+        ),
+        (check_a_prefix_in_quarantine_is_not_given_to_another_row, rows.quarantine_ends_too_early, "let go while"),
+        (check_only_what_is_not_held_is_asked_for, prefixes.held_tokens_are_asked_for, "came twice"),
+        (check_only_what_is_not_held_is_asked_for, prefixes.landing_awaits_held_tokens, "before this row was complete"),
+        (check_only_what_is_not_held_is_asked_for, prefixes.whole_prompt_may_be_held, "no token was left"),
+        (check_slots_are_conserved_with_a_cache, prefixes.evicted_slot_leaks, "not conserved|slots are lost"),
+        (check_slots_are_conserved_with_a_cache, prefixes.shared_slots_are_freed_with_the_row, "held twice"),
+        (check_slots_are_conserved_with_a_cache, prefixes.kept_slots_stay_the_rows_own, "held twice|not conserved"),
+        (check_slots_are_conserved_with_a_cache, prefixes.slots_the_tree_has_already_leak, "not conserved|are lost"),
+        (check_namespaces_share_nothing, prefixes.namespaces_are_one, "what another namespace left"),
+        (check_namespaces_share_nothing, prefixes.no_salt_is_the_common_namespace, "without a salt uses the cache"),
+        (check_only_committed_kv_is_kept, prefixes.last_token_is_kept, r"tokens for \d+ slots"),
+        (check_only_committed_kv_is_kept, prefixes.unread_tokens_are_kept, "drafts were not those"),
+        (
+            check_a_heads_kv_is_shared_only_with_what_it_read,
+            prefixes.heads_kv_depends_on_no_later_token,
+            "drafts were not those",
+        ),
+        (check_a_retracted_request_returns_to_what_it_left, prefixes.output_is_not_kept, "came back"),
+        (check_requests_end_although_all_slots_are_cached, prefixes.evictable_slots_are_not_free, "was not handed off"),
+        (check_two_rows_with_the_same_tokens_come_to_an_end, prefixes.evictable_slots_are_not_free, "not over"),
+        (check_no_more_is_retracted_than_needed, prefixes.shared_slots_do_not_come_back, "gave way although"),
+        (check_damaged_kv_is_forgotten, prefixes.damaged_kv_stays, "damaged KV was used again"),
+        (check_damaged_kv_is_forgotten, prefixes.damaged_row_still_leaves_its_kv, "damaged KV was used again"),
+        (check_what_is_held_outlives_its_owner, prefixes.prefix_is_found_and_not_held, "decoded wrongly"),
+        (
+            check_a_lost_handoff_is_retried_with_what_is_held_then,
+            prefixes.a_retry_asks_for_what_the_first_attempt_did,
+            "were held|the retry failed",
+        ),
+        (
+            check_a_lost_handoff_is_retried_with_what_is_held_then,
+            prefixes.half_landed_kv_is_kept,
+            "were held|decoded wrongly",
+        ),
+    ],
+    ids=name_of,
+)
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    see_it_fail(check, mutant, symptom, monkeypatch)
