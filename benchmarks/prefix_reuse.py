@@ -176,9 +176,9 @@ async def measure(urls: dict[str, str], num_rounds: int) -> dict[str, Server]:
     return servers
 
 
-def render(run: BenchmarkRun, servers: dict[str, Server], num_rounds: int) -> tuple[str, bool]:
+def render(run: BenchmarkRun, servers: dict[str, Server], num_rounds: int, local: int) -> tuple[str, bool]:
     """Returns the table and whether all bounds are met."""
-    about = f"demo model in bfloat16, through HTTP, medians of {num_rounds} rounds."
+    about = f"demo model in bfloat16, through HTTP, local_prefill_tokens {local}, medians of {num_rounds} rounds."
     lines = [*run.heading("Prefix reuse", about), ""]
     columns = ["workload", "server", "TTFT p50, ms", "p90", "tokens/s", "wall, s", "prompt tokens cached"]
     lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
@@ -250,21 +250,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-url", help="base URL of another OpenAI-compatible server of the same model")
-    parser.add_argument("--local-prefill-tokens", type=int, default=256, help="of the pair with the cache")
+    parser.add_argument("--local-prefill-tokens", type=int, default=256, help="of both pairs")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     options: dict[str, Any] = {"model": "demo", "dtype": "bfloat16", "gateway_listen": f"{LOOPBACK}:0"}
     local = (f"--local-prefill-tokens={args.local_prefill_tokens}",)
     with (
         full_speed_pair(**options, reuses_prefixes=True, decode_args=local) as cached,
-        full_speed_pair(**options) as plain,
+        full_speed_pair(**options, decode_args=local) as plain,
     ):
         urls = {CACHED: f"{cached.gateway_url}/v1", PLAIN: f"{plain.gateway_url}/v1"}
         if args.peer_url:
             urls[PEER] = args.peer_url
         servers = asyncio.run(measure(urls, args.rounds))
     run = BenchmarkRun.of("prefix_reuse")
-    table, is_met = render(run, servers, args.rounds)
+    table, is_met = render(run, servers, args.rounds, args.local_prefill_tokens)
     print(table)
     if not args.no_save:
         run.save("prefix-reuse", table)

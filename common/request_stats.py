@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class Timings:
     """A request's seconds per phase, summed over all attempts and retractions, and its other costs.
 
-    Seconds are measured by the decode engine's clock. `num_cached_tokens` counts the prompt's tokens that the last
+    Seconds are measured by the decode engine's clock. `num_cached_tokens` counts the prompt's tokens that the first
     attempt did not compute, because their KV was cached.
     """
 

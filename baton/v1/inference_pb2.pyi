@@ -412,7 +412,7 @@ class Timings(_message.Message):
     num_handoff_attempts: _builtins.int
     num_retractions: _builtins.int
     num_cached_tokens: _builtins.int
-    """prompt tokens that the last attempt did not compute, because their KV was cached"""
+    """prompt tokens that the first attempt did not compute, because their KV was cached"""
     def __init__(
         self,
         *,

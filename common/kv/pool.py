@@ -27,7 +27,7 @@ from common.errors import StartupError
 from common.host.memory import require_room
 from common.host.untouched_memory import populate, untouched_zeros
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.prefix_tree import HeldPrefix, PrefixTree
+from common.kv.prefix_tree import HeldPrefix, PrefixTree, num_same
 from common.kv.row_columns import LeaseState, RowColumns
 from common.kv.row_table import ReqToTokenPool
 from common.kv.shared_pool import SharedPool
@@ -163,7 +163,7 @@ class KvPool:
         )
         self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, torch_device=torch_device)
         self._slots = SlotAllocator(max_kv_tokens)
-        self._prefixes = PrefixTree(lookahead=0) if prefixes is None else prefixes
+        self._prefixes = PrefixTree(lookahead=0) if prefixes is None else prefixes  # without a cache it stays empty
         self._caches = prefixes is not None
         self._columns = RowColumns(max_rows + 1, max_tokens_per_row=max_tokens_per_row)
         self.prefix_counts = PrefixCounts()
@@ -244,9 +244,9 @@ class KvPool:
         """Returns how many tokens of `key` would have their KV in the prefix cache if it had that of `other`."""
         if key is None or other is None or not self._caches or key.namespace != other.namespace:
             return 0
-        size = min(len(key.token_ids), len(other.token_ids))
-        (different,) = (key.token_ids[:size] != other.token_ids[:size]).nonzero()
-        num_equal = int(different[0]) if different.size else size
+        if key.token_ids[0] != other.token_ids[0]:  # spares the comparison of unrelated prompts
+            return 0
+        num_equal = num_same(key.token_ids, other.token_ids)
         return max(0, min(num_equal - self._prefixes.lookahead, len(key.token_ids) - 1))
 
     def keep(self, lease: RowLease, token_ids: NDArray[np.int64], num_tokens: int) -> None:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from common.kv.slot_allocator import Slots
 
-__all__ = ["HeldPrefix", "Prefix", "PrefixTree"]
+__all__ = ["HeldPrefix", "Prefix", "PrefixTree", "num_same"]
 
 Tokens = NDArray[np.int64]
 Key = tuple[str, bytes]  # namespace, first 1 + lookahead tokens
@@ -276,8 +276,8 @@ class PrefixTree:
             child = node.children.get(self._key(namespace, tokens[num_tokens:]))
             if child is None:
                 break
-            num_same = _num_same(child.tokens, tokens[num_tokens : max_tokens + self.lookahead])
-            node, num_in_node = child, num_same - self.lookahead
+            num_equal = num_same(child.tokens, tokens[num_tokens : max_tokens + self.lookahead])
+            node, num_in_node = child, num_equal - self.lookahead
             num_tokens += num_in_node
         return Prefix(num_tokens, node, num_in_node)
 
@@ -353,7 +353,7 @@ def _is_free_leaf(node: Node) -> bool:
     return not node.num_holders and not node.children and node.parent is not None
 
 
-def _num_same(left: Tokens, right: Tokens) -> int:
+def num_same(left: Tokens, right: Tokens) -> int:
     """Returns how many tokens two arrays have in common before the first difference."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]

@@ -7,7 +7,7 @@ with the last process that uses it, however that process ends. There are two way
 - NIXL's process inherits the memory and registers it with UCX. UCX also permits writing, so a malicious peer could
   write to it (docs/security.md).
 
-Each slot has a stamp, a number that is new each time the slot is given to a row. A reader that finds another stamp
+Each slot has a stamp, a number that is new each time the slot is given to a row. A reader that finds a newer stamp
 knows that the slot was reused. The memory begins with a random secret: a decode service that sends it in a call shows
 that it can read the pool.
 

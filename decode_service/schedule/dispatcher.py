@@ -158,14 +158,16 @@ class PrefillDispatcher:
                 if lease is None:
                     is_short = True
                     break
-                req.num_cached_tokens = lease.num_cached
+                req.found_cached(lease.num_cached)
                 self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
                 continue
             replica = self._replicas.least_loaded(rows_at, req.avoid_replica, len(req.token_ids))
             if replica is None and self._replicas.too_long_error(len(req.token_ids)) is not None:
                 continue  # younger requests may fit
             if replica is None:
-                break
+                if not self._local_prefill_tokens:
+                    break
+                continue  # younger requests may be computed here
             lease = self._reserve(req, put_off)
             if lease is None:
                 is_short = True

@@ -418,7 +418,7 @@ class LandingZone:
         for entry, _, row in wanted:
             row.columns = columns
             row.entry = entry
-            row.req.num_cached_tokens = int(columns.num_cached_tokens[entry])
+            row.req.found_cached(int(columns.num_cached_tokens[entry]))
             self._note_if_complete(row)
         return [AllComputed(row.req) for _, _, row in wanted]
 

@@ -179,7 +179,7 @@ class Lives:
         the tokens that the draft head has not read.
         """
         assert req.lease is not None
-        if (key := req.cache_key) is not None:
+        if req.lease.prefix is not None and (key := req.cache_key) is not None:
             num_unread = int(self._rows.draft_lags[req.lease.row])
             self._pool.keep(req.lease, key.token_ids, len(key.token_ids) - 1 - num_unread)
 

@@ -86,8 +86,8 @@ class Request:
     output since then. `arrival` orders requests by age: the smaller number is the older request.
 
     `cache_salt` names the namespace of the prefix cache that the request uses; None means that it neither uses cached
-    KV nor leaves any. `num_cached_tokens` counts the tokens that the last attempt did not compute, because their KV was
-    cached; after a retraction these may include output.
+    KV nor leaves any. `num_cached_tokens` counts the tokens that the first attempt did not compute, because their KV
+    was cached. It is None until then, and later attempts, which find what this request left, do not change it.
     """
 
     request_id: str
@@ -109,7 +109,7 @@ class Request:
     num_failures: int = 0
     num_retractions: int = 0
     kv_bytes: int = 0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
     avoid_replica: str = ""
     not_before_s: float = 0.0
     refused_since_s: float | None = None
@@ -155,6 +155,11 @@ class Request:
             self._waiting_key = None if self.running_in is not None else key
             return key
         return self._waiting_key
+
+    def found_cached(self, num_tokens: int) -> None:
+        """Notes how many tokens an attempt did not compute. Only the first attempt counts."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_tokens
 
     @property
     def has_decoded(self) -> bool:
@@ -216,5 +221,5 @@ class Request:
             kv_bytes=self.kv_bytes,
             num_handoff_attempts=self.num_attempts,
             num_retractions=self.num_retractions,
-            num_cached_tokens=min(self.num_cached_tokens, self.prompt_len),
+            num_cached_tokens=min(self.num_cached_tokens or 0, self.prompt_len),
         )

@@ -54,7 +54,7 @@ class WaitingQueue:
                     self._newcomers[client] = self._newcomers.pop(client)
 
     def add(self, req: Request) -> None:
-        if not req.num_attempts and not req.num_retractions:
+        if not (req.num_attempts or req.num_retractions or req.num_failures):
             self._newcomers.setdefault(req.client, {})[req.arrival] = req
             return
         is_youngest = not self._returned or req.arrival > next(reversed(self._returned))

@@ -42,7 +42,7 @@ class LendingSender(PieceSender):
         """Sends no more of this prompt, and forgets its lent segments.
 
         A receiver that still reads them notices when the slots are reused: their stamps (numbers that are new for each
-        row that gets a slot) then differ from the one in its ticket.
+        row that gets a slot) are then newer than the one in its ticket.
         """
         super().forget(prompt)
         self._lent = {number: borrower for number, borrower in self._lent.items() if borrower is not prompt}

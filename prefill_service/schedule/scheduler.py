@@ -38,6 +38,7 @@ from prefill_service.handoff.sender import KvSender
 from prefill_service.messages import (
     CallDone,
     CancelCallRows,
+    ChunkComputed,
     CloseCall,
     Command,
     Drain,
@@ -51,7 +52,6 @@ from prefill_service.messages import (
 from prefill_service.prompt import Prompt, PromptPhase
 from prefill_service.schedule.first_tokens import first_tokens
 from prefill_service.schedule.life import PromptLives
-from prefill_service.schedule.traced_chunks import traced_chunks
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -207,7 +207,7 @@ class PrefillEngine:
         if has_room and any(prompt.num_left for prompt in self._lives.in_phase(PromptPhase.COMPUTING)):
             return 0.0
         num_queued = self._lives.num_in(PromptPhase.QUEUED)
-        if self._has_freed and num_queued:
+        if num_queued and (self._has_freed or any(map(_has_what_it_awaits, self._lives.in_phase(PromptPhase.QUEUED)))):
             return 0.0
         if self._in_flight or self._sender.is_busy or self.pool.has_quarantined:
             return self._wake_up.wait_s
@@ -306,10 +306,8 @@ class PrefillEngine:
 
     def _waits(self, prompt: Prompt) -> bool:
         """Returns whether the prompt should wait, because another one computes much of its KV now."""
-        if prompt.awaited is not None:
-            source, num_wanted = prompt.awaited
-            if source.phase is PromptPhase.COMPUTING and source.num_kept_tokens < num_wanted:
-                return True
+        if prompt.awaited is not None and not _has_what_it_awaits(prompt):
+            return True
         prompt.awaited = self._source_of(prompt) if self.pool.num_free_rows else None
         return prompt.awaited is not None
 
@@ -421,7 +419,7 @@ class PrefillEngine:
             if chunk.prompt.phase is PromptPhase.COMPUTING and chunk.prompt.lease is not None:
                 self.pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
                 chunk.prompt.num_kept_tokens = chunk.stop
-        self._outbox += traced_chunks(step.batch, start_s=start_s, end_s=now_s)
+        self._outbox += _traced_chunks(step.batch, start_s=start_s, end_s=now_s)
         self._post_first_tokens(step)
         self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
 
@@ -486,6 +484,36 @@ class PrefillEngine:
             del self._calls[call_id]
             self._sender.end_call(call_id)
             self._outbox.append(CallDone(call_id))
+
+
+def _traced_chunks(batch: ChunkBatch[Prompt], *, start_s: float, end_s: float) -> list[ChunkComputed]:
+    """Returns the ChunkComputed events of `batch`, whose forward has ended, for the traces of its prompts.
+
+    A chunk has an event if its prompt is traced and its phase is not ENDED yet. `start_s` and `end_s` are the
+    forward's times by the engine's clock.
+    """
+    return [
+        ChunkComputed(
+            call_id=chunk.prompt.call_id,
+            row=chunk.prompt.index,
+            token_start=chunk.start,
+            token_stop=chunk.stop,
+            num_batch_rows=len(batch.chunks),
+            num_batch_tokens=batch.num_tokens,
+            start_s=start_s,
+            end_s=end_s,
+        )
+        for chunk in batch.chunks
+        if chunk.prompt.is_traced and chunk.prompt.phase is not PromptPhase.ENDED
+    ]
+
+
+def _has_what_it_awaits(prompt: Prompt) -> bool:
+    """Returns whether the prompt waited for another one, which has computed what it waited for, or never will."""
+    if prompt.awaited is None:
+        return False
+    source, num_wanted = prompt.awaited
+    return source.phase is not PromptPhase.COMPUTING or source.num_kept_tokens >= num_wanted
 
 
 class _Sending(Meanwhile):

@@ -20,6 +20,7 @@ from common.sampling.state import RowSeed, SamplingState
 from decode_service.messages import Phase, Replica, ReplicasChanged
 from decode_service.schedule import dispatcher
 from decode_service.schedule.local_prefill import LocalPrefill, LocalPrompt
+from decode_service.schedule.request import Request
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import REPLICA, Outcome, ScriptedEngine
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
@@ -220,7 +221,42 @@ def check_retracted_requests_come_back() -> None:
     assert scripted.engine.load().num_retractions > 0
 
 
+def check_a_long_prompt_holds_up_no_short_one() -> None:
+    """Nobody can compute the long one now."""
+    scripted = alone()
+    long = scripted.submit("long", range(1, 30), 2)
+    short = scripted.submit("short", [1, 2, 3], 3)
+    for _ in range(12):
+        scripted.step()
+        scripted.forward.run_all()
+    assert_right([short])
+    assert not long.has_ended
+    assert scripted.engine.load().num_queued == 1
+
+
+def check_a_failed_prompt_keeps_its_turn() -> None:
+    """Two prompts of one client, of which only one fits here at a time. The older one's first chunk fails."""
+    started: list[str] = []
+    begin = LocalPrefill.begin
+
+    def noting(local: LocalPrefill, req: Request) -> None:
+        started.append(req.request_id)
+        begin(local, req)
+
+    with (
+        mock.patch.object(SamplingState, "reset", side_effect=[RuntimeError("planted"), *[None] * 9]),
+        mock.patch.object(LocalPrefill, "begin", noting),
+    ):
+        scripted = alone(max_rows=1)
+        scripted.submit("old", [1, 2, 3, 4, 5], 1)
+        scripted.submit("young", [1, 2, 3, 4, 6], 1)
+        scripted.run()
+    assert started == ["old", "old", "young"]
+
+
 CHECKS: list[Check] = [
+    check_a_long_prompt_holds_up_no_short_one,
+    check_a_failed_prompt_keeps_its_turn,
     check_short_prompts_need_no_replica,
     check_what_is_cached_counts_as_computed,
     check_a_chunk_in_flight_holds_its_row,

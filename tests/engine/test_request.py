@@ -22,7 +22,8 @@ def test_it_keeps_its_namespace(cache_salt: str | None) -> None:
 
 @pytest.mark.parametrize(("counted", "reported"), [(0, 0), (2, 2), (5, 3)])
 def test_its_end_counts_cached_tokens_of_the_prompt_alone(counted: int, reported: int) -> None:
-    """The tokens of an attempt after a retraction include output, which may be cached too."""
+    """A request that brought output along may find that cached too. Later attempts find what the first one left."""
     req = request()
-    req.num_cached_tokens = counted
+    req.found_cached(counted)
+    req.found_cached(9)
     assert req.finished(FinishReason.LENGTH, 1).timings.num_cached_tokens == reported

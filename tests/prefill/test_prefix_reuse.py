@@ -364,3 +364,14 @@ def test_cached_slots_are_lent_with_the_row_and_are_current_until_another_row_ge
     assert not all(are_current(warm)), "who still reads there does not notice"
     stale = [s for s in warm if s.shared is not None and not s.shared.is_current]
     assert {segment.token_start for segment in stale} >= {max(segment.token_start for segment in warm)}
+
+
+def test_an_engine_does_not_sleep_while_a_prompt_has_what_it_waited_for(make: Make, memory: SharedPool) -> None:
+    """The KV of the prompt before it is lent, so the engine has nothing to look after."""
+    prefill = make(max_kv_tokens=48, max_rows=2, shared_pool=memory)
+    prefill.ask("call", PROMPT, PROMPT, shares_memory=True)
+    while prefill.engine.load().num_running or not prefill.engine.load().num_steps:
+        prefill.step()
+        prefill.device.stream("forward").run_all()
+    assert prefill.engine.load().num_queued == 1
+    assert prefill.engine.idle_timeout_s() == 0.0
