@@ -5,7 +5,7 @@ most one forward of bounded size runs.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from common.device.scripted import ScriptedDevice, pick_with
-from common.kv.pool import RowLease
 from common.prompts.chunk_batch import ChunkBatch
 from common.prompts.worker import LaunchedChunks, PromptWorker
-from common.sampling.state import RowSeed, SamplingState
+from common.sampling.state import SamplingState
 from decode_service.messages import Phase, Replica, ReplicasChanged
 from decode_service.schedule import dispatcher
-from decode_service.schedule.local_prefill import LocalPrefill, LocalPrompt
+from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import REPLICA, Outcome, ScriptedEngine
+from tests.engine.mutants import local_prefill
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, TREE, run_one_each
 
@@ -86,16 +86,17 @@ def check_what_is_cached_counts_as_computed() -> None:
         assert scripted.engine.load().prefixes.num_found > 4 * LIMIT
 
 
-def check_a_chunk_is_bounded(patch: pytest.MonkeyPatch) -> None:
+def check_a_chunk_is_bounded() -> None:
     """Also while several prompts wait: what exceeds the limit is handed off."""
-    noted = NotedChunks(patch)
-    scripted = ScriptedEngine(max_rows=8, local_prefill_tokens=LIMIT)
-    outcomes = [scripted.submit(str(number), range(1, 6), 12, seed=number) for number in range(6)]
-    scripted.step()
-    assert len(scripted.handoffs) == 5, "a burst of prompts was computed here"
-    scripted.run()
-    assert_right(outcomes)
-    assert noted.num_tokens and max(noted.num_tokens) <= LIMIT
+    with pytest.MonkeyPatch.context() as patch:
+        noted = NotedChunks(patch)
+        scripted = ScriptedEngine(max_rows=8, local_prefill_tokens=LIMIT)
+        outcomes = [scripted.submit(str(number), range(1, 6), 12, seed=number) for number in range(6)]
+        scripted.step()
+        assert len(scripted.handoffs) == 5, "a burst of prompts was computed here"
+        scripted.run()
+        assert_right(outcomes)
+        assert noted.num_tokens and max(noted.num_tokens) <= LIMIT
 
 
 def check_a_chunk_in_flight_holds_its_row() -> None:
@@ -158,57 +159,61 @@ def check_any_order_gives_the_same_tokens() -> None:
     assert num_retracted, "slots were never short"
 
 
-def check_a_failed_chunk_is_computed_again(patch: pytest.MonkeyPatch) -> None:
-    fails = iter([True])
-    reset = SamplingState.reset
+def check_a_failed_chunk_is_computed_again() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fails = iter([True])
+        reset = SamplingState.reset
 
-    def failing(state: SamplingState, seeds: Sequence[Any]) -> None:
-        if next(fails, False):
+        def failing(state: SamplingState, seeds: Sequence[Any]) -> None:
+            if next(fails, False):
+                raise RuntimeError("planted")
+            reset(state, seeds)
+
+        patch.setattr(SamplingState, "reset", failing)
+        scripted = alone()
+        outcome = scripted.submit("r", range(1, 8), 4, cache_salt="")
+        scripted.run()
+        assert_right([outcome])
+        load = scripted.engine.load()
+        assert (load.num_row_retries, load.prefixes.num_found) == (1, 0), "a failed chunk's KV was kept"
+
+
+def check_a_chunk_that_always_fails_fails_its_request() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+
+        def failing(state: SamplingState, seeds: Sequence[Any]) -> None:
             raise RuntimeError("planted")
-        reset(state, seeds)
 
-    patch.setattr(SamplingState, "reset", failing)
-    scripted = alone()
-    outcome = scripted.submit("r", range(1, 8), 4, cache_salt="")
-    scripted.run()
-    assert_right([outcome])
-    load = scripted.engine.load()
-    assert (load.num_row_retries, load.prefixes.num_found) == (1, 0), "a failed chunk's KV was kept"
+        patch.setattr(SamplingState, "reset", failing)
+        scripted = alone()
+        outcome = scripted.submit("r", range(1, 8), 4)
+        scripted.run()
+        assert str(outcome.error) == "a prefill step failed: planted"
 
 
-def check_a_chunk_that_always_fails_fails_its_request(patch: pytest.MonkeyPatch) -> None:
-    def failing(state: SamplingState, seeds: Sequence[Any]) -> None:
-        raise RuntimeError("planted")
+def check_damaged_kv_fails_its_request_and_is_forgotten() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        scripted = alone()
+        seen = scripted.submit("sound", [1, 2, 3, 4], 2, cache_salt="")
+        scripted.run()
+        collect = LocalPrefill._first_tokens
 
-    patch.setattr(SamplingState, "reset", failing)
-    scripted = alone()
-    outcome = scripted.submit("r", range(1, 8), 4)
-    scripted.run()
-    assert str(outcome.error) == "a prefill step failed: planted"
+        def damaged(local: LocalPrefill, launched: Any) -> Any:
+            with torch.inference_mode():
+                launched.computed.get().sampled.is_invalid.fill_(True)
+            return collect(local, launched)
 
-
-def check_damaged_kv_fails_its_request_and_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    scripted = alone()
-    seen = scripted.submit("sound", [1, 2, 3, 4], 2, cache_salt="")
-    scripted.run()
-    collect = LocalPrefill._first_tokens
-
-    def damaged(local: LocalPrefill, launched: Any) -> Any:
-        with torch.inference_mode():
-            launched.computed.get().sampled.is_invalid.fill_(True)
-        return collect(local, launched)
-
-    patch.setattr(LocalPrefill, "_first_tokens", damaged)
-    struck = scripted.submit("struck", [1, 2, 3, 4, 5], 2, cache_salt="")
-    scripted.run()
-    patch.undo()
-    assert_right([seen])
-    assert str(struck.error) == "the model produced no finite logit"
-    found = scripted.engine.load().prefixes.num_found
-    again = scripted.submit("again", [1, 2, 3, 4, 5], 2, cache_salt="")
-    scripted.run()
-    assert_right([again])
-    assert scripted.engine.load().prefixes.num_found == found, "damaged KV was used again"
+        patch.setattr(LocalPrefill, "_first_tokens", damaged)
+        struck = scripted.submit("struck", [1, 2, 3, 4, 5], 2, cache_salt="")
+        scripted.run()
+        patch.undo()
+        assert_right([seen])
+        assert str(struck.error) == "the model produced no finite logit"
+        found = scripted.engine.load().prefixes.num_found
+        again = scripted.submit("again", [1, 2, 3, 4, 5], 2, cache_salt="")
+        scripted.run()
+        assert_right([again])
+        assert scripted.engine.load().prefixes.num_found == found, "damaged KV was used again"
 
 
 def check_retracted_requests_come_back() -> None:
@@ -262,8 +267,6 @@ CHECKS: list[Check] = [
     check_a_chunk_in_flight_holds_its_row,
     check_any_order_gives_the_same_tokens,
     check_retracted_requests_come_back,
-]
-PATCHING_CHECKS: list[Callable[[pytest.MonkeyPatch], None]] = [
     check_a_chunk_is_bounded,
     check_a_failed_chunk_is_computed_again,
     check_a_chunk_that_always_fails_fails_its_request,
@@ -276,67 +279,16 @@ def test_holds(check: Check) -> None:
     check()
 
 
-@pytest.mark.parametrize("check", PATCHING_CHECKS, ids=name_of)
-def test_holds_when_disturbed(check: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    check(monkeypatch)
-
-
-def chunk_holds_no_row(patch: pytest.MonkeyPatch) -> None:
-    launch = LocalPrefill.launch
-
-    def mutant(local: LocalPrefill) -> bool:
-        with mock.patch.object(RowLease, "use_until"):
-            return launch(local)
-
-    patch.setattr(LocalPrefill, "launch", mutant)
-
-
-def row_is_not_seeded(patch: pytest.MonkeyPatch) -> None:
-    """Draw the first token with what sampling knows of the row's last request."""
-    patch.setattr(LocalPrompt, "row_seed", property(lambda prompt: RowSeed(0, prompt.sampling, 0, (), 0)))
-
-
-def unwritten_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
-    """Take every token of a prompt for computed as soon as its first chunk is launched."""
-    launch = LocalPrefill.launch
-
-    def mutant(local: LocalPrefill) -> bool:
-        is_launched = launch(local)
-        for prompt in local._prompts.values():
-            local._pool.keep(prompt.lease, prompt.token_ids, len(prompt.token_ids))
-        return is_launched
-
-    patch.setattr(LocalPrefill, "launch", mutant)
-
-
-def prompts_all_stay(patch: pytest.MonkeyPatch) -> None:
-    """Do not count the prompts that are being computed already."""
-    patch.setattr(LocalPrefill, "num_left", 0)
-
-
 @pytest.mark.parametrize(
     ("check", "mutant", "message"),
     [
-        (check_a_chunk_in_flight_holds_its_row, chunk_holds_no_row, "reused under a chunk"),
-        (check_any_order_gives_the_same_tokens, row_is_not_seeded, "decoded wrongly"),
+        (check_any_order_gives_the_same_tokens, local_prefill.row_is_not_seeded, "decoded wrongly"),
+        (check_what_is_cached_counts_as_computed, local_prefill.cached_tokens_are_left_to_compute, "not over"),
+        (check_a_chunk_is_bounded, local_prefill.prompts_all_stay, "a burst of prompts"),
+        (check_a_chunk_in_flight_holds_its_row, local_prefill.chunk_holds_no_row, "reused under a chunk"),
+        (check_a_failed_chunk_is_computed_again, local_prefill.unwritten_kv_is_kept, "decoded wrongly|KV was kept"),
     ],
     ids=name_of,
 )
 def test_is_broken_by(check: Check, mutant: Mutant, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     see_it_fail(check, mutant, message, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "message"),
-    [
-        (check_a_failed_chunk_is_computed_again, unwritten_kv_is_kept, "decoded wrongly|KV was kept"),
-        (check_a_chunk_is_bounded, prompts_all_stay, "a burst of prompts"),
-    ],
-    ids=name_of,
-)
-def test_is_broken_when_disturbed_by(
-    check: Callable[[pytest.MonkeyPatch], None], mutant: Mutant, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=message):
-        check(monkeypatch)
