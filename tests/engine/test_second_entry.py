@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
 
 from common.device.scripted import ScriptedDevice
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import PrebuiltBatch
+from decode_service.messages import Submit
 from decode_service.schedule.landing import FrameRejected, LandingZone
 from decode_service.schedule.request import Request
 from tests.engine.relay_rig import make_pool
@@ -37,8 +37,12 @@ def test_a_second_entry_of_a_row_is_rejected_naming_it(frames: list[list[int]]) 
     pool = make_pool()
     device = ScriptedDevice()
     zone = LandingZone(device=device, pool=pool, vocab_size=VOCAB_SIZE, nontemporal_copies=False)
-    reqs = [SimpleNamespace(request_id=str(i), lease=pool.reserve(2), token_ids=[1, 2]) for i in range(2)]
-    zone.open("call", "replica", [cast(Request, req) for req in reqs])
+    reqs = []
+    for number in range(2):
+        submit = Submit(str(number), (1, 2), 2, ResolvedSampling(seed=0, max_tokens=1))
+        reqs.append(Request.of(submit, arrival=number, now_s=0.0))
+        reqs[-1].lease = pool.reserve(2)
+    zone.open("call", "replica", reqs)
     *earlier, last = frames
     for rows in earlier:
         assert len(zone.take_frame("call", entries_of(rows))) == len(rows)
