@@ -50,7 +50,10 @@ class Answer:
 
 @dataclass
 class Result:
-    """What one server did with one workload in one round. `by_turn` [turns] are the answers of each turn."""
+    """One server's answers to one workload in one round, and the seconds that the round took.
+
+    `by_turn` [turns] holds the answers of each turn. A workload without turns has one.
+    """
 
     wall_s: float
     by_turn: list[list[Answer]]

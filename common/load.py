@@ -28,7 +28,7 @@ class PoolCounts:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCounts:
-    """What the prefix cache did since the engine began.
+    """Counts of the prefix cache's hits and evictions since the engine was created.
 
     `num_tokens` counts the tokens of all rows when they were reserved, and `num_found` those of them whose KV was
     cached. `num_evicted` counts the cached slots that were given to other rows.

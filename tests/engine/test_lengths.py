@@ -337,18 +337,12 @@ class UnpublishedCell(Cell[Tensor]):
         raise RuntimeError("the lengths are lost")
 
 
-class FailingWorker:
+class FailingWorker(LyingWorker):
     """A worker that wraps another one and whose first step with drafts fails before it publishes its lengths."""
 
-    relays_lengths = True
-
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        super().__init__(worker, 0, is_accepted=False)
         self._has_failed = False
-
-    @property
-    def seed_columns(self) -> tuple[SeedColumnSpec, ...]:
-        return self._worker.seed_columns
 
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish

@@ -1,4 +1,4 @@
-"""What a request says of its prefix cache, from its submission to its end."""
+"""A request's record keeps its cache namespace, and reports how many prompt tokens were cached."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
-from typing import cast
 
 import grpc
 import psutil
@@ -14,15 +12,12 @@ import pytest
 
 from common.rpc.grpc_options import channel_options
 from common.rpc.reads import whole_read
-from common.telemetry.timeline import Track
-from common.wire.codec_frames import FrameCodec
-from decode_service.handoff.grpc_call import GrpcCall, Stream
+from decode_service.handoff.grpc_call import Stream
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
-from decode_service.messages import StartHandoff
 from tests.handoff.homes import FAST
 from tests.handoff.raw_replica import RawReplica
-from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, row
-from tests.wire.strategies import VOCAB_SIZE
+from tests.handoff.samples import ROOMY_BUDGET_BYTES
+from tests.handoff.test_read_ahead import call_over
 
 MESSAGE = bytes(60_000)
 NUM_CALLS = 500
@@ -111,24 +106,7 @@ class HangingStream:
 
 async def test_a_handoff_that_is_cancelled_does_not_interrupt_its_read() -> None:
     stream = HangingStream()
-
-    async def ready() -> None:
-        pass
-
-    channel = SimpleNamespace(channel_ready=ready, stream_stream=lambda _method: lambda metadata: stream)
-    call = GrpcCall(
-        command=StartHandoff("call", "replica", (row(),)),
-        channel=cast("grpc.aio.Channel", channel),
-        fingerprint=FINGERPRINT,
-        codec=FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE),
-        budget=AsyncReceiveBudget(ROOMY_BUDGET_BYTES),
-        post=lambda _command: None,
-        timeouts=FAST,
-        metadata=(),
-        num_steps=lambda: 0,
-        pool=None,
-        track=Track("handoff"),
-    )
+    call = call_over(stream, budget=AsyncReceiveBudget(ROOMY_BUDGET_BYTES), post=lambda _command: None)
     exchange = asyncio.create_task(call.exchange())
     await asyncio.wait_for(stream.is_read.wait(), FAST.accept_timeout_s)
     exchange.cancel()

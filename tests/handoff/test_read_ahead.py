@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,6 +40,28 @@ class ArrivedStream:
         pass
 
 
+def call_over(stream: object, *, budget: AsyncReceiveBudget, post: Callable[[Any], None]) -> GrpcCall:
+    """A call of one row whose gRPC stream is `stream`, a stand-in for one."""
+
+    async def ready() -> None:
+        pass
+
+    channel = SimpleNamespace(channel_ready=ready, stream_stream=lambda _method: lambda metadata: stream)
+    return GrpcCall(
+        command=StartHandoff("call", "replica", (row(),)),
+        channel=cast("grpc.aio.Channel", channel),
+        fingerprint=FINGERPRINT,
+        codec=CODEC,
+        budget=budget,
+        post=post,
+        timeouts=FAST,
+        metadata=(),
+        num_steps=lambda: 0,
+        pool=None,
+        track=Track("handoff"),
+    )
+
+
 @pytest.mark.parametrize(
     ("limit_bytes", "num_read"),
     [pytest.param(ROOMY_BUDGET_BYTES, [3, 4, 5], id="room"), pytest.param(SEGMENT_BYTES, [2, 3, 4], id="no-room")],
@@ -52,23 +75,7 @@ async def test_the_next_frame_is_read_while_a_segment_is_posted(limit_bytes: int
             seen.append(stream.num_read)
             budget.give_back(command.frame.num_bytes)
 
-    async def ready() -> None:
-        pass
-
-    channel = SimpleNamespace(channel_ready=ready, stream_stream=lambda _method: lambda metadata: stream)
-    call = GrpcCall(
-        command=StartHandoff("call", "replica", (row(),)),
-        channel=cast("grpc.aio.Channel", channel),
-        fingerprint=FINGERPRINT,
-        codec=CODEC,
-        budget=budget,
-        post=post,
-        timeouts=FAST,
-        metadata=(),
-        num_steps=lambda: 0,
-        pool=None,
-        track=Track("handoff"),
-    )
+    call = call_over(stream, budget=budget, post=post)
     await call.exchange()
     assert seen == num_read
 

@@ -334,7 +334,7 @@ namespaces = st.sampled_from(NAMESPACES)
 
 @dataclass(eq=False)
 class Holder:
-    """What the model knows about a hold."""
+    """The naive model's record of one hold: its tokens, its namespace and the slots that it must keep."""
 
     held: HeldPrefix
     namespace: str

@@ -34,7 +34,7 @@ SIDES = {
 
 @dataclass
 class Turn:
-    """What one request of a conversation came to."""
+    """One finished request of a conversation: prompt, output, and counts of drafts, cached tokens and bytes."""
 
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
