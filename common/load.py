@@ -22,7 +22,7 @@ class PoolCounts:
 
     @property
     def held(self) -> int:
-        """How many are neither free nor cached: those that no new row can get."""
+        """The number of slots (or rows) that are neither free nor cached: those that no new row can get."""
         return self.total - self.free - self.cached
 
 

@@ -1,4 +1,7 @@
-"""The target model, as training uses it: its states, embedding and output layer, and a layer to start from."""
+"""The frozen target model for training a draft head: it gives hidden states, the embedding and the output layer.
+
+One of its layers can initialise the head.
+"""
 
 from __future__ import annotations
 

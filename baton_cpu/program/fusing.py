@@ -107,9 +107,9 @@ def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Lo
 def _compared_head(
     draft: PagedHead, forwards: Sequence[ForwardProgram], model: TargetModel, log: Log
 ) -> HeadProgram | None:
-    """Returns a head that runs by the programs in `forwards`, `extend` and `step`. If their results differ too much
-    from those of `draft`, logs a warning and returns None; `draft` then keeps running its layers. `model` is the
-    target.
+    """Returns a draft head that computes with the compiled programs in `forwards`: one for extending over computed
+    tokens, one for drafting a further token. Their logits are compared with those of the PyTorch head `draft`. If they
+    differ too much, it logs a warning and returns None, and the service goes on with `draft`. `model` is the target.
     """
     head = FusedHead(*forwards)
     captured_size = draft.capture.num_states * model.hidden_size

@@ -63,9 +63,10 @@ class DraftBacklog:
         self._next_ids[batch.req_pool_indices, places] = next_ids
 
     def unread(self, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
-        """Returns all tokens of the batch's rows that the head has not read. Call it after `put`.
+        """Returns the head's input for all tokens of the batch's rows that it has not read: the tokens, the target's
+        hidden states, and the slots for the head's KV. Call it after `put`.
 
-        `group` is the name of the head's layer group in `pool`.
+        `group` names the layer group of `pool` in which the head's KV lies.
         """
         num_tokens = batch.draft_lag + 1
         prefix_lens = batch.seq_lens_cpu - num_tokens

@@ -159,9 +159,10 @@ def close_items(board, run, num_operations):
 
 @jit
 def open_items(board, run, num_operations, wake_fd):
-    """Lets threads take the items of the `num_operations` operations of run number `run`, and announces the run to the
-    helpers (see `announce`). A run is one execution of a program; runs are numbered. `board` is the address of the
-    words that the team's threads share, and `wake_fd` the pipe that wakes helpers.
+    """Begins run number `run`, which is one execution of a program of `num_operations` operations. Each operation is
+    cut into items, and each thread of the team takes items until none are left. The helpers, which are all threads but
+    the caller's, are told as `announce` says. `board` is the address of the words that the threads share, and `wake_fd`
+    the pipe that wakes helpers.
     """
     for operation in range(num_operations):
         store_word(board + 8 * (_COUNTERS + operation * _COUNTER_WORDS), np.int64(run) << _RUN_SHIFT)
@@ -253,7 +254,9 @@ class Team:
 
     @property
     def num_shown(self) -> int:
-        """The number of the target's layers that have begun in all runs together. Any thread may read it."""
+        """A counter of the target's layers that have begun, over all executions of programs. Another thread reads it to
+        see how far a forward is.
+        """
         return int(self._board[_PROGRESS])
 
     def close(self, timeout_s: float) -> bool:
