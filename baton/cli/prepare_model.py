@@ -37,7 +37,7 @@ def prepare_model(model: str, *, as_json: bool) -> None:
 def prepare_pair(pair: LocalPair, *, as_json: bool) -> None:
     """Checks the pair's settings and fetches its models before its processes start.
 
-    Raises the errors of `baton.preflight`. After any error the pair is stopped, and cannot be used.
+    Raises the errors of `baton.preflight`. After any error the pair is stopped, and must not be started.
     """
     try:
         from baton.preflight import check_pair, fetch_models

@@ -173,7 +173,9 @@ class StepMemory:
 def memory_beside(
     runtime: Runtime, step: Callable[[int], StepMemory], *, staged_bytes: int, tokens_ahead: int = 0
 ) -> MemoryBeside:
-    """Returns how much memory a service uses besides its pool. `step` returns the largest step for a number of rows.
+    """Returns what a service needs besides its pool: the bytes of a row, and the peak for any number of rows.
+
+    `step` returns the largest step for a number of rows.
 
     On a GPU it includes the partial results of attention, and `staged_bytes` for KV in transfer. A row has slots for
     `tokens_ahead` more tokens than a request may have.
