@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ class CudaGraph(Graph):
         """
         stream = torch.cuda.current_stream()  # the stream of the piece that runs this
         graph = torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
-        with torch.inference_mode(), graph:
+        with torch.inference_mode(), _without_collection(), graph:
             return work()
 
     def replay(self) -> None:
@@ -50,3 +53,15 @@ class CudaGraphRecorder(GraphRecorder):
         with torch.cuda.device(self._torch_device):
             torch.cuda.empty_cache()  # cached unused memory would be counted as held by graphs
         return torch.cuda.memory_reserved(self._torch_device)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keeps Python's garbage where it is: a dead CUDA graph that is freed by this thread would break the recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -61,6 +61,30 @@ def test_graphs_share_memory_and_keep_their_outputs() -> None:
     device.close(10.0)
 
 
+def test_a_dead_graph_is_not_freed_while_another_is_recorded() -> None:
+    """Python frees a graph in a reference cycle whenever its collector runs, and freeing one ends a recording."""
+    device = CudaDevice(0)
+    recorder = device.graphs
+    assert recorder is not None
+    stream = device.new_stream("forward")
+    tensor = torch.ones(16, device="cuda")
+    outputs: list[Tensor] = []
+
+    def record() -> None:
+        dead: list[object] = [recorder.new_graph()]
+        dead[0].record(lambda: (tensor * 2,))  # type: ignore[attr-defined]
+        dead.append(dead)
+        del dead
+        living = recorder.new_graph()
+        outputs.extend(living.record(lambda: (tensor + len([[] for _ in range(10_000)]),)))
+        living.replay()
+
+    stream.wait(device.schedule_stream.record())
+    stream.enqueue(record)
+    stream.record().synchronize(30.0)
+    assert outputs[0].tolist() == [10_001.0] * 16
+
+
 def test_memory_is_the_cards_and_what_this_process_holds_of_it() -> None:
     device = CudaDevice(0)
     before = device.memory()
