@@ -128,6 +128,7 @@ def inference_load_from_wire(load: inference_pb2.GetInferenceLoadResponse) -> In
         ),
         num_row_retries=load.num_row_retries,
         num_retractions=load.num_retractions,
+        is_degraded=load.is_degraded,
     )
 
 

@@ -69,7 +69,10 @@ class PrefillReplica:
 
 @dataclass(frozen=True, slots=True)
 class InferenceLoad:
-    """The load of a decode service."""
+    """The load of a decode service.
+
+    It `is_degraded` while it computes prompts itself because no prefill replica is ready.
+    """
 
     instance_id: str
     rows: PoolLoad
@@ -80,6 +83,7 @@ class InferenceLoad:
     prefill_replicas: tuple[PrefillReplica, ...]
     num_row_retries: int
     num_retractions: int
+    is_degraded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

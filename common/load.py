@@ -41,7 +41,10 @@ class PrefixCounts:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's load at one time. `num_steps` counts the steps that launched or finished a forward."""
+    """An engine's load at one time. `num_steps` counts the steps that launched or finished a forward.
+
+    `is_degraded` is True while a decode engine computes prompts itself because no prefill replica is ready.
+    """
 
     rows: PoolCounts
     slots: PoolCounts
@@ -52,3 +55,4 @@ class EngineLoad:
     unsent_bytes: int = 0
     num_row_retries: int = 0
     num_retractions: int = 0
+    is_degraded: bool = False

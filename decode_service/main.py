@@ -50,6 +50,7 @@ from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command, FinishReason
+from decode_service.schedule.local_prefill import local_chunk_tokens
 from decode_service.schedule.scheduler import DecodeEngine, Deliver
 from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
@@ -87,7 +88,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         tokens_ahead=0 if spec_info is None else spec_info.num_slots - 1,
     )
     inbox: EngineInbox[Command] = EngineInbox()
-    replicas = ReplicaBoard()
+    replicas = ReplicaBoard(serves_alone=settings.prefill_fallback)
 
     def post_report(report: TransportReport) -> None:
         replicas.on_report(report)
@@ -189,6 +190,7 @@ def new_engine(
                 replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
                 nontemporal_copies=settings.uses(FastPath.NONTEMPORAL_COPIES),
                 local_prefill_tokens=settings.local_prefill_tokens,
+                prefill_fallback=settings.prefill_fallback,
                 max_handoff_attempts=settings.max_handoff_attempts,
                 prefill_timeout_s=settings.prefill_timeout_s,
                 on_step=on_step,
@@ -210,9 +212,12 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: Sp
     levels = [None] if depth is None else depth.levels
     state_bytes = 0 if draft is None else draft.capture.num_states * model.hidden_size * model.dtype.itemsize
     records = settings.uses(FastPath.CUDA_GRAPHS) and runtime.device.graphs is not None
+    num_chunk_tokens = local_chunk_tokens(
+        local_prefill_tokens=settings.local_prefill_tokens, prefill_fallback=settings.prefill_fallback
+    )
 
     def step(num_rows: int) -> StepMemory:
-        num_tokens = max(num_rows * max(map(num_step_tokens, levels)), settings.local_prefill_tokens)
+        num_tokens = max(num_rows * max(map(num_step_tokens, levels)), num_chunk_tokens)
         recorded = recorded_bytes(num_rows, levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
         unread = 0 if draft is None else max(MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
         return StepMemory(

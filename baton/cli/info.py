@@ -47,4 +47,6 @@ def _print_table(model: ModelInfo, load: InferenceLoad) -> None:
     for replica in load.prefill_replicas:
         state = "ready" if replica.is_ready else f"not ready: {replica.reason}"
         table.add_row("prefill", f"{replica.address} {state}, {replica.num_rows} rows")
+    if load.is_degraded:
+        table.add_row("degraded", "no prefill replica is ready: the decode service computes prompts itself")
     Console(highlight=False, markup=False).print(table)

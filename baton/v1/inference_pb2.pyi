@@ -569,12 +569,15 @@ class GetInferenceLoadResponse(_message.Message):
     PREFILL_REPLICAS_FIELD_NUMBER: _builtins.int
     NUM_ROW_RETRIES_FIELD_NUMBER: _builtins.int
     NUM_RETRACTIONS_FIELD_NUMBER: _builtins.int
+    IS_DEGRADED_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     num_queued: _builtins.int
     num_running: _builtins.int
     num_steps: _builtins.int
     num_row_retries: _builtins.int
     num_retractions: _builtins.int
+    is_degraded: _builtins.bool
+    """no prefill replica is ready, and this service computes prompts itself"""
     @_builtins.property
     def rows(self) -> _types_pb2.PoolLoad: ...
     @_builtins.property
@@ -593,10 +596,11 @@ class GetInferenceLoadResponse(_message.Message):
         prefill_replicas: _abc.Iterable[Global___PrefillReplica] | None = ...,
         num_row_retries: _builtins.int = ...,
         num_retractions: _builtins.int = ...,
+        is_degraded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "num_queued", b"num_queued", "num_retractions", b"num_retractions", "num_row_retries", b"num_row_retries", "num_running", b"num_running", "num_steps", b"num_steps", "prefill_replicas", b"prefill_replicas", "rows", b"rows", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "is_degraded", b"is_degraded", "num_queued", b"num_queued", "num_retractions", b"num_retractions", "num_row_retries", b"num_row_retries", "num_running", b"num_running", "num_steps", b"num_steps", "prefill_replicas", b"prefill_replicas", "rows", b"rows", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

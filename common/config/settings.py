@@ -165,6 +165,8 @@ class DecodeSettings(ServiceSettings):
     """Most requests that may wait while max_rows others are served; more are refused."""
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 0
     """If at most so many tokens of a prompt are left to compute, the decode service computes them itself; 0: none."""
+    prefill_fallback: bool = False
+    """While no prefill service is ready, computes prompts of any length in the decode service; else they fail."""
     max_handoff_attempts: Positive = 3
     """Attempts to have a request prefilled before it fails."""
     prefill_timeout_s: Seconds = 10.0

@@ -141,6 +141,9 @@ class KvPool:
     in that shared memory, which must have the same groups and `max_kv_tokens` slots; then rows cannot grow. Without it,
     the operating system provides a CPU's memory when it is first used or populated. `prefixes` is an empty tree for the
     prefix cache, or None to cache nothing. Raises StartupError if there is not enough memory.
+
+    `num_changes` has a new value when a row may be reserved that could not be before, or that will find more cached KV,
+    and when a row is released.
     """
 
     def __init__(
@@ -167,6 +170,7 @@ class KvPool:
         self._caches = prefixes is not None
         self._columns = RowColumns(max_rows + 1, max_tokens_per_row=max_tokens_per_row)
         self.prefix_counts = PrefixCounts()
+        self.num_changes = 0
         self._held: dict[int, RowLease] = {}
         self._quarantined: dict[int, RowLease] = {}
 
@@ -262,6 +266,7 @@ class KvPool:
         stop = min(num_tokens, len(token_ids) - lookahead)
         if stop <= start:
             return
+        self.num_changes += 1
         tokens, slots = token_ids[start : stop + lookahead], lease.slots[start:stop]
         lease.share(slice(start + self._prefixes.insert(lease.prefix, tokens, slots), stop))
 
@@ -338,6 +343,7 @@ class KvPool:
         """
         if not lease.is_held:
             return
+        self.num_changes += 1
         lease.state = LeaseState.QUARANTINED
         del self._held[lease.row]
         self._quarantined[lease.row] = lease
@@ -352,6 +358,7 @@ class KvPool:
             lease.state = LeaseState.FREE
             self._columns.clear(lease.row)
             self.rows.give_back(lease.row)
+        self.num_changes += len(done)
         return len(done)
 
     def row_counts(self) -> PoolCounts:

@@ -69,6 +69,9 @@ class _LoadCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         load = self._load()
         yield GaugeMetricFamily("baton_ready", "1 while health says that it serves.", value=float(self._is_ready()))
+        yield GaugeMetricFamily(
+            "baton_degraded", "1 while decode computes all prompts itself.", value=float(load.is_degraded)
+        )
         yield GaugeMetricFamily("baton_fused", "1 while forwards run by one kernel.", value=float(self._is_fused()))
         yield from self._forwards()
         yield _pool("baton_rows", "Request rows by state.", load.rows)

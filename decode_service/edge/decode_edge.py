@@ -35,11 +35,11 @@ class DecodeEdge:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the service can admit requests: it is not draining, and a prefill replica is ready.
+        """Whether the service can admit requests: it is not draining, and a prefill replica is ready or not needed.
 
         A replica is ready only if its fingerprint agrees, so an admitted request can be computed.
         """
-        return self._replicas.is_any_ready and not self._live_requests.is_draining
+        return self._replicas.can_serve and not self._live_requests.is_draining
 
     @property
     def num_open(self) -> Mapping[str, int]:

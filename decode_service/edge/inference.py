@@ -234,6 +234,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             ],
             num_row_retries=load.num_row_retries,
             num_retractions=load.num_retractions,
+            is_degraded=load.is_degraded,
         )
 
 

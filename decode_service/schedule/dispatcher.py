@@ -8,6 +8,7 @@ waiting ──reserve──▶ StartHandoff ──frames──▶ landing zone �
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
@@ -42,6 +43,9 @@ class PrefillDispatcher:
     `unavailable_timeout_s`, even if the replica asks for a longer wait. Slots that an older, refused request will need
     are not given to a younger one. A request of which at most `local_prefill_tokens` are left to compute is handed to
     no replica: `local` computes it.
+
+    With `prefill_fallback` nothing fails because no replica is ready: until one is, `local` computes every request, at
+    most one long one at a time.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class PrefillDispatcher:
         lives: Lives,
         local: LocalPrefill,
         local_prefill_tokens: int,
+        prefill_fallback: bool,
         max_attempts: int,
         unavailable_timeout_s: float,
         clock: Callable[[], float],
@@ -62,7 +67,8 @@ class PrefillDispatcher:
         self._pool = pool
         self._landing = landing
         self._local = local
-        self._local_prefill_tokens = local_prefill_tokens
+        self._keeps_short_prompts = local_prefill_tokens > 0
+        self._falls_back = prefill_fallback
         self._max_attempts = max_attempts
         self._unavailable_timeout_s = unavailable_timeout_s
         self._clock = clock
@@ -71,7 +77,9 @@ class PrefillDispatcher:
         self._waiting = waiting
         self._lives = lives
         self._replicas = ReplicaSet(clock())
-        self._short_of_slots_since_s: float | None = None  # as of the last call of hand_off
+        self._short_of_slots_since_s: float | None = None  # as of the last look at the queue
+        self._seen: tuple[int, ...] | None = None  # the changes that the last look at the queue knew
+        self._look_again_s = 0.0  # when the queue is looked at even if nothing has changed
         self._call_numbers = itertools.count()
         self.num_row_retries = 0
 
@@ -83,8 +91,14 @@ class PrefillDispatcher:
     def is_landing(self) -> bool:
         return self._landing.is_copying
 
+    @property
+    def is_degraded(self) -> bool:
+        """Whether requests are computed here because no replica is ready."""
+        return self._falls_back and self._replicas.none_ready_since_s is not None
+
     def update_replicas(self, changed: ReplicasChanged) -> None:
         self._replicas.update(changed, self._clock())
+        self._seen = None
 
     def take_frame(self, call_id: str, frame: Frame) -> None:
         """Applies one frame of a call.
@@ -136,12 +150,16 @@ class PrefillDispatcher:
     def hand_off(self) -> None:
         """Reserves rows for waiting requests in turn and starts the calls to replicas.
 
-        Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows.
+        Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows. The queue is looked at only if
+        something has changed that may let a request start or fail: a long queue costs the other steps nothing.
         """
         if not self._waiting:
             self._short_of_slots_since_s = None
             return
         now_s = self._clock()
+        if self._seen == self._changes() and now_s < self._look_again_s:
+            return
+        self._excuse_waiting_for_slots(now_s)
         by_replica: dict[str, list[Request]] = {}
         put_off: list[Request] = []
         is_short = False
@@ -153,43 +171,55 @@ class PrefillDispatcher:
             if req.not_before_s > now_s:
                 put_off.append(req)
                 continue
-            if self._stays_home(req):
-                lease = self._reserve(req, put_off)
-                if lease is None:
-                    is_short = True
+            replica = None
+            if not (stays_home := self._stays_home(req)):
+                replica = self._replicas.least_loaded(rows_at, req.avoid_replica, len(req.token_ids))
+                if replica is None and not self._may_start_younger:
                     break
-                req.found_cached(lease.num_cached)
-                self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
-                continue
-            replica = self._replicas.least_loaded(rows_at, req.avoid_replica, len(req.token_ids))
-            if replica is None and self._replicas.too_long_error(len(req.token_ids)) is not None:
-                continue  # younger requests may fit
-            if replica is None:
-                if not self._local_prefill_tokens:
-                    break
-                continue  # younger requests may be computed here
+                if replica is None:
+                    continue
             lease = self._reserve(req, put_off)
             if lease is None:
                 is_short = True
                 break
-            self._lives.enter(req, Phase.PREFILL, at_s=now_s, lease=lease, replica=replica)
-            by_replica.setdefault(replica, []).append(req)
+            if stays_home:
+                req.found_cached(lease.num_cached)
+                self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
+            else:
+                assert replica is not None
+                self._lives.enter(req, Phase.PREFILL, at_s=now_s, lease=lease, replica=replica)
+                by_replica.setdefault(replica, []).append(req)
         for replica, reqs in by_replica.items():
             for start in range(0, len(reqs), MAX_CALL_ROWS):
                 self._start_call(replica, reqs[start : start + MAX_CALL_ROWS])
-        self._excuse_waiting_for_slots(now_s, is_short=is_short)
-        self._fail_too_long(now_s)
-        self._expire(now_s)
+        self._short_of_slots_since_s = now_s if is_short else None
+        self._look_again_s = self._fail_overdue(now_s)
+        self._seen = self._changes()
+
+    def _changes(self) -> tuple[int, ...]:
+        """Returns numbers of which one is new when a request may start that could not at the last look.
+
+        For changes of the replicas, `update_replicas` forgets the last look.
+        """
+        local = self._local
+        return self._waiting.num_changes, self._pool.num_changes, local.num_short_left, local.has_long
 
     def _stays_home(self, req: Request) -> bool:
-        """Returns whether so little of the request is left to compute that it is computed here.
+        """Returns whether the request is computed here: so little of it is left to compute, or no replica is ready.
 
-        Prompts that are being computed here count too, so that a burst of short ones does not hold up the running rows.
+        Short prompts that are being computed here count too, so that a burst of them does not hold up the running rows.
         """
-        if not self._local_prefill_tokens:
+        if not (self._keeps_short_prompts or self.is_degraded):
             return False
         num_left = len(req.token_ids) - self._pool.num_cached(req.cache_key)
-        return num_left + self._local.num_left <= self._local_prefill_tokens
+        return self._local.is_short(num_left) or (self.is_degraded and not self._local.has_long)
+
+    @property
+    def _may_start_younger(self) -> bool:
+        """Whether another request may start where no replica takes the oldest one, because it is shorter."""
+        if self._replicas.none_ready_since_s is None:
+            return True
+        return (self._keeps_short_prompts or self.is_degraded) and self._local.is_short(1)
 
     def _reserve(self, req: Request, older: Sequence[Request]) -> RowLease | None:
         """Reserves a row and slots for `req`, or returns None if too few are left.
@@ -227,13 +257,13 @@ class PrefillDispatcher:
         self._landing.open(call_id, replica, reqs)
         self._post(StartHandoff(call_id, replica, tuple(rows)))
 
-    def _excuse_waiting_for_slots(self, now_s: float, *, is_short: bool) -> None:
+    def _excuse_waiting_for_slots(self, now_s: float) -> None:
         """Extends the waiting limit of refused requests by the time for which they waited for this service's slots.
 
-        `is_short` says whether slots are short now. A request that is too long for every replica gets no extension,
-        because it does not wait for slots.
+        That is the time since the last look at the queue, if slots were short then. A request that is too long for
+        every replica gets no extension, because it does not wait for slots.
         """
-        since_s, self._short_of_slots_since_s = self._short_of_slots_since_s, now_s if is_short else None
+        since_s = self._short_of_slots_since_s
         if since_s is None:
             return
         for req in self._waiting:
@@ -242,24 +272,38 @@ class PrefillDispatcher:
             if self._replicas.too_long_error(len(req.token_ids)) is None:
                 req.refused_since_s += now_s - max(since_s, req.not_before_s, req.since_s)
 
-    def _fail_too_long(self, now_s: float) -> None:
-        """Fails the waiting requests that are too long for every replica.
+    def _fail_overdue(self, now_s: float) -> float:
+        """Fails the waiting requests that no replica will take in time: none is ready, or they are too long for each.
 
-        It fails them at once, or after the waiting limit if a larger replica may still come.
+        Returns when the next one may fail, or may be retried after a refusal, by the engine's clock.
         """
+        next_s = math.inf
         for req in self._waiting:
-            error = self._replicas.too_long_error(len(req.token_ids))
-            if error is not None and (isinstance(error, ContextExceeded) or self._has_waited(req, now_s)):
+            if req.not_before_s > now_s:
+                next_s = min(next_s, req.not_before_s)
+            if (failure := self._failure_of(req, now_s)) is None:
+                continue
+            error, limit_s = failure
+            if limit_s <= now_s:
                 self._fail(req, error)
+            else:
+                next_s = min(next_s, limit_s)
+        return next_s
 
-    def _expire(self, now_s: float) -> None:
-        since_s = self._replicas.none_ready_since_s
-        if since_s is None:
-            return
-        for req in self._waiting:
-            has_waited_s = now_s - max(since_s, req.since_s)
-            if self._replicas.are_hopeless or has_waited_s >= self._unavailable_timeout_s:
-                self._fail(req, self._replicas.unavailable_error())
+    def _failure_of(self, req: Request, now_s: float) -> tuple[BatonError, float] | None:
+        """Returns the error with which the request fails if no replica changes, and when. Returns None if it does not.
+
+        It fails at once if waiting cannot help.
+        """
+        if self.is_degraded:
+            return None
+        if (since_s := self._replicas.none_ready_since_s) is not None:
+            limit_s = max(since_s, req.since_s) + self._unavailable_timeout_s
+            return self._replicas.unavailable_error(), now_s if self._replicas.are_hopeless else limit_s
+        error = self._replicas.too_long_error(len(req.token_ids))
+        if error is None:
+            return None
+        return error, now_s if isinstance(error, ContextExceeded) else self._refusal_limit_s(req, now_s)
 
     def _handle_lost(self, lost: Sequence[LostRow]) -> None:
         """Puts lost rows back in the queue while attempts are left, and fails the others. Their reservations are
@@ -285,14 +329,14 @@ class PrefillDispatcher:
         if not row.is_refusal:
             req.num_failures += 1
             return req.num_failures >= self._max_attempts
-        return self._has_waited(req, now_s)
+        return not self.is_degraded and self._refusal_limit_s(req, now_s) <= now_s
 
-    def _has_waited(self, req: Request, now_s: float) -> bool:
-        """Returns whether no replica has taken the request for `unavailable_timeout_s`.
+    def _refusal_limit_s(self, req: Request, now_s: float) -> float:
+        """Returns when no replica will have taken the request for `unavailable_timeout_s`.
 
         That time begins when this function is first asked about the request: after its first refusal, or when it is
         first seen to be too long for the ready replicas.
         """
         if req.refused_since_s is None:
             req.refused_since_s = now_s
-        return now_s - req.refused_since_s >= self._unavailable_timeout_s
+        return req.refused_since_s + self._unavailable_timeout_s

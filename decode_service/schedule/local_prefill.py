@@ -1,9 +1,10 @@
-"""Computes short prompts in the decode service itself, in chunks between decode steps.
+"""Computes prompts in the decode service itself, in chunks between decode steps.
 
 begin ──▶ chunk on the forward stream, before the next decode step ──▶ ... ──▶ last chunk ──▶ first token: ready
 
-A request comes here when little of its prompt is left to compute. Its KV is written to its own slots, so nothing is
-handed over. A ready request joins the running batch like one whose KV has landed.
+A request comes here when little of its prompt is left to compute, or when no prefill replica is ready and the service
+may do without. Its KV is written to its own slots, so nothing is handed over. A ready request joins the running batch
+like one whose KV has landed.
 """
 
 from __future__ import annotations
@@ -32,15 +33,29 @@ from decode_service.schedule.landing import LostRow
 from decode_service.schedule.request import Request
 from decode_service.schedule.schedule_batch import ReadyRows
 
+_FALLBACK_CHUNK_TOKENS = 256
+"""Enough tokens that a chunk takes longer to compute than the model's weights take to be read, and no more than a CPU's
+fused forward of the decode service takes.
+"""
+
+
+def local_chunk_tokens(*, local_prefill_tokens: int, prefill_fallback: bool) -> int:
+    """Returns the most prompt tokens that one forward of the decode service computes; 0 if it computes no prompts."""
+    return local_prefill_tokens or (_FALLBACK_CHUNK_TOKENS if prefill_fallback else 0)
+
 
 @dataclass(slots=True, eq=False)
 class LocalPrompt:
-    """A request whose prompt is computed here. `token_ids` [N] int64 are its prompt and output so far."""
+    """A request whose prompt is computed here. `token_ids` [N] int64 are its prompt and output so far.
+
+    A long prompt is one that did not fit in a chunk, beside the short ones, when it began.
+    """
 
     req: Request
     token_ids: NDArray[np.int64]
     lease: RowLease
     num_launched_tokens: int
+    is_long: bool
 
     @property
     def sampling(self) -> ResolvedSampling:
@@ -68,7 +83,8 @@ class LocalPrefill:
     but `await_chunks`.
 
     One forward of chunks is in flight at a time, of at most `max_chunk_tokens` tokens. So the running rows wait for at
-    most one such forward from one of their tokens to the next.
+    most one such forward from one of their tokens to the next. Prompts take turns: one that got tokens of a chunk goes
+    to the end of the line. So a short prompt does not wait for a long one's end.
     """
 
     def __init__(
@@ -90,6 +106,7 @@ class LocalPrefill:
         self._sampling_state = sampling_state
         self._layer_group = model.layer_group.name
         self._num_draft_layers = draft.layer_group.num_layers if draft else 1
+        self._max_short_tokens = max_chunk_tokens
         self._max_chunk_tokens = max(max_chunk_tokens, self._num_draft_layers)
         self._worker = PromptWorker(
             model=model,
@@ -109,15 +126,26 @@ class LocalPrefill:
         return bool(self._prompts)
 
     @property
-    def num_left(self) -> int:
-        """How many tokens of all prompts are not launched yet."""
-        return sum(prompt.num_left for prompt in self._prompts.values())
+    def num_short_left(self) -> int:
+        """How many tokens of all short prompts are not launched yet."""
+        return sum(prompt.num_left for prompt in self._prompts.values() if not prompt.is_long)
+
+    @property
+    def has_long(self) -> bool:
+        """Whether a long prompt is being computed."""
+        return any(prompt.is_long for prompt in self._prompts.values())
+
+    def is_short(self, num_tokens: int) -> bool:
+        """Whether a prompt of which `num_tokens` are left to compute fits in a chunk, beside the short ones begun."""
+        return num_tokens + self.num_short_left <= self._max_short_tokens
 
     def begin(self, req: Request) -> None:
         """Takes a request that has its row. The KV of its cached prefix is there already."""
         assert req.lease is not None
         token_ids = np.array(req.token_ids, np.int64)
-        self._prompts[req] = LocalPrompt(req, token_ids, req.lease, req.lease.num_cached)
+        num_cached = req.lease.num_cached
+        is_long = not self.is_short(len(token_ids) - num_cached)
+        self._prompts[req] = LocalPrompt(req, token_ids, req.lease, num_cached, is_long)
 
     def forget(self, req: Request) -> None:
         """Gives the request up. A chunk in flight still writes to its row, which stays in quarantine meanwhile."""
@@ -146,6 +174,7 @@ class LocalPrefill:
         for chunk in chunks:
             chunk.prompt.lease.use_until(end, self._stream)
             chunk.prompt.num_launched_tokens = chunk.stop
+            self._prompts[chunk.prompt.req] = self._prompts.pop(chunk.prompt.req)
         self._in_flight = _Launched(batch, launched.computed, end)
         return True
 

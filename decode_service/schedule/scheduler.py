@@ -42,7 +42,7 @@ from decode_service.messages import (
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.life import RULES, Lives, Place
-from decode_service.schedule.local_prefill import LocalPrefill
+from decode_service.schedule.local_prefill import LocalPrefill, local_chunk_tokens
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import ResultTaker, StepInFlight, first_token_payload, first_tokens
 from decode_service.schedule.retraction import Retraction
@@ -102,7 +102,8 @@ class DecodeEngine:
     deep each step drafts, are both given or both None. `max_rows` bounds the rows that are reserved, receive KV or run,
     together. With `prefix_cache` a request holds its longest prefix whose KV an earlier request left in the pool, and
     the prefill service sends the rest. If at most `local_prefill_tokens` are left to compute, this engine computes them
-    itself, in chunks of at most as many tokens between its steps; 0 switches that off. With `replays_forwards` the
+    itself, in chunks of at most as many tokens between its steps; 0 switches that off. With `prefill_fallback` it
+    computes prompts of any length while no prefill replica is ready. With `replays_forwards` the
     steps' forwards are recorded as graphs when the engine is created, if the device can. `nontemporal_copies` makes
     large KV copies bypass the CPU's caches. `overlap=False` finishes each step before the next is scheduled. Figures
     and time-outs use `clock` (monotonic seconds). `deliver` gets events when the engine is about to wait or ends;
@@ -122,6 +123,7 @@ class DecodeEngine:
         depth: Depth | None = None,
         prefix_cache: bool = True,
         local_prefill_tokens: int = 0,
+        prefill_fallback: bool = False,
         overlap: bool = True,
         replays_forwards: bool = False,
         nontemporal_copies: bool = True,
@@ -191,7 +193,9 @@ class DecodeEngine:
             pool=self.pool,
             sampling_state=forward_side.sampling_state,
             stream=forward_side.stream,
-            max_chunk_tokens=local_prefill_tokens,
+            max_chunk_tokens=local_chunk_tokens(
+                local_prefill_tokens=local_prefill_tokens, prefill_fallback=prefill_fallback
+            ),
         )
         self.lives = Lives(
             pool=self.pool,
@@ -209,6 +213,7 @@ class DecodeEngine:
             lives=self.lives,
             local=self._local,
             local_prefill_tokens=local_prefill_tokens,
+            prefill_fallback=prefill_fallback,
             max_attempts=max_handoff_attempts,
             unavailable_timeout_s=prefill_timeout_s,
             clock=clock,
@@ -300,6 +305,7 @@ class DecodeEngine:
             prefixes=self.pool.prefix_counts,
             num_row_retries=self._dispatcher.num_row_retries,
             num_retractions=self._retraction.num_retractions,
+            is_degraded=self._dispatcher.is_degraded,
         )
 
     def close(self) -> None:

@@ -17,16 +17,19 @@ class WaitingQueue:
 
     Requests that were handed off before come first, oldest first. After them clients take turns, one request per turn.
     A new client joins at the end of the line, and a client goes back to the end after its turn. So a client waits for
-    at most one turn of each other client. Each client's requests keep their order.
+    at most one turn of each other client. Each client's requests keep their order. `num_changes` counts the requests
+    that joined or left.
     """
 
     def __init__(self) -> None:
+        self.num_changes = 0
+        self._num_waiting = 0
         self._returned: dict[int, Request] = {}
         # Requests by client; the client with the next turn comes first
         self._newcomers: dict[str, dict[int, Request]] = {}
 
     def __len__(self) -> int:
-        return len(self._returned) + sum(map(len, self._newcomers.values()))
+        return self._num_waiting
 
     def __iter__(self) -> Iterator[Request]:
         return iter([*self._returned.values(), *chain(*(reqs.values() for reqs in self._newcomers.values()))])
@@ -54,6 +57,8 @@ class WaitingQueue:
                     self._newcomers[client] = self._newcomers.pop(client)
 
     def add(self, req: Request) -> None:
+        self.num_changes += 1
+        self._num_waiting += 1
         if not (req.num_attempts or req.num_retractions or req.num_failures):
             self._newcomers.setdefault(req.client, {})[req.arrival] = req
             return
@@ -63,6 +68,9 @@ class WaitingQueue:
             self._returned = dict(sorted(self._returned.items()))
 
     def remove(self, req: Request) -> None:
+        """Removes a request that waits."""
+        self.num_changes += 1
+        self._num_waiting -= 1
         self._returned.pop(req.arrival, None)
         reqs = self._newcomers.get(req.client, {})
         if reqs.pop(req.arrival, None) is not None and not reqs:

@@ -100,7 +100,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The state of one decode service, asked over gRPC, with its prefill replicas."""
+    """The state of one decode service, asked over gRPC, with its prefill replicas.
+
+    It `is_degraded` while it computes prompts itself because no replica is ready.
+    """
 
     target: str
     address: str
@@ -109,6 +112,7 @@ class Decode:
     instance_id: str
     num_queued: int | None
     num_running: int | None
+    is_degraded: bool
     prefill_replicas: tuple[Replica, ...]
 
 

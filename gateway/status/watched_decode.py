@@ -74,13 +74,14 @@ class WatchedDecode:
             instance_id="" if load is None else load.instance_id,
             num_queued=None if load is None else load.num_queued,
             num_running=None if load is None else load.num_running,
+            is_degraded=load is not None and load.is_degraded,
             prefill_replicas=() if load is None else _replicas(load),
         )
 
 
 def unknown_decode(target: str, reason: str) -> Decode:
     """Returns what the status page shows of a decode target that has no address."""
-    return Decode(target, "", False, reason, "", None, None, ())
+    return Decode(target, "", False, reason, "", None, None, False, ())
 
 
 def _replicas(load: InferenceLoad) -> tuple[Replica, ...]:

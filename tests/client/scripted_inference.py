@@ -82,6 +82,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             num_running=1,
             prefill_replicas=[inference_pb2.PrefillReplica(address="127.0.0.1:1", reason="connection refused")],
             num_row_retries=3,
+            is_degraded=True,
         )
 
 

@@ -98,11 +98,12 @@ async def running_edge(
     timeline: Timeline | None = None,
     clock: Callable[[], float] = time.monotonic,
     serves_chats: bool = False,
+    serves_alone: bool = False,
     **texts: Any,
 ) -> AsyncIterator[Edge]:
     """Run an edge. `texts` are further arguments of Prompts."""
     tokenizer = tokenizer or byte_level()
-    engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard()
+    engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard(serves_alone=serves_alone)
     registry = CollectorRegistry()
     observer = RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason), clock=clock)
     live_requests = LiveRequests(engine=engine, max_live=MAX_LIVE, observer=observer, timeline=timeline)

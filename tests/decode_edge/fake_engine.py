@@ -27,6 +27,7 @@ class FakeEngine(EnginePort[Command]):
             num_running=1,
             num_steps=9,
             num_row_retries=3,
+            is_degraded=True,
         )
 
     def post(self, command: Command) -> None:

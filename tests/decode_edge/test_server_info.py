@@ -4,6 +4,7 @@ import asyncio
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
 
 from baton.v1 import inference_pb2
 from common.errors import FingerprintMismatch, RowFailure
@@ -19,7 +20,7 @@ from decode_service.messages import (
     SegmentsLanded,
     StartHandoff,
 )
-from tests.decode_edge.edge_under_test import SERVICE, Edge
+from tests.decode_edge.edge_under_test import SERVICE, Edge, running_edge
 from tests.decode_edge.fake_engine import BOUND_S, until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -46,6 +47,24 @@ async def test_ready_while_the_engine_runs_and_a_replica_is_ready(edge: Edge) ->
 
     edge.replicas.on_report(ReplicasChanged((Replica(HERE, is_ready=False), Replica("127.0.0.1:2", is_ready=True))))
     await health_becomes(edge, SERVING)
+
+
+async def test_ready_without_a_replica_where_it_serves_alone() -> None:
+    """The log says why no replica is used, once, and when one is again."""
+    mismatch = FingerprintMismatch("dtype", "float32", "bfloat16")
+    with capture_logs() as log:
+        async with running_edge(log, serves_alone=True) as edge:
+            await health_becomes(edge, SERVING)
+            for num_outstanding in range(2):
+                edge.replicas.on_report(ReplicasChanged((Replica(HERE, False, num_outstanding, error=mismatch),)))
+                assert edge.replicas.can_serve
+            edge.replicas.on_report(ReplicasChanged((Replica(HERE, is_ready=True),)))
+            edge.live_requests.drain()
+            await health_becomes(edge, NOT_SERVING)
+    (begun, ended) = [line for line in log if line["event"].startswith("degraded")]
+    assert (begun["event"], begun["log_level"]) == ("degraded", "warning")
+    assert HERE in begun["reason"] and "dtype" in begun["reason"]
+    assert ended["event"] == "degraded_no_more"
 
 
 async def test_a_dead_engine_is_alive_but_not_ready(edge: Edge) -> None:
@@ -99,6 +118,7 @@ async def test_load_shows_pools_and_replicas(edge: Edge) -> None:
     assert (load.rows.total, load.rows.free, load.rows.running, load.rows.transferring) == (4, 2, 1, 1)
     assert (load.slots.total, load.slots.quarantined) == (64, 4)
     assert (load.num_queued, load.num_running, load.num_steps, load.num_row_retries) == (1, 1, 9, 3)
+    assert load.is_degraded
     first, second = load.prefill_replicas
     assert (first.address, first.is_ready, first.num_rows, first.reason) == (HERE, True, 2, "")
     assert (second.is_ready, second.num_rows) == (False, 0)

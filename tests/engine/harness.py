@@ -151,6 +151,7 @@ class ScriptedEngine:
         replicas: ReplicasChanged | None = None,
         delivers: bool = False,
         local_prefill_tokens: int = 0,
+        prefill_fallback: bool = False,
     ) -> None:
         self.device = device or ScriptedDevice()
         self.model = TagModel()
@@ -168,6 +169,7 @@ class ScriptedEngine:
             depth=depth or depth_of(spec_info, adapts=False),
             overlap=overlap,
             local_prefill_tokens=local_prefill_tokens,
+            prefill_fallback=prefill_fallback,
             clock=clock or (lambda: float(next(ticks))),
             deliver=self._take_delivered if delivers else None,
             debug_checks=debug_checks,

@@ -1,5 +1,5 @@
-"""Prompts that the decode service computes itself: their tokens are those of a handoff, and beside the running rows at
-most one forward of bounded size runs.
+"""Prompts that the decode service computes itself, because they are short or because no replica is ready: their tokens
+are those of a handoff, and beside the running rows at most one forward of bounded size runs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from common.device.scripted import ScriptedDevice, pick_with
+from common.errors import ContextExceeded, FingerprintMismatch, PrefillUnavailable
+from common.kv.pool import CacheKey, KvPool
 from common.prompts.chunk_batch import ChunkBatch
 from common.prompts.worker import LaunchedChunks, PromptWorker
 from common.sampling.state import SamplingState
-from decode_service.messages import Phase, Replica, ReplicasChanged
+from decode_service.messages import CallEnded, Phase, Replica, ReplicasChanged
 from decode_service.schedule import dispatcher
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
@@ -58,6 +60,43 @@ def assert_right(outcomes: Sequence[Outcome]) -> None:
 def alone(**options: Any) -> ScriptedEngine:
     """A decode engine without a replica, for which no time passes."""
     return ScriptedEngine(local_prefill_tokens=LIMIT, replicas=NO_REPLICA, clock=lambda: 0.0, **options)
+
+
+class Clock:
+    """A clock that moves only when the test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+LONG_AFTER_S = 1000.0
+
+
+def degraded(**options: Any) -> ScriptedEngine:
+    """A decode engine that has no replica and does without."""
+    return ScriptedEngine(
+        **{"local_prefill_tokens": LIMIT, "prefill_fallback": True, "replicas": NO_REPLICA, "clock": Clock(), **options}
+    )
+
+
+def phases(scripted: ScriptedEngine) -> dict[str, Phase]:
+    return {request_id: req.phase for request_id, req in scripted.engine.lives.requests.items()}
+
+
+def begun(scripted: ScriptedEngine) -> list[str]:
+    """The requests whose prompts are being computed here."""
+    return [request_id for request_id, phase in phases(scripted).items() if phase is Phase.LOCAL_PREFILL]
+
+
+def lose_replica(scripted: ScriptedEngine) -> None:
+    """Lose the replica with all that was handed to it."""
+    scripted.post(NO_REPLICA)
+    for call_id in {handoff.call_id for handoff in scripted.handoffs.values()}:
+        scripted.post(CallEnded(call_id, PrefillUnavailable("killed")))
+    scripted.handoffs.clear()
 
 
 def check_short_prompts_need_no_replica() -> None:
@@ -259,7 +298,198 @@ def check_a_failed_prompt_keeps_its_turn() -> None:
     assert started == ["old", "old", "young"]
 
 
+def check_long_prompts_need_no_replica() -> None:
+    for spec_info in SHAPES.values():
+        for options in ({}, {"overlap": False}, {"local_prefill_tokens": 0}):
+            clock = Clock()
+            scripted = degraded(spec_info=spec_info, clock=clock, **options)
+            outcomes = [
+                scripted.submit(str(length), range(1, length + 1), 7, temperature=float(length % 2), seed=length)
+                for length in (3, LIMIT + 1, 2 * LIMIT, 40)
+            ]
+            for _ in range(4):
+                scripted.step()
+                clock.now_s += LONG_AFTER_S
+            scripted.run()
+            assert_right(outcomes)
+            assert all(outcome.finished and not outcome.finished.timings.kv_bytes for outcome in outcomes)
+
+
+def check_without_the_fallback_a_long_prompt_fails() -> None:
+    clock = Clock()
+    scripted = degraded(prefill_fallback=False, clock=clock)
+    outcome = scripted.submit("long", range(1, 30), 2)
+    scripted.step()
+    clock.now_s += LONG_AFTER_S
+    scripted.step()
+    assert isinstance(outcome.error, PrefillUnavailable)
+    assert not scripted.engine.load().is_degraded
+
+
+def check_one_long_prompt_is_computed_at_a_time() -> None:
+    """The others wait for it as long as it takes. Chunks stay as small as those of short prompts."""
+    with pytest.MonkeyPatch.context() as patch:
+        noted, clock = NotedChunks(patch), Clock()
+        scripted = degraded(clock=clock)
+        outcomes = [scripted.submit(str(number), range(1, 24 + number), 3, seed=number) for number in range(4)]
+        while not all(outcome.has_ended for outcome in outcomes):
+            scripted.step()
+            assert len(begun(scripted)) <= 1, "two long prompts began"
+            scripted.forward.run_all()
+            clock.now_s += LONG_AFTER_S
+        assert_right(outcomes)
+        assert max(noted.num_tokens) <= LIMIT
+
+
+def check_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """They take turns, and a stream of short ones does not hold up the long one either."""
+    scripted = degraded(max_rows=8)
+    long = scripted.submit("long", range(1, 60), 2)
+    scripted.step()
+    waits = []
+    for number in range(12):
+        short = scripted.submit(str(number), range(1, LIMIT), 1, seed=number)
+        num_steps = 0
+        while not short.has_ended:
+            scripted.step()
+            scripted.forward.run_all()
+            num_steps += 1
+        waits.append(num_steps)
+        assert_right([short])
+    assert max(waits) < 8, f"a short prompt waited for a long one: {waits}"
+    assert long.has_ended, "a long prompt waited for short ones"
+    scripted.run()
+    assert_right([long])
+
+
+def check_a_ready_replica_gets_the_next_request() -> None:
+    """What has begun here is finished here."""
+    scripted = degraded()
+    first, second = (scripted.submit(name, range(1, 40), 3) for name in ("first", "second"))
+    scripted.step()
+    assert scripted.engine.load().is_degraded
+    scripted.post(ReplicasChanged((Replica(REPLICA, True),)))
+    scripted.step()
+    assert begun(scripted) == ["first"], "a prompt that had begun here was given up"
+    scripted.run()
+    third = scripted.submit("third", range(1, 40), 3)
+    scripted.run()
+    assert_right([first, second, third])
+    ended = [outcome.finished.timings.num_handoff_attempts for outcome in (first, second, third) if outcome.finished]
+    assert ended == [0, 1, 1], "a ready replica was passed over"
+    assert not scripted.engine.load().is_degraded
+
+
+def check_a_lost_request_is_computed_here() -> None:
+    scripted = degraded(replicas=ReplicasChanged((Replica(REPLICA, True),)))
+    outcomes = [scripted.submit(str(number), range(1, 30 + number), 3) for number in range(3)]
+    scripted.step()
+    assert len(scripted.handoffs) == 3
+    lose_replica(scripted)
+    scripted.run()
+    assert_right(outcomes)
+    assert scripted.engine.load().num_row_retries == 3
+
+
+def check_replicas_of_another_model_are_not_needed() -> None:
+    mismatch = FingerprintMismatch("weights", "ours", "theirs")
+    scripted = degraded(replicas=ReplicasChanged((Replica(REPLICA, False, error=mismatch),)))
+    outcome = scripted.submit("r", range(1, 30), 3)
+    scripted.run()
+    assert_right([outcome])
+
+
+def check_a_prompt_too_long_for_the_ready_replicas_fails() -> None:
+    """It is refused as it would be without the fallback: the caller is told the limit."""
+    small = ReplicasChanged((Replica(REPLICA, True, max_context_tokens=20),))
+    scripted = degraded(replicas=small)
+    outcome = scripted.submit("r", range(1, 30), 3)
+    scripted.step()
+    assert isinstance(outcome.error, ContextExceeded)
+
+
+@mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1)
+def check_replicas_that_come_and_go_change_no_token() -> None:
+    """Prompts of any length, aborts and retractions, however the streams run and whenever a replica is lost."""
+    num_local = num_handed_over = num_retracted = 0
+    for seed in range(12):
+        numbers = random.Random(seed)
+        scripted = degraded(
+            device=ScriptedDevice(on_synchronize=pick_with(numbers.choice)),
+            max_rows=4,
+            max_kv_tokens=60,
+            overlap=numbers.random() < 0.7,
+            spec_info=numbers.choice(list(SHAPES.values())),
+            local_prefill_tokens=numbers.choice([0, LIMIT]),
+        )
+        outcomes = []
+        for arrival in range(12):
+            outcomes.append(
+                scripted.submit(
+                    str(arrival),
+                    [numbers.randrange(1, 4) for _ in range(numbers.randint(1, 30))],
+                    numbers.choice([1, 2, 6, 20]),
+                    temperature=numbers.choice([0.0, 1.0]),
+                    seed=arrival,
+                    cache_salt=numbers.choice([None, ""]),
+                )
+            )
+            for _ in range(numbers.randint(0, 4)):
+                scripted.step()
+                for waiting in list(scripted.handoffs):
+                    if numbers.random() < 0.5:
+                        scripted.hand_over(waiting)
+            if numbers.random() < 0.3:
+                scripted.abort(str(numbers.randint(0, arrival)))
+            if numbers.random() < 0.2:
+                lose_replica(scripted)
+            elif numbers.random() < 0.2:
+                scripted.post(ReplicasChanged((Replica(REPLICA, True),)))
+        scripted.run(advance=run_one_each)
+        assert_right(outcomes)
+        ended = [outcome.finished.timings for outcome in outcomes if outcome.finished]
+        num_local += sum(not timings.num_handoff_attempts for timings in ended)
+        num_handed_over += sum(timings.num_handoff_attempts == 1 for timings in ended)
+        num_retracted += scripted.engine.load().num_retractions
+    assert min(num_local, num_handed_over) > 20 and num_retracted, (num_local, num_handed_over, num_retracted)
+
+
+def check_a_queue_costs_the_steps_nothing() -> None:
+    """While a request runs and nothing can start, the steps do not look at those that wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        looks, num_cached = [0], KvPool.num_cached
+
+        def counting(pool: KvPool, key: CacheKey | None) -> int:
+            looks[0] += 1
+            return num_cached(pool, key)
+
+        patch.setattr(KvPool, "num_cached", counting)
+        for options in ({"prefill_fallback": False}, {"max_rows": 1}):
+            scripted = degraded(**options)
+            runner = scripted.submit("runner", [1, 2], 30)
+            while not scripted.engine.load().num_running:
+                scripted.step()
+                scripted.forward.run_all()
+            waiting = [scripted.submit(str(number), range(1, 20), 2) for number in range(50)]
+            scripted.step()
+            num_looks = looks[0]
+            for _ in range(10):
+                scripted.step()
+            assert looks[0] <= num_looks + 1, "steps looked at the queue again and again"
+            assert not runner.has_ended and not any(outcome.has_ended for outcome in waiting)
+
+
 CHECKS: list[Check] = [
+    check_long_prompts_need_no_replica,
+    check_without_the_fallback_a_long_prompt_fails,
+    check_one_long_prompt_is_computed_at_a_time,
+    check_a_short_prompt_does_not_wait_for_a_long_one,
+    check_a_ready_replica_gets_the_next_request,
+    check_a_lost_request_is_computed_here,
+    check_replicas_of_another_model_are_not_needed,
+    check_a_prompt_too_long_for_the_ready_replicas_fails,
+    check_replicas_that_come_and_go_change_no_token,
+    check_a_queue_costs_the_steps_nothing,
     check_a_long_prompt_holds_up_no_short_one,
     check_a_failed_prompt_keeps_its_turn,
     check_short_prompts_need_no_replica,
@@ -287,6 +517,21 @@ def test_holds(check: Check) -> None:
         (check_a_chunk_is_bounded, local_prefill.prompts_all_stay, "a burst of prompts"),
         (check_a_chunk_in_flight_holds_its_row, local_prefill.chunk_holds_no_row, "reused under a chunk"),
         (check_a_failed_chunk_is_computed_again, local_prefill.unwritten_kv_is_kept, "decoded wrongly|KV was kept"),
+        (check_long_prompts_need_no_replica, local_prefill.fallback_is_forgotten, "no prefill replica is ready"),
+        (check_one_long_prompt_is_computed_at_a_time, local_prefill.long_prompts_begin_together, "two long prompts"),
+        (
+            check_a_short_prompt_does_not_wait_for_a_long_one,
+            local_prefill.long_prompts_count_as_short,
+            "waited for a long one",
+        ),
+        (
+            check_a_short_prompt_does_not_wait_for_a_long_one,
+            local_prefill.the_oldest_prompt_is_always_first,
+            "waited for a long one",
+        ),
+        (check_a_ready_replica_gets_the_next_request, local_prefill.fallback_never_ends, "was passed over"),
+        (check_a_queue_costs_the_steps_nothing, local_prefill.each_step_looks_at_the_queue, "again and again"),
+        (check_a_chunk_in_flight_holds_its_row, local_prefill.free_rows_are_not_noticed, "not over after"),
     ],
     ids=name_of,
 )

@@ -119,7 +119,7 @@ def decode_edge() -> Iterator[Run]:
     with tiny_target() as (model, tokenizer), loop_under_watch() as loop:
         prefill = loop.run(start_prefill(model))
         decode = loop.run(start_decode(model, tokenizer, prefill.address, FAST))
-        wait_until(lambda: decode.replicas.is_any_ready, decode.replicas.states)
+        wait_until(lambda: decode.replicas.can_serve, decode.replicas.states)
         channel = loop.run(_connect(decode.address))
 
         def run(data: bytes) -> None:

@@ -83,6 +83,7 @@ class PairOptions:
     prefill_caches: bool = True
     decode_caches: bool = True
     local_prefill_tokens: int = 0
+    prefill_fallback: bool = False
     depth: Depth | None = None  # instead of the one that `adapts_depth` chooses
 
     @property
@@ -173,6 +174,7 @@ class InProcessPair:
             depth=(options.depth or depth_of(options.spec_info, adapts=options.adapts_depth)) if draft else None,
             prefix_cache=options.decode_caches,
             local_prefill_tokens=options.local_prefill_tokens,
+            prefill_fallback=options.prefill_fallback,
             overlap=options.overlap,
             replays_forwards=options.replays_forwards,
             max_handoff_attempts=options.max_handoff_attempts,

@@ -52,8 +52,10 @@ def test_pools_are_what_the_engine_says_when_asked(registry: CollectorRegistry) 
     assert registry.get_sample_value("baton_unsent_kv_bytes") == 11
     assert registry.get_sample_value("baton_row_retries_total") == 2
     assert registry.get_sample_value("baton_retractions_total") == 1
+    assert registry.get_sample_value("baton_degraded") == 0
 
-    loads.append(EngineLoad(LOAD.rows, LOAD.slots, num_queued=0, num_running=0, num_steps=8))
+    loads.append(EngineLoad(LOAD.rows, LOAD.slots, num_queued=0, num_running=0, num_steps=8, is_degraded=True))
+    assert registry.get_sample_value("baton_degraded") == 1
     assert registry.get_sample_value("baton_queued_requests") == 0
     assert registry.get_sample_value("baton_steps_total") == 8
 

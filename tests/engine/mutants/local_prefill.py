@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
 
 from common.kv.pool import KvPool, RowLease
+from common.prompts.chunk_batch import Chunk
 from common.sampling.state import RowSeed
+from decode_service.schedule import local_prefill
+from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.local_prefill import LocalPrefill, LocalPrompt
 
 
@@ -41,8 +45,47 @@ def unwritten_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 def prompts_all_stay(patch: pytest.MonkeyPatch) -> None:
     """Do not count the prompts that are being computed already."""
-    patch.setattr(LocalPrefill, "num_left", 0)
+    patch.setattr(LocalPrefill, "num_short_left", 0)
 
 
 def cached_tokens_are_left_to_compute(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KvPool, "num_cached", lambda self, key: 0)
+
+
+def long_prompts_begin_together(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LocalPrefill, "has_long", False)
+
+
+def long_prompts_count_as_short(patch: pytest.MonkeyPatch) -> None:
+    """Let no short prompt begin until nearly all of a long one is launched."""
+    patch.setattr(
+        LocalPrefill, "num_short_left", property(lambda self: sum(p.num_left for p in self._prompts.values()))
+    )
+
+
+def the_oldest_prompt_is_always_first(patch: pytest.MonkeyPatch) -> None:
+    """Give each chunk to the prompt that began first, until it is computed."""
+    cut = local_prefill.cut_chunks
+
+    def mutant(prompts: Sequence[LocalPrompt], **limits: int) -> list[Chunk[LocalPrompt]]:
+        return cut(sorted(prompts, key=lambda prompt: prompt.req.arrival), **limits)
+
+    patch.setattr(local_prefill, "cut_chunks", mutant)
+
+
+def fallback_never_ends(patch: pytest.MonkeyPatch) -> None:
+    """Compute requests here although a replica is ready."""
+    patch.setattr(PrefillDispatcher, "is_degraded", True)
+
+
+def fallback_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillDispatcher, "is_degraded", False)
+
+
+def each_step_looks_at_the_queue(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillDispatcher, "_changes", lambda self: (object(),))
+
+
+def free_rows_are_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    """Do not look at the queue again when rows or slots have become free."""
+    patch.setattr(KvPool, "num_changes", property(lambda self: 0, lambda self, value: None), raising=False)

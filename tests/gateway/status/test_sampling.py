@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -161,7 +162,7 @@ async def test_a_look_up_that_takes_too_long_is_the_reason_shown() -> None:
 
 
 async def test_decode_services_say_whom_they_reach() -> None:
-    clients = {"10.0.0.1:50051": Decode(LOAD), "10.0.0.2:50051": Decode()}
+    clients = {"10.0.0.1:50051": Decode(replace(LOAD, is_degraded=True)), "10.0.0.2:50051": Decode()}
     names = Names(decode=list(clients))
     sampling = sampler(Clock(), [], ["dns:///decode:50051"], look_up=names, open_client=lambda a: clients[a.numeric])
     await sampling.sample()
@@ -173,6 +174,7 @@ async def test_decode_services_say_whom_they_reach() -> None:
     ]
     assert ready.prefill_replicas[1].reason == "connection refused"
     assert (refused.is_reachable, refused.reason) == (False, "connection refused")
+    assert (ready.is_degraded, refused.is_degraded) == (True, False)
 
     names.addresses["decode"] = ["10.0.0.1:50051"]
     await sampling.sample()
