@@ -62,7 +62,10 @@ class Setting:
         )
 
 
-SETTINGS = tuple(starmap(Setting, product((True, False), (False, True), (False, True))))
+SETTINGS = (
+    *starmap(Setting, product((True, False), (False, True), (False, True))),
+    *(Setting(*each, prefills_locally=True) for each in product((True, False), (False, True))),
+)
 
 LENT_FAULTS = (
     Fault(point="shared_memory.lent", action=Action.STALL, rate=0.02, seconds=0.05),
