@@ -1,4 +1,4 @@
-"""A snapshot of an engine's load, for GetLoad, for metrics, and for choosing the least loaded replica."""
+"""A snapshot of an engine's load, for GetLoad, for metrics, and for choosing a prefill replica."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class PrefixCounts:
 class EngineLoad:
     """An engine's load at one time. `num_steps` counts the steps that launched or finished a forward.
 
-    `is_degraded` is True while a decode engine computes prompts itself because no prefill replica is ready.
+    On prefill `num_uncomputed_tokens` counts the tokens that queued and running prompts have still to compute. On
+    decode `num_expected_cached` counts the tokens that prefill services should have had cached when rows were handed to
+    them. `is_degraded` is True while a decode engine computes prompts itself because no prefill replica is ready.
     """
 
     rows: PoolCounts
@@ -55,4 +57,6 @@ class EngineLoad:
     unsent_bytes: int = 0
     num_row_retries: int = 0
     num_retractions: int = 0
+    num_uncomputed_tokens: int = 0
+    num_expected_cached: int = 0
     is_degraded: bool = False

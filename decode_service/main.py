@@ -189,6 +189,7 @@ def new_engine(
                 depth=depth_of(spec_info, adapts=settings.adaptive_depth),
                 replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
                 nontemporal_copies=settings.uses(FastPath.NONTEMPORAL_COPIES),
+                prefix_routing=settings.uses(FastPath.PREFIX_ROUTING),
                 local_prefill_tokens=settings.local_prefill_tokens,
                 prefill_fallback=settings.prefill_fallback,
                 max_handoff_attempts=settings.max_handoff_attempts,

@@ -65,18 +65,24 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The state of a prefill replica. `num_outstanding` counts its queued and computing rows, as GetLoad reports them.
+    """The state of a prefill replica, as its GetLoad reports it.
 
-    It takes no row longer than `max_context_tokens`; None means that it reports no limit. `error` says why a replica
-    that is not ready cannot serve. A FingerprintMismatch (its model or configuration differs) stays until a new process
-    serves at the address.
+    `num_uncomputed_tokens` counts the tokens of all its rows that it has still to compute. It takes no row longer than
+    `max_context_tokens`; None means that it reports no limit. `error` says why a replica that is not ready cannot
+    serve. A FingerprintMismatch (its model or configuration differs) stays until a new process serves at the address.
+
+    `instance_id` names the process that serves, if it is ready. That process keeps the KV of up to `max_cached_tokens`
+    for later rows, 0 if it keeps none, and has given the room of `num_evicted_tokens` to other rows since its start.
     """
 
     address: str
     is_ready: bool
-    num_outstanding: int = 0
+    num_uncomputed_tokens: int = 0
     error: BatonError | None = None
     max_context_tokens: int | None = None
+    instance_id: str = ""
+    max_cached_tokens: int = 0
+    num_evicted_tokens: int = 0
 
     def takes(self, num_tokens: int) -> bool:
         return self.max_context_tokens is None or num_tokens <= self.max_context_tokens

@@ -74,6 +74,7 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
             timeline=runtime.timeline,
             shared_pool=lent.pool,
             nixl_offer=lent.nixl_offer,
+            max_cached_tokens=size.max_kv_tokens if settings.uses(FastPath.PREFIX_CACHE) else 0,
         )
 
         def deliver(events: Sequence[Event]) -> None:

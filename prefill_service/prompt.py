@@ -26,8 +26,9 @@ class Prompt:
     """The engine's record of one prompt, which is the row with index `index` in the OpenCall of `call_id`.
 
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
-    cache, and `num_kept_tokens` those whose KV was found or left there. `awaited` is a prompt that computes the same
-    first tokens now, and how many of them this prompt waits for.
+    cache, and `num_kept_tokens` those whose KV was found or left there; while it is queued, those that it would have
+    found when it arrived. `awaited` is a prompt that computes the same first tokens now, and how many of them this
+    prompt waits for.
     """
 
     call_id: str
@@ -60,6 +61,12 @@ class Prompt:
     @property
     def num_left(self) -> int:
         return self.num_tokens - self.num_launched_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """How many tokens are still to compute, or are being computed. For a queued prompt, as far as it is known."""
+        num_awaited = 0 if self.awaited is None else self.awaited[1]
+        return self.num_tokens - max(self.num_kept_tokens, num_awaited)
 
     @property
     def sampling(self) -> ResolvedSampling:

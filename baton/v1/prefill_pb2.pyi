@@ -710,6 +710,9 @@ class GetPrefillLoadResponse(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     UNSENT_BYTES_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_UNCOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     num_queued: _builtins.int
     num_computing: _builtins.int
@@ -718,6 +721,12 @@ class GetPrefillLoadResponse(_message.Message):
     """KV copied out of the pool and not yet written to a receiver"""
     max_context_tokens: _builtins.int
     """the most that a row's token_ids may be; 0: not told"""
+    num_uncomputed_tokens: _builtins.int
+    """of all queued and computing rows, as far as it is known"""
+    max_cached_tokens: _builtins.int
+    """the most whose KV is kept for later rows; 0: none is"""
+    num_evicted_tokens: _builtins.int
+    """cached since the start, and given up to make room for rows"""
     @_builtins.property
     def rows(self) -> _types_pb2.PoolLoad: ...
     @_builtins.property
@@ -733,10 +742,13 @@ class GetPrefillLoadResponse(_message.Message):
         num_steps: _builtins.int = ...,
         unsent_bytes: _builtins.int = ...,
         max_context_tokens: _builtins.int = ...,
+        num_uncomputed_tokens: _builtins.int = ...,
+        max_cached_tokens: _builtins.int = ...,
+        num_evicted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "max_context_tokens", b"max_context_tokens", "num_computing", b"num_computing", "num_queued", b"num_queued", "num_steps", b"num_steps", "rows", b"rows", "slots", b"slots", "unsent_bytes", b"unsent_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "max_cached_tokens", b"max_cached_tokens", "max_context_tokens", b"max_context_tokens", "num_computing", b"num_computing", "num_evicted_tokens", b"num_evicted_tokens", "num_queued", b"num_queued", "num_steps", b"num_steps", "num_uncomputed_tokens", b"num_uncomputed_tokens", "rows", b"rows", "slots", b"slots", "unsent_bytes", b"unsent_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,6 +34,11 @@ class FastPath(StrEnum):
         "KV of earlier requests stays in the pool, for requests that begin with the same tokens. "
         "Switch it off to measure without it, or where clients must not learn from response times what others sent.",
     )
+    PREFIX_ROUTING = (
+        "prefix_routing",
+        "Decode hands a request to the prefill service that has most of it cached, weighed against load. "
+        "Switch it off to measure without it, or where all that counts is that services are equally busy.",
+    )
     CUDA_GRAPHS = (
         "cuda_graphs",
         "On CUDA, decode forwards are recorded at start and replayed. "

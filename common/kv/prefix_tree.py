@@ -133,6 +133,10 @@ class PrefixTree:
         self._mark_used(prefix.node)
         return prefix
 
+    def num_cached(self, tokens: Tokens, namespace: str) -> int:
+        """Returns how long the prefix is that `match` returns. It does not count as used."""
+        return self._walk(self._root, tokens, namespace, len(tokens) - self.lookahead).num_tokens
+
     def hold(self, tokens: Tokens, namespace: str, max_tokens: int) -> HeldPrefix:
         """Holds the longest cached prefix of `tokens` [T], at most `max_tokens` and T - lookahead positions.
 

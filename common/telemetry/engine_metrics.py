@@ -83,6 +83,14 @@ class _LoadCollector(Collector):
         yield CounterMetricFamily("baton_row_tokens", "Tokens of rows, when reserved.", value=load.prefixes.num_tokens)
         yield CounterMetricFamily("baton_cached_tokens", "Of them: with cached KV.", value=load.prefixes.num_found)
         yield CounterMetricFamily("baton_evicted_tokens", "Cached KV that made room.", value=load.prefixes.num_evicted)
+        yield CounterMetricFamily(
+            "baton_expected_cached_tokens",
+            "Tokens that prefill should have cached, when handed over.",
+            value=load.num_expected_cached,
+        )
+        yield GaugeMetricFamily(
+            "baton_uncomputed_tokens", "Tokens of prompts still to compute.", value=load.num_uncomputed_tokens
+        )
         yield CounterMetricFamily("baton_row_retries", "Rows handed to another prefill.", value=load.num_row_retries)
         yield CounterMetricFamily("baton_retractions", "Requests that gave their KV back.", value=load.num_retractions)
 

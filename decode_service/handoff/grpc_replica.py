@@ -119,8 +119,11 @@ class GrpcReplica:
         return Replica(
             self.address,
             is_ready=True,
-            num_outstanding=load.num_queued + load.num_computing,
+            num_uncomputed_tokens=load.num_uncomputed_tokens,
             max_context_tokens=load.max_context_tokens or None,
+            instance_id=peer_text(load.instance_id),
+            max_cached_tokens=load.max_cached_tokens,
+            num_evicted_tokens=load.num_evicted_tokens,
         )
 
     async def close(self) -> None:

@@ -46,17 +46,26 @@ class _Call:
 
 
 class InProcessTransport:
-    """A HandoffTransport whose only replica is a prefill engine in this process.
+    """A HandoffTransport whose only replica is a prefill engine in this process. It keeps up to `max_cached_tokens`.
 
     The prefill engine reports by `frame_ready`, `call_done` and `peer_lost`. Frames wait here while the receive budget
     is full. The prefill engine's send budget bounds them, because a segment counts as sent only after it was posted to
     the decode engine.
     """
 
-    def __init__(self, *, post: Post, prefill: PrefillPort, address: str, receive_budget_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        post: Post,
+        prefill: PrefillPort,
+        address: str,
+        receive_budget_bytes: int,
+        max_cached_tokens: int = 0,
+    ) -> None:
         self._post = post
         self._prefill = prefill
         self._address = address
+        self._max_cached_tokens = max_cached_tokens
         # Reentrant: a prefill engine may answer within a call to it.
         self._lock = threading.RLock()
         self._budget = ReceiveBudget(receive_budget_bytes)
@@ -66,7 +75,10 @@ class InProcessTransport:
     async def open(self) -> None:
         with self._lock:
             self._lost = None
-            self._post(ReplicasChanged((Replica(self._address, is_ready=True),)))
+            ready = Replica(
+                self._address, is_ready=True, instance_id=self._address, max_cached_tokens=self._max_cached_tokens
+            )
+            self._post(ReplicasChanged((ready,)))
 
     def start(self, command: StartHandoff) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
@@ -18,15 +19,17 @@ from decode_service.messages import (
     BreakCall,
     Event,
     Phase,
+    Replica,
     ReplicasChanged,
     StartHandoff,
 )
 from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone, LostRow
 from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill
+from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import Request
 from decode_service.schedule.schedule_batch import ReadyRows
-from decode_service.schedule.waiting_queue import ReplicaSet, WaitingQueue
+from decode_service.schedule.waiting_queue import WaitingQueue
 
 _HEADROOM_TOKENS = 16
 """Slots left free for each row at admission, so that a newly admitted request does not soon cause a retraction."""
@@ -56,6 +59,7 @@ class PrefillDispatcher:
         landing: LandingZone,
         lives: Lives,
         local: LocalPrefill,
+        replicas: ReplicaSet,
         local_prefill_tokens: int,
         prefill_fallback: bool,
         max_attempts: int,
@@ -76,12 +80,13 @@ class PrefillDispatcher:
         self._fail = fail
         self._waiting = waiting
         self._lives = lives
-        self._replicas = ReplicaSet(clock())
+        self._replicas = replicas
         self._short_of_slots_since_s: float | None = None  # as of the last look at the queue
         self._seen: tuple[int, ...] | None = None  # the changes that the last look at the queue knew
         self._look_again_s = 0.0  # when the queue is looked at even if nothing has changed
         self._call_numbers = itertools.count()
         self.num_row_retries = 0
+        self.num_expected_cached = 0  # tokens that replicas were expected to have cached when rows were handed to them
 
     @property
     def num_waiting(self) -> int:
@@ -162,21 +167,18 @@ class PrefillDispatcher:
         self._excuse_waiting_for_slots(now_s)
         by_replica: dict[str, list[Request]] = {}
         put_off: list[Request] = []
+        num_outstanding: Counter[str] | None = None
         is_short = False
-
-        def rows_at(replica: str) -> int:
-            return self._landing.rows_at(replica) + len(by_replica.get(replica, ()))
-
         for req in self._waiting.in_turn():
             if req.not_before_s > now_s:
                 put_off.append(req)
                 continue
-            replica = None
+            candidates: Sequence[Replica] = ()
             if not (stays_home := self._stays_home(req)):
-                replica = self._replicas.least_loaded(rows_at, req.avoid_replica, len(req.token_ids))
-                if replica is None and not self._may_start_younger:
-                    break
-                if replica is None:
+                candidates = self._replicas.candidates(avoid=req.avoid_replica, num_tokens=len(req.token_ids))
+                if not candidates:
+                    if not self._may_start_younger:
+                        break
                     continue
             lease = self._reserve(req, put_off)
             if lease is None:
@@ -185,10 +187,16 @@ class PrefillDispatcher:
             if stays_home:
                 req.found_cached(lease.num_cached)
                 self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
-            else:
-                assert replica is not None
-                self._lives.enter(req, Phase.PREFILL, at_s=now_s, lease=lease, replica=replica)
-                by_replica.setdefault(replica, []).append(req)
+                continue
+            num_outstanding = self._landing.uncomputed_tokens() if num_outstanding is None else num_outstanding
+            route = self._replicas.route(
+                candidates, req.cache_key, num_tokens=len(req.token_ids), num_outstanding=num_outstanding
+            )
+            num_outstanding[route.replica] += route.num_uncomputed
+            self.num_expected_cached += route.num_cached
+            req.num_uncomputed_tokens = route.num_uncomputed
+            self._lives.enter(req, Phase.PREFILL, at_s=now_s, lease=lease, replica=route.replica)
+            by_replica.setdefault(route.replica, []).append(req)
         for replica, reqs in by_replica.items():
             for start in range(0, len(reqs), MAX_CALL_ROWS):
                 self._start_call(replica, reqs[start : start + MAX_CALL_ROWS])

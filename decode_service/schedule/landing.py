@@ -6,7 +6,7 @@ landed = PrebuiltBatch entry + every token of every layer + the landing copies d
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -203,8 +203,12 @@ class LandingZone:
         """Whether `poll` has anything to check."""
         return bool(self._copying or self._complete or self._freed)
 
-    def rows_at(self, replica: str) -> int:
-        return sum(len(call.rows) for call in self._calls.values() if call.replica == replica)
+    def uncomputed_tokens(self) -> Counter[str]:
+        """Returns for each replica how many tokens it was to compute for the rows that are not ready yet."""
+        tokens: Counter[str] = Counter()
+        for call in self._calls.values():
+            tokens[call.replica] += sum(row.req.num_uncomputed_tokens for row in call.rows.values())
+        return tokens
 
     def open(self, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
         rows: dict[int, LandingRow] = {}

@@ -88,6 +88,7 @@ class Request:
     `cache_salt` names the namespace of the prefix cache that the request uses; None means that it neither uses cached
     KV nor leaves any. `num_cached_tokens` counts the tokens that the first attempt did not compute, because their KV
     was cached. It is None until then, and later attempts, which find what this request left, do not change it.
+    `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute.
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class Request:
     kv_bytes: int = 0
     num_cached_tokens: int | None = None
     avoid_replica: str = ""
+    num_uncomputed_tokens: int = 0
     not_before_s: float = 0.0
     refused_since_s: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)

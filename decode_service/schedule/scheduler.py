@@ -43,6 +43,7 @@ from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.local_prefill import LocalPrefill, local_chunk_tokens
+from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import ResultTaker, StepInFlight, first_token_payload, first_tokens
 from decode_service.schedule.retraction import Retraction
@@ -101,13 +102,13 @@ class DecodeEngine:
     Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft` and `depth`, which decides how
     deep each step drafts, are both given or both None. `max_rows` bounds the rows that are reserved, receive KV or run,
     together. With `prefix_cache` a request holds its longest prefix whose KV an earlier request left in the pool, and
-    the prefill service sends the rest. If at most `local_prefill_tokens` are left to compute, this engine computes them
-    itself, in chunks of at most as many tokens between its steps; 0 switches that off. With `prefill_fallback` it
-    computes prompts of any length while no prefill replica is ready. With `replays_forwards` the
-    steps' forwards are recorded as graphs when the engine is created, if the device can. `nontemporal_copies` makes
-    large KV copies bypass the CPU's caches. `overlap=False` finishes each step before the next is scheduled. Figures
-    and time-outs use `clock` (monotonic seconds). `deliver` gets events when the engine is about to wait or ends;
-    without it steps return them.
+    the prefill service sends the rest. With `prefix_routing` the choice of that service weighs what it has cached
+    against its load. If at most `local_prefill_tokens` are left to compute, this engine computes them itself, in chunks
+    of at most as many tokens between its steps; 0 switches that off. With `prefill_fallback` it computes prompts of any
+    length while no prefill replica is ready. With `replays_forwards` the steps' forwards are recorded as graphs when
+    the engine is created, if the device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches.
+    `overlap=False` finishes each step before the next is scheduled. Figures and time-outs use `clock` (monotonic
+    seconds). `deliver` gets events when the engine is about to wait or ends; without it steps return them.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class DecodeEngine:
         draft: DraftHead | None = None,
         depth: Depth | None = None,
         prefix_cache: bool = True,
+        prefix_routing: bool = True,
         local_prefill_tokens: int = 0,
         prefill_fallback: bool = False,
         overlap: bool = True,
@@ -148,13 +150,14 @@ class DecodeEngine:
         self._depth = depth
         levels = () if depth is None else depth.levels
         self._num_ahead = levels[-1].num_slots - 1 if levels else 0
+        lookahead = draft.layer_group.num_layers if draft else 0
         self.pool = KvPool(
             groups=[model.layer_group, *([draft.layer_group] if draft else [])],
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
             max_tokens_per_row=max_context_tokens + self._num_ahead,
             torch_device=device.torch_device,
-            prefixes=PrefixTree(lookahead=draft.layer_group.num_layers if draft else 0) if prefix_cache else None,
+            prefixes=PrefixTree(lookahead) if prefix_cache else None,
         )
         forward_side = ForwardSide.open(
             model=model,
@@ -212,6 +215,7 @@ class DecodeEngine:
             landing=self._landing,
             lives=self.lives,
             local=self._local,
+            replicas=ReplicaSet(now_s=clock(), lookahead=lookahead, routes_by_prefix=prefix_routing),
             local_prefill_tokens=local_prefill_tokens,
             prefill_fallback=prefill_fallback,
             max_attempts=max_handoff_attempts,
@@ -305,6 +309,7 @@ class DecodeEngine:
             prefixes=self.pool.prefix_counts,
             num_row_retries=self._dispatcher.num_row_retries,
             num_retractions=self._retraction.num_retractions,
+            num_expected_cached=self._dispatcher.num_expected_cached,
             is_degraded=self._dispatcher.is_degraded,
         )
 

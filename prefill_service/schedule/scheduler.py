@@ -225,6 +225,11 @@ class PrefillEngine:
             num_steps=self._num_steps,
             prefixes=self.pool.prefix_counts,
             unsent_bytes=self._sender.unsent_bytes,
+            num_uncomputed_tokens=sum(
+                prompt.num_uncomputed
+                for phase in (PromptPhase.QUEUED, PromptPhase.COMPUTING)
+                for prompt in self._lives.in_phase(phase)
+            ),
         )
 
     def close(self) -> None:
@@ -280,6 +285,8 @@ class PrefillEngine:
                 self._fail(prompt, RowFailure.CAPACITY, message, retryable=True)
             elif num_queued >= self._max_queued_rows:
                 self._fail(prompt, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
+            else:
+                prompt.num_kept_tokens = self.pool.num_cached(prompt.key)
         self._end_call_if_done(command.call_id)
 
     # ---- computing ----------------------------------------------------------------------------------------------

@@ -37,10 +37,11 @@ class RawReplica:
         self.instance_id = instance_id
         self.health = health_pb2.HealthCheckResponse.SERVING
         self.max_context_tokens = 0
-        self.num_queued = 0
+        self.num_uncomputed_tokens = 0
+        self.max_cached_tokens = 0
+        self.num_evicted_tokens = 0
         self.num_looks = 0
         self.peers: list[str] = []  # the connection of each call
-        self.num_computing = 0
         self.is_stepping = False  # whether a step ends between any two polls of its load
         self.num_steps = 0
         self.frames: Sequence[bytes] = ()
@@ -100,10 +101,11 @@ class RawReplica:
         self.num_steps += self.is_stepping
         response = prefill_pb2.GetPrefillLoadResponse(
             instance_id=self.instance_id,
-            num_queued=self.num_queued,
-            num_computing=self.num_computing + self.num_steps,
             num_steps=self.num_steps,
             max_context_tokens=self.max_context_tokens,
+            num_uncomputed_tokens=self.num_uncomputed_tokens + self.num_steps,
+            max_cached_tokens=self.max_cached_tokens,
+            num_evicted_tokens=self.num_evicted_tokens,
         )
         return self.answers.get("GetLoad") or response.SerializeToString()
 

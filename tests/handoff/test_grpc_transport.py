@@ -239,7 +239,7 @@ def test_a_replica_that_sends_nothing_keeps_its_call_while_its_engine_steps_and_
     replica.frames, replica.hangs, replica.is_stepping = (ACCEPTED,), True, True
     rig.call(replica, timeouts=replace(FAST, progress_timeout_s=0.2))
     num_steps = replica.num_steps
-    rig.decode.latest_replica(lambda state: state.num_outstanding > num_steps + 0.6 / FAST.poll_interval_s)
+    rig.decode.latest_replica(lambda state: state.num_uncomputed_tokens > num_steps + 0.6 / FAST.poll_interval_s)
     assert rig.decode.num_ends("call") == 0
     replica.is_stepping = False
     end = rig.decode.ended("call")
@@ -321,9 +321,10 @@ def test_a_replica_that_is_not_ready_says_so_until_it_is(rig: Rig) -> None:
 def test_the_load_is_followed(rig: Rig) -> None:
     raw = RawReplica()
     rig.connect(rig.bring_up(raw))
-    rig.decode.latest_replica(lambda replica: replica.num_outstanding == 0 and replica.is_ready)
-    raw.num_queued, raw.num_computing = 3, 2
-    rig.decode.latest_replica(lambda replica: replica.num_outstanding == 5 and replica.takes(1 << 20))
+    rig.decode.latest_replica(lambda replica: replica.num_uncomputed_tokens == 0 and replica.is_ready)
+    raw.num_uncomputed_tokens, raw.max_cached_tokens, raw.num_evicted_tokens = 5, 7, 11
+    replica = rig.decode.latest_replica(lambda replica: replica.num_uncomputed_tokens == 5 and replica.takes(1 << 20))
+    assert (replica.instance_id, replica.max_cached_tokens, replica.num_evicted_tokens) == ("raw", 7, 11)
     raw.max_context_tokens = 100
     rig.decode.latest_replica(lambda replica: replica.takes(100) and not replica.takes(101))
 

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from common.errors import ContextExceeded, RowFailure, error_for_row_failure
-from common.load import EngineLoad, PoolCounts
+from common.load import EngineLoad, PoolCounts, PrefixCounts
 from common.rpc.grpc_options import channel_options
 from common.service.server import ServerLimits, ServiceServer
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
@@ -102,6 +102,7 @@ async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20) -> Asyn
             limits=limits,
             server_limits=ServerLimits(max_message_bytes=max_message_bytes),
             model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256),
+            max_cached_tokens=90,
             is_ready=False,
         ) as edge,
         grpc.aio.insecure_channel(edge.address, options=channel_options()) as channel,
@@ -372,11 +373,14 @@ async def test_the_load_is_the_engines(edge: Edge) -> None:
         num_running=2,
         num_steps=11,
         unsent_bytes=77,
+        num_uncomputed_tokens=300,
+        prefixes=PrefixCounts(num_evicted=13),
     )
     load = await prefill_pb2_grpc.PrefillStub(edge.channel).GetLoad(prefill_pb2.GetPrefillLoadRequest())
     assert (load.instance_id, load.num_queued, load.num_computing, load.num_steps) == ("instance", 4, 2, 11)
     assert (load.rows.total, load.rows.free, load.rows.running) == (8, 5, 3)
     assert (load.slots.transferring, load.slots.quarantined, load.unsent_bytes) == (30, 10, 77)
+    assert (load.num_uncomputed_tokens, load.num_evicted_tokens, load.max_cached_tokens) == (300, 13, 90)
 
 
 @pytest.fixture

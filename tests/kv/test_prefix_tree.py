@@ -172,6 +172,14 @@ def test_a_long_hold_does_not_count_as_use() -> None:
     assert sorted(tree.evict(2)) == [10, 11]
 
 
+def test_asking_how_much_is_cached_does_not_count_as_use() -> None:
+    tree = PrefixTree(0)
+    insert(tree, [1, 1], first_slot=10)
+    insert(tree, [2, 2], first_slot=20)
+    assert tree.num_cached(array([1, 1, 3]), "") == 2
+    assert sorted(tree.evict(2)) == [10, 11]
+
+
 def test_a_leaf_is_evicted_from_its_end_and_its_rest_still_matches() -> None:
     tree = PrefixTree(3)
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -370,6 +378,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
     @rule(tokens=token_lists, namespace=namespaces)
     def match(self, tokens: list[int], namespace: str) -> None:
+        assert self.tree.num_cached(array(tokens), namespace) == len(self.slots_of(namespace, tokens))
         assert num_matched(self.tree, tokens, namespace) == len(self.slots_of(namespace, tokens))
 
     @rule(tokens=token_lists, namespace=namespaces, max_tokens=st.integers(0, 12))

@@ -235,6 +235,20 @@ def test_a_prompt_waits_for_another_that_computes_its_tokens_and_computes_only_t
     assert done == 0, "a prompt that shares nothing waited too"
 
 
+def test_the_load_counts_what_is_left_to_compute_and_not_what_is_or_will_be_cached(make: Make) -> None:
+    prefill = make(max_rows=2, max_kv_tokens=64)
+    prefill.serve("before", PROMPT[:8])
+    prefill.ask("call", PROMPT, (*PROMPT, 7, 8), (*PROMPT[:8], *range(700, 711)), (501, 502, 503))
+    lefts = [prefill.engine.load().num_uncomputed_tokens]
+    assert lefts[0] == (20 - 8) + 2 + 11 + 3, "the second waits for the first, and the others wait for rows"
+    while prefill.engine.load().num_uncomputed_tokens:
+        prefill.go_on()
+        lefts.append(prefill.engine.load().num_uncomputed_tokens)
+    assert lefts == sorted(lefts, reverse=True) and len(set(lefts)) > 3, "it falls as chunks end"
+    prefill.run()
+    assert sum(prefill.check_sent("call")) == 8 + 20 + 8
+
+
 def test_a_prompt_that_shares_too_little_does_not_wait(make: Make) -> None:
     prefill = make(max_kv_tokens=64, max_rows=4)
     other = (*PROMPT[:3], *range(700, 717))

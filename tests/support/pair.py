@@ -82,6 +82,7 @@ class PairOptions:
     adapts_depth: bool = False
     prefill_caches: bool = True
     decode_caches: bool = True
+    prefix_routing: bool = True
     local_prefill_tokens: int = 0
     prefill_fallback: bool = False
     depth: Depth | None = None  # instead of the one that `adapts_depth` chooses
@@ -173,6 +174,7 @@ class InProcessPair:
             draft=draft,
             depth=(options.depth or depth_of(options.spec_info, adapts=options.adapts_depth)) if draft else None,
             prefix_cache=options.decode_caches,
+            prefix_routing=options.prefix_routing,
             local_prefill_tokens=options.local_prefill_tokens,
             prefill_fallback=options.prefill_fallback,
             overlap=options.overlap,
@@ -216,6 +218,7 @@ class InProcessPair:
             prefill=inbox,
             address=address,
             receive_budget_bytes=options.receive_budget_bytes,
+            max_cached_tokens=options.prefill_tokens if options.prefill_caches else 0,
         )
         asyncio.run(transport.open())
         return PrefillReplica(address, engine, transport, inbox)

@@ -33,6 +33,8 @@ LOAD = EngineLoad(
     unsent_bytes=11,
     num_row_retries=2,
     num_retractions=1,
+    num_uncomputed_tokens=12,
+    num_expected_cached=13,
 )
 
 
@@ -53,6 +55,8 @@ def test_pools_are_what_the_engine_says_when_asked(registry: CollectorRegistry) 
     assert registry.get_sample_value("baton_row_retries_total") == 2
     assert registry.get_sample_value("baton_retractions_total") == 1
     assert registry.get_sample_value("baton_degraded") == 0
+    assert registry.get_sample_value("baton_uncomputed_tokens") == 12
+    assert registry.get_sample_value("baton_expected_cached_tokens_total") == 13
 
     loads.append(EngineLoad(LOAD.rows, LOAD.slots, num_queued=0, num_running=0, num_steps=8, is_degraded=True))
     assert registry.get_sample_value("baton_degraded") == 1

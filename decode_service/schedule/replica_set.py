@@ -1,0 +1,209 @@
+"""The prefill replicas: what is known of each, and the choice of the one that a row is handed to.
+
+    cost of a replica = tokens of the prompt that it has to compute + tokens that wait to be computed there
+
+What a replica has cached is known from the rows that were handed to it and from the number of tokens that it says it
+evicted. It is an estimate, and a wrong one costs time only: the replica computes what it does not have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.errors import BatonError, ContextExceeded, FingerprintMismatch, PrefillUnavailable
+from common.kv.pool import CacheKey
+from common.kv.prefix_tree import PrefixTree
+from decode_service.messages import Replica, ReplicasChanged
+
+_MAX_KNOWN_TOKENS = 1 << 22
+"""The most cached tokens that are known of one replica. A token takes 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The choice for one row: the address of its replica, how many of its first tokens should be cached there, and how
+    many are left for the replica to compute.
+    """
+
+    replica: str
+    num_cached: int
+    num_uncomputed: int
+
+
+class KnownPrefixes:
+    """What one process of a replica has cached, as far as this service knows.
+
+    A prompt counts as cached from its handoff on, because the replica lets prompts wait for one that it computes if
+    they begin alike. One that was refused or lost goes on counting until it is evicted here.
+    """
+
+    def __init__(self, replica: Replica, *, lookahead: int) -> None:
+        self.instance_id = replica.instance_id
+        self._tree = PrefixTree(lookahead)  # its slots are only counted
+        self._max_tokens = replica.max_cached_tokens
+        self._num_evicted = replica.num_evicted_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self._tree.num_slots
+
+    def num_cached(self, key: CacheKey | None) -> int:
+        """Returns how many tokens of a row with `key` the replica should find cached, one fewer than all at most."""
+        if key is None:
+            return 0
+        return min(self._tree.num_cached(key.token_ids, key.namespace), len(key.token_ids) - 1)
+
+    def add(self, key: CacheKey | None) -> None:
+        """Notes that the replica will have the tokens of `key` cached. Evicts others if they are more than it keeps."""
+        if key is None:
+            return
+        lookahead, num_kept = self._tree.lookahead, min(self._max_tokens, _MAX_KNOWN_TOKENS)
+        stop = min(len(key.token_ids) - lookahead, num_kept)
+        held = self._tree.hold(key.token_ids, key.namespace, max(stop, 0))
+        if (start := held.num_tokens) < stop:
+            self._tree.insert(held, key.token_ids[start : stop + lookahead], np.zeros(stop - start, np.int64))
+            self._tree.evict(max(self._tree.num_slots - num_kept, 0))
+        self._tree.let_go(held)
+
+    def update(self, replica: Replica) -> None:
+        """Evicts as much as the replica evicted since the last update, as far as it is likely to be known here.
+
+        The replica keeps what other services handed to it too. So the known tokens give up their share of what it
+        evicted, by their share of what it can keep, and those used least recently go first.
+        """
+        num_evicted = max(replica.num_evicted_tokens - self._num_evicted, 0)
+        self._num_evicted, self._max_tokens = replica.num_evicted_tokens, replica.max_cached_tokens
+        if num_evicted:
+            self._tree.evict(math.ceil(num_evicted * self.num_tokens / max(self._max_tokens, 1)))
+
+
+class ReplicaSet:
+    """The prefill replicas as last reported.
+
+    `none_ready_since_s` is the time, by the engine's clock, since which no replica is ready. It is None while one is.
+    `lookahead` is that of the replicas' prefix caches. With `routes_by_prefix` a row goes where most of it is cached.
+    """
+
+    def __init__(self, *, now_s: float, lookahead: int, routes_by_prefix: bool) -> None:
+        self._lookahead = lookahead
+        self._routes_by_prefix = routes_by_prefix
+        self._known: dict[str, KnownPrefixes] = {}  # by address
+        self._replicas: tuple[Replica, ...] = ()
+        self._others_may_come = False
+        self._most_tokens_ever = 0.0
+        self._none_ready_since_s: float | None = now_s
+
+    def update(self, changed: ReplicasChanged, now_s: float) -> None:
+        self._replicas, self._others_may_come = changed.replicas, changed.others_may_come
+        self._known = {
+            replica.address: known for replica in changed.replicas if (known := self._known_of(replica)) is not None
+        }
+        limits = [replica.max_context_tokens or math.inf for replica in changed.replicas if replica.is_ready]
+        self._most_tokens_ever = max([self._most_tokens_ever, *limits])
+        if any(replica.is_ready for replica in changed.replicas):
+            self._none_ready_since_s = None
+        elif self._none_ready_since_s is None:
+            self._none_ready_since_s = now_s
+
+    @property
+    def none_ready_since_s(self) -> float | None:
+        return self._none_ready_since_s
+
+    def _known_of(self, replica: Replica) -> KnownPrefixes | None:
+        """Returns what is known of the process that serves at the replica's address. Returns None if none ever did.
+
+        A replica that is not ready may be ready again, with all that it had.
+        """
+        known = self._known.get(replica.address)
+        if not replica.is_ready:
+            return known
+        if known is None or known.instance_id != replica.instance_id:
+            return KnownPrefixes(replica, lookahead=self._lookahead)
+        known.update(replica)
+        return known
+
+    @property
+    def num_known_tokens(self) -> dict[str, int]:
+        """How many tokens each replica that was ever ready should have cached, by its address."""
+        return {address: known.num_tokens for address, known in self._known.items()}
+
+    def candidates(self, *, avoid: str, num_tokens: int) -> Sequence[Replica]:
+        """Returns the ready replicas that take `num_tokens` tokens.
+
+        The one at the address `avoid` is left out if there are others.
+        """
+        ready = [replica for replica in self._replicas if replica.is_ready and replica.takes(num_tokens)]
+        return [replica for replica in ready if replica.address != avoid] or ready
+
+    def route(
+        self,
+        candidates: Sequence[Replica],
+        key: CacheKey | None,
+        *,
+        num_tokens: int,
+        num_outstanding: Mapping[str, int],
+    ) -> Route:
+        """Chooses one of `candidates`, of which there must be some, for a row of `num_tokens` tokens.
+
+        Notes that the row's tokens will be cached there. `key` is the row's in the prefix cache; None if it uses none.
+        `num_outstanding` says for each address how many tokens of this service's rows the replica is still computing.
+        If it reports more, these count. Of two that cost the same, the one that computes less is chosen, and of two
+        that compute the same the one that has fewer tokens cached, so that idle replicas fill evenly.
+        """
+        if not self._routes_by_prefix:
+            key = None
+
+        def cost(replica: Replica) -> tuple[int, int, int]:
+            known = self._known[replica.address]
+            num_uncomputed = num_tokens - known.num_cached(key)
+            num_before = max(num_outstanding.get(replica.address, 0), replica.num_uncomputed_tokens)
+            return num_uncomputed + num_before, num_uncomputed, known.num_tokens
+
+        address = min(candidates, key=cost).address
+        num_cached = self._known[address].num_cached(key)
+        self._known[address].add(key)
+        return Route(address, num_cached, num_tokens - num_cached)
+
+    def too_long_error(self, num_tokens: int) -> BatonError | None:
+        """Returns why no ready replica takes `num_tokens` tokens. Returns None if one does, or if none is ready.
+
+        The error is PrefillUnavailable if waiting may help: if some replica is not ready, or if other replicas may come
+        and one that took so many tokens was ready before. Otherwise it is ContextExceeded.
+        """
+        ready = [replica for replica in self._replicas if replica.is_ready]
+        if not ready or any(replica.takes(num_tokens) for replica in ready):
+            return None
+        limit = max(replica.max_context_tokens or 0 for replica in ready)
+        message = f"{num_tokens} tokens are more than any prefill replica takes: the largest takes {limit}"
+        one_may_come = self._others_may_come and num_tokens <= self._most_tokens_ever
+        if len(ready) == len(self._replicas) and not one_may_come:
+            return ContextExceeded("prompt", message, max_context_tokens=limit, num_prompt_tokens=num_tokens)
+        causes = self._causes()
+        return PrefillUnavailable(message + (f", and {causes}" if causes else ""))
+
+    @property
+    def are_hopeless(self) -> bool:
+        """Whether no replica will ever serve: all have a different fingerprint, and no others may come."""
+        return self._mismatch is not None and not self._others_may_come
+
+    def unavailable_error(self) -> BatonError:
+        """Returns why no replica is ready: FingerprintMismatch if all have a different fingerprint, else
+        PrefillUnavailable.
+        """
+        if (mismatch := self._mismatch) is not None:
+            return mismatch
+        causes = self._causes()
+        return PrefillUnavailable("no prefill replica is ready" + (f" ({causes})" if causes else ""))
+
+    def _causes(self) -> str:
+        return "; ".join(f"{r.address}: {r.error or 'is not ready'}" for r in self._replicas if not r.is_ready)
+
+    @property
+    def _mismatch(self) -> FingerprintMismatch | None:
+        errors = [replica.error for replica in self._replicas]
+        mismatches = [error for error in errors if isinstance(error, FingerprintMismatch)]
+        return mismatches[0] if mismatches and len(mismatches) == len(errors) else None

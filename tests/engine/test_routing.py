@@ -1,0 +1,309 @@
+"""A row goes to the replica where it costs least: the tokens that it has to compute for it, and those that wait there
+before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from common.kv.pool import CacheKey
+from common.kv.prefix_tree import PrefixTree
+from decode_service.messages import Event, Replica, ReplicasChanged, StartHandoff
+from decode_service.schedule import replica_set
+from decode_service.schedule.replica_set import ReplicaSet, Route
+from tests.engine.harness import ScriptedEngine
+from tests.engine.mutants import routing
+from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
+
+
+def there(
+    address: str, load: int = 0, *, instance_id: str = "first", max_cached: int = 1000, num_evicted: int = 0
+) -> Replica:
+    """A ready replica, with `load` tokens that it has still to compute."""
+    return Replica(
+        address,
+        True,
+        load,
+        instance_id=instance_id,
+        max_cached_tokens=max_cached,
+        num_evicted_tokens=num_evicted,
+    )
+
+
+GONE = Replica("a", False)
+
+
+def tokens(number: int, size: int = 100) -> list[int]:
+    """The first `size` tokens of a text of its own for each `number`."""
+    return [number * 10_000 + position for position in range(size)]
+
+
+class Router:
+    """A set of replicas, and the rows that were sent to them and are not computed yet."""
+
+    def __init__(self, *replicas: Replica, lookahead: int = 0, routes_by_prefix: bool = True) -> None:
+        self._replicas = ReplicaSet(now_s=0.0, lookahead=lookahead, routes_by_prefix=routes_by_prefix)
+        self._outstanding = Counter[str]()
+        self.report(*replicas)
+
+    def report(self, *replicas: Replica) -> None:
+        self._replicas.update(ReplicasChanged(replicas), 0.0)
+
+    def send(self, prompt: list[int], *, salt: str | None = "", avoid: str = "", computes: bool = True) -> Route:
+        """Send a row where it costs least. The replica computes it before the next one, if it `computes`."""
+        candidates = self._replicas.candidates(avoid=avoid, num_tokens=len(prompt))
+        key = None if salt is None else CacheKey(np.array(prompt), salt)
+        route = self._replicas.route(candidates, key, num_tokens=len(prompt), num_outstanding=self._outstanding)
+        if not computes:
+            self._outstanding[route.replica] += route.num_uncomputed
+        return route
+
+    def could_send(self, prompt: list[int]) -> bool:
+        return bool(self._replicas.candidates(avoid="", num_tokens=len(prompt)))
+
+    @property
+    def num_known(self) -> dict[str, int]:
+        return self._replicas.num_known_tokens
+
+
+def test_a_prompt_goes_where_its_beginning_is() -> None:
+    router = Router(there("a"), there("b"))
+    assert router.send(tokens(1)) == Route("a", 0, 100)
+    assert router.send(tokens(2)) == Route("b", 0, 100), "idle replicas fill evenly"
+    assert router.send(tokens(3, 90)).replica == "a"
+    assert router.send(tokens(2, 150)) == Route("b", 100, 50)
+    assert router.send([*tokens(1, 40), 7, 8]) == Route("a", 40, 2)
+    assert router.send(tokens(2, 150)) == Route("b", 149, 1), "one token is computed, for the logits"
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_with_a_draft_head_a_prefix_ends_before_the_tokens_that_it_looks_ahead_to(lookahead: int) -> None:
+    router = Router(there("a"), there("b"), lookahead=lookahead)
+    router.send(tokens(1))
+    assert router.send(tokens(1, 150)) == Route("a", 100 - lookahead, 50 + lookahead)
+    assert router.send(tokens(1, lookahead)).num_cached == 0, "shorter than what a position needs"
+
+
+def test_a_prefix_is_weighed_against_the_load_that_the_replica_reports() -> None:
+    router = Router(there("a"), there("b"))
+    router.send(tokens(1))
+    router.report(there("a", load=99), there("b"))
+    assert router.send(tokens(1, 120)).replica == "a", "20 there and 99 before it, or 120"
+    router.report(there("a", load=180), there("b", load=60))
+    assert router.send(tokens(1, 120)).replica == "b", "1 there and 180 before it, or 120 and 60"
+
+
+def test_rows_that_are_still_being_computed_count_as_load_and_the_larger_of_both_does() -> None:
+    router = Router(there("a"), there("b"))
+    router.send(tokens(1))
+    router.send(tokens(2, 60), avoid="b", computes=False)
+    assert router.send(tokens(1, 150)).replica == "a", "50 and 60, or 150"
+    router.send(tokens(3, 41), avoid="b", computes=False)
+    assert router.send(tokens(1, 200)).replica == "a", "50 and 101, or 200"
+    assert router.send(tokens(4, 10)).replica == "b"
+    router.report(there("a", load=100), there("b", load=200))
+    assert router.send(tokens(5, 10)).replica == "a", "101 or 200"
+
+
+def check_only_ready_replicas_are_chosen() -> None:
+    router = Router(there("a"), there("b"))
+    router.send(tokens(1))
+    router.report(GONE, there("b", load=1000))
+    assert router.send(tokens(1)).replica == "b", "it is not ready"
+    router.report(GONE)
+    assert not router.could_send(tokens(1)), "it is not ready"
+
+
+def test_the_replica_to_avoid_is_chosen_only_if_there_is_no_other() -> None:
+    router = Router(there("a"), there("b", load=1000))
+    router.send(tokens(1))
+    assert router.send(tokens(1), avoid="a").replica == "b"
+    router.report(there("a"))
+    assert router.send(tokens(1), avoid="a").replica == "a"
+
+
+def test_a_prompt_goes_only_where_it_fits() -> None:
+    router = Router(there("a"), there("b", load=1000))
+    router.send(tokens(1))
+    router.report(replace(there("a"), max_context_tokens=149), there("b", load=1000))
+    assert router.send(tokens(1, 149)).replica == "a"
+    assert router.send(tokens(1, 150)).replica == "b"
+
+
+def check_a_new_process_has_nothing() -> None:
+    router = Router(there("a"), there("b", load=10))
+    router.send(tokens(1))
+    router.report(GONE, there("b", load=10))
+    router.report(there("a"), there("b", load=10))
+    assert router.send(tokens(1)).num_cached == 99, "it is the same process"
+    router.report(there("a", instance_id="second"), there("b", load=10))
+    assert router.send(tokens(1)).num_cached == 0, "a new process has nothing"
+
+
+def test_what_a_replica_had_is_forgotten_when_nothing_lists_it_any_more() -> None:
+    router = Router(there("a"), there("b", load=10))
+    router.send(tokens(1))
+    router.report(there("b", load=10))
+    assert router.num_known == {"b": 0}
+    router.report(there("a"), there("b", load=10))
+    assert router.send(tokens(1)).num_cached == 0
+
+
+def check_what_a_replica_evicted_is_forgotten() -> None:
+    router = Router(there("a", max_cached=200, num_evicted=7))
+    router.send(tokens(1))
+    router.send(tokens(2))
+    router.send(tokens(1))  # a use
+    router.report(there("a", max_cached=200, num_evicted=37))
+    assert router.send(tokens(2)).num_cached == 70, "30 were evicted since the last report, the oldest from its end"
+    assert router.send(tokens(1)).num_cached == 99
+
+
+def test_of_what_a_replica_evicts_only_a_share_was_handed_to_it_from_here() -> None:
+    """Other decode services fill its cache too. With as many of them, each knows as much of it."""
+    router = Router(there("a", max_cached=400))
+    router.send(tokens(1))
+    router.report(there("a", max_cached=400, num_evicted=30))
+    assert router.num_known == {"a": 92}, "100 of 400 give up a quarter of 30, and rather one more than one fewer"
+    num_evicted = 30
+    for number in range(2, 200):
+        router.send(tokens(number, 20))
+        num_evicted += 80  # the other three services had as many
+        router.report(there("a", max_cached=400, num_evicted=num_evicted))
+    assert 60 <= router.num_known["a"] <= 100
+
+
+def test_salts_share_nothing_and_without_a_cache_only_the_load_counts() -> None:
+    router = Router(there("a", load=1), there("b", load=2))
+    router.send(tokens(1))
+    assert router.send(tokens(1), salt="other").num_cached == 0
+    assert router.send(tokens(1), salt=None) == Route("a", 0, 100)
+    router.report(there("a", load=3), there("b", load=2))
+    before = router.num_known
+    assert router.send(tokens(1), salt=None) == Route("b", 0, 100)
+    assert router.num_known == before, "it leaves nothing"
+
+
+@pytest.mark.parametrize("max_cached", [250, 0])
+def test_no_more_is_known_than_a_replica_can_keep(max_cached: int) -> None:
+    router = Router(there("a", max_cached=max_cached))
+    for number in range(1, 20):
+        router.send(tokens(number))
+        assert router.num_known["a"] <= max_cached
+    assert router.num_known["a"] == max_cached
+    assert router.send(tokens(19)).num_cached == min(max_cached, 99), "the newest stays"
+    assert router.send(tokens(1)).num_cached == 0
+
+
+def test_what_is_known_takes_bounded_memory_however_much_a_replica_says_it_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_set, "_MAX_KNOWN_TOKENS", 150)
+    router = Router(there("a", max_cached=1 << 60))
+    for number in range(1, 20):
+        router.send(tokens(number))
+    assert router.num_known == {"a": 150}
+
+
+def test_a_burst_with_one_beginning_is_spread_once_its_queue_costs_more_than_the_beginning() -> None:
+    router = Router(there("a"), there("b"))
+    shared = tokens(1)
+    router.send(shared)
+    routes = [router.send([*shared, *tokens(number, 10)], computes=False) for number in range(2, 42)]
+    places = [route.replica for route in routes]
+    assert places[:12] == ["a"] * 11 + ["b"], "11 queued tails cost more than the beginning"
+    assert Counter(places) == {"a": 25, "b": 15}, "the other computes the beginning once, and takes its part"
+    assert sum(route.num_uncomputed for route in routes) == 100 + 40 * 10
+
+
+def test_with_routing_switched_off_the_load_decides() -> None:
+    router = Router(there("a"), there("b"), routes_by_prefix=False)
+    assert router.send(tokens(1), computes=False).replica == "a"
+    assert router.send(tokens(2), computes=False).replica == "b"
+    assert router.send(tokens(2), computes=False) == Route("a", 0, 100)
+    assert router.num_known == {"a": 0, "b": 0}
+
+
+# ---- in the engine --------------------------------------------------------------------------------------------------
+
+BOTH = ReplicasChanged(
+    tuple(Replica(address, True, instance_id=address, max_cached_tokens=1000) for address in ("first", "second"))
+)
+LONG = list(range(1, 41))
+
+
+def places(events: list[Event]) -> dict[str, str]:
+    """The replica to which each request was sent."""
+    return {row.request_id: each.replica for each in events if isinstance(each, StartHandoff) for row in each.rows}
+
+
+def test_rows_that_are_not_ready_are_their_replicas_load() -> None:
+    engine = ScriptedEngine(replicas=BOTH)
+    engine.submit("long", LONG, 3, cache_salt="")
+    engine.submit("its end", [*LONG, 7], 3, cache_salt="")
+    assert places(engine.step()) == {"long": "first", "its end": "first"}
+    engine.submit("next", [*LONG, 8, 9], 3, cache_salt="")
+    assert places(engine.step()) == {"next": "second"}, "2 tokens after 41, or 42"
+    for name in ("long", "its end", "next"):
+        engine.hand_over(name)
+    engine.step()
+    engine.landing.run_all()
+    engine.submit("last", [*LONG, 7, 8], 3, cache_salt="")
+    assert places(engine.step()) == {"last": "first"}
+    assert engine.engine.load().num_expected_cached == 40 + 41
+    engine.run()
+
+
+def test_a_request_that_waits_for_a_row_is_not_looked_up_at_every_replica_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = ScriptedEngine(max_rows=1, replicas=BOTH)
+    for number in range(5):
+        engine.submit(str(number), [number, *LONG], 3, cache_salt="")
+    engine.step()
+    num_cached, looked_up = PrefixTree.num_cached, []
+
+    def noting(self: PrefixTree, tokens: NDArray[np.int64], namespace: str) -> int:
+        looked_up.append(tokens)
+        return num_cached(self, tokens, namespace)
+
+    monkeypatch.setattr(PrefixTree, "num_cached", noting)
+    for _ in range(10):
+        engine.step()
+    assert not looked_up
+    engine.abort("0")
+    assert places(engine.step()) == {"1": "second"}
+    assert looked_up, "nothing was noted"
+    engine.run()
+
+
+# ---- mutants --------------------------------------------------------------------------------------------------------
+
+CHECKS = (
+    check_only_ready_replicas_are_chosen,
+    check_a_new_process_has_nothing,
+    check_what_a_replica_evicted_is_forgotten,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_holds(check: Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant", "symptom"),
+    [
+        (check_only_ready_replicas_are_chosen, routing.replicas_that_are_not_ready_are_chosen, "it is not ready"),
+        (check_a_new_process_has_nothing, routing.a_new_process_is_taken_for_the_old_one, "a new process has nothing"),
+        (check_what_a_replica_evicted_is_forgotten, routing.evictions_are_not_heard_of, "30 were evicted"),
+    ],
+    ids=name_of,
+)
+def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    see_it_fail(check, mutant, symptom, monkeypatch)
