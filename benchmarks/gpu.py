@@ -2,6 +2,7 @@
 
     weights   a step of one row, compared with reading the weights once at the memory bandwidth, measured in this run
     gaps      64 rows: the time on the stream between one forward and the next
+    local     64 rows: the longest step while the decode engine computes a short prompt itself, by the prompt's length
     peer      64 rows: tokens/s compared with transformers' continuous batching on the same weights, in this run
     handoff   KV from one pool to the other on this host, for a shape that computes little
 
@@ -41,6 +42,7 @@ from tests.support.pair import InProcessPair, PairOptions
 MIN_OF_BANDWIDTH, MAX_GAP, MIN_OF_PEER = 0.85, 0.02, 3.0
 DTYPE = "bfloat16"
 NUM_WARM_STEPS = 16
+NUM_LOCAL_PROMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Sizes:
     handoff_rows: int
     handoff_len: int
     bandwidth_bytes: int
+    local_lens: tuple[int, ...]
 
 
 def llama(**sizes: int) -> LlamaConfig:
@@ -88,6 +91,7 @@ FULL = Sizes(
     handoff_rows=8,
     handoff_len=4096,
     bandwidth_bytes=4 << 30,
+    local_lens=(32, 64, 128, 256, 512),
 )
 _TINY = llama(
     hidden_size=64,
@@ -99,7 +103,7 @@ _TINY = llama(
     vocab_size=512,
     max_position_embeddings=512,
 )
-TINY = Sizes(_TINY, _TINY, 8, 40, 4, 2, 64, 1 << 24)
+TINY = Sizes(_TINY, _TINY, 8, 40, 4, 2, 64, 1 << 24, (4, 8))
 
 
 @dataclass
@@ -197,6 +201,55 @@ def decode(target: TargetModel, sizes: Sizes, num_rows: int, device: str) -> Dec
         pair.close()
 
 
+def steps_beside_local_prompts(target: TargetModel, sizes: Sizes, device: str) -> dict[int, tuple[float, float]]:
+    """Computes short prompts in the decode engine, one after the other, while `num_rows` rows decode.
+
+    Returns for each length, in seconds, the longest step beside such a prompt and the time to its first token: medians
+    over the prompts of that length, of which the first does not count.
+    """
+    num_new = 2 * sizes.new_tokens  # enough for the steps of all prompts
+    length = max(sizes.prompt_len + num_new, max(sizes.local_lens) + 1)
+    pair = in_process(
+        target,
+        sizes,
+        sizes.num_rows,
+        length,
+        device,
+        decode_rows=sizes.num_rows + 1,
+        decode_tokens=(sizes.num_rows + 1) * (length + 1),
+        local_prefill_tokens=max(sizes.local_lens),
+    )
+    try:
+        outcomes = [
+            pair.submit(str(i), ids, ResolvedSampling(seed=i, max_tokens=num_new, temperature=0.0))
+            for i, ids in enumerate(prompts(sizes.num_rows, sizes.prompt_len, target.vocab_size))
+        ]
+        pair.run(bound_s=600.0, until=lambda: all(len(outcome.token_ids) > NUM_WARM_STEPS for outcome in outcomes))
+        times_s: dict[int, list[tuple[float, float]]] = {length: [] for length in sizes.local_lens}
+        for length, times in times_s.items():
+            for i, ids in enumerate(prompts(NUM_LOCAL_PROMPTS, length, target.vocab_size, f"local {length}")):
+                began_s = time.perf_counter()
+                asked = pair.submit(f"{length}-{i}", ids, ResolvedSampling(seed=i, max_tokens=1, temperature=0.0))
+                ended_s = [began_s]
+                while not asked.has_ended:
+                    pair.step_decode()
+                    ended_s.append(time.perf_counter())
+                assert asked.finished is not None and asked.finished.timings.num_handoff_attempts == 0, asked
+                longest_s = max(after - before for before, after in itertools.pairwise(ended_s))
+                times.append((longest_s, ended_s[-1] - began_s))
+        assert not any(outcome.has_ended for outcome in outcomes), "a row ended while prompts were computed"
+        pair.run(bound_s=600.0)
+        return {
+            length: (
+                statistics.median(step_s for step_s, _ in times[1:]),
+                statistics.median(ttft for _, ttft in times[1:]),
+            )
+            for length, times in times_s.items()
+        }
+    finally:
+        pair.close()
+
+
 def end_to_end_s(target: TargetModel, sizes: Sizes, device: str) -> float:
     """Returns the seconds from the first submitted prompt to the last token of all rows.
 
@@ -289,6 +342,7 @@ def main() -> None:
     target = target_of(model, name="8B", device=args.device, dtype=DTYPE)
     one = decode(target, sizes, 1, args.device)
     many = decode(target, sizes, sizes.num_rows, args.device)
+    local = steps_beside_local_prompts(target, sizes, args.device)
     run_s = end_to_end_s(target, sizes, args.device)
     del model, target
     of_peer = None
@@ -327,6 +381,11 @@ def main() -> None:
         f"| step of {sizes.num_rows} rows | {1e3 * many.step_s:.3f} ms, {many.tokens_per_s:.0f} tokens/s | |",
         f"| between forwards, of the step | {1e6 * many.gap_s:.0f} µs, {gap:.1%} "
         f"| {bound(f'under {MAX_GAP:.0%}', met=gap < MAX_GAP)} |",
+        *(
+            f"| longest step of {sizes.num_rows} rows beside a local prompt of {length} tokens "
+            f"| {1e3 * step_s:.1f} ms; its first token after {1e3 * ttft_s:.1f} ms | |"
+            for length, (step_s, ttft_s) in local.items()
+        ),
         f"| {sizes.num_rows} rows from prompts to the end | {num_tokens / run_s:.0f} tokens/s | |",
         *(
             [
