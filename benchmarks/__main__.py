@@ -20,6 +20,7 @@ BESIDE_A_PEER = ("serving", "speculation", "prefill")
 OTHERS = (
     "ttft",
     "prefix_reuse",
+    "routing",
     "handoff",
     "overlap",
     "abort_storm",

@@ -34,7 +34,7 @@ def test_one_that_misses_a_bound_ends_none_behind_it(
     monkeypatch.setattr(sys, "argv", ["bench"])
     assert bench.main() == 1
     assert commands == [*bench.BESIDE_A_PEER, *bench.OTHERS]
-    assert "12 benchmarks, missed a bound or failed: prefill" in capsys.readouterr().out
+    assert "13 benchmarks, missed a bound or failed: prefill" in capsys.readouterr().out
 
 
 def test_a_peer_is_measured_beside_each_that_knows_one(commands: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

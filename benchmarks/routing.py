@@ -1,0 +1,224 @@
+"""Measures what routing by prefix brings: conversations with two decode and three prefill services.
+
+    python -m benchmarks.routing [--conversations 40] [--turns 6]
+
+The same conversations are held three times, each with new processes and the demo model:
+
+    routed        one client of both decode services chooses for each request the one that has the conversation, and
+                  that one the replica
+    least loaded  the requests go to the decode services in turn, and each takes the replica that has least to do
+    killed        like routed, but one replica is killed after the third turn
+
+All conversations begin alike, and each turn begins with everything said before. A turn begins when the turn before has
+ended in all of them. The exit status is 1 if routing finds less of the prompts than three quarters of what it could, if
+one service gets more than its share and a half, or if more conversations lose their cached prompt than the killed
+replica had and than lose it without a kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.client import AsyncClient
+from baton.events import Completion
+from baton.local_pair import LocalPair
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.machine import demo_model_dir
+from common.config.fast_paths import FastPath
+
+ROUTED, LEAST_LOADED, KILLED = "routed", "least loaded", "killed"
+NUM_PREFILL, NUM_DECODE = 3, 2
+NUM_SHARED, NUM_FIRST, NUM_MORE, NUM_NEW = 64, 128, 32, 16
+"""Numbers of tokens: the beginning that all share, the rest of a first prompt, what each turn adds, and an answer."""
+KILLED_AFTER = 3
+LEAST_FOUND, MOST_SHARE = 0.75, 1.5
+
+
+@dataclass
+class Talk:
+    """A conversation: everything said so far, and for each turn the length of its prompt and what was cached of it."""
+
+    said: list[int]
+    num_prompt: list[int] = field(default_factory=list)
+    num_cached: list[int] = field(default_factory=list)
+
+    def lost(self, turn: int) -> bool:
+        """Whether the prompt of the turn before was not found in this one, but for the tokens at its end."""
+        return self.num_cached[turn] < self.num_prompt[turn - 1] - 2
+
+
+@dataclass
+class Result:
+    """What one arrangement did. `rows` has for each turn and service, by name, the rows that it got."""
+
+    talks: list[Talk]
+    wall_s: float
+    rows: list[dict[str, int]]
+
+    @property
+    def found(self) -> float:
+        """The share of the prompts that was cached, of that which an earlier turn had computed."""
+        cached = sum(sum(talk.num_cached[1:]) for talk in self.talks)
+        return cached / sum(sum(talk.num_prompt[:-1]) for talk in self.talks)
+
+    def imbalance(self, role: str) -> float:
+        """The rows of the service that got most of them, divided by the mean of all services of the role."""
+        totals: dict[str, int] = {}
+        for turn in self.rows:
+            for name, rows in turn.items():
+                if name.startswith(role):
+                    totals[name] = totals.get(name, 0) + rows
+        return max(totals.values()) * len(totals) / sum(totals.values())
+
+
+def num_lost(result: Result) -> int:
+    """Returns how many conversations did not find their prompt again, in the turn that follows the kill."""
+    return sum(talk.lost(KILLED_AFTER) for talk in result.talks)
+
+
+def rows_of(pair: LocalPair) -> dict[str, int]:
+    """Returns how many rows each running service has had."""
+    found = {}
+    for service, address in zip(pair.services, pair.metrics_addresses, strict=True):
+        if service.is_running:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+                families = list(text_string_to_metric_families(answer.read().decode()))
+            samples = [sample for family in families for sample in family.samples]
+            found[service.name] = sum(int(each.value) for each in samples if each.name == "baton_requests_total")
+    return found
+
+
+async def hold(pair: LocalPair, clients: Sequence[AsyncClient], args: argparse.Namespace, name: str) -> Result:
+    draw = random.Random("routing")
+    vocab_size = (await clients[0].model_info()).vocab_size
+
+    def some(number: int) -> list[int]:
+        return [draw.randrange(1000, vocab_size) for _ in range(number)]
+
+    shared = some(NUM_SHARED)
+    talks = [Talk([*shared, *some(NUM_FIRST)]) for _ in range(args.conversations)]
+    says = [[some(NUM_MORE) for _ in range(args.turns)] for _ in talks]
+    places = asyncio.Semaphore(args.at_once)
+    rows, before = [], rows_of(pair)
+    begun_s = time.perf_counter()
+    for turn in range(args.turns):
+
+        async def answer(number: int, talk: Talk, turn: int = turn) -> None:
+            async with places:
+                client = clients[(number + turn) % len(clients)]
+                done: Completion = await client.complete(
+                    token_ids=talk.said, max_tokens=NUM_NEW, temperature=0, ignore_eos=True
+                )
+            talk.num_prompt.append(len(talk.said))
+            talk.num_cached.append(done.timings.num_cached_tokens)
+            talk.said += [*done.token_ids, *says[number][turn]]
+
+        order = list(enumerate(talks))
+        draw.shuffle(order)
+        await asyncio.gather(*(answer(number, talk) for number, talk in order))
+        now = rows_of(pair)
+        rows.append({service: now[service] - before[service] for service in now})
+        before = now
+        if name == KILLED and turn + 1 == KILLED_AFTER:
+            pair.prefill[0].kill()
+    return Result(talks, time.perf_counter() - begun_s, rows)
+
+
+def measure(name: str, args: argparse.Namespace) -> Result:
+    flags = (f"--disabled-fast-paths={FastPath.PREFIX_ROUTING}",) if name == LEAST_LOADED else ()
+    with LocalPair(
+        model=str(demo_model_dir()),
+        dtype="bfloat16",
+        num_prefill=NUM_PREFILL,
+        num_decode=NUM_DECODE,
+        decode_args=("--local-prefill-tokens=0", *flags),
+        prefill_args=("--max-kv-tokens=32768",),
+        exposes_metrics=True,
+    ) as pair:
+
+        async def run() -> Result:
+            groups = pair.decode_addresses if name == LEAST_LOADED else [",".join(pair.decode_addresses)]
+            clients = [AsyncClient(address, resume=True) for address in groups]
+            try:
+                return await hold(pair, clients, args, name)
+            finally:
+                for client in clients:
+                    await client.close()
+
+        return asyncio.run(run())
+
+
+def render(run: BenchmarkRun, results: dict[str, Result], args: argparse.Namespace) -> tuple[str, bool]:
+    """Returns the table and whether all bounds are met."""
+    about = (
+        f"{args.conversations} conversations of {args.turns} turns, {args.at_once} requests at a time, {NUM_PREFILL} "
+        f"prefill and {NUM_DECODE} decode services, the demo model in bfloat16."
+    )
+    lines = [*run.heading("Routing by prefix", about), ""]
+    by_turn = [str(turn + 1) for turn in range(1, args.turns)]
+    columns = ["requests", "found", *(f"turn {turn}" for turn in by_turn), "most, prefill", "most, decode", "s"]
+    lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for name, result in results.items():
+        found = [
+            sum(talk.num_cached[turn] for talk in result.talks)
+            / sum(talk.num_prompt[turn - 1] for talk in result.talks)
+            for turn in range(1, args.turns)
+        ]
+        figures = [f"{share:.0%}" for share in (result.found, *found)]
+        figures += [f"{result.imbalance(role):.2f}" for role in ("prefill", "decode")]
+        lines.append(f"| {name} | {' | '.join(figures)} | {result.wall_s:.0f} |")
+    lines += [
+        "",
+        "Found: cached tokens of a turn's prompt, of those that the turn before had computed. Most: the rows of the "
+        "service that got most, divided by the mean of its kind.",
+    ]
+    routed, killed = results[ROUTED], results[KILLED]
+    had = killed.rows[KILLED_AFTER - 1]["prefill-0"] + num_lost(routed)
+    bounds: list[tuple[str, float, str, float, Callable[[float, float], bool]]] = [
+        ("found, routed", routed.found, "at least", LEAST_FOUND, float.__ge__),
+        ("most, prefill, routed", routed.imbalance("prefill"), "at most", MOST_SHARE, float.__le__),
+        ("most, decode, routed", routed.imbalance("decode"), "at most", MOST_SHARE, float.__le__),
+        (
+            "conversations that lost their prompt with the replica",
+            float(num_lost(killed)),
+            "at most",
+            float(had),
+            float.__le__,
+        ),
+    ]
+    met = [holds(value, bound) for _, value, _, bound, holds in bounds]
+    lines += ["", "| bound | | | met |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | {value:.2f} | {words} {bound:g} | {is_met} |"
+        for (name, value, words, bound, _), is_met in zip(bounds, met, strict=True)
+    ]
+    return "\n".join(lines), all(met)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    results = {name: measure(name, args) for name in (ROUTED, LEAST_LOADED, KILLED)}
+    run = BenchmarkRun.of("routing")
+    table, is_met = render(run, results, args)
+    print(table)
+    if not args.no_save:
+        run.save("routing", table)
+    return 0 if is_met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
