@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from baton.client.channel import ChannelOptions, Tls, authorized
+from baton.client.channel import ChannelOptions, Tls
 from baton.client.event_order import CompletionBuilder
 from baton.client.generation import Generation, Progress
-from baton.client.target import target_and_options
+from baton.client.servers import BlockingServers, Server
 from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
-from baton.errors import BatonError, Cancelled, Internal, error_from_rpc
+from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
 from baton.events import Completion, Event
 from baton.requests import SamplingOptions, generate_request
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2
 from common.text.chat_messages import ChatMessage
 
 
 class EventStream(Iterator[Event]):
     """The events of one generation. Closing it, leaving its `with` block or dropping it cancels the call."""
 
-    def __init__(self, generation: Generation, generate: Callable[..., Any]) -> None:
+    def __init__(self, generation: Generation, servers: BlockingServers) -> None:
         self._generation = generation
-        self._generate = generate
+        self._servers = servers
+        self._beginnings = servers.beginnings_of(generation.request)
         # Sent with every call, because the stream belongs to the span that was open when it began.
         self._metadata = trace_metadata()
         self._is_closed = threading.Event()
-        self._call = self._next_call()  # the call cancels itself when it is garbage-collected
+        self._server: Server | None = None  # of the last call
+        self._call: Any = None  # None until a server is ready; cancels itself when it is garbage-collected
+        with suppress(Unavailable):  # the first read tries again, and raises it
+            if (server := servers.take(self._beginnings)) is not None:
+                self._open_call(server)
 
     @property
     def progress(self) -> Progress:
@@ -45,9 +52,13 @@ class EventStream(Iterator[Event]):
         try:
             while True:
                 try:
+                    if self._call is None:
+                        self._open_call_when_ready()
                     message = next(self._call)
                 except grpc.RpcError as failure:
                     error = error_from_rpc(failure)
+                except Unavailable as failure:  # no server is known
+                    error = failure
                 else:
                     if (event := self._generation.accept(message)) is not None:
                         return event
@@ -65,24 +76,40 @@ class EventStream(Iterator[Event]):
     def close(self) -> None:
         """Cancel the call if it is still open; both services drop the request. Closing twice is fine."""
         self._is_closed.set()
-        self._call.cancel()
+        self._servers.wake()
+        if (call := self._call) is not None:
+            call.cancel()
 
     def _resume(self, error: BatonError) -> None:
-        """Opens another call after `error` broke the last one. Raises the error that ends the stream if no call may
-        follow.
+        """Waits until another call may follow the one that `error` broke. Raises the error that ends the stream if none
+        may.
         """
         if self._is_closed.is_set() or self._is_closed.wait(self._generation.pause_s_after(error)):
             raise Cancelled("the stream was closed")
-        self._call = self._next_call()
+        self._call = None
+
+    def _open_call_when_ready(self) -> None:
+        server = self._servers.take_when_ready(
+            self._beginnings,
+            avoided=self._server,
+            timeout_s=self._generation.remaining_s,
+            is_given_up=self._is_closed.is_set,
+        )
+        self._open_call(server)
         if self._is_closed.is_set():  # another thread closed the stream and cancelled the call before this one
             self._call.cancel()
 
-    def _next_call(self) -> Any:
+    def _open_call(self, server: Server) -> None:
+        servers, self._server = self._servers, server
         request, timeout_s = self._generation.next_call()
         try:
-            return self._generate(request, timeout=timeout_s, metadata=self._metadata)
-        except ValueError as error:  # gRPC raises it for a closed channel
+            call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        except ValueError as error:  # another thread has closed the client since the server was chosen
             raise Cancelled(f"the client is closed: {error}") from None
+        # Not add_done_callback, which would keep the call alive, so that dropping it would not cancel it.
+        if not call.add_callback(lambda: servers.give_back(server)):
+            servers.give_back(server)
+        self._call = call
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +121,8 @@ class EventStream(Iterator[Event]):
 
 
 class Client:
-    """A client of one decode service, or of several: then each request goes to the next one that is ready.
+    """A client of one decode service, or of several: then each request goes to one that is ready, if possible to the
+    one that has the request's beginning in its cache.
 
     `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT". `rpc_timeout_s` bounds the small calls
     (model_info, load, health). A generation has its own `timeout_s`, which travels as the request's deadline; None
@@ -121,14 +149,7 @@ class Client:
         self._resume_timeout_s = resume_timeout_s if resume else None
         self._admission_timeout_s = admission_timeout_s
         self._rpc_timeout_s = rpc_timeout_s
-        target, options = target_and_options(address, tls, channel_overrides)
-        self._channel = (
-            grpc.insecure_channel(target, options)
-            if tls is None
-            else grpc.secure_channel(target, tls.credentials(), options)
-        )
-        self._inference = inference_pb2_grpc.InferenceStub(authorized(self._channel, token))
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._servers = BlockingServers(address, tls=tls, token=token, channel_overrides=channel_overrides)
 
     def generate(
         self,
@@ -170,7 +191,7 @@ class Client:
             resume_timeout_s=self._resume_timeout_s,
             admission_timeout_s=self._admission_timeout_s,
         )
-        return EventStream(generation, self._inference.Generate)
+        return EventStream(generation, self._servers)
 
     def complete(
         self,
@@ -206,18 +227,16 @@ class Client:
         raise Internal("the stream ended before it finished", reason="PROTOCOL")
 
     def model_info(self) -> ModelInfo:
+        request = inference_pb2.GetModelInfoRequest()
         try:
-            return model_info_from_wire(
-                self._inference.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=self._rpc_timeout_s)
-            )
+            return model_info_from_wire(self._ask(lambda server: server.inference.GetModelInfo, request))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
     def load(self) -> InferenceLoad:
+        request = inference_pb2.GetInferenceLoadRequest()
         try:
-            return inference_load_from_wire(
-                self._inference.GetLoad(inference_pb2.GetInferenceLoadRequest(), timeout=self._rpc_timeout_s)
-            )
+            return inference_load_from_wire(self._ask(lambda server: server.inference.GetLoad, request))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
@@ -227,18 +246,26 @@ class Client:
         `service` "" asks whether the process lives, "baton.v1.Inference" whether it can serve requests. The answer for
         a name that the server does not know is UNKNOWN_SERVICE. Raises Unavailable if the server cannot be reached.
         """
+        request = health_pb2.HealthCheckRequest(service=service)
         try:
-            return health_from_wire(
-                self._health.Check(health_pb2.HealthCheckRequest(service=service), timeout=self._rpc_timeout_s)
-            )
+            return health_from_wire(self._ask(lambda server: server.health.Check, request))
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 return HealthStatus.UNKNOWN_SERVICE
             raise error_from_rpc(error) from None
 
     def close(self) -> None:
-        """Cancel the open calls and close the connection."""
-        self._channel.close()
+        """Cancel the open calls and close the connections."""
+        self._servers.close()
+
+    def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:
+        """Calls a method of a server, and returns its answer."""
+        give_up_s = time.monotonic() + self._rpc_timeout_s
+        server = self._servers.take_when_ready(timeout_s=self._rpc_timeout_s)
+        try:
+            return method_of(server)(request, timeout=max(0.0, give_up_s - time.monotonic()))
+        finally:
+            self._servers.give_back(server)
 
     def __enter__(self) -> Self:
         return self

@@ -95,6 +95,16 @@ class Generation:
         self._num_breaks = 0  # since `_broken_since_s` was set, or without new output
 
     @property
+    def request(self) -> inference_pb2.GenerateRequest:
+        """Returns the first call's request."""
+        return self._request
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Returns what is left of the timeout in seconds. None: there is no timeout."""
+        return None if self._deadline_s is None else self._deadline_s - self._clock()
+
+    @property
     def progress(self) -> Progress:
         return Progress(None if self._started is None else self._started.seed, tuple(self._token_ids))
 
@@ -105,14 +115,13 @@ class Generation:
     def next_call(self) -> tuple[inference_pb2.GenerateRequest, float | None]:
         """Returns the next call's request, and its timeout in seconds (None: no timeout)."""
         self._order = EventOrder()
-        timeout_s = None if self._deadline_s is None else self._deadline_s - self._clock()
         if self._started is None:
-            return self._request, timeout_s
+            return self._request, self.remaining_s
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         request.generated_token_ids[:] = self._token_ids
         request.sampling.seed = self._started.seed
-        return request, timeout_s
+        return request, self.remaining_s
 
     def accept(self, message: inference_pb2.GenerateEvent) -> Event | None:
         """Takes one message of the current call and returns the event for the caller.

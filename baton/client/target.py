@@ -1,54 +1,50 @@
-"""Turns a client's address into gRPC's target: one server, or several that are used in turn when ready."""
+"""Parses a client's address: one server, a list of servers, or a name behind which there are several."""
 
 from __future__ import annotations
 
-import json
 import socket
+from dataclasses import dataclass
 
-from baton.client.channel import ChannelOptions, Tls, channel_options
+from baton.client.channel import Tls
 from baton.errors import InvalidArgument, Unavailable
-from common.addresses import address_of, host_and_port
+from common.addresses import DnsName, address_of, host_and_port, is_dns_name
 
-_INFERENCE_SERVICE = "baton.v1.Inference"
-_READY_IN_TURN = json.dumps(
-    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _INFERENCE_SERVICE}}
-)
-_MIN_S_BETWEEN_LOOKUPS = 5
-_SCHEMES = {socket.AF_INET: "ipv4", socket.AF_INET6: "ipv6"}
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
-def target_and_options(
-    address: str, tls: Tls | None, overrides: ChannelOptions | None
-) -> tuple[str, list[tuple[str, int | str]]]:
-    """Returns gRPC's target for `address`, and the channel arguments.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a client's address names. `addresses` are gRPC's targets of the servers that are known from the start.
 
-    "HOST:PORT" is one server, which is called even when it is not ready. "HOST:PORT,HOST:PORT,..." names several
-    servers. Their hosts are looked up once, here, which blocks; unknown hosts are left out. "dns:///NAME:PORT" names
-    all servers that DNS lists for the name. gRPC looks it up again whenever a connection ends, and decode services end
-    theirs from time to time for that reason.
-
-    Raises InvalidArgument for a malformed address, Unavailable when no host is known.
+    If `is_single`, there is one server, which is called even when it is not ready. `name` is looked up again and again
+    for further servers, unless it is None.
     """
-    if "," not in address and not address.startswith("dns:"):
-        return single_server(address), channel_options(tls, overrides)
-    balanced: ChannelOptions = {
-        "grpc.service_config": _READY_IN_TURN,
-        "grpc.dns_min_time_between_resolutions_ms": _MIN_S_BETWEEN_LOOKUPS * 1000,
-        **(overrides or {}),
-    }
-    if address.startswith("dns:"):
-        return address, channel_options(tls, balanced)
+
+    addresses: tuple[str, ...]
+    is_single: bool = False
+    name: DnsName | None = None
+
+
+def parse_target(address: str, tls: Tls | None) -> Target:
+    """Parses "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT".
+
+    The hosts of a list are looked up once, here, which blocks; unknown hosts are left out. Raises InvalidArgument for a
+    malformed address, Unavailable when no host of a list is known.
+    """
+    if is_dns_name(address):
+        try:
+            return Target((), name=DnsName.parse(address))
+        except ValueError as error:
+            raise _malformed(error) from None
+    if "," not in address:
+        return Target((single_server(address),), is_single=True)
     if tls is not None and tls.server_name is None:
-        raise InvalidArgument(
-            "address: several addresses with TLS need Tls.server_name, which all their certificates name",
-            reason="INVALID_FIELD",
-            metadata={"field": "address"},
-        )
+        raise _malformed("several addresses with TLS need Tls.server_name, which all their certificates name")
     servers = [_host_and_port(part) for part in address.split(",")]
-    for family, scheme in _SCHEMES.items():
-        found = [number for host, port in servers if (number := _look_up(host, port, family))]
+    for family in _FAMILIES:
+        found = [target for host, port in servers if (target := _look_up(host, port, family))]
         if found:
-            return f"{scheme}:{','.join(found)}", channel_options(tls, balanced)
+            return Target(tuple(dict.fromkeys(found)))
     raise Unavailable(f"{address}: none of these is known")
 
 
@@ -57,18 +53,26 @@ def single_server(address: str) -> str:
     return address_of(*_host_and_port(address))
 
 
+def numeric_target(address: str) -> str:
+    """Returns gRPC's target for "HOST:PORT" with a numeric HOST."""
+    return f"{'ipv6' if address.startswith('[') else 'ipv4'}:{address}"
+
+
 def _host_and_port(part: str) -> tuple[str, int]:
     try:
         return host_and_port(part.strip())
     except ValueError as error:
-        raise InvalidArgument(f"address: {error}", reason="INVALID_FIELD", metadata={"field": "address"}) from None
+        raise _malformed(error) from None
+
+
+def _malformed(why: object) -> InvalidArgument:
+    return InvalidArgument(f"address: {why}", reason="INVALID_FIELD", metadata={"field": "address"})
 
 
 def _look_up(host: str, port: int, family: socket.AddressFamily) -> str:
-    """Looks up `host` and returns its first numeric address with the port, or "" if there is none."""
+    """Looks up `host` and returns gRPC's target for its first address, or "" if there is none."""
     try:
         found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):  # UnicodeError: a label of the name is empty or too long
         return ""
-    number = found[0][4][0]
-    return f"[{number}]:{port}" if family is socket.AF_INET6 else f"{number}:{port}"
+    return numeric_target(address_of(str(found[0][4][0]), port))

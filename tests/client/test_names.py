@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from baton import AsyncClient
-from baton.v1 import inference_pb2, inference_pb2_grpc
-from common.service.server import ServerLimits, ServiceServer
-from tests.support.name_server import NameServer
+import grpc
+import grpc.aio
+import pytest
 
-CONNECTION_AGE_S = 0.2
-LOOK_UP_OFTEN = {"grpc.dns_min_time_between_resolutions_ms": 100}
+from baton import AsyncClient, Client, Tls, errors
+from baton.client.servers import LOOK_UP_INTERVAL_S, AsyncServers, BlockingServers, Server
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.service.server import ServiceServer
+from tests.client.scripted_inference import ScriptedServer, finished, started
+from tests.support.names import Names
+from tests.support.services_here import until
+
+LOOK_UP_OFTEN = {"grpc.dns_min_time_between_resolutions_ms": 50}
 BOUND_S = 20.0
+CERTIFICATES = Path(__file__).with_name("certificates")
 
 
 class NamedService(inference_pb2_grpc.InferenceServicer):
@@ -36,7 +45,7 @@ class NamedService(inference_pb2_grpc.InferenceServicer):
 @asynccontextmanager
 async def serving(host: str, port: int) -> AsyncIterator[tuple[NamedService, int]]:
     servicer = NamedService(host)
-    server = ServiceServer(service_name="baton.v1.Inference", limits=ServerLimits(connection_age_s=CONNECTION_AGE_S))
+    server = ServiceServer(service_name="baton.v1.Inference")
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
     port = await server.start(f"{host}:{port}")
     await server.set_ready(True)
@@ -46,24 +55,213 @@ async def serving(host: str, port: int) -> AsyncIterator[tuple[NamedService, int
         await server.stop(0.0)
 
 
-async def test_a_service_that_a_name_gains_is_found_and_streams_stay_where_they_are() -> None:
-    with NameServer("127.0.0.1") as names:
-        async with (
-            asyncio.timeout(BOUND_S),
-            serving("127.0.0.1", 0) as (first, port),
-            serving("127.0.0.2", port),
-            AsyncClient(names.target("decode.test", port), channel_overrides=LOOK_UP_OFTEN) as client,
-        ):
-            stream = client.generate("Hi")
-            assert (await anext(stream)).request_id == "127.0.0.1"  # type: ignore[union-attr]
-            assert {(await client.model_info()).model for _ in range(10)} == {"127.0.0.1"}
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    names = Names()
+    names.install(monkeypatch)
+    return names
 
-            names.addresses = ("127.0.0.1", "127.0.0.2")
-            while (await client.model_info()).model != "127.0.0.2":
-                pass
 
-            names.addresses = ("127.0.0.2",)
-            while {(await client.model_info()).model for _ in range(10)} != {"127.0.0.2"}:
-                pass
-            first.hold.set()
-            assert len([event async for event in stream]) == 1
+@pytest.fixture(params=[Client, AsyncClient])
+async def open_client(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Any]]:
+    """Opens clients of either kind."""
+    async with AsyncExitStack() as stack:
+
+        async def open_client(address: str, **options: Any) -> Any:
+            client = request.param(address, channel_overrides=LOOK_UP_OFTEN, **options)
+            if isinstance(client, Client):
+                stack.push_async_callback(asyncio.to_thread, client.close)
+                return client
+            return await stack.enter_async_context(client)
+
+        yield open_client
+
+
+async def host_asked(client: Client | AsyncClient) -> str:
+    """The host that answers the next call."""
+    info = await (asyncio.to_thread(client.model_info) if isinstance(client, Client) else client.model_info())
+    return info.model
+
+
+async def next_event(stream: Any) -> Any:
+    """The next event of either client's stream, None after the last."""
+    return await (anext(stream, None) if hasattr(stream, "__anext__") else asyncio.to_thread(next, stream, None))
+
+
+async def test_services_that_a_name_gains_or_loses_are_used_or_not_and_streams_stay_where_they_are(
+    names: Names, open_client: Callable[..., Any]
+) -> None:
+    names.hosts["decode.test"] = ["127.0.0.1"]
+    async with (
+        asyncio.timeout(BOUND_S),
+        serving("127.0.0.1", 0) as (first, port),
+        serving("127.0.0.2", port),
+    ):
+        client = await open_client(f"dns:///decode.test:{port}")
+        stream = client.generate("Hi")
+        assert (await next_event(stream)).request_id == "127.0.0.1"
+        assert {await host_asked(client) for _ in range(10)} == {"127.0.0.1"}
+
+        names.hosts["decode.test"] = ["127.0.0.1", "127.0.0.2"]
+        while await host_asked(client) != "127.0.0.2":
+            pass
+
+        names.hosts["decode.test"] = ["127.0.0.2"]
+        while {await host_asked(client) for _ in range(10)} != {"127.0.0.2"}:
+            pass
+        del names.hosts["decode.test"]
+        assert {await host_asked(client) for _ in range(10)} == {"127.0.0.2"}, "a failed look-up changes nothing"
+        first.hold.set()
+        assert (await next_event(stream)) is not None
+        assert (await next_event(stream)) is None
+
+
+async def test_a_name_that_nobody_knows_is_told_and_looked_up_again(
+    names: Names, open_client: Callable[..., Any]
+) -> None:
+    async with asyncio.timeout(BOUND_S), serving("127.0.0.1", 0) as (_, port):
+        client = await open_client(f"dns:///decode.test:{port}")
+        with pytest.raises(errors.Unavailable, match=rf"dns:///decode\.test:{port}: not found: .*no such name"):
+            await host_asked(client)
+        resuming = await open_client(f"dns:///decode.test:{port}", resume=True)
+        first = asyncio.ensure_future(next_event(resuming.generate("Hi")))
+        assert not (await asyncio.wait({first}, timeout=0.3))[0]
+        names.hosts["decode.test"] = ["127.0.0.1"]
+        assert (await first).request_id == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", ["baton-test-server", "other-server"])
+async def test_with_tls_the_certificates_are_for_the_name(
+    names: Names, open_client: Callable[..., Any], name: str
+) -> None:
+    pair = ((CERTIFICATES / "server.key").read_bytes(), (CERTIFICATES / "server.pem").read_bytes())
+    server = ScriptedServer(grpc.ssl_server_credentials([pair]))
+    server.become_ready()
+    names.hosts[name] = ["127.0.0.1"]
+    try:
+        port = server.address.rpartition(":")[2]
+        client = await open_client(f"dns:///{name}:{port}", tls=Tls(ca_file=CERTIFICATES / "ca.pem"))
+        if name == "baton-test-server":
+            assert await host_asked(client) == "demo"
+        else:
+            with pytest.raises(errors.Unavailable, match="another hostname"):
+                await host_asked(client)
+    finally:
+        server.stop()
+
+
+class LookUps:
+    """A LookUp that counts its calls, and waits while `goes_on` is not set."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses: Sequence[str] = addresses
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.began: list[None] = []
+        self.num_ended = 0
+
+    def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.began.append(None)
+        self.goes_on.wait(BOUND_S)
+        self.num_ended += 1
+        return self.addresses
+
+
+async def take(servers: BlockingServers | AsyncServers, timeout_s: float = BOUND_S) -> Server:
+    if isinstance(servers, AsyncServers):
+        await asyncio.sleep(0)  # what other threads found comes to the event loop
+        return await servers.take_when_ready(timeout_s=timeout_s)
+    return await asyncio.to_thread(servers.take_when_ready, timeout_s=timeout_s)
+
+
+@pytest.fixture(params=[BlockingServers, AsyncServers])
+async def watch(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., BlockingServers | AsyncServers]]:
+    """Opens the servers behind a name that a LookUps looks up."""
+    opened: list[BlockingServers | AsyncServers] = []
+
+    def watch(look_ups: LookUps, **options: Any) -> BlockingServers | AsyncServers:
+        opened.append(request.param("dns:///decode:1", look_up=look_ups, **options))
+        return opened[-1]
+
+    yield watch
+    for servers in opened:
+        if isinstance(servers, AsyncServers):
+            await servers.close()
+        else:
+            servers.close()
+
+
+@pytest.fixture
+def ready_server() -> Any:
+    server = ScriptedServer()
+    server.become_ready()
+    server.inference.script = [started(), finished()]
+    yield server
+    server.stop()
+
+
+async def test_a_name_is_looked_up_at_calls_and_not_too_often(
+    watch: Callable[..., Any], ready_server: ScriptedServer
+) -> None:
+    now_s = 0.0
+    look_ups = LookUps(ready_server.address)
+    servers = watch(look_ups, clock=lambda: now_s)
+    for _ in range(10):
+        servers.give_back(await take(servers))
+    assert len(look_ups.began) == 1
+    now_s = LOOK_UP_INTERVAL_S
+    servers.give_back(await take(servers))
+    assert len(look_ups.began) == 2
+
+
+async def test_calls_wait_for_a_look_up_that_hangs_only_so_long_and_not_if_a_server_is_ready(
+    watch: Callable[..., Any], ready_server: ScriptedServer
+) -> None:
+    look_ups = LookUps(ready_server.address)
+    look_ups.goes_on.clear()
+    servers = watch(look_ups, look_up_timeout_s=0.1, channel_overrides=LOOK_UP_OFTEN)
+    with pytest.raises(errors.Unavailable, match=r"dns:///decode:1: not found: no answer within 0\.1 s"):
+        await take(servers)
+    look_ups.goes_on.set()
+    async with asyncio.timeout(BOUND_S):
+        while not look_ups.num_ended:
+            with suppress(errors.Unavailable):
+                servers.give_back(await take(servers))
+
+        look_ups.goes_on.clear()
+        while look_ups.num_ended == len(look_ups.began):
+            servers.give_back(await take(servers))
+        for _ in range(10):
+            servers.give_back(await take(servers))
+            await asyncio.sleep(0.01)
+    assert len(look_ups.began) == look_ups.num_ended + 1, "there is one look-up at a time"
+    look_ups.goes_on.set()
+
+
+async def test_the_channel_of_a_server_that_is_gone_is_closed_when_its_calls_have_ended(
+    watch: Callable[..., Any], ready_server: ScriptedServer
+) -> None:
+    def is_closed(server: Server) -> bool:
+        try:
+            server.inference.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=BOUND_S)
+        except (ValueError, grpc.aio.UsageError):
+            return True
+        return False
+
+    other = ScriptedServer()
+    other.become_ready()
+    try:
+        look_ups = LookUps(ready_server.address)
+        servers = watch(look_ups, channel_overrides=LOOK_UP_OFTEN)
+        async with asyncio.timeout(BOUND_S):
+            gone = await take(servers)
+            look_ups.addresses = (other.address,)
+            while (server := await take(servers)) is gone:
+                servers.give_back(server)
+            await asyncio.sleep(0.05)
+            assert not is_closed(gone)
+            servers.give_back(gone)
+            await until(lambda: is_closed(gone))
+            assert not is_closed(server)
+    finally:
+        other.stop()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
-import grpc
 import pytest
 from google.rpc import code_pb2
 
@@ -16,8 +15,9 @@ from baton import AsyncClient, Client, Completion, Delta, Event, Finished, Start
 from baton.client import EventStream
 from baton.client import generation as generation_module
 from baton.client.generation import MAX_BREAKS, Generation, Progress
+from baton.client.servers import BlockingServers
 from baton.events import Usage
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 
 LOST = failure(code_pb2.UNAVAILABLE, "Socket closed")
@@ -75,7 +75,7 @@ async def make_reader(request: pytest.FixtureRequest, server: ScriptedServer) ->
 
 
 @pytest.fixture
-def reader(make_reader: Callable[..., Reader]) -> Reader:
+async def reader(make_reader: Callable[..., Reader]) -> Reader:
     return make_reader()
 
 
@@ -307,9 +307,9 @@ def test_closing_ends_the_wait_for_the_next_call(server: ScriptedServer, monkeyp
     server.inference.script = [LOST]
     request = inference_pb2.GenerateRequest(text="Hi")
     raised: list[errors.BatonError] = []
-    with grpc.insecure_channel(server.address) as channel:
+    with closing(BlockingServers(server.address)) as servers:
         generation = Generation(request, timeout_s=None, resume_timeout_s=100.0, jitter=jitter)
-        stream = EventStream(generation, inference_pb2_grpc.InferenceStub(channel).Generate)
+        stream = EventStream(generation, servers)
 
         def read() -> None:
             try:

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from baton import AsyncClient, Client, errors
 from baton.client import Tls
-from baton.client.target import target_and_options
+from baton.client.target import parse_target
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.support.running_pair import wait_until
 
@@ -82,16 +82,17 @@ def test_a_single_server_answers_for_itself_though_it_is_not_ready(servers: dict
     assert refusal.value.reason == "DRAINING"
 
 
-def test_names_are_looked_up_and_dns_is_left_to_grpc() -> None:
-    assert target_and_options("localhost:1,127.0.0.1:2", None, None)[0] == "ipv4:127.0.0.1:1,127.0.0.1:2"
-    assert target_and_options("[::1]:1,[::1]:2", None, None)[0] == "ipv6:[::1]:1,[::1]:2"
-    assert target_and_options("127.0.0.1:1,gone.invalid:2,a..b:3", None, None)[0] == "ipv4:127.0.0.1:1"
-    target, options = target_and_options("dns:///decode:50051", None, None)
-    assert (target, "round_robin" in str(dict(options)["grpc.service_config"])) == ("dns:///decode:50051", True)
+def test_the_hosts_of_a_list_are_looked_up() -> None:
+    assert parse_target("localhost:1,127.0.0.1:2", None).addresses == ("ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2")
+    assert parse_target("[::1]:1,[::1]:2", None).addresses == ("ipv6:[::1]:1", "ipv6:[::1]:2")
+    assert parse_target("127.0.0.1:1,gone.invalid:2,a..b:3", None).addresses == ("ipv4:127.0.0.1:1",)
+    assert parse_target("localhost:1,127.0.0.1:1", None).addresses == ("ipv4:127.0.0.1:1",)
 
 
 @pytest.mark.parametrize("make", [Client, AsyncClient])
-@pytest.mark.parametrize("wrong", ["127.0.0.1:1,nonsense", "127.0.0.1:1,:2", "127.0.0.1:1,127.0.0.1:65536", ","])
+@pytest.mark.parametrize(
+    "wrong", ["127.0.0.1:1,nonsense", "127.0.0.1:1,:2", "127.0.0.1:1,127.0.0.1:65536", ",", "dns:///a", "dns://b/a:1"]
+)
 async def test_a_list_that_is_none_is_refused(make: Callable[[str], Any], wrong: str) -> None:
     with pytest.raises(errors.InvalidArgument) as refusal:
         make(wrong)

@@ -1,4 +1,6 @@
-"""The options of the prefix cache reach the decode service, and the usage says what was cached."""
+"""The options of the prefix cache reach the decode service, the usage says what was cached, and chats stay where they
+are cached.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from baton.events import Started
 from gateway.answer import usage
 from gateway.completions import parse_completion
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.gateway.gateway_here import GatewayHere
+from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.support.loop_thread import LoopThread
+from tests.support.running_pair import wait_until
 
 PROMPTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
@@ -97,3 +101,34 @@ def test_choices_count_with_their_own_prompt() -> None:
     first = Started(request_id="r", num_prompt_tokens=3, seed=7)
     counted = usage(plan, [first] * 4, [1] * 4, [3, 2, 1, 3])
     assert (counted["prompt_tokens"], counted["prompt_tokens_details"]) == (6, {"cached_tokens": 2 + 1})
+
+
+def test_turns_of_a_chat_go_to_the_decode_service_that_has_it_and_other_chats_spread(loop: LoopThread) -> None:
+    servers = [ScriptedServer() for _ in range(2)]
+    try:
+        for server in servers:
+            server.inference.script = [started(), delta([5], "Yes."), finished(num_completion_tokens=1)]
+            server.become_ready()
+        with gateway_here(loop, *(server.address for server in servers)) as gateway:
+
+            def asked(*messages: dict[str, str]) -> ScriptedServer:
+                """The service that is asked for the next answer of a chat."""
+                body = {"model": "demo", "messages": messages}
+                assert gateway.ask("POST", "/v1/chat/completions", body).status == 200
+                (server,) = (each for each in servers if not each.inference.requests.empty())
+                server.inference.requests.get()
+                return server
+
+            def chat(number: int, *, num_turns: int) -> list[dict[str, str]]:
+                question = {"role": "user", "content": f"Question {number}?"}
+                return [question, {"role": "assistant", "content": "Yes."}] * num_turns + [question]
+
+            wait_until(lambda: len({asked(*chat(-1, num_turns=0)), asked(*chat(-2, num_turns=0))}) == 2)
+            homes = [asked(*chat(number, num_turns=0)) for number in range(6)]
+            assert homes.count(servers[0]) == homes.count(servers[1]) == 3
+            for num_turns in (1, 2):
+                for number in (5, 4, 2, 3, 1, 0):
+                    assert asked(*chat(number, num_turns=num_turns)) is homes[number]
+    finally:
+        for server in servers:
+            server.stop()

@@ -1,0 +1,149 @@
+"""Remembers which server last had the beginning of a request, so that requests that begin alike can go to one server.
+
+A server that has a beginning has its KV cached. The client sees no tokens, so it compares bytes: of a chat's messages,
+of a text, or of token ids. Some positions of a request are marked, and the bytes up to each mark are a *beginning*,
+known by a digest:
+
+chat  | system . question | answer . question |     marks: ends of messages (|), and blocks in long ones
+text  |  block  |  block  |  block  |  rest         marks: ends of blocks
+
+A mark depends only on the bytes before it. So two requests have the same beginnings as far as they are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Container
+from dataclasses import dataclass
+
+from baton.v1 import inference_pb2
+
+BLOCK_BYTES = 256
+"""The distance between two marks inside a text: 64 token ids of 4 bytes, or about as many tokens of text."""
+BLOCK_SHARE = 32
+"""Two marks are at least this part of the bytes before them apart. So a long request has some hundreds of marks."""
+MAX_BYTES = 1 << 20
+"""What comes after so many bytes of a request has no marks. It bounds the time that a request costs to some
+milliseconds.
+"""
+MAX_BEGINNINGS = 65_536
+"""The most beginnings that are remembered: those of about a thousand chats of 10,000 tokens."""
+MIN_SHARED = 0.5
+"""A beginning that several requests share, such as a system prompt, decides only if it is at least this part of the
+request. Otherwise all requests with the same short system prompt would go to one server, and leave the other ones'
+caches empty.
+"""
+
+_DIGEST_BYTES = 8
+_ID_BYTES = array("I").itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Beginnings:
+    """A request's beginnings, the shortest first: their digests, and how many bytes each has of `num_bytes`."""
+
+    digests: tuple[bytes, ...] = ()
+    sizes: tuple[int, ...] = ()
+    num_bytes: int = 0
+
+
+NO_BEGINNINGS = Beginnings()
+
+
+def beginnings_of(request: inference_pb2.GenerateRequest) -> Beginnings:
+    """Returns the beginnings of a request's prompt in the namespace of its salt. A request with `cache_prompt` False
+    has none.
+    """
+    if request.HasField("cache_prompt") and not request.cache_prompt:
+        return NO_BEGINNINGS
+    kind = request.WhichOneof("prompt") or ""
+    marker = _Marker(f"{kind}\0{request.HasField('cache_salt')}\0{request.cache_salt}")
+    match kind:
+        case "chat":
+            for message in request.chat.messages:
+                parts = [message.role, message.content, message.name, message.tool_call_id]
+                for call in message.tool_calls:
+                    parts += (call.id, call.name, call.arguments)
+                marker.add("\0".join((*parts, "")).encode())
+                marker.mark()
+                if marker.is_full:
+                    break
+        case "token_ids":
+            marker.add(array("I", request.token_ids.ids[: MAX_BYTES // _ID_BYTES]).tobytes())
+        case "text":
+            marker.add(request.text.encode())
+    return marker.beginnings()
+
+
+class ServersByBeginning:
+    """The server that each beginning was last sent to. It forgets the least recently sent ones."""
+
+    def __init__(self, max_beginnings: int = MAX_BEGINNINGS) -> None:
+        self._max_beginnings = max_beginnings
+        # The server, and whether a whole request ended there: what begins so continues that request.
+        self._known: OrderedDict[bytes, tuple[str, bool]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, beginnings: Beginnings, servers: Container[str]) -> str | None:
+        """Returns the one of `servers` that has the longest known beginning, or None if there is none.
+
+        A beginning decides if an earlier request ended there, or if it is a large part of this request.
+        """
+        for digest, num_bytes in zip(reversed(beginnings.digests), reversed(beginnings.sizes), strict=True):
+            server, is_end = self._known.get(digest, ("", False))
+            if server in servers:
+                return server if is_end or num_bytes >= MIN_SHARED * beginnings.num_bytes else None
+        return None
+
+    def note(self, beginnings: Beginnings, server: str) -> None:
+        """Notes that a request with these beginnings goes to `server`."""
+        middle, end = (server, False), (server, True)
+        for place, digest in enumerate(reversed(beginnings.digests)):  # a request's end is forgotten before its start
+            _, was_end = self._known.get(digest, middle)
+            self._known[digest] = end if was_end or place == 0 else middle
+            self._known.move_to_end(digest)
+        while len(self._known) > self._max_beginnings:
+            self._known.popitem(last=False)
+
+
+class _Marker:
+    """Marks positions of a request while its bytes are added, and keeps the digest of the bytes up to each."""
+
+    def __init__(self, namespace: str) -> None:
+        self._hash = hashlib.blake2b(f"{namespace}\0".encode(), digest_size=_DIGEST_BYTES)
+        self._digests: list[bytes] = []
+        self._sizes: list[int] = []
+        self._num_bytes = 0
+        self._last = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_bytes >= MAX_BYTES
+
+    def add(self, data: bytes) -> None:
+        """Adds bytes, with marks at the ends of blocks."""
+        view = memoryview(data)[: MAX_BYTES - self._num_bytes]
+        while len(view) >= (room := self._last + max(BLOCK_BYTES, self._last // BLOCK_SHARE) - self._num_bytes):
+            self._hash.update(view[:room])
+            self._num_bytes += room
+            self._mark()
+            view = view[room:]
+        self._hash.update(view)
+        self._num_bytes += len(view)
+
+    def mark(self) -> None:
+        """Marks the end of a message, if it is far enough from the last mark."""
+        if self._num_bytes - self._last > self._last // BLOCK_SHARE:
+            self._mark()
+
+    def beginnings(self) -> Beginnings:
+        return Beginnings(tuple(self._digests), tuple(self._sizes), self._num_bytes)
+
+    def _mark(self) -> None:
+        self._digests.append(self._hash.copy().digest())
+        self._sizes.append(self._num_bytes)
+        self._last = self._num_bytes

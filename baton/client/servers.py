@@ -1,0 +1,423 @@
+"""The servers behind a client's address, and the choice of one of them for each call.
+
+Each server has a channel of its own. gRPC asks the server for its health all the time, and the channel is READY only
+while the server is ready to serve. Among the ready servers the choice is:
+
+1. not the one that broke or refused this generation's last call, if there is another;
+2. the one that has the longest beginning of the request (`affinity`), unless it has too many open calls;
+3. else the one with the fewest open calls; of equals, the one that was chosen least recently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from baton.client.affinity import NO_BEGINNINGS, Beginnings, ServersByBeginning, beginnings_of
+from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
+from baton.client.target import Target, numeric_target, parse_target
+from baton.errors import Cancelled, Unavailable
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.addresses import address_of
+from common.rpc.name_lookup import LookUp, look_up
+
+MIN_MARGIN_CALLS = 2
+MARGIN_SHARE = 0.25
+"""The bound on imbalance. A server that has a request's beginning is chosen only while it has at most so many open
+calls more than the least busy one: 2, or a quarter of the servers' mean if that is more.
+
+So a conversation stays where it is while the load is about even, and a beginning that many requests share does not fill
+one server while others are idle. A difference of two calls says nothing about the load, because calls differ in length.
+"""
+LOOK_UP_INTERVAL_S = 5.0
+LOOK_UP_TIMEOUT_S = 5.0
+"""How long calls wait for a look-up if no server is ready."""
+
+_READY, _IDLE, _CONNECTING = (
+    grpc.ChannelConnectivity.READY,
+    grpc.ChannelConnectivity.IDLE,
+    grpc.ChannelConnectivity.CONNECTING,
+)
+# round_robin, though there is only one address: unlike gRPC's default policy it follows the server's health, and it
+# reconnects by itself.
+_FOLLOWS_HEALTH = json.dumps(
+    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": "baton.v1.Inference"}}
+)
+_NEVER_IDLE_MS = 2**31 - 1
+_LOOK_UP_ARG = "grpc.dns_min_time_between_resolutions_ms"
+
+
+class Server:
+    """One server: its channel and stubs, and how many of this client's calls are open there."""
+
+    def __init__(self, target: str, channel: Any, token: str | None) -> None:
+        self.target = target
+        self.channel = channel
+        self.inference = inference_pb2_grpc.InferenceStub(authorized(channel, token))
+        self.health: Any = health_pb2_grpc.HealthStub(channel)
+        self.num_open = 0
+        self.last_chosen = 0
+        self.state = _IDLE  # for BlockingServers, which are told it
+
+
+class Servers(ABC):
+    """The servers of one client. Any thread may use it.
+
+    `address`, `tls`, `token` and `channel_overrides` are the client's. A name is looked up on a thread of its own, when
+    a call is made and the last look-up began `LOOK_UP_INTERVAL_S` ago or earlier. (gRPC's channel argument for that
+    interval replaces it.) A server that the name no longer has gets no new call, and its channel is closed when its
+    calls have ended.
+
+    Raises what `parse_target` raises.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        token: str | None = None,
+        channel_overrides: ChannelOptions | None = None,
+        look_up: LookUp = look_up,
+        look_up_timeout_s: float = LOOK_UP_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._target = parse_target(address, tls)
+        self._token = token
+        self._credentials = None if tls is None else tls.credentials()
+        self._options = _options(self._target, tls, channel_overrides)
+        self._look_up = look_up
+        self._look_up_interval_s = float((channel_overrides or {}).get(_LOOK_UP_ARG, LOOK_UP_INTERVAL_S * 1000)) / 1000
+        self._look_up_timeout_s = look_up_timeout_s
+        self._clock = clock
+        # Its lock is reentrant, because garbage collection may end a call, and so call `give_back`, while it is held.
+        self._changed = threading.Condition()
+        self._known = ServersByBeginning()
+        self._servers: dict[str, Server] = {}
+        self._leaving: set[Server] = set()
+        self._num_chosen = 0
+        self._looking_since_s: float | None = None
+        self._look_next_s = clock()
+        self._look_up_error = ""
+        self._is_closed = False
+        for each in self._target.addresses:
+            self._add(each)
+        self._look_up_if_due()
+
+    def beginnings_of(self, request: inference_pb2.GenerateRequest) -> Beginnings:
+        return NO_BEGINNINGS if self._target.is_single else beginnings_of(request)
+
+    def take(
+        self,
+        beginnings: Beginnings = NO_BEGINNINGS,
+        *,
+        avoided: Server | None = None,
+        may_wait: bool = True,
+    ) -> Server | None:
+        """Chooses the server of a call and counts the call as open there, until `give_back`.
+
+        Returns None if no server is ready but one may soon be: wait for a change, or ask again with `may_wait` False.
+        If none is ready or expected, returns any; gRPC then says why the call fails. Raises Cancelled if this object is
+        closed, Unavailable if no server is known.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise Cancelled("the client is closed")
+            self._look_up_if_due()
+            servers = list(self._servers.values())
+            able = servers
+            if not self._target.is_single:
+                states = [self._state(each) for each in servers]  # once, because they change meanwhile
+                able = [each for each, state in zip(servers, states, strict=True) if state is _READY]
+                if not able and may_wait and (self._is_looking() or {_IDLE, _CONNECTING} & {*states}):
+                    return None
+            if not servers:
+                late = f"no answer within {self._look_up_timeout_s:g} s"
+                raise Unavailable(f"{self._target.name}: not found: {self._look_up_error or late}")
+            server = self._choose(beginnings, able or servers, avoided)
+            if able:
+                self._known.note(beginnings, server.target)
+            self._num_chosen += 1
+            server.last_chosen = self._num_chosen
+            server.num_open += 1
+            return server
+
+    def give_back(self, server: Server) -> None:
+        """Call when a call at a server that `take` returned has ended."""
+        with self._changed:
+            server.num_open -= 1
+            self._close_if_done(server)
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Wakes all that wait for a change."""
+
+    @abstractmethod
+    def _open_channel(self, target: str) -> Any: ...
+
+    @abstractmethod
+    def _close_channel(self, server: Server) -> None:
+        """Begins to close the channel of a server without calls. Does not wait. Any thread may call it."""
+
+    @abstractmethod
+    def _follow(self, server: Server) -> None:
+        """Connects to the server, and wakes all that wait whenever the state of its channel changes."""
+
+    @abstractmethod
+    def _state(self, server: Server) -> grpc.ChannelConnectivity: ...
+
+    @abstractmethod
+    def _hand_over(self, take: Callable[[Sequence[str] | Exception], None], answer: Sequence[str] | Exception) -> None:
+        """Called on a look-up's thread. Calls `take(answer)` where this object may be changed."""
+
+    def _choose(self, beginnings: Beginnings, servers: Sequence[Server], avoided: Server | None) -> Server:
+        candidates = {each.target: each for each in servers if each is not avoided} or {
+            each.target: each for each in servers
+        }
+        least_busy = min(candidates.values(), key=lambda each: (each.num_open, each.last_chosen))
+        found = self._known.find(beginnings, candidates)
+        if found is not None:
+            mean = sum(each.num_open for each in candidates.values()) / len(candidates)
+            if candidates[found].num_open <= least_busy.num_open + max(MIN_MARGIN_CALLS, MARGIN_SHARE * mean):
+                return candidates[found]
+        return least_busy
+
+    def _is_looking(self) -> bool:
+        since_s = self._looking_since_s
+        return since_s is not None and self._clock() - since_s < self._look_up_timeout_s
+
+    def _add(self, target: str) -> None:
+        server = self._servers[target] = Server(target, self._open_channel(target), self._token)
+        if not self._target.is_single:
+            self._follow(server)
+
+    def _close_if_done(self, server: Server) -> None:
+        if server in self._leaving and server.num_open == 0 and not self._is_closed:
+            self._leaving.remove(server)
+            self._close_channel(server)
+
+    def _end(self) -> list[Server]:
+        """Lets all further calls fail, and returns the servers whose channels are still open."""
+        with self._changed:
+            self._is_closed = True
+            self.wake()
+            return [*self._servers.values(), *self._leaving]
+
+    def _pause_s(self, left_s: float | None) -> float:
+        """Returns how long to wait for a change at most: a look-up that takes too long is none."""
+        return self._look_up_timeout_s if left_s is None else min(left_s, self._look_up_timeout_s)
+
+    def _look_up_if_due(self) -> None:
+        if self._target.name is None or self._looking_since_s is not None or self._clock() < self._look_next_s:
+            return
+        self._looking_since_s = self._clock()
+        self._look_next_s = self._looking_since_s + self._look_up_interval_s
+        # A daemon thread outside of any pool: if the look-up hangs, the process can exit.
+        threading.Thread(target=self._look, name=f"look-up-{self._target.name.host}", daemon=True).start()
+
+    def _look(self) -> None:
+        assert self._target.name is not None
+        answer: Sequence[str] | Exception
+        try:
+            answer = self._look_up(self._target.name.host, self._target.name.port)
+        except Exception as error:  # any error is a result: later look-ups must go on
+            answer = error
+        self._hand_over(self._take_answer, answer)
+
+    def _take_answer(self, answer: Sequence[str] | Exception) -> None:
+        """Takes a look-up's result: servers come and go. If it failed, the known ones stay."""
+        with self._changed:
+            self._looking_since_s = None
+            if self._is_closed:
+                return
+            if isinstance(answer, Exception):
+                self._look_up_error = str(answer)
+            else:
+                self._look_up_error = ""
+                found = dict.fromkeys(map(numeric_target, answer))
+                for target in [each for each in self._servers if each not in found]:
+                    server = self._servers.pop(target)
+                    self._leaving.add(server)
+                    self._close_if_done(server)
+                for target in found:
+                    if target not in self._servers:
+                        self._add(target)
+            self.wake()
+
+
+class BlockingServers(Servers):
+    """The servers of a blocking client. gRPC's threads tell the state of the channels."""
+
+    def take_when_ready(
+        self,
+        beginnings: Beginnings = NO_BEGINNINGS,
+        *,
+        avoided: Server | None = None,
+        timeout_s: float | None,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> Server:
+        """Like `take`, but waits until a server is ready or none is expected, for at most `timeout_s`.
+
+        Raises Cancelled when `is_given_up` is True; call `wake` after a change.
+        """
+        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not is_given_up():
+                left_s = None if give_up_s is None else give_up_s - time.monotonic()
+                server = self.take(beginnings, avoided=avoided, may_wait=left_s is None or left_s > 0)
+                if server is not None:
+                    return server
+                self._changed.wait(self._pause_s(left_s))
+        raise Cancelled("the stream was closed")
+
+    def close(self) -> None:
+        """Closes all channels, which cancels the open calls."""
+        # On threads, because gRPC's threads that tell a channel's state notice the end only after up to 0.2 s.
+        closing = [threading.Thread(target=server.channel.close) for server in self._end()]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _open_channel(self, target: str) -> grpc.Channel:
+        if self._credentials is None:
+            return grpc.insecure_channel(target, self._options)
+        return grpc.secure_channel(target, self._credentials, self._options)
+
+    def _close_channel(self, server: Server) -> None:
+        threading.Thread(target=server.channel.close, name="close-channel", daemon=True).start()
+
+    def _follow(self, server: Server) -> None:
+        # Weak, because gRPC's thread must not keep a client alive that nobody closed.
+        servers, followed = weakref.ref(self), weakref.ref(server)
+
+        def on_state(state: grpc.ChannelConnectivity) -> None:
+            there, changed = servers(), followed()
+            if there is not None and changed is not None:
+                with there._changed:
+                    changed.state = state
+                    there._changed.notify_all()
+
+        server.channel.subscribe(on_state, try_to_connect=True)
+
+    def _state(self, server: Server) -> grpc.ChannelConnectivity:
+        return server.state
+
+    def _hand_over(self, take: Callable[[Sequence[str] | Exception], None], answer: Sequence[str] | Exception) -> None:
+        take(answer)
+
+
+class AsyncServers(Servers):
+    """The servers of an asyncio client. Construct it in a running event loop, and call everything but `give_back`
+    there.
+    """
+
+    def __init__(self, address: str, **options: Any) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._change = asyncio.Event()
+        self._watchers: dict[Server, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        super().__init__(address, **options)
+
+    async def take_when_ready(
+        self,
+        beginnings: Beginnings = NO_BEGINNINGS,
+        *,
+        avoided: Server | None = None,
+        timeout_s: float | None,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> Server:
+        """Like `take`, but waits until a server is ready or none is expected, for at most `timeout_s`.
+
+        Raises Cancelled when `is_given_up` is True; call `wake` after a change.
+        """
+        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not is_given_up():
+            left_s = None if give_up_s is None else give_up_s - time.monotonic()
+            server = self.take(beginnings, avoided=avoided, may_wait=left_s is None or left_s > 0)
+            if server is not None:
+                return server
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pause_s(left_s)):
+                    await self._change.wait()
+        raise Cancelled("the stream was closed")
+
+    async def close(self) -> None:
+        """Closes all channels, which cancels the open calls."""
+        servers = self._end()
+        for watcher in self._watchers.values():
+            watcher.cancel()
+        for server in servers:
+            await server.channel.close()
+        if tasks := (*self._watchers.values(), *self._closing):
+            await asyncio.wait(tasks)
+
+    def wake(self) -> None:
+        changed, self._change = self._change, asyncio.Event()
+        changed.set()
+
+    def _open_channel(self, target: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(target, self._options)
+        return grpc.aio.secure_channel(target, self._credentials, self._options)
+
+    def _close_channel(self, server: Server) -> None:
+        self._on_loop(self._begin_to_close, server)
+
+    def _begin_to_close(self, server: Server) -> None:
+        self._watchers.pop(server).cancel()
+        closing = self._loop.create_task(server.channel.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    def _follow(self, server: Server) -> None:
+        self._watchers[server] = self._loop.create_task(self._watch(server))
+
+    async def _watch(self, server: Server) -> None:
+        while True:
+            state = self._state(server)
+            self.wake()
+            await server.channel.wait_for_state_change(state)
+
+    def _state(self, server: Server) -> grpc.ChannelConnectivity:
+        state: grpc.ChannelConnectivity = server.channel.get_state(try_to_connect=True)
+        return state
+
+    def _hand_over(self, take: Callable[[Sequence[str] | Exception], None], answer: Sequence[str] | Exception) -> None:
+        self._on_loop(take, answer)
+
+    def _on_loop(self, callback: Callable[..., None], argument: object) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(callback, argument)
+
+
+def _options(target: Target, tls: Tls | None, overrides: ChannelOptions | None) -> list[tuple[str, int | str]]:
+    if target.is_single:
+        return channel_options(tls, overrides)
+    # The states of channels are followed, so that they must reconnect by themselves also when there are no calls.
+    more: dict[str, int | str] = {
+        "grpc.service_config": _FOLLOWS_HEALTH,
+        "grpc.client_idle_timeout_ms": _NEVER_IDLE_MS,
+    }
+    if target.name is not None:  # servers and proxies see the name, as if gRPC had looked it up
+        if tls is None:
+            more["grpc.default_authority"] = address_of(target.name.host, target.name.port)
+        elif tls.server_name is None:
+            tls = dataclasses.replace(tls, server_name=target.name.host)
+    return channel_options(tls, {**more, **(overrides or {})})

@@ -1,0 +1,346 @@
+"""Which of several servers gets a call: the one that has the request's beginning, within a bound on imbalance."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+from google.rpc import code_pb2
+from grpc_health.v1 import health_pb2
+
+from baton import AsyncClient, Client, Completion, errors
+from baton.client import EventStream
+from baton.client.generation import Generation
+from baton.client.servers import LOOK_UP_TIMEOUT_S, MARGIN_SHARE, MIN_MARGIN_CALLS, BlockingServers, Server
+from baton.server_info import ModelInfo
+from baton.v1 import inference_pb2
+from common.text.chat_messages import ChatMessage
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
+from tests.client.test_affinity import QUESTION, SYSTEM, chat
+from tests.support.black_hole import BlackHoleProxy
+from tests.support.running_pair import wait_until
+
+READY, NOT_READY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+NUM_SERVERS = 3
+WAKE_BOUND_S = LOOK_UP_TIMEOUT_S / 2
+"""Whoever waits looks again after LOOK_UP_TIMEOUT_S, also if nobody wakes them."""
+LOST = failure(code_pb2.UNAVAILABLE, "Socket closed")
+FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s="0")
+
+
+@pytest.fixture
+def scripted() -> Iterator[list[ScriptedServer]]:
+    """Ready servers. Each answers with its own address as the request id."""
+    servers = [ScriptedServer() for _ in range(NUM_SERVERS)]
+    for server in servers:
+        server.inference.script = [started(server.address), delta([5], "a"), finished(num_completion_tokens=1)]
+        set_ready(server, True)
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def servers(scripted: list[ScriptedServer]) -> Iterator[BlockingServers]:
+    with connected(scripted) as servers:
+        yield servers
+
+
+@contextmanager
+def connected(scripted: list[ScriptedServer]) -> Iterator[BlockingServers]:
+    """The choice among `scripted`, once all of them are known to be ready."""
+    servers = BlockingServers(addresses(scripted))
+    try:
+        wait_until(lambda: len({give_back(servers, take(servers)) for _ in scripted}) == len(scripted))
+        yield servers
+    finally:
+        servers.close()
+
+
+def addresses(scripted: list[ScriptedServer]) -> str:
+    return ",".join(server.address for server in scripted)
+
+
+def set_ready(server: ScriptedServer, is_ready: bool) -> None:
+    server.health.set("baton.v1.Inference", READY if is_ready else NOT_READY)
+
+
+def take(servers: BlockingServers, *turns: tuple[str, str], avoided: Server | None = None, **fields: Any) -> Server:
+    """Takes the server for a chat of these turns, or for a request without a beginning."""
+    beginnings = servers.beginnings_of(chat(*turns, **fields))
+    return servers.take_when_ready(beginnings, avoided=avoided, timeout_s=BOUND_S)
+
+
+def give_back(servers: BlockingServers, *taken: Server) -> Server:
+    for server in taken:
+        servers.give_back(server)
+    return taken[0]
+
+
+def asked(servers: BlockingServers, *turns: tuple[str, str], **fields: Any) -> Server:
+    return give_back(servers, take(servers, *turns, **fields))
+
+
+def conversation(number: int) -> tuple[tuple[str, str], ...]:
+    return (SYSTEM, ("user", f"This is conversation {number}, and it is not like the others."))
+
+
+def test_turns_of_a_conversation_go_where_it_is_and_others_in_turn(servers: BlockingServers) -> None:
+    homes = {number: asked(servers, *conversation(number)) for number in range(2 * NUM_SERVERS)}
+    assert all(list(homes.values()).count(server) == 2 for server in homes.values())
+    for number in (5, 3, 4, 0, 0, 2, 1):
+        later = (*conversation(number), ("assistant", "Yes."), ("user", "And?"))
+        assert asked(servers, *later) is homes[number]
+
+
+def test_the_fewest_open_calls_decide_between_servers_without_it(servers: BlockingServers) -> None:
+    busy = [take(servers) for _ in range(NUM_SERVERS)]
+    idle = give_back(servers, busy[1])
+    assert [take(servers) is idle for _ in range(2)] == [True, False]
+
+
+@pytest.mark.parametrize("num_at_each", [0, 40])
+def test_the_server_that_has_it_is_not_filled_while_others_are_idle(servers: BlockingServers, num_at_each: int) -> None:
+    home = asked(servers, *conversation(0))
+    for _ in range(num_at_each * NUM_SERVERS):
+        take(servers)
+    taken: list[Server] = []
+    while not taken or taken[-1] is home:
+        taken.append(take(servers, *conversation(0)))
+    num_there = len(taken) - 1
+    mean = num_at_each + num_there / NUM_SERVERS
+    assert num_there - 1 <= max(MIN_MARGIN_CALLS, MARGIN_SHARE * mean) <= num_there + 1
+    give_back(servers, *taken[:-1])
+    assert take(servers, *conversation(0)) is taken[-1], "it moved: the last server that had it counts"
+
+
+def test_a_salt_keeps_conversations_apart_and_without_the_cache_there_is_none(servers: BlockingServers) -> None:
+    home = asked(servers, *conversation(0), cache_salt="a")
+    assert asked(servers, *conversation(0), cache_salt="b") is not home
+    assert asked(servers, *conversation(0), cache_salt="a", cache_prompt=False) is not home
+    assert asked(servers, *conversation(0), cache_salt="a") is home
+
+
+def test_a_server_that_is_not_ready_never_wins(scripted: list[ScriptedServer], servers: BlockingServers) -> None:
+    homes = {asked(servers, *conversation(number)): number for number in range(NUM_SERVERS)}
+    gone = next(server for server in homes if scripted[0].address in server.target)
+    set_ready(scripted[0], False)
+    wait_until(lambda: all(asked(servers) is not gone for _ in range(NUM_SERVERS)))
+    moved_to = asked(servers, *conversation(homes[gone]))
+    assert moved_to is not gone
+    set_ready(scripted[0], True)
+    wait_until(lambda: asked(servers) is gone)
+    assert asked(servers, *conversation(homes[gone])) is moved_to
+
+
+def test_the_server_of_the_last_call_is_avoided_if_another_is_ready(
+    scripted: list[ScriptedServer], servers: BlockingServers
+) -> None:
+    home = asked(servers, *conversation(0))
+    assert give_back(servers, take(servers, *conversation(0), avoided=home)) is not home
+    for server in scripted:
+        set_ready(server, server.address in home.target)
+    wait_until(lambda: {asked(servers) for _ in range(NUM_SERVERS)} == {home})
+    assert take(servers, *conversation(0), avoided=home) is home
+
+
+@pytest.fixture(params=[Client, AsyncClient])
+async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Client | AsyncClient]]:
+    """Opens clients of either kind. The test may block the event loop, because the servers run on threads."""
+    async with AsyncExitStack() as stack:
+
+        async def open_client(address: str, **options: Any) -> Client | AsyncClient:
+            client = request.param(address, **options)
+            if isinstance(client, Client):
+                return stack.enter_context(client)
+            return await stack.enter_async_context(client)
+
+        yield open_client
+
+
+async def served_by(client: Client | AsyncClient, *turns: tuple[str, str], **options: Any) -> str:
+    """The address of the server that answers a chat of these turns."""
+    messages = [ChatMessage(role, content) for role, content in turns]
+    answer = client.complete(chat=messages, timeout_s=BOUND_S, **options)
+    return (answer if isinstance(answer, Completion) else await answer).request_id
+
+
+async def until_all_are_used(client: Client | AsyncClient, num: int = NUM_SERVERS) -> None:
+    used: set[str] = set()
+    async with asyncio.timeout(BOUND_S):
+        while len(used) < num:
+            used = {await served_by(client, QUESTION, cache_prompt=False) for _ in range(NUM_SERVERS)}
+
+
+async def test_either_client_keeps_conversations_where_they_are(
+    scripted: list[ScriptedServer], connect: Callable[..., Any]
+) -> None:
+    client = await connect(addresses(scripted))
+    await until_all_are_used(client)
+    turns = {number: list(conversation(number)) for number in range(2 * NUM_SERVERS)}
+    homes: dict[int, set[str]] = {number: set() for number in turns}
+    for _ in range(3):
+        for number, messages in turns.items():
+            homes[number].add(await served_by(client, *messages))
+            messages += [("assistant", "a"), ("user", "And then?")]
+    assert [len(servers) for servers in homes.values()] == [1] * len(turns)
+    assert len(set().union(*homes.values())) == NUM_SERVERS
+
+
+async def test_a_conversation_goes_on_elsewhere_while_its_server_stops_and_the_server_is_used_again(
+    scripted: list[ScriptedServer], connect: Callable[..., Any]
+) -> None:
+    client = await connect(addresses(scripted))
+    await until_all_are_used(client)
+    home = await served_by(client, *conversation(0))
+    server = next(each for each in scripted if each.address == home)
+    set_ready(server, False)
+    server.inference.script = [LOST]  # answers a client that has not yet heard that it is not ready
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            with suppress(errors.Unavailable):
+                if (moved_to := await served_by(client, *conversation(0))) != home:
+                    break
+    for _ in range(NUM_SERVERS):
+        assert await served_by(client, *conversation(0)) == moved_to
+    server.inference.script = [started(home), finished()]
+    set_ready(server, True)
+    await until_all_are_used(client)
+    assert await served_by(client, *conversation(0)) == moved_to
+
+
+@pytest.mark.parametrize("broken_by", [LOST, FULL], ids=["lost", "full"])
+async def test_a_generation_does_not_go_back_to_the_server_that_broke_or_refused_its_call(
+    scripted: list[ScriptedServer], connect: Callable[..., Any], broken_by: Any
+) -> None:
+    """Though that server is still ready, and knows the conversation."""
+    client = await connect(addresses(scripted[:2]), resume=True, admission_timeout_s=BOUND_S)
+    await until_all_are_used(client, 2)
+    for _ in range(3):
+        home = await served_by(client, *conversation(0))
+        server = next(each for each in scripted if each.address == home)
+        server.inference.scripts.append([broken_by])
+        assert await served_by(client, *conversation(0)) != home
+        assert not server.inference.scripts
+
+
+async def test_a_first_call_waits_for_a_server_that_is_ready(
+    scripted: list[ScriptedServer], connect: Callable[..., Any]
+) -> None:
+    for server in scripted[1:]:
+        set_ready(server, False)
+    address = f"127.0.0.1:1,{addresses(scripted[::-1])}"
+    assert await served_by(await connect(address), QUESTION) == scripted[0].address
+    info = (await connect(address)).model_info()
+    assert (info if isinstance(info, ModelInfo) else await info).model == "demo"
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Two addresses that accept connections and say nothing: a client goes on connecting for long."""
+    with BlackHoleProxy() as first, BlackHoleProxy() as second:
+        first.cut()
+        second.cut()
+        yield f"{first.address},{second.address}"
+
+
+async def test_the_wait_for_a_server_ends_with_the_deadline(silent: str, connect: Callable[..., Any]) -> None:
+    client = await connect(silent, rpc_timeout_s=0.2)
+    for call in (lambda: client.complete("Hi", timeout_s=0.2), client.load):
+        with pytest.raises(errors.DeadlineExceeded):
+            answer = call()
+            await answer
+
+
+@pytest.mark.parametrize("closes", ["stream", "client"])
+def test_closing_ends_the_wait_for_a_server(silent: str, closes: str) -> None:
+    raised: list[errors.BatonError] = []
+    with Client(silent) as client:
+        stream = client.generate("Hi")
+
+        def read() -> None:
+            try:
+                next(stream)
+            except errors.BatonError as error:
+                raised.append(error)
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        reading.join(0.1)
+        assert reading.is_alive()
+        (stream if closes == "stream" else client).close()
+        reading.join(WAKE_BOUND_S)
+        assert not reading.is_alive()
+    assert isinstance(raised[0], errors.Cancelled)
+
+
+@pytest.mark.parametrize("closes", ["stream", "client"])
+async def test_closing_ends_the_async_clients_wait_too(silent: str, closes: str) -> None:
+    async with AsyncClient(silent) as client:
+        stream = client.generate("Hi")
+        reading = asyncio.ensure_future(anext(stream))
+        assert not (await asyncio.wait({reading}, timeout=0.1))[0]
+        await (stream.aclose() if closes == "stream" else client.close())
+        with pytest.raises(errors.Cancelled):
+            async with asyncio.timeout(WAKE_BOUND_S):
+                await reading
+
+
+def test_threads_may_share_a_client_while_servers_come_and_go(scripted: list[ScriptedServer]) -> None:
+    num_threads, num_calls = 8, 25
+    with Client(addresses(scripted), resume=True) as client:
+        failures: list[BaseException] = []
+
+        def talk(number: int) -> None:
+            turns = [ChatMessage(role, content) for role, content in conversation(number)]
+            try:
+                for _ in range(num_calls):
+                    client.complete(chat=turns, timeout_s=BOUND_S)
+                    turns += [ChatMessage("assistant", "a"), ChatMessage("user", "And?")]
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=talk, args=(number,)) for number in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            for server in scripted:
+                set_ready(server, False)
+                threads[0].join(0.02)
+                set_ready(server, True)
+        assert not failures
+        assert sum(server.inference.requests.qsize() for server in scripted) >= num_threads * num_calls
+
+
+def test_a_call_counts_as_open_until_it_ends_or_its_stream_is_dropped(
+    scripted: list[ScriptedServer], servers: BlockingServers
+) -> None:
+    """Every call open at one server makes the next go elsewhere, and the calls that ended do not."""
+
+    def open_at(*, holds: bool) -> EventStream:
+        for server in scripted:
+            server.inference.script = [started(server.address), *([server.inference.HOLD] if holds else []), finished()]
+        request = inference_pb2.GenerateRequest(text="Hi")
+        return EventStream(Generation(request, timeout_s=BOUND_S, resume_timeout_s=None), servers)
+
+    def num_open() -> int:
+        taken = [take(servers) for _ in scripted]
+        num = sum(server.num_open for server in {*taken}) - len(taken)
+        give_back(servers, *taken)
+        return num
+
+    held = [open_at(holds=True) for _ in scripted]
+    assert len({next(stream).request_id for stream in held}) == NUM_SERVERS  # type: ignore[union-attr]
+    assert num_open() == NUM_SERVERS
+    held[0].close()
+    wait_until(lambda: num_open() == NUM_SERVERS - 1)
+    del held[1]
+    gc.collect()
+    wait_until(lambda: num_open() == NUM_SERVERS - 2)
+    list(open_at(holds=False))
+    wait_until(lambda: num_open() == NUM_SERVERS - 2)
