@@ -56,7 +56,7 @@ from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
 
-_CONNECTION_AGE_S = 30.0  # clients that balance over a DNS name find a new replica within this time
+_CONNECTION_AGE_S = 30.0  # within this time other gRPC clients than Baton's find a new replica behind a DNS name
 _NUM_CONNECTIONS = 2  # connections to each prefill replica; calls take turns on them
 
 _log = structlog.get_logger(__name__)

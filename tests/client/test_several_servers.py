@@ -1,4 +1,4 @@
-"""With an address that names several servers, either client sends its calls in turn to those that are ready."""
+"""With an address that names several servers, either client uses those that are ready: in turn, if nothing decides."""
 
 from __future__ import annotations
 
