@@ -102,7 +102,7 @@ class PrefillDispatcher:
         return self._falls_back and self._replicas.none_ready_since_s is not None
 
     def update_replicas(self, changed: ReplicasChanged) -> None:
-        self._replicas.update(changed, self._clock())
+        self._replicas.update(changed, self._clock(), num_outstanding=self._landing.uncomputed_tokens())
         self._seen = None
 
     def take_frame(self, call_id: str, frame: Frame) -> None:

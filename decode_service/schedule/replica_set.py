@@ -92,12 +92,24 @@ class ReplicaSet:
         self._lookahead = lookahead
         self._routes_by_prefix = routes_by_prefix
         self._known: dict[str, KnownPrefixes] = {}  # by address
+        self._num_of_others: dict[str, int] = {}  # tokens that a replica is to compute for others, by address
         self._replicas: tuple[Replica, ...] = ()
         self._others_may_come = False
         self._most_tokens_ever = 0.0
         self._none_ready_since_s: float | None = now_s
 
-    def update(self, changed: ReplicasChanged, now_s: float) -> None:
+    def update(self, changed: ReplicasChanged, now_s: float, *, num_outstanding: Mapping[str, int]) -> None:
+        """Takes the replicas' new states.
+
+        `num_outstanding` says for each address how many tokens the replica is to compute for this service's rows. What
+        a new report counts beyond them are other services' tokens, which count until the next report.
+        """
+        self._num_of_others = {
+            replica.address: self._num_of_others[replica.address]
+            if replica in self._replicas
+            else max(replica.num_uncomputed_tokens - num_outstanding.get(replica.address, 0), 0)
+            for replica in changed.replicas
+        }
         self._replicas, self._others_may_come = changed.replicas, changed.others_may_come
         self._known = {
             replica.address: known for replica in changed.replicas if (known := self._known_of(replica)) is not None
@@ -150,9 +162,9 @@ class ReplicaSet:
         """Chooses one of `candidates`, of which there must be some, for a row of `num_tokens` tokens.
 
         Notes that the row's tokens will be cached there. `key` is the row's in the prefix cache; None if it uses none.
-        `num_outstanding` says for each address how many tokens of this service's rows the replica is still computing.
-        If it reports more, these count. Of two that cost the same, the one that computes less is chosen, and of two
-        that compute the same the one that has fewer tokens cached, so that idle replicas fill evenly.
+        `num_outstanding` is that of `update`, as it is now. Of two that cost the same, the one that computes less is
+        chosen, and of two that compute the same the one that has fewer tokens cached, so that idle replicas fill
+        evenly.
         """
         if not self._routes_by_prefix:
             key = None
@@ -160,7 +172,7 @@ class ReplicaSet:
         def cost(replica: Replica) -> tuple[int, int, int]:
             known = self._known[replica.address]
             num_uncomputed = num_tokens - known.num_cached(key)
-            num_before = max(num_outstanding.get(replica.address, 0), replica.num_uncomputed_tokens)
+            num_before = num_outstanding.get(replica.address, 0) + self._num_of_others[replica.address]
             return num_uncomputed + num_before, num_uncomputed, known.num_tokens
 
         address = min(candidates, key=cost).address

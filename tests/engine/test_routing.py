@@ -52,7 +52,11 @@ class Router:
         self.report(*replicas)
 
     def report(self, *replicas: Replica) -> None:
-        self._replicas.update(ReplicasChanged(replicas), 0.0)
+        self._replicas.update(ReplicasChanged(replicas), 0.0, num_outstanding=self._outstanding)
+
+    def compute(self) -> None:
+        """Let the replicas compute all rows that were sent to them."""
+        self._outstanding.clear()
 
     def send(self, prompt: list[int], *, salt: str | None = "", avoid: str = "", computes: bool = True) -> Route:
         """Send a row where it costs least. The replica computes it before the next one, if it `computes`."""
@@ -98,7 +102,7 @@ def test_a_prefix_is_weighed_against_the_load_that_the_replica_reports() -> None
     assert router.send(tokens(1, 120)).replica == "b", "1 there and 180 before it, or 120 and 60"
 
 
-def test_rows_that_are_still_being_computed_count_as_load_and_the_larger_of_both_does() -> None:
+def test_rows_that_are_still_being_computed_count_as_load() -> None:
     router = Router(there("a"), there("b"))
     router.send(tokens(1))
     router.send(tokens(2, 60), avoid="b", computes=False)
@@ -106,8 +110,20 @@ def test_rows_that_are_still_being_computed_count_as_load_and_the_larger_of_both
     router.send(tokens(3, 41), avoid="b", computes=False)
     assert router.send(tokens(1, 200)).replica == "a", "50 and 101, or 200"
     assert router.send(tokens(4, 10)).replica == "b"
-    router.report(there("a", load=100), there("b", load=200))
-    assert router.send(tokens(5, 10)).replica == "a", "101 or 200"
+
+
+def test_of_what_a_replica_reports_own_rows_count_no_longer_than_they_are_computed() -> None:
+    """A report is old when the next request comes, and each replica's has another age."""
+    router = Router(there("a"), there("b"))
+    router.send(tokens(1, 300), computes=False)
+    router.report(there("a", load=290), there("b"))
+    assert router.send(tokens(1, 310), computes=False).replica == "a", "10 and 300, or 310"
+    router.compute()
+    assert router.send([*tokens(1, 100), *tokens(2)]).replica == "a", "all that it reported was sent from here"
+    router.report(there("a", load=290), there("b", load=30))
+    assert router.send(tokens(3, 20)).replica == "a", "its report is the old one"
+    router.report(there("a", load=160), there("b", load=30))
+    assert router.send(tokens(3, 50)).replica == "b", "30 and 160 of other services, or 50 and 30"
 
 
 def check_only_ready_replicas_are_chosen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,8 @@ from decode_service.schedule.replica_set import ReplicaSet
 def _heard_as(patch: pytest.MonkeyPatch, change: Callable[[Replica], Replica]) -> None:
     update = ReplicaSet.update
 
-    def mutant(self: ReplicaSet, changed: ReplicasChanged, now_s: float) -> None:
-        update(self, replace(changed, replicas=tuple(map(change, changed.replicas))), now_s)
+    def mutant(self: ReplicaSet, changed: ReplicasChanged, now_s: float, **outstanding: Any) -> None:
+        update(self, replace(changed, replicas=tuple(map(change, changed.replicas))), now_s, **outstanding)
 
     patch.setattr(ReplicaSet, "update", mutant)
 
