@@ -123,6 +123,7 @@ def inference_load_from_wire(load: inference_pb2.GetInferenceLoadResponse) -> In
                 replica.num_rows,
                 peer_text(replica.reason, _MAX_REASON_BYTES),
                 peer_text(replica.error_reason),
+                replica.num_known_tokens,
             )
             for replica in load.prefill_replicas
         ),

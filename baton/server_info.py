@@ -57,7 +57,8 @@ class PoolLoad:
 class PrefillReplica:
     """A prefill replica as a decode service sees it.
 
-    If it is not ready, `reason` says why in words, and `error_reason` is the error reason that requests get.
+    If it is not ready, `reason` says why in words, and `error_reason` is the error reason that requests get. It should
+    have the KV of `num_known_tokens` in its cache, as far as the decode service knows.
     """
 
     address: str
@@ -65,6 +66,7 @@ class PrefillReplica:
     num_rows: int
     reason: str
     error_reason: str = ""
+    num_known_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class EngineLoad:
 
     On prefill `num_uncomputed_tokens` counts the tokens that queued and running prompts have still to compute. On
     decode `num_expected_cached` counts the tokens that prefill services should have had cached when rows were handed to
-    them. `is_degraded` is True while a decode engine computes prompts itself because no prefill replica is ready.
+    them, and `num_known_tokens` those that each of them should have cached now, by its address. `is_degraded` is True
+    while a decode engine computes prompts itself because no prefill replica is ready.
     """
 
     rows: PoolCounts
@@ -59,4 +61,5 @@ class EngineLoad:
     num_retractions: int = 0
     num_uncomputed_tokens: int = 0
     num_expected_cached: int = 0
+    num_known_tokens: Mapping[str, int] = field(default_factory=dict)
     is_degraded: bool = False

@@ -615,6 +615,7 @@ class PrefillReplica(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ERROR_REASON_FIELD_NUMBER: _builtins.int
+    NUM_KNOWN_TOKENS_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """or the name, while nothing was found behind it"""
     is_ready: _builtins.bool
@@ -624,6 +625,8 @@ class PrefillReplica(_message.Message):
     """why it is not ready"""
     error_reason: _builtins.str
     """the same as google.rpc.ErrorInfo names it: FINGERPRINT_MISMATCH does not pass by itself"""
+    num_known_tokens: _builtins.int
+    """tokens whose KV it should have cached, as far as this decode service knows"""
     def __init__(
         self,
         *,
@@ -632,10 +635,11 @@ class PrefillReplica(_message.Message):
         num_rows: _builtins.int = ...,
         reason: _builtins.str = ...,
         error_reason: _builtins.str = ...,
+        num_known_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "error_reason", b"error_reason", "is_ready", b"is_ready", "num_rows", b"num_rows", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "error_reason", b"error_reason", "is_ready", b"is_ready", "num_known_tokens", b"num_known_tokens", "num_rows", b"num_rows", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

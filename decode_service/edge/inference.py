@@ -229,6 +229,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     num_rows=state.num_rows,
                     reason="" if state.replica.error is None else str(state.replica.error),
                     error_reason="" if state.replica.error is None else state.replica.error.reason,
+                    num_known_tokens=load.num_known_tokens.get(state.replica.address, 0),
                 )
                 for state in self._replicas.states()
             ],

@@ -46,6 +46,7 @@ class KnownPrefixes:
         self._tree = PrefixTree(lookahead)  # its slots are only counted
         self._max_tokens = replica.max_cached_tokens
         self._num_evicted = replica.num_evicted_tokens
+        self._num_made_room = 0  # tokens evicted by `add` since the replica last reported that it evicted some
 
     @property
     def num_tokens(self) -> int:
@@ -66,32 +67,38 @@ class KnownPrefixes:
         held = self._tree.hold(key.token_ids, key.namespace, max(stop, 0))
         if (start := held.num_tokens) < stop:
             self._tree.insert(held, key.token_ids[start : stop + lookahead], np.zeros(stop - start, np.int64))
-            self._tree.evict(max(self._tree.num_slots - num_kept, 0))
+            self._num_made_room += len(self._tree.evict(max(self._tree.num_slots - num_kept, 0)))
         self._tree.let_go(held)
 
     def update(self, replica: Replica) -> None:
         """Evicts as much as the replica evicted since the last update, as far as it is likely to be known here.
 
         The replica keeps what other services handed to it too. So the known tokens give up their share of what it
-        evicted, by their share of what it can keep, and those used least recently go first.
+        evicted, by their share of what it can keep, and those used least recently go first. What `add` has evicted
+        meanwhile is part of it.
         """
         num_evicted = max(replica.num_evicted_tokens - self._num_evicted, 0)
         self._num_evicted, self._max_tokens = replica.num_evicted_tokens, replica.max_cached_tokens
         if num_evicted:
-            self._tree.evict(math.ceil(num_evicted * self.num_tokens / max(self._max_tokens, 1)))
+            num_shared = math.ceil(num_evicted * self.num_tokens / max(self._max_tokens, 1))
+            self._tree.evict(max(num_shared - self._num_made_room, 0))
+            self._num_made_room = 0
 
 
 class ReplicaSet:
     """The prefill replicas as last reported.
 
     `none_ready_since_s` is the time, by the engine's clock, since which no replica is ready. It is None while one is.
-    `lookahead` is that of the replicas' prefix caches. With `routes_by_prefix` a row goes where most of it is cached.
+    `num_known_tokens` says how many tokens each replica that was ever ready should have cached, by its address; it is
+    replaced, never changed. `lookahead` is that of the replicas' prefix caches. With `routes_by_prefix` a row goes
+    where most of it is cached.
     """
 
     def __init__(self, *, now_s: float, lookahead: int, routes_by_prefix: bool) -> None:
         self._lookahead = lookahead
         self._routes_by_prefix = routes_by_prefix
         self._known: dict[str, KnownPrefixes] = {}  # by address
+        self.num_known_tokens: Mapping[str, int] = {}
         self._num_of_others: dict[str, int] = {}  # tokens that a replica is to compute for others, by address
         self._replicas: tuple[Replica, ...] = ()
         self._others_may_come = False
@@ -114,6 +121,7 @@ class ReplicaSet:
         self._known = {
             replica.address: known for replica in changed.replicas if (known := self._known_of(replica)) is not None
         }
+        self.num_known_tokens = {address: known.num_tokens for address, known in self._known.items()}
         limits = [replica.max_context_tokens or math.inf for replica in changed.replicas if replica.is_ready]
         self._most_tokens_ever = max([self._most_tokens_ever, *limits])
         if any(replica.is_ready for replica in changed.replicas):
@@ -137,11 +145,6 @@ class ReplicaSet:
             return KnownPrefixes(replica, lookahead=self._lookahead)
         known.update(replica)
         return known
-
-    @property
-    def num_known_tokens(self) -> dict[str, int]:
-        """How many tokens each replica that was ever ready should have cached, by its address."""
-        return {address: known.num_tokens for address, known in self._known.items()}
 
     def candidates(self, *, avoid: str, num_tokens: int) -> Sequence[Replica]:
         """Returns the ready replicas that take `num_tokens` tokens.
@@ -178,6 +181,7 @@ class ReplicaSet:
         address = min(candidates, key=cost).address
         num_cached = self._known[address].num_cached(key)
         self._known[address].add(key)
+        self.num_known_tokens = {**self.num_known_tokens, address: self._known[address].num_tokens}
         return Route(address, num_cached, num_tokens - num_cached)
 
     def too_long_error(self, num_tokens: int) -> BatonError | None:

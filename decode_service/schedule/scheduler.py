@@ -209,13 +209,14 @@ class DecodeEngine:
             clock=clock,
             post=self._outbox.post,
         )
+        self._replicas = ReplicaSet(now_s=clock(), lookahead=lookahead, routes_by_prefix=prefix_routing)
         self._dispatcher = PrefillDispatcher(
             pool=self.pool,
             waiting=waiting,
             landing=self._landing,
             lives=self.lives,
             local=self._local,
-            replicas=ReplicaSet(now_s=clock(), lookahead=lookahead, routes_by_prefix=prefix_routing),
+            replicas=self._replicas,
             local_prefill_tokens=local_prefill_tokens,
             prefill_fallback=prefill_fallback,
             max_attempts=max_handoff_attempts,
@@ -310,6 +311,7 @@ class DecodeEngine:
             num_row_retries=self._dispatcher.num_row_retries,
             num_retractions=self._retraction.num_retractions,
             num_expected_cached=self._dispatcher.num_expected_cached,
+            num_known_tokens=self._replicas.num_known_tokens,
             is_degraded=self._dispatcher.is_degraded,
         )
 

@@ -80,7 +80,9 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             rows=types_pb2.PoolLoad(total=4, free=1, reserved=1, transferring=1, running=1),
             slots=types_pb2.PoolLoad(total=64, free=60, quarantined=4),
             num_running=1,
-            prefill_replicas=[inference_pb2.PrefillReplica(address="127.0.0.1:1", reason="connection refused")],
+            prefill_replicas=[
+                inference_pb2.PrefillReplica(address="127.0.0.1:1", reason="connection refused", num_known_tokens=7)
+            ],
             num_row_retries=3,
             is_degraded=True,
         )

@@ -34,7 +34,7 @@ async def test_both_clients_say_the_same(client: Client, async_client: AsyncClie
 def test_load_counts_rows_by_state(client: Client) -> None:
     load = client.load()
     assert load.rows == PoolLoad(total=4, free=1, reserved=1, transferring=1, running=1, quarantined=0)
-    assert load.prefill_replicas == (PrefillReplica("127.0.0.1:1", False, 0, "connection refused"),)
+    assert load.prefill_replicas == (PrefillReplica("127.0.0.1:1", False, 0, "connection refused", "", 7),)
     assert (load.instance_id, load.num_running, load.num_row_retries) == ("first", 1, 3)
     assert load.is_degraded
 

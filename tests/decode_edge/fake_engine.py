@@ -28,6 +28,7 @@ class FakeEngine(EnginePort[Command]):
             num_steps=9,
             num_row_retries=3,
             is_degraded=True,
+            num_known_tokens={"127.0.0.1:1": 5},
         )
 
     def post(self, command: Command) -> None:

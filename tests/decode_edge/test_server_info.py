@@ -122,6 +122,7 @@ async def test_load_shows_pools_and_replicas(edge: Edge) -> None:
     first, second = load.prefill_replicas
     assert (first.address, first.is_ready, first.num_rows, first.reason) == (HERE, True, 2, "")
     assert (second.is_ready, second.num_rows) == (False, 0)
+    assert (first.num_known_tokens, second.num_known_tokens) == (5, 0)
     assert "dtype" in second.reason
 
 

@@ -5,6 +5,7 @@ before it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -71,7 +72,7 @@ class Router:
         return bool(self._replicas.candidates(avoid="", num_tokens=len(prompt)))
 
     @property
-    def num_known(self) -> dict[str, int]:
+    def num_known(self) -> Mapping[str, int]:
         return self._replicas.num_known_tokens
 
 
@@ -180,6 +181,17 @@ def check_what_a_replica_evicted_is_forgotten() -> None:
     assert router.send(tokens(1)).num_cached == 99
 
 
+def test_what_was_evicted_to_make_room_is_not_evicted_again_when_the_replica_reports_it() -> None:
+    router = Router(there("a", max_cached=200))
+    for number in range(1, 6):
+        router.send(tokens(number))
+    router.report(there("a", max_cached=200))  # another replica's load changed
+    router.report(there("a", max_cached=200, num_evicted=300))
+    assert router.num_known == {"a": 200}
+    router.report(there("a", max_cached=200, num_evicted=350))
+    assert router.num_known == {"a": 150}, "that was for others"
+
+
 def test_of_what_a_replica_evicts_only_a_share_was_handed_to_it_from_here() -> None:
     """Other decode services fill its cache too. With as many of them, each knows as much of it."""
     router = Router(there("a", max_cached=400))
@@ -272,6 +284,7 @@ def test_rows_that_are_not_ready_are_their_replicas_load() -> None:
     engine.submit("last", [*LONG, 7, 8], 3, cache_salt="")
     assert places(engine.step()) == {"last": "first"}
     assert engine.engine.load().num_expected_cached == 40 + 41
+    assert engine.engine.load().num_known_tokens == {"first": 42, "second": 42}
     engine.run()
 
 
