@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.kv.pool import CacheKey, RowLease
+from common.prompts.awaited_kv import AwaitedKv
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed
 from common.wire.handoff import HandoffRow
@@ -27,8 +28,8 @@ class Prompt:
 
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
     cache, and `num_kept_tokens` those whose KV was found or left there; while it is queued, those that it would have
-    found when it arrived. `awaited` is a prompt that computes the same first tokens now, and how many of them this
-    prompt waits for.
+    found when it arrived. `awaited` is the KV of its first tokens that it waits for, because another prompt computes it
+    now.
     """
 
     call_id: str
@@ -40,18 +41,26 @@ class Prompt:
     lease: RowLease | None = None
     num_launched_tokens: int = 0
     num_kept_tokens: int = 0
-    awaited: tuple[Prompt, int] | None = None
+    awaited: AwaitedKv | None = None
     started_s: float = 0.0
     token_ids: NDArray[np.int64] = field(init=False)  # those of `row`
-    key: CacheKey | None = field(init=False)  # None if the prompt uses no cache
+    cache_key: CacheKey | None = field(init=False)  # None if the prompt uses no cache
 
     def __post_init__(self) -> None:
         self.token_ids = np.array(self.row.token_ids, np.int64)
-        self.key = None if self.row.cache_salt is None else CacheKey(self.token_ids, self.row.cache_salt)
+        self.cache_key = None if self.row.cache_salt is None else CacheKey(self.token_ids, self.row.cache_salt)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def brings_kv(self) -> bool:
+        return self.phase is PromptPhase.COMPUTING
+
+    @property
+    def brings_it_in_chunks(self) -> bool:
+        return True
 
     @property
     def num_held(self) -> int:
@@ -65,7 +74,7 @@ class Prompt:
     @property
     def num_uncomputed(self) -> int:
         """How many tokens are still to compute, or are being computed. For a queued prompt, as far as it is known."""
-        num_awaited = 0 if self.awaited is None else self.awaited[1]
+        num_awaited = 0 if self.awaited is None else self.awaited.num_tokens
         return self.num_tokens - max(self.num_kept_tokens, num_awaited)
 
     @property

@@ -105,6 +105,11 @@ class RowLease:
             is_own[positions] = False
         return self.slots[is_own]
 
+    @property
+    def num_kept(self) -> int:
+        """How many of the row's first tokens have their KV in the prefix cache: found there, or given to it."""
+        return 0 if self.prefix is None else self.prefix.num_tokens
+
     def share(self, positions: slice) -> None:
         """Notes that the slots at `positions` belong to the prefix tree now."""
         self._shared.append(positions)
@@ -244,14 +249,19 @@ class KvPool:
             return 0
         return min(self._prefixes.match(key.token_ids, key.namespace).num_tokens, len(key.token_ids) - 1)
 
-    def num_common(self, key: CacheKey | None, other: CacheKey | None) -> int:
-        """Returns how many tokens of `key` would have their KV in the prefix cache if it had that of `other`."""
-        if key is None or other is None or not self._caches or key.namespace != other.namespace:
+    def num_common(self, key: CacheKey, other: CacheKey | None, *, at_least: int = 1) -> int:
+        """Returns how many tokens of `key` would have their KV in the prefix cache if it had that of `other`.
+
+        Returns 0 if they are fewer than `at_least`, which is mostly found out without a comparison of all tokens.
+        """
+        last = at_least - 1 + self._prefixes.lookahead
+        if other is None or not self._caches or key.namespace != other.namespace:
             return 0
-        if key.token_ids[0] != other.token_ids[0]:  # spares the comparison of unrelated prompts
+        if last >= min(len(key.token_ids), len(other.token_ids)) or key.token_ids[last] != other.token_ids[last]:
             return 0
         num_equal = num_same(key.token_ids, other.token_ids)
-        return max(0, min(num_equal - self._prefixes.lookahead, len(key.token_ids) - 1))
+        num_common = min(num_equal - self._prefixes.lookahead, len(key.token_ids) - 1)
+        return num_common if num_common >= at_least else 0
 
     def keep(self, lease: RowLease, token_ids: NDArray[np.int64], num_tokens: int) -> None:
         """Gives the KV of the row's first `num_tokens` tokens to the prefix cache, for other rows with the same tokens.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
 from common.kv.pool import KvPool, RowLease
+from common.prompts.awaited_kv import awaited_kv
 from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
 from decode_service.messages import (
     BreakCall,
@@ -40,12 +41,14 @@ class PrefillDispatcher:
 
     `post` takes events for the edge; `fail` ends a request with an error. A request fails after `max_attempts`
     consecutive lost handoffs. It also fails when for `unavailable_timeout_s` no replica was ready, all were too small
-    for its tokens, or all refused it; waiting for slots does not count. It fails at once if all replicas
-    are ready, it is too long for each, and no larger one may come; or if all have another fingerprint and no others may
-    come. A refused request is retried after at most
-    `unavailable_timeout_s`, even if the replica asks for a longer wait. Slots that an older, refused request will need
-    are not given to a younger one. A request of which at most `local_prefill_tokens` are left to compute is handed to
-    no replica: `local` computes it.
+    for its tokens, or all refused it; waiting for slots does not count. It fails at once if all replicas are ready, it
+    is too long for each, and no larger one may come; or if all have another fingerprint and no others may come. A
+    refused request is retried after at most `unavailable_timeout_s`, even if the replica asks for a longer wait. Slots
+    that an older, refused request will need are not given to a younger one.
+
+    A request waits while much of its KV is on its way for another one, and holds up no third one. Then it gets a row
+    that shares that KV, and asks for the rest. A request of which at most `local_prefill_tokens` are left to compute is
+    handed to no replica: `local` computes it.
 
     With `prefill_fallback` nothing fails because no replica is ready: until one is, `local` computes every request, at
     most one long one at a time.
@@ -173,6 +176,8 @@ class PrefillDispatcher:
             if req.not_before_s > now_s:
                 put_off.append(req)
                 continue
+            if req.awaited is not None and not req.awaited.is_over:
+                continue
             candidates: Sequence[Replica] = ()
             if not (stays_home := self._stays_home(req)):
                 candidates = self._replicas.candidates(avoid=req.avoid_replica, num_tokens=len(req.token_ids))
@@ -180,6 +185,8 @@ class PrefillDispatcher:
                     if not self._may_start_younger:
                         break
                     continue
+            if self._begins_to_wait(req):
+                continue
             lease = self._reserve(req, put_off)
             if lease is None:
                 is_short = True
@@ -221,6 +228,13 @@ class PrefillDispatcher:
             return False
         num_left = len(req.token_ids) - self._pool.num_cached(req.cache_key)
         return self._local.is_short(num_left) or (self.is_degraded and not self._local.has_long)
+
+    def _begins_to_wait(self, req: Request) -> bool:
+        """Returns whether the request should wait, because much of its KV is on its way for another one."""
+        req.awaited = None
+        if self._pool.num_free_rows:
+            req.awaited = awaited_kv(self._pool, req.cache_key, self._lives.bringing_kv)
+        return req.awaited is not None
 
     @property
     def _may_start_younger(self) -> bool:

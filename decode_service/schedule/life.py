@@ -82,8 +82,9 @@ RULES: Mapping[Phase, Rule] = {
 class Lives:
     """Holds every live request and moves it from phase to phase. Only the engine thread calls it.
 
-    It is the only writer of a request's phase, lease and seconds. `clock` is the engine's (monotonic seconds); `post`
-    takes events for the edge.
+    It is the only writer of a request's phase, lease and seconds. `requests` are all by id, and `bringing_kv` those
+    that hold a row whose KV is on its way. `clock` is the engine's (monotonic seconds); `post` takes events for the
+    edge.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Lives:
         self._post = post
         self._arrivals = itertools.count()
         self.requests: dict[str, Request] = {}
+        self.bringing_kv: dict[Request, None] = {}
 
     def admit(self, submit: Submit) -> Request:
         """Creates the record of a new request and adds it to the waiting queue."""
@@ -150,6 +152,10 @@ class Lives:
         elif req.lease is not None:
             self._pool.release(req.lease)
             req.lease = None
+        if req.brings_kv:
+            self.bringing_kv[req] = None
+        else:
+            self.bringing_kv.pop(req, None)
         if after.place is not before.place:
             self._arrive(req, after.place)
         if phase is Phase.BOOTSTRAP:

@@ -10,9 +10,12 @@ from typing import Protocol
 import numpy as np
 
 from common.kv.pool import CacheKey, RowLease
+from common.prompts.awaited_kv import AwaitedKv
 from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling
 from decode_service.messages import Finished, FinishReason, Phase, Submit
+
+_KV_ON_ITS_WAY = frozenset((Phase.PREFILL, Phase.RECEIVING, Phase.TRANSFER, Phase.LOCAL_PREFILL))
 
 
 @dataclass(slots=True)
@@ -88,7 +91,8 @@ class Request:
     `cache_salt` names the namespace of the prefix cache that the request uses; None means that it neither uses cached
     KV nor leaves any. `num_cached_tokens` counts the tokens that the first attempt did not compute, because their KV
     was cached. It is None until then, and later attempts, which find what this request left, do not change it.
-    `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute.
+    `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute. `awaited` is
+    the KV of its first tokens that it waits for in the queue, because it is on its way for another request.
     """
 
     request_id: str
@@ -111,6 +115,7 @@ class Request:
     num_retractions: int = 0
     kv_bytes: int = 0
     num_cached_tokens: int | None = None
+    awaited: AwaitedKv | None = None
     avoid_replica: str = ""
     num_uncomputed_tokens: int = 0
     not_before_s: float = 0.0
@@ -157,6 +162,20 @@ class Request:
             self._waiting_key = None if self.running_in is not None else key
             return key
         return self._waiting_key
+
+    @property
+    def brings_kv(self) -> bool:
+        """Whether KV of its prompt is on its way: from a replica, or computed here."""
+        return self.phase in _KV_ON_ITS_WAY
+
+    @property
+    def brings_it_in_chunks(self) -> bool:
+        return self.phase is Phase.LOCAL_PREFILL
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """How many of its first tokens have their KV in the prefix cache, as far as its row knows."""
+        return 0 if self.lease is None else self.lease.num_kept
 
     def found_cached(self, num_tokens: int) -> None:
         """Notes how many tokens an attempt did not compute. Only the first attempt counts."""

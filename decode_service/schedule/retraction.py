@@ -60,10 +60,7 @@ class Retraction:
 
     def _retract_youngest(self, running: ScheduleBatch) -> None:
         """Retracts the youngest request that holds slots, whether its prompt is being computed or it is running."""
-        others = [
-            req for req in self._lives.requests.values() if RULES[req.phase].place in (Place.LANDING, Place.LOCAL)
-        ]
-        req = max((*running.reqs, *others), key=lambda req: req.arrival)
+        req = max((*running.reqs, *self._lives.bringing_kv), key=lambda req: req.arrival)
         self.num_retractions += 1
         req.num_retractions += 1
         assert req.lease is not None

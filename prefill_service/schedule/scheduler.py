@@ -26,6 +26,7 @@ from common.kv.prefix_tree import PrefixTree
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
 from common.model.target import TargetModel
+from common.prompts.awaited_kv import awaited_kv
 from common.prompts.chunk_batch import Chunk, ChunkBatch, cut_chunks
 from common.prompts.worker import Computed, Meanwhile, PromptWorker
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
@@ -57,8 +58,6 @@ _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
 _QUEUED_WAIT_S = 0.05
 _RETRY_AFTER_MS = 200
-_WORTH_WAITING = 0.25
-"""The share of a prompt's tokens that another prompt must be computing for it, so that the prompt waits for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,7 @@ class PrefillEngine:
         if has_room and any(prompt.num_left for prompt in self._lives.in_phase(PromptPhase.COMPUTING)):
             return 0.0
         num_queued = self._lives.num_in(PromptPhase.QUEUED)
-        if num_queued and (self._has_freed or any(map(_has_what_it_awaits, self._lives.in_phase(PromptPhase.QUEUED)))):
+        if num_queued and (self._has_freed or any(map(_has_waited, self._lives.in_phase(PromptPhase.QUEUED)))):
             return 0.0
         if self._in_flight or self._sender.is_busy or self.pool.has_quarantined:
             return self._wake_up.wait_s
@@ -286,7 +285,7 @@ class PrefillEngine:
             elif num_queued >= self._max_queued_rows:
                 self._fail(prompt, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
             else:
-                prompt.num_kept_tokens = self.pool.num_cached(prompt.key)
+                prompt.num_kept_tokens = self.pool.num_cached(prompt.cache_key)
         self._end_call_if_done(command.call_id)
 
     # ---- computing ----------------------------------------------------------------------------------------------
@@ -301,7 +300,7 @@ class PrefillEngine:
         for prompt in self._lives.in_phase(PromptPhase.QUEUED):
             if self._waits(prompt):
                 continue
-            lease = self.pool.reserve(prompt.num_tokens, key=prompt.key)
+            lease = self.pool.reserve(prompt.num_tokens, key=prompt.cache_key)
             if lease is None:
                 return
             self._lives.enter(prompt, PromptPhase.COMPUTING, lease=lease)
@@ -313,22 +312,11 @@ class PrefillEngine:
 
     def _waits(self, prompt: Prompt) -> bool:
         """Returns whether the prompt should wait, because another one computes much of its KV now."""
-        if prompt.awaited is not None and not _has_what_it_awaits(prompt):
+        if prompt.awaited is not None and not prompt.awaited.is_over:
             return True
-        prompt.awaited = self._source_of(prompt) if self.pool.num_free_rows else None
+        computing = self._lives.in_phase(PromptPhase.COMPUTING)
+        prompt.awaited = awaited_kv(self.pool, prompt.cache_key, computing) if self.pool.num_free_rows else None
         return prompt.awaited is not None
-
-    def _source_of(self, prompt: Prompt) -> tuple[Prompt, int] | None:
-        """Returns the computing prompt that will leave most KV for `prompt` in the cache, and for how many tokens.
-
-        Returns None if that saves too little to wait for it.
-        """
-        best, num_known = None, self.pool.num_cached(prompt.key)
-        for source in self._lives.in_phase(PromptPhase.COMPUTING):
-            num_usable = self.pool.num_common(prompt.key, source.key)
-            if num_usable - num_known >= max(prompt.num_tokens * _WORTH_WAITING, 1):
-                best, num_known = (source, num_usable), num_usable
-        return best
 
     @recorded("launch")
     def _launch(self) -> StepInFlight | None:
@@ -515,12 +503,9 @@ def _traced_chunks(batch: ChunkBatch[Prompt], *, start_s: float, end_s: float) -
     ]
 
 
-def _has_what_it_awaits(prompt: Prompt) -> bool:
-    """Returns whether the prompt waited for another one, which has computed what it waited for, or never will."""
-    if prompt.awaited is None:
-        return False
-    source, num_wanted = prompt.awaited
-    return source.phase is not PromptPhase.COMPUTING or source.num_kept_tokens >= num_wanted
+def _has_waited(prompt: Prompt) -> bool:
+    """Returns whether the prompt waited for KV that another one has computed, or never will."""
+    return prompt.awaited is not None and prompt.awaited.is_over
 
 
 class _Sending(Meanwhile):

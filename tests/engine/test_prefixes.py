@@ -16,15 +16,16 @@ import torch
 from common.attention.backend import ForwardInput
 from common.device.scripted import ScriptedDevice, pick_with, run_needed
 from common.device.stream import Event
-from common.errors import RowFailure
+from common.errors import PrefillUnavailable, RowFailure
+from common.kv.pool import KvPool
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetOutput
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import RowFailed
-from decode_service.messages import CallEnded, FinishReason, FrameArrived
+from decode_service.messages import CallEnded, FinishReason, FrameArrived, Phase, Replica, ReplicasChanged
 from decode_service.schedule import dispatcher
 from decode_service.speculate.spec_info import SpecInfo
-from tests.engine.harness import Outcome, ScriptedEngine
+from tests.engine.harness import REPLICA, Outcome, ScriptedEngine
 from tests.engine.mutants import prefixes, rows
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, NOTHING, SEED, TREE, RandomDepth, ScriptedDepth, run_one_each
@@ -305,15 +306,17 @@ def check_requests_end_although_all_slots_are_cached() -> None:
 
 
 def check_two_rows_with_the_same_tokens_come_to_an_end() -> None:
-    """Both received the same KV at the same time, so one holds it twice: its own, and that of the cache. The older one
-    is the last to land, and needs all slots there are.
+    """Both received the same KV at the same time, because they have too little in common for one to wait for the other.
+    So one holds it twice: its own, and that of the cache. The older one is the last to land, and needs all slots there
+    are.
     """
     for spec_info in (None, CHAIN):
         num_ahead = spec_info.num_slots - 1 if spec_info else 0
         scripted = ScriptedEngine(max_rows=2, max_kv_tokens=64 + num_ahead, spec_info=spec_info)
+        prompts = {"older": (*PROMPT, *range(20, 29)), "younger": (*PROMPT, 9)}
         outcomes = [
-            scripted.submit(name, PROMPT, 56, cache_salt=SALT, temperature=1.0, seed=seed)
-            for seed, name in enumerate(("older", "younger"))
+            scripted.submit(name, prompt, 64 - len(prompt), cache_salt=SALT, temperature=1.0, seed=seed)
+            for seed, (name, prompt) in enumerate(prompts.items())
         ]
         scripted.step()
         assert len(scripted.handoffs) == 2
@@ -325,6 +328,157 @@ def check_two_rows_with_the_same_tokens_come_to_an_end() -> None:
         scripted.run()
         for outcome in outcomes:
             assert_right("one of them", outcome)
+
+
+WAITING = tuple(range(40, 60))
+"""A cold prompt of which several requests come at once."""
+
+
+def waiting(scripted: ScriptedEngine) -> list[str]:
+    return [name for name, req in scripted.engine.lives.requests.items() if req.phase is Phase.QUEUE]
+
+
+def check_what_is_on_its_way_is_waited_for() -> None:
+    """All choices of a cold prompt but the first share its slots, and each asks for one token. One that is in the same
+    namespace and begins otherwise waits for nothing, nor does one of another namespace.
+    """
+    for spec_info in (None, CHAIN, TREE):
+        scripted = ScriptedEngine(max_rows=8, spec_info=spec_info)
+        salts = {"a": SALT, "b": SALT, "c": SALT, "d": SALT, "salted": "another", "unsalted": None}
+        outcomes = {
+            name: scripted.submit(name, WAITING, 12, cache_salt=salt, temperature=1.0, seed=seed)
+            for seed, (name, salt) in enumerate(salts.items())
+        }
+        outcomes["else"] = scripted.submit("else", OTHER, 12, cache_salt=SALT)
+        scripted.step()
+        assert waiting(scripted) == ["b", "c", "d"], "a choice did not wait for the first, or another request did"
+        scripted.hand_over("a")
+        scripted.step()
+        assert waiting(scripted) == ["b", "c", "d"], "it went on before the KV was there"
+        scripted.landing.run_all()
+        scripted.step()
+        assert not waiting(scripted)
+        lookahead = max(1, 0 if spec_info is None else DRAFT.num_layers)
+        assert {scripted.handoffs[name].num_held for name in "bcd"} == {len(WAITING) - lookahead}
+        scripted.run()
+        for name, outcome in outcomes.items():
+            assert_right(name, outcome)
+
+
+def check_a_source_that_leaves_is_waited_for_no_longer() -> None:
+    """It is aborted, refused, lost, or fails. One that waited takes its place, and the others wait for that one."""
+
+    def lose(scripted: ScriptedEngine) -> None:
+        scripted.post(CallEnded(scripted.handoffs.pop("a").call_id, PrefillUnavailable("killed")))
+
+    def refuse(scripted: ScriptedEngine) -> None:
+        scripted.refuse("a", RowFailure.CAPACITY)
+
+    def fail(scripted: ScriptedEngine) -> None:
+        scripted.refuse("a", RowFailure.COMPUTE, retryable=False)
+
+    leaves: dict[str, Callable[[ScriptedEngine], None]] = {
+        "aborted": lambda scripted: scripted.abort("a"),
+        "lost": lose,
+        "refused": refuse,
+        "failed": fail,
+    }
+    for name, leave in leaves.items():
+        scripted = ScriptedEngine(clock=lambda: 0.0)
+        outcomes = [scripted.submit(each, WAITING, 5, cache_salt=SALT) for each in "abc"]
+        scripted.step()
+        assert waiting(scripted) == ["b", "c"]
+        leave(scripted)
+        scripted.step()
+        assert len(scripted.handoffs) == 1, f"{name}: nobody took its place, or all did"
+        (source,) = scripted.handoffs
+        assert (source == "a") == (name == "lost")
+        scripted.hand_over(source)
+        for _ in range(2):
+            scripted.step()
+            scripted.landing.run_all()
+        assert "c" in scripted.handoffs, f"{name}: the last one still waits"
+        if name != "refused":
+            scripted.run()
+            assert all(each.token_ids == each.expected for each in outcomes if each.finished), name
+
+
+def check_nobody_waits_for_one_that_only_waits() -> None:
+    """There is one row, so that who waits for a row has none to bring anything."""
+    scripted = ScriptedEngine(max_rows=1)
+    outcomes = [scripted.submit(name, WAITING, 5, cache_salt=SALT) for name in ("first", "second", "third")]
+    scripted.run()
+    for outcome in outcomes:
+        assert_right("one of them", outcome)
+
+
+def check_waiting_does_not_take_longer_than_what_it_saves() -> None:
+    """A short prompt begins like a long one, whose KV is in the cache only when all has landed."""
+    scripted = ScriptedEngine()
+    scripted.submit("long", (*WAITING, *range(100, 121)), 3, cache_salt=SALT)
+    scripted.submit("short", (*WAITING, 99), 3, cache_salt=SALT)
+    scripted.submit("little in common", (*WAITING[:5], *range(200, 216)), 3, cache_salt=SALT)
+    scripted.step()
+    assert not waiting(scripted), "it waits for more than it saves"
+    scripted.run()
+
+
+def check_a_prompt_computed_here_is_waited_for_chunk_by_chunk() -> None:
+    no_replica = ReplicasChanged((Replica(REPLICA, False),))
+    scripted = ScriptedEngine(replicas=no_replica, local_prefill_tokens=32, prefill_fallback=True)
+    long = scripted.submit("long", (*WAITING, *range(100, 130)), 3, cache_salt=SALT)
+    short = scripted.submit("short", (*WAITING, 99), 3, cache_salt=SALT)
+    scripted.step()
+    assert waiting(scripted) == ["short"]
+    while waiting(scripted):
+        scripted.forward.run_all()
+        scripted.step()
+    assert scripted.engine.lives.requests["long"].phase is Phase.LOCAL_PREFILL, "it waited for all of it"
+    scripted.run()
+    for outcome in (long, short):
+        assert_right("one of them", outcome)
+    assert short.finished is not None and short.finished.timings.num_cached_tokens == len(WAITING)
+
+
+def check_waiting_for_kv_counts_as_queueing() -> None:
+    now_s = [0.0]
+    scripted = ScriptedEngine(clock=lambda: now_s[0])
+    scripted.submit("a", WAITING, 2, cache_salt=SALT)
+    follower = scripted.submit("b", WAITING, 2, cache_salt=SALT)
+    scripted.step()
+    now_s[0] += 5
+    scripted.hand_over("a")
+    scripted.run()
+    assert follower.finished is not None
+    assert (follower.finished.timings.queue_s, follower.finished.timings.prefill_s) == (5, 0)
+
+
+def check_waiting_for_kv_costs_a_step_nothing() -> None:
+    """While the source is on its way, no step compares prompts or looks into the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        looks: list[str] = []
+
+        def counted(name: str, look: Callable[..., int]) -> Callable[..., int]:
+            def counting(pool: KvPool, *arguments: object, **options: object) -> int:
+                looks.append(name)
+                return look(pool, *arguments, **options)
+
+            return counting
+
+        patch.setattr(KvPool, "num_common", counted("num_common", KvPool.num_common))
+        patch.setattr(KvPool, "num_cached", counted("num_cached", KvPool.num_cached))
+        scripted = ScriptedEngine(max_rows=8)
+        runner = scripted.submit("runner", [1, 2], 40)
+        scripted.start("runner")
+        for number in range(20):
+            scripted.submit(str(number), WAITING, 2, cache_salt=SALT)
+        scripted.step()
+        looks.clear()
+        for number in range(5):
+            scripted.submit(f"else {number}", [number], 2)  # new requests make the steps look at the queue
+            scripted.step()
+        assert not runner.has_ended and len(waiting(scripted)) >= 19
+        assert not looks, f"waiting requests were looked at again: {looks}"
 
 
 def check_no_more_is_retracted_than_needed() -> None:
@@ -490,6 +644,13 @@ CHECKS: list[Callable[[], None]] = [
     check_a_retracted_request_returns_to_what_it_left,
     check_requests_end_although_all_slots_are_cached,
     check_two_rows_with_the_same_tokens_come_to_an_end,
+    check_what_is_on_its_way_is_waited_for,
+    check_a_source_that_leaves_is_waited_for_no_longer,
+    check_nobody_waits_for_one_that_only_waits,
+    check_waiting_does_not_take_longer_than_what_it_saves,
+    check_a_prompt_computed_here_is_waited_for_chunk_by_chunk,
+    check_waiting_for_kv_counts_as_queueing,
+    check_waiting_for_kv_costs_a_step_nothing,
     check_no_more_is_retracted_than_needed,
     check_damaged_kv_is_forgotten,
     check_what_is_held_outlives_its_owner,
@@ -531,6 +692,20 @@ def test_holds(check: Check) -> None:
         (check_a_retracted_request_returns_to_what_it_left, prefixes.output_is_not_kept, "came back"),
         (check_requests_end_although_all_slots_are_cached, prefixes.evictable_slots_are_not_free, "was not handed off"),
         (check_two_rows_with_the_same_tokens_come_to_an_end, prefixes.evictable_slots_are_not_free, "not over"),
+        (check_what_is_on_its_way_is_waited_for, prefixes.nothing_is_waited_for, "did not wait"),
+        (
+            check_a_source_that_leaves_is_waited_for_no_longer,
+            prefixes.sources_are_waited_for_for_ever,
+            "took its place",
+        ),
+        (check_nobody_waits_for_one_that_only_waits, prefixes.all_that_wait_are_sources, "not over"),
+        (
+            check_waiting_does_not_take_longer_than_what_it_saves,
+            prefixes.all_kv_counts_as_brought_in_chunks,
+            "more than it saves",
+        ),
+        (check_a_prompt_computed_here_is_waited_for_chunk_by_chunk, prefixes.kept_chunks_are_not_noticed, "all of it"),
+        (check_waiting_for_kv_costs_a_step_nothing, prefixes.waiting_is_begun_at_each_look, "looked at again"),
         (check_no_more_is_retracted_than_needed, prefixes.shared_slots_do_not_come_back, "gave way although"),
         (check_damaged_kv_is_forgotten, prefixes.damaged_kv_stays, "damaged KV was used again"),
         (check_damaged_kv_is_forgotten, prefixes.damaged_row_still_leaves_its_kv, "damaged KV was used again"),

@@ -271,20 +271,20 @@ def places(events: list[Event]) -> dict[str, str]:
 
 
 def test_rows_that_are_not_ready_are_their_replicas_load() -> None:
-    engine = ScriptedEngine(replicas=BOTH)
+    engine = ScriptedEngine(max_rows=8, replicas=BOTH)
     engine.submit("long", LONG, 3, cache_salt="")
-    engine.submit("its end", [*LONG, 7], 3, cache_salt="")
-    assert places(engine.step()) == {"long": "first", "its end": "first"}
-    engine.submit("next", [*LONG, 8, 9], 3, cache_salt="")
-    assert places(engine.step()) == {"next": "second"}, "2 tokens after 41, or 42"
-    for name in ("long", "its end", "next"):
-        engine.hand_over(name)
+    engine.submit("short", range(101, 111), 3, cache_salt="")
+    assert places(engine.step()) == {"long": "first", "short": "second"}
+    engine.submit("next", range(201, 206), 3, cache_salt="")
+    assert places(engine.step()) == {"next": "second"}, "5 tokens after 10, or after 40"
+    engine.hand_over("long")
     engine.step()
     engine.landing.run_all()
-    engine.submit("last", [*LONG, 7, 8], 3, cache_salt="")
-    assert places(engine.step()) == {"last": "first"}
-    assert engine.engine.load().num_expected_cached == 40 + 41
-    assert engine.engine.load().num_known_tokens == {"first": 42, "second": 42}
+    engine.submit("last", range(301, 306), 3, cache_salt="")
+    engine.submit("its end", [*LONG, 7, 8], 3, cache_salt="")
+    assert places(engine.step()) == {"last": "first", "its end": "first"}
+    assert engine.engine.load().num_expected_cached == 40
+    assert engine.engine.load().num_known_tokens == {"first": 47, "second": 15}
     engine.run()
 
 

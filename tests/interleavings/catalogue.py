@@ -63,7 +63,7 @@ _prompts_at_once = PrefillScenario(prefill_scenarios.two_prompts, 2, 16, at_once
 _cancelled = PrefillScenario(prefill_scenarios.one_cancelled, 1, 8)
 _cancelled_in_a_budget = PrefillScenario(prefill_scenarios.one_cancelled, 1, 8, 2)
 
-_reused_beside_an_abort = Scenario(scenarios.reused_beside_an_abort, 2, 9, headroom_tokens=1)
+_reused_beside_an_abort = Scenario(scenarios.reused_beside_an_abort, 2, 8, headroom_tokens=1)
 _reused_beside_an_abort_chain = Scenario(scenarios.reused_beside_an_abort, 2, 40, CHAIN)
 _reused_lost = Scenario(scenarios.reused_by_a_handoff_lost, 2, 12, headroom_tokens=1)
 _reused_short = Scenario(scenarios.reused_when_short, 2, 8, headroom_tokens=1)
@@ -126,7 +126,7 @@ LARGE: tuple[AnyScenario, ...] = (
     _cancelled_in_a_budget,
     _reused_beside_an_abort,
     _reused_beside_an_abort_chain,
-    Scenario(scenarios.reused_beside_an_abort, 2, 9, headroom_tokens=1, lags=True),
+    Scenario(scenarios.reused_beside_an_abort, 2, 8, headroom_tokens=1, lags=True),
     _reused_lost,
     _reused_short,
     _reused_short_tree,
@@ -185,6 +185,8 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (prefixes.prefix_is_let_go_before_quarantine_ends, _kept_prompts_cancelled, "a race for .*kv of target"),
     (prefixes.prefix_is_found_and_not_held, _reused_short, "decoded wrongly|a race for .*kv of target"),
     (prefixes.half_landed_kv_is_kept, _reused_lost, "decoded wrongly|a race for .*kv of target"),
+    (prefixes.sources_are_waited_for_for_ever, _reused_beside_an_abort, "not over after"),
+    (prefixes.all_that_wait_are_sources, _reused_beside_an_abort, "not over after"),
 )
 """(mutant, scenario, symptom): with the mutant, some order of the scenario fails with a message that matches the
 symptom.

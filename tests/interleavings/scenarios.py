@@ -371,8 +371,8 @@ def one_stopped(engine: ExploredEngine) -> None:
 
 
 def reused_beside_an_abort(engine: ExploredEngine) -> None:
-    """Prompts begin alike. The first is aborted at any time, so perhaps when the others hold what it left, or have
-    received the same KV themselves.
+    """Prompts begin alike. The first is aborted at any time, so perhaps while the others wait for its KV, or when they
+    hold what it left.
     """
     engine.submit("a", [1, 2, 3, 4], 3, cache_salt=SALT)
     engine.submit("b", [1, 2, 3, 4], 3, cache_salt=SALT)
@@ -385,7 +385,7 @@ def reused_by_a_handoff_lost(engine: ExploredEngine) -> None:
     salt, needs slots.
     """
     engine.submit("a", [1, 2, 3, 4], 2, cache_salt=SALT)
-    engine.submit("b", [1, 2, 3, 4, 5], 3, cache_salt=SALT)
+    engine.submit("b", [1, 2, 9, 8, 7], 3, cache_salt=SALT)
     engine.submit("c", [7, 8, 9], 3)
     engine.lose_handoff_once("b")
 

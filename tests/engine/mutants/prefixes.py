@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from common.kv.pool import CacheKey, KvPool, LeaseState, RowLease
 from common.kv.prefix_tree import HeldPrefix, PrefixTree
 from common.kv.slot_allocator import Slots
+from common.prompts.awaited_kv import AwaitedKv
 from common.wire.handoff import HandoffRow
 from decode_service.messages import Phase, Submit
 from decode_service.schedule import dispatcher, request, scheduler
@@ -248,3 +249,41 @@ def half_landed_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(KvPool, "reserve", noting)
     patch.setattr(Lives, "enter", mutant)
+
+
+# ---- P9: KV that is on its way --------------------------------------------------------------------------------
+
+
+def nothing_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(dispatcher, "awaited_kv", lambda pool, key, sources: None)
+
+
+def sources_are_waited_for_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Wait until the KV is in the cache, also if its source has left."""
+    patch.setattr(AwaitedKv, "is_over", property(lambda awaited: awaited.source.num_kept_tokens >= awaited.num_tokens))
+
+
+def all_that_wait_are_sources(patch: pytest.MonkeyPatch) -> None:
+    """Let requests wait for others that hold no row."""
+    patch.setattr(Request, "brings_kv", property(lambda req: not req.has_ended and req.running_in is None))
+    admit = Lives.admit
+
+    def mutant(self: Lives, submit: Submit) -> Request:
+        req = admit(self, submit)
+        self.bringing_kv[req] = None
+        return req
+
+    patch.setattr(Lives, "admit", mutant)
+
+
+def all_kv_counts_as_brought_in_chunks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "brings_it_in_chunks", True)
+
+
+def kept_chunks_are_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "num_kept_tokens", 0)
+
+
+def waiting_is_begun_at_each_look(patch: pytest.MonkeyPatch) -> None:
+    """Look for a source at each look at the queue, also while the one that was found is on its way."""
+    patch.setattr(AwaitedKv, "is_over", True)

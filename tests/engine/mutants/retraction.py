@@ -16,7 +16,7 @@ from common.wire.handoff import HandoffRow
 from decode_service.messages import Phase
 from decode_service.schedule import dispatcher, retraction, scheduler
 from decode_service.schedule.dispatcher import PrefillDispatcher
-from decode_service.schedule.life import RULES, Lives, Place
+from decode_service.schedule.life import Lives
 from decode_service.schedule.request import Request
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.schedule_batch import ScheduleBatch
@@ -35,14 +35,10 @@ def handoffs_under_way_are_kept(patch: pytest.MonkeyPatch) -> None:
     """
 
     class OnlyRunning:
-        def __init__(self, lives: Lives) -> None:
-            self.enter = lives.enter
-            self._lives = lives
+        bringing_kv = ()
 
-        @property
-        def requests(self) -> dict[str, Request]:
-            everyone = self._lives.requests.items()
-            return {name: req for name, req in everyone if RULES[req.phase].place is not Place.LANDING}
+        def __init__(self, lives: Lives) -> None:
+            self.enter, self.requests = lives.enter, lives.requests
 
     def retraction_of_running(*, lives: Lives, **parts: Any) -> Retraction:
         return Retraction(lives=cast(Lives, OnlyRunning(lives)), **parts)
