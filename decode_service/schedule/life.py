@@ -138,10 +138,10 @@ class Lives:
         assert phase in before.following, f"{req.request_id}: {phase} does not follow {req.phase}"
         at_s = self._clock() if at_s is None else at_s
         req.spend(before.seconds, until_s=at_s)
-        if before.place is Place.ROWS and after.place is not Place.ROWS and self._pool.keeps_output:
-            self._keep(req)
         if after.place is not before.place:
             self._leave(req, before.place, after.place)
+        if before.place is Place.ROWS and after.place is not Place.ROWS and self._pool.keeps_output:
+            self._keep(req)
         if lease is not None:
             assert req.lease is None, f"{req.request_id} holds a row already"
             req.lease = lease

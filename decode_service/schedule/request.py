@@ -124,7 +124,7 @@ class Request:
     running_in: RowTokens | None = None
     speculation: SpeculationTally = field(default_factory=SpeculationTally)
     end_ids: frozenset[int] = field(default_factory=frozenset)
-    _waiting_key: CacheKey | None = None  # `cache_key` while its tokens do not change
+    _past_key: CacheKey | None = None  # of `past_ids`
 
     @classmethod
     def of(cls, submit: Submit, *, arrival: int, now_s: float) -> Request:
@@ -148,20 +148,31 @@ class Request:
     @property
     def token_ids(self) -> list[int]:
         """The prompt and all output so far. Valid in every phase of the request."""
+        return [*self.past_ids, *new_ids] if (new_ids := self._new_ids) else self.past_ids
+
+    @property
+    def _new_ids(self) -> list[int]:
+        """The output since it entered its row."""
         if self.running_in is None or self.lease is None:
-            return self.past_ids
-        return [*self.past_ids, *self.running_in.new_tokens(self.lease.row)]
+            return []
+        return self.running_in.new_tokens(self.lease.row)
 
     @property
     def cache_key(self) -> CacheKey | None:
         """Its tokens so far and its namespace in the prefix cache, or None if it uses no cache."""
         if self.cache_salt is None:
             return None
-        if self.running_in is not None or self._waiting_key is None:
-            key = CacheKey(np.array(self.token_ids, np.int64), self.cache_salt)
-            self._waiting_key = None if self.running_in is not None else key
-            return key
-        return self._waiting_key
+        if self._past_key is None:
+            self._past_key = CacheKey(np.array(self.past_ids, np.int64), self.cache_salt)
+        if not (new_ids := self._new_ids):
+            return self._past_key
+        return CacheKey(np.concatenate([self._past_key.token_ids, np.array(new_ids, np.int64)]), self.cache_salt)
+
+    def leave_row(self) -> None:
+        """Notes the output since it entered its row, which it leaves, as its own."""
+        key, new_ids = self.cache_key, self._new_ids
+        self.past_ids.extend(new_ids)
+        self._past_key, self.running_in = key, None
 
     @property
     def brings_kv(self) -> bool:
@@ -201,13 +212,13 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - self.prompt_len
+        return len(self.past_ids) + len(self._new_ids) - self.prompt_len
 
     def ending(self) -> tuple[FinishReason, int | None] | None:
         """Returns why the output ends at its last token, with the stop token's id if a stop token ended it. Returns
         None if the output goes on.
         """
-        last = self.token_ids[-1]
+        last = (self._new_ids or self.past_ids)[-1]
         if last in self.end_ids:
             if last in self.sampling.eos_token_ids:
                 return FinishReason.EOS, None

@@ -74,8 +74,7 @@ class RunningRows:
         row = req.lease.row
         self.serials[row] = self._num_left[row] = 0
         self._set_num_end_ids(row, 0)
-        req.past_ids = req.token_ids
-        req.running_in = None
+        req.leave_row()
         self.drafts.tell(row, req.speculation)
 
     def row_seed(self, req: Request) -> RowSeed:
