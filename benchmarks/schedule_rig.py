@@ -22,12 +22,14 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from common.attention.torch_attention import TorchAttention
 from common.device.cell import Cell
 from common.device.cpu import CpuDevice
 from common.device.inline import InlineStream
 from common.device.stream import OnEvent, Scope, Stream, StreamKind, Work
 from common.draft.head import DraftHead
 from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec, SeedColumnSpec
+from common.kv.pool import CacheKey
 from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.sampling.operators import Sampled
@@ -73,6 +75,8 @@ STEPS_A_TURN = 8
 If it ran after each, it would evict the engine's data from the core's caches, which it does not do on its own core.
 """
 _REPLICA = "replica"
+_NAMESPACE = ""
+_CACHED_SEQUENCE_TOKENS = 2000
 _ROW_BYTES = 4
 
 
@@ -230,8 +234,8 @@ class _Transport:
         pass
 
     def _frames(self, index: int, row: HandoffRow) -> Sequence[KvSegment | PrebuiltBatch]:
-        num_tokens = len(row.token_ids)
-        kv = bytes(_ROW_BYTES * num_tokens)
+        num_tokens, num_held = len(row.token_ids), row.num_held_tokens[0][1]
+        kv = bytes(_ROW_BYTES * (num_tokens - num_held))
         prebuilt = PrebuiltBatch(
             rows=np.array([index]),
             seq_lens=np.array([num_tokens]),
@@ -242,25 +246,31 @@ class _Transport:
             num_cached_tokens=np.zeros(1, np.int64),
             first_token_logprobs=(None,),
         )
-        return [*(KvSegment(index, group, 0, 1, 0, num_tokens, kv) for group in self.groups), prebuilt]
+        segments = [KvSegment(index, group, 0, 1, num_held, num_tokens - num_held, kv) for group in self.groups]
+        return [*segments, prebuilt]
 
 
 class ScheduleRig:
     """A decode engine with `num_rows` requests, half of them greedy, and a stopwatch on its parts.
 
     With `output_tokens` each request ends after so many tokens and is replaced by a new one; the first ones end at
-    different times. With None no request ends. The `watch` measures:
+    different times. With None no request ends. With `num_cached_tokens` the engine has so many tokens cached from the
+    start, and no slot is free: requests share the first half of their prompt, leave their own KV in the cache, and
+    evict that of earlier ones. The `watch` measures:
 
         total    an engine step with delivery: `step`, its parts (`next_batch`, `launch`, `finish`), and `deliver`
         cpu      the thread's CPU time for `total`
         edge     the work of the edge's thread on events, before gRPC
     """
 
-    def __init__(self, *, num_rows: int, spec_info: SpecInfo | None, output_tokens: int | None) -> None:
+    def __init__(
+        self, *, num_rows: int, spec_info: SpecInfo | None, output_tokens: int | None, num_cached_tokens: int = 0
+    ) -> None:
         self.watch = Stopwatch()
         self.num_tokens = 0
         self._num_rows = num_rows
         self._output_tokens = output_tokens
+        self._num_cached_tokens = num_cached_tokens
         self._numbers = itertools.count()
         self._port, self._loop = _Port(), _Loop()
         self._decoder = byte_level()
@@ -300,29 +310,33 @@ class ScheduleRig:
             engine_metrics.on_step(stats)
             speculation_metrics.on_step(stats)
 
+        attention = TorchAttention()  # has no kernels to compile
         with mock.patch.object(forward_side, "new_worker", preset):
             return scheduler.DecodeEngine(
-                model=cast(TargetModel, SimpleNamespace(layer_group=groups[0], vocab_size=VOCAB_SIZE)),
+                model=cast(
+                    TargetModel, SimpleNamespace(layer_group=groups[0], vocab_size=VOCAB_SIZE, attention=attention)
+                ),
                 draft=cast(DraftHead, SimpleNamespace(layer_group=groups[1])) if spec_info else None,
                 depth=depth_of(spec_info, adapts=False),
                 device=self._device,
                 max_rows=self._num_rows,
-                max_kv_tokens=self._num_rows * CONTEXT_TOKENS + CONTEXT_TOKENS,
+                max_kv_tokens=self._num_cached_tokens or self._num_rows * CONTEXT_TOKENS + CONTEXT_TOKENS,
                 max_context_tokens=CONTEXT_TOKENS,
                 on_step=on_step,
             )
 
     def start(self) -> None:
-        """Submits a request for each row, steps until they run, and forgets the times measured so far.
+        """Fills the cache, submits a request for each row, steps until they run, and forgets the times measured so far.
 
         With `output_tokens` it takes that many steps, so that requests have begun to end and to be replaced.
         """
+        self._fill_cache()
         for number in range(self._num_rows):
             share = (number + 1) / self._num_rows
             self._submit(CONTEXT_TOKENS - PROMPT_TOKENS if self._output_tokens is None else self._output_tokens * share)
         for _ in range(self._output_tokens or 0):
             self.step()
-        while self._output_tokens is None and self._engine.load().num_running < self._num_rows:
+        while self._output_tokens is None and self.load().num_running < self._num_rows:
             self.step()
         self.watch.forget()
 
@@ -339,8 +353,31 @@ class ScheduleRig:
             self._live.release(live)
             self._submit(self._output_tokens or 0)
 
+    def load(self) -> EngineLoad:
+        return self._engine.load()
+
     def close(self) -> None:
         self._engine.close()
+
+    def _fill_cache(self) -> None:
+        """Takes every slot of the pool for KV of requests that have ended."""
+        pool, numbers = self._engine.pool, np.random.default_rng(0)
+        while self._num_cached_tokens and pool.slot_counts().free:
+            tokens = numbers.integers(0, VOCAB_SIZE, min(_CACHED_SEQUENCE_TOKENS, pool.slot_counts().free))
+            lease = pool.reserve(len(tokens), key=CacheKey(tokens, _NAMESPACE))
+            assert lease is not None
+            pool.keep(lease, tokens, len(tokens))
+            pool.release(lease)
+            pool.reclaim()
+            if len(tokens) < _CACHED_SEQUENCE_TOKENS:  # the rest that a draft head's lookahead leaves free
+                return
+
+    def _prompt(self, number: int) -> list[int]:
+        """Returns the prompt of request `number`. With a cache its second half is new."""
+        prompt = list(range(97, 97 + PROMPT_TOKENS))
+        if self._num_cached_tokens:
+            prompt[PROMPT_TOKENS // 2 :] = np.random.default_rng(number).integers(97, 123, PROMPT_TOKENS // 2).tolist()
+        return prompt
 
     def _step_and_deliver(self, commands: Sequence[Command]) -> None:
         """Does one iteration of the loop in `EngineThread`."""
@@ -368,7 +405,7 @@ class ScheduleRig:
         self._live.submit(
             live,
             output=OutputProcessor(decoder=self._decoder),
-            prompt_token_ids=range(97, 97 + PROMPT_TOKENS),
+            prompt_token_ids=self._prompt(number),
             generated_token_ids=(),
             sampling=ResolvedSampling(
                 seed=number,
@@ -380,7 +417,7 @@ class ScheduleRig:
             choice_index=0,
             deadline_unix_ms=0,
             wants_drafts=True,
-            cache_salt=None,
+            cache_salt=_NAMESPACE if self._num_cached_tokens else None,
         )
 
 

@@ -3,10 +3,14 @@
     python -m benchmarks.schedule_side
 
 It measures the engine's thread alone (requests, rows, slots, launching, results, events), and then the work of the
-edge's thread on a step's tokens, before gRPC. There are four cases: without and with drafts (chains of 4, of which a
-random number is accepted), each with rows that stay, and with rows that end after 128 tokens and are replaced. Writes a
-dated table into benchmarks/results. The exit status is 1 if, in one of them, a step at the largest batch takes more
-than 1 ms of the engine's thread in the median, or the time does not grow less than linearly with the batch size.
+edge's thread on a step's tokens, before gRPC. There are six cases: without and with drafts (chains of 4, of which a
+random number is accepted), each with rows that stay, with rows that end after 128 tokens and are replaced, and with
+such rows and a prefix cache that has all slots. Then it measures the operations of the prefix tree by themselves
+(tree_costs.py). Writes a dated table into benchmarks/results.
+
+The exit status is 1 if, in one of the cases, a step at the largest batch takes more than 1 ms of the engine's thread in
+the median, or the time does not grow less than linearly with the batch size; or if an operation of the tree takes more
+than 25 µs for a row.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from baton.load_generator import percentile
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.machine import CoreSpeed
 from benchmarks.schedule_rig import STEPS_A_TURN, ScheduleRig
+from benchmarks.tree_costs import CACHED_TOKENS, measure_tree, tree_table
 from decode_service.speculate.spec_info import SpecInfo
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -31,11 +36,24 @@ BOUND_US = 1000.0
 OUTPUT_TOKENS = 128
 CHAIN = SpecInfo.chain(4)
 PARTS = ("next_batch", "launch", "finish", "other", "deliver")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What the rows of a measurement do: see ScheduleRig."""
+
+    spec_info: SpecInfo | None = None
+    output_tokens: int | None = None
+    num_cached_tokens: int = 0
+
+
 SCENARIOS = {
-    "plain": (None, None),
-    "plain, rows replaced": (None, OUTPUT_TOKENS),
-    "drafts": (CHAIN, None),
-    "drafts, rows replaced": (CHAIN, OUTPUT_TOKENS),
+    "plain": Case(),
+    "plain, rows replaced": Case(None, OUTPUT_TOKENS),
+    "plain, rows replaced, cache full": Case(None, OUTPUT_TOKENS, CACHED_TOKENS),
+    "drafts": Case(CHAIN),
+    "drafts, rows replaced": Case(CHAIN, OUTPUT_TOKENS),
+    "drafts, rows replaced, cache full": Case(CHAIN, OUTPUT_TOKENS, CACHED_TOKENS),
 }
 
 
@@ -58,8 +76,13 @@ class Cost:
     core: CoreSpeed
 
 
-def measure(batch_size: int, spec_info: SpecInfo | None, output_tokens: int | None, num_steps: int) -> Cost:
-    rig = ScheduleRig(num_rows=batch_size, spec_info=spec_info, output_tokens=output_tokens)
+def measure(batch_size: int, case: Case, num_steps: int) -> Cost:
+    rig = ScheduleRig(
+        num_rows=batch_size,
+        spec_info=case.spec_info,
+        output_tokens=case.output_tokens,
+        num_cached_tokens=case.num_cached_tokens,
+    )
     rig.start()
     for _ in range(num_steps // 4):
         rig.step()
@@ -149,12 +172,14 @@ def main() -> None:
     )
     is_met = True
     for name in args.scenarios.split(";"):
-        spec_info, output_tokens = SCENARIOS[name]
-        costs = [measure(size, spec_info, output_tokens, args.steps) for size in batch_sizes]
+        costs = [measure(size, SCENARIOS[name], args.steps) for size in batch_sizes]
         lines += table_of(name, costs)
         verdict, is_kept = judged(costs)
         lines += ["", verdict]
         is_met &= is_kept
+    tree_lines, is_kept = tree_table(measure_tree(args.steps))
+    lines += tree_lines
+    is_met &= is_kept
     table = "\n".join(lines)
     print(table)
     if not args.no_save:

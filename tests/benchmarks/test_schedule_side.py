@@ -1,11 +1,16 @@
-"""The schedule side of a step meets its bounds on its time at the largest batch and on its growth with the batch."""
+"""The schedule side of a step meets its bounds on its time at the largest batch and on its growth with the batch; the
+operations of the prefix tree meet theirs for a row.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from benchmarks.machine import CoreSpeed
-from benchmarks.schedule_side import Cost, judged
+from benchmarks.schedule_rig import ScheduleRig
+from benchmarks.schedule_side import CHAIN, Cost, judged
+from benchmarks.tree_costs import BOUND_US, TreeCost, tree_table
+from decode_service.speculate.spec_info import SpecInfo
 
 
 def cost(batch_size: int, total_us: float) -> Cost:
@@ -29,3 +34,22 @@ def test_both_bounds_are_judged(totals_us: dict[int, float], is_met: bool) -> No
 def test_one_size_alone_is_judged_by_its_time() -> None:
     assert judged([cost(256, 900.0)]) == ("0.90 ms at 256 rows, at most 1 ms: met.", True)
     assert judged([cost(256, 1100.0)])[1] is False
+
+
+@pytest.mark.parametrize("spec_info", [None, CHAIN], ids=["plain", "chain"])
+def test_rows_that_are_replaced_share_and_evict_what_is_cached(spec_info: SpecInfo | None) -> None:
+    rig = ScheduleRig(num_rows=2, spec_info=spec_info, output_tokens=8, num_cached_tokens=3000)
+    rig.start()
+    for _ in range(30):
+        rig.step()
+    prefixes, slots = rig.load().prefixes, rig.load().slots
+    rig.close()
+    assert prefixes.num_found > 0 and prefixes.num_evicted > 0
+    assert slots.cached > 2000
+
+
+@pytest.mark.parametrize(("us", "is_met"), [(BOUND_US, True), (BOUND_US + 1, False)])
+def test_the_tree_is_judged_by_what_an_operation_takes_for_a_row(us: float, is_met: bool) -> None:
+    lines, found = tree_table([TreeCost(1, {"match": 1.0, "evict": 2.0}), TreeCost(8, {"match": 8 * us, "evict": 1.0})])
+    assert found == is_met
+    assert lines[-1].endswith("met." if is_met else "MISSED.")
