@@ -182,7 +182,8 @@ async def test_either_client_keeps_conversations_where_they_are(
 ) -> None:
     client = await connect(addresses(scripted))
     await until_all_are_used(client)
-    turns = {number: list(conversation(number)) for number in range(2 * NUM_SERVERS)}
+    num = 2 * NUM_SERVERS + 1  # so that taking turns would move each
+    turns = {number: list(conversation(number)) for number in range(num)}
     homes: dict[int, set[str]] = {number: set() for number in turns}
     for _ in range(3):
         for number, messages in turns.items():

@@ -219,3 +219,16 @@ def test_each_decode_service_that_is_ready_gets_its_turn_and_one_that_drains_get
             client.complete(token_ids=[10], max_tokens=1)
         start(pair, [decode])
         wait_until(lambda: len({client.load().instance_id for _ in range(4)}) == 2)
+
+
+def test_a_conversation_goes_back_to_the_decode_service_that_has_its_kv(pair: RunningPair, client: Client) -> None:
+    wait_until(lambda: len({client.load().instance_id for _ in range(4)}) == 2)
+    conversations = [[10 + number] * 128 for number in range(5)]  # odd, so that taking turns would move each
+    kv_bytes: list[list[int]] = []
+    for _ in range(3):
+        answers = [client.complete(token_ids=token_ids, max_tokens=4, ignore_eos=True) for token_ids in conversations]
+        kv_bytes.append([answer.timings.kv_bytes for answer in answers])
+        for token_ids, answer in zip(conversations, answers, strict=True):
+            token_ids += (*answer.token_ids, *[5] * 8)
+    first, *later = kv_bytes
+    assert max(max(turn) for turn in later) * 4 < min(first), kv_bytes
