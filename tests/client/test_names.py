@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -23,6 +24,8 @@ from tests.support.services_here import until
 
 LOOK_UP_OFTEN = {"grpc.dns_min_time_between_resolutions_ms": 50}
 BOUND_S = 20.0
+EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The HTTP/2 frame that a server opens a connection with."""
 CERTIFICATES = Path(__file__).with_name("certificates")
 
 
@@ -150,6 +153,22 @@ async def test_with_tls_the_certificates_are_for_the_name(
         server.stop()
 
 
+def test_a_server_or_a_proxy_before_it_sees_the_name_that_was_looked_up(names: Names) -> None:
+    names.hosts["decode.test"] = ["127.0.0.1"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(BOUND_S)
+        authority = f"decode.test:{listener.getsockname()[1]}"
+        with Client(f"dns:///{authority}"):
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(BOUND_S)
+                connection.sendall(EMPTY_SETTINGS)
+                received = b""
+                while authority.encode() not in received:  # in the headers of the health check
+                    received += (part := connection.recv(4096))
+                    assert part, received
+
+
 class LookUps:
     """A LookUp that counts its calls, and waits while `goes_on` is not set."""
 
@@ -212,6 +231,13 @@ async def test_a_name_is_looked_up_at_calls_and_not_too_often(
     now_s = LOOK_UP_INTERVAL_S
     servers.give_back(await take(servers))
     assert len(look_ups.began) == 2
+
+
+async def test_a_name_may_have_addresses_of_ipv6(watch: Callable[..., Any]) -> None:
+    servers = watch(LookUps("[::1]:1"))
+    server = await take(servers)
+    servers.give_back(server)
+    assert server.target == "ipv6:[::1]:1"
 
 
 async def test_calls_wait_for_a_look_up_that_hangs_only_so_long_and_not_if_a_server_is_ready(
