@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Any
@@ -345,3 +346,12 @@ def test_a_call_counts_as_open_until_it_ends_or_its_stream_is_dropped(
     wait_until(lambda: num_open() == NUM_SERVERS - 2)
     list(open_at(holds=False))
     wait_until(lambda: num_open() == NUM_SERVERS - 2)
+
+
+def test_a_client_that_nobody_closed_is_freed(scripted: list[ScriptedServer]) -> None:
+    servers = BlockingServers(addresses(scripted))
+    give_back(servers, take(servers))
+    left = weakref.ref(servers)
+    del servers
+    gc.collect()
+    wait_until(lambda: left() is None)  # gRPC's threads may be telling it a state just now
