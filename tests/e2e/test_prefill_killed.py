@@ -72,14 +72,15 @@ def sampling(number: int) -> SamplingOptions:
     }
 
 
+def complete(pair: RunningPair, number: int) -> Completion:
+    return pair.client.complete(token_ids=prompt(number), timeout_s=BOUND_S, cache_prompt=False, **sampling(number))
+
+
 @contextmanager
 def requests(pair: RunningPair) -> Iterator[list[Future[Completion]]]:
-    """Start NUM_REQUESTS requests at once."""
+    """Start NUM_REQUESTS requests at once, each of which has all of its KV computed and sent."""
     with ThreadPoolExecutor(NUM_REQUESTS) as clients:
-        yield [
-            clients.submit(pair.client.complete, token_ids=prompt(number), timeout_s=BOUND_S, **sampling(number))
-            for number in range(NUM_REQUESTS)
-        ]
+        yield [clients.submit(complete, pair, number) for number in range(NUM_REQUESTS)]
 
 
 def tokens(completions: Sequence[Future[Completion]]) -> list[tuple[int, ...]]:
