@@ -52,7 +52,8 @@ def answered_differently(*outcomes: Outcome) -> Mapping[int, int]:
 
 
 def question(number: int, *, num_fillings: int = 4) -> str:
-    return f"{_FILLING * num_fillings}What is {number} plus {number + 1}? Explain."
+    """A text of which nothing is cached if the question is new."""
+    return f"{number}. {_FILLING * num_fillings}What is {number} plus {number + 1}? Explain."
 
 
 def over_http(port: int, *, num_fillings: int = 4) -> Chat:
@@ -97,15 +98,21 @@ def over_grpc(addresses: Sequence[str], *, num_fillings: int = 4, tls: Tls | Non
 
 
 def ask(
-    chats: Sequence[Chat], *, num_requests: int, num_at_a_time: int, on_answer: Callable[[int], None] | None = None
+    chats: Sequence[Chat],
+    *,
+    num_requests: int,
+    num_at_a_time: int,
+    first: int = 0,
+    on_answer: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """Ask `num_requests` questions, dealt to the chats in turn. `on_answer` is called on this thread with the number
-    of chats that have ended.
+    """Ask `num_requests` questions, numbered from `first` on, and dealt to the chats in turn. `on_answer` is
+    called on this thread with the number of chats that have ended.
     """
     answers, failures = [], []
     with ThreadPoolExecutor(num_at_a_time) as executor:
         futures = {
-            executor.submit(chats[i % len(chats)], i // len(chats)): i // len(chats) for i in range(num_requests)
+            executor.submit(chats[i % len(chats)], first + i // len(chats)): first + i // len(chats)
+            for i in range(num_requests)
         }
         for num_ended, future in enumerate(as_completed(futures), start=1):
             try:

@@ -25,9 +25,13 @@ def grpc(project: Project, *, num_fillings: int = 4) -> Chat:
     return over_grpc(addresses, num_fillings=num_fillings)
 
 
-def load(*chats: Chat, num_requests: int, report: Report, on_answer: Callable[[int], None] | None = None) -> Outcome:
-    """Send a load of chats. Each one that is not answered is a problem in the report."""
-    outcome = ask(chats, num_requests=num_requests, num_at_a_time=NUM_AT_A_TIME, on_answer=on_answer)
+def load(
+    *chats: Chat, num_requests: int, report: Report, first: int = 0, on_answer: Callable[[int], None] | None = None
+) -> Outcome:
+    """Send a load of chats with the questions from `first` on. Each one that is not answered is a problem in the
+    report.
+    """
+    outcome = ask(chats, num_requests=num_requests, num_at_a_time=NUM_AT_A_TIME, first=first, on_answer=on_answer)
     report.expect(len(outcome.answers) == num_requests, f"{num_requests} chats: {outcome}")
     for failure in sorted(set(outcome.failures)):
         report.problem(failure)

@@ -4,6 +4,7 @@ container.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -93,9 +94,10 @@ def scale(project: Project, services: Sequence[str], report: Report) -> None:
 def have_all_serve(project: Project, report: Report) -> None:
     replicas = {name: project.containers(name) for name in ("prefill", "decode")}
     with report.step("every replica serves what comes through the gateway"):
+        new_questions = itertools.count(NUM_AT_A_TIME, NUM_AT_A_TIME)  # the replica that has the old ones gets them
 
         def all_served() -> bool:
-            load(http(project), num_requests=NUM_AT_A_TIME, report=report)
+            load(http(project), num_requests=NUM_AT_A_TIME, first=next(new_questions), report=report)
             return all(rows_served(container) for containers in replicas.values() for container in containers)
 
         wait_until("a row served by each replica", all_served, timeout_s=120)

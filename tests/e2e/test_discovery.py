@@ -17,6 +17,7 @@ from baton.local_pair import LocalPair
 from baton.requests import SamplingOptions
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
+from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings
 from decode_service import main as decode_main
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
@@ -91,6 +92,7 @@ async def finding(pair: RunningPair, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
         num_threads=1,
         max_kv_tokens=8192,
         handoff_progress_timeout_s=5.0,
+        disabled_fast_paths=(FastPath.PREFIX_ROUTING,),  # the replica that has all prompts would get all rows
     )
     async with serving_here(decode_main, settings, READY_SERVICE["decode"]) as service:
         await service.turns(HealthStatus.NOT_SERVING)
