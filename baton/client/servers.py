@@ -45,6 +45,9 @@ LOOK_UP_INTERVAL_S = 5.0
 LOOK_UP_TIMEOUT_S = 5.0
 """How long calls wait for a look-up if no server is ready."""
 
+ASK_STATE_S = 0.02
+"""How often a call of an asyncio client that waits for a ready server asks for the state of the channels."""
+
 _READY, _IDLE, _CONNECTING = (
     grpc.ChannelConnectivity.READY,
     grpc.ChannelConnectivity.IDLE,
@@ -175,7 +178,7 @@ class Servers(ABC):
 
     @abstractmethod
     def _follow(self, server: Server) -> None:
-        """Connects to the server, and wakes all that wait whenever the state of its channel changes."""
+        """Connects to the server. If the state of its channel will be told, wakes all that wait at each change."""
 
     @abstractmethod
     def _state(self, server: Server) -> grpc.ChannelConnectivity: ...
@@ -329,12 +332,14 @@ class BlockingServers(Servers):
 class AsyncServers(Servers):
     """The servers of an asyncio client. Construct it in a running event loop, and call everything but `give_back`
     there.
+
+    The state of channels is asked for when a call is made, and again and again while it waits for a server. To be told
+    of changes would leave work in gRPC that nothing can end, and that reports to an event loop which may be closed.
     """
 
     def __init__(self, address: str, **options: Any) -> None:
         self._loop = asyncio.get_running_loop()
         self._change = asyncio.Event()
-        self._watchers: dict[Server, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         super().__init__(address, **options)
 
@@ -357,19 +362,16 @@ class AsyncServers(Servers):
             if server is not None:
                 return server
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause_s(left_s)):
+                async with asyncio.timeout(min(self._pause_s(left_s), ASK_STATE_S)):
                     await self._change.wait()
         raise Cancelled("the stream was closed")
 
     async def close(self) -> None:
         """Closes all channels, which cancels the open calls."""
-        servers = self._end()
-        for watcher in self._watchers.values():
-            watcher.cancel()
-        for server in servers:
+        for server in self._end():
             await server.channel.close()
-        if tasks := (*self._watchers.values(), *self._closing):
-            await asyncio.wait(tasks)
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     def wake(self) -> None:
         changed, self._change = self._change, asyncio.Event()
@@ -384,19 +386,12 @@ class AsyncServers(Servers):
         self._on_loop(self._begin_to_close, server)
 
     def _begin_to_close(self, server: Server) -> None:
-        self._watchers.pop(server).cancel()
         closing = self._loop.create_task(server.channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     def _follow(self, server: Server) -> None:
-        self._watchers[server] = self._loop.create_task(self._watch(server))
-
-    async def _watch(self, server: Server) -> None:
-        while True:
-            state = self._state(server)
-            self.wake()
-            await server.channel.wait_for_state_change(state)
+        self._state(server)
 
     def _state(self, server: Server) -> grpc.ChannelConnectivity:
         state: grpc.ChannelConnectivity = server.channel.get_state(try_to_connect=True)

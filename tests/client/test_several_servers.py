@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,21 @@ async def test_the_async_client_does_so_too_and_resumes_at_the_other(servers: di
                 set_ready(servers["a"], False)
             events.append(event)
     assert [event.token_ids for event in events[1:-1]] == [(5,), (6,)]
+
+
+def test_nothing_of_a_closed_client_comes_to_a_later_event_loop(servers: dict[str, ScriptedServer]) -> None:
+    """gRPC delivers the events of all event loops together: one for a closed loop shows as an error in another."""
+    told: list[dict[str, Any]] = []
+
+    async def use() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
+        async with AsyncClient(address(servers)) as client:
+            await client.complete("Hi", timeout_s=BOUND_S)
+            await asyncio.sleep(0.05)
+
+    for _ in range(4):
+        asyncio.run(use())
+    assert told == []
 
 
 def test_a_single_server_answers_for_itself_though_it_is_not_ready(servers: dict[str, ScriptedServer]) -> None:
