@@ -73,6 +73,7 @@ class Replica:
 
     `instance_id` names the process that serves, if it is ready. That process keeps the KV of up to `max_cached_tokens`
     for later rows, 0 if it keeps none, and has given the room of `num_evicted_tokens` to other rows since its start.
+    `num_free_slots` hold neither a row's KV nor a later one's.
     """
 
     address: str
@@ -83,6 +84,7 @@ class Replica:
     instance_id: str = ""
     max_cached_tokens: int = 0
     num_evicted_tokens: int = 0
+    num_free_slots: int = 0
 
     def takes(self, num_tokens: int) -> bool:
         return self.max_context_tokens is None or num_tokens <= self.max_context_tokens

@@ -124,6 +124,7 @@ class GrpcReplica:
             instance_id=peer_text(load.instance_id),
             max_cached_tokens=load.max_cached_tokens,
             num_evicted_tokens=load.num_evicted_tokens,
+            num_free_slots=load.slots.free,
         )
 
     async def close(self) -> None:

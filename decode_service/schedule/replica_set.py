@@ -22,6 +22,11 @@ from decode_service.messages import Replica, ReplicasChanged
 _MAX_KNOWN_TOKENS = 1 << 22
 """The most cached tokens that are known of one replica. A token takes 16 bytes."""
 
+_EVICTION_COST = 3
+"""The cost of a token that is evicted, in tokens to compute, while another replica has room. So a row leaves an idle
+replica that is full if more than a quarter of its tokens are not cached there.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -83,6 +88,19 @@ class KnownPrefixes:
             num_shared = math.ceil(num_evicted * self.num_tokens / max(self._max_tokens, 1))
             self._tree.evict(max(num_shared - self._num_made_room, 0))
             self._num_made_room = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a row would cost at one replica, in tokens: those that the replica has to compute for it, those that it has
+    to compute before, and those for which it has no room but that of cached ones.
+    """
+
+    address: str
+    known: KnownPrefixes
+    num_uncomputed: int
+    num_before: int
+    num_evicted: int
 
 
 class ReplicaSet:
@@ -168,21 +186,37 @@ class ReplicaSet:
         `num_outstanding` is that of `update`, as it is now. Of two that cost the same, the one that computes less is
         chosen, and of two that compute the same the one that has fewer tokens cached, so that idle replicas fill
         evenly.
+
+        While some replica has room for the row, tokens that the others would have to evict for it cost more. Otherwise
+        all conversations with one beginning would share the cache of one replica, if they come one after the other.
         """
         if not self._routes_by_prefix:
             key = None
+        offers = [self._offer(replica, key, num_tokens, num_outstanding) for replica in candidates]
+        counts_evictions = not all(offer.num_evicted for offer in offers)
 
-        def cost(replica: Replica) -> tuple[int, int, int]:
-            known = self._known[replica.address]
-            num_uncomputed = num_tokens - known.num_cached(key)
-            num_before = num_outstanding.get(replica.address, 0) + self._num_of_others[replica.address]
-            return num_uncomputed + num_before, num_uncomputed, known.num_tokens
+        def costs(offer: _Offer) -> tuple[int, int, int]:
+            num_lost = _EVICTION_COST * offer.num_evicted if counts_evictions else 0
+            cost = offer.num_uncomputed + offer.num_before + num_lost
+            return cost, offer.num_uncomputed, offer.known.num_tokens
 
-        address = min(candidates, key=cost).address
-        num_cached = self._known[address].num_cached(key)
-        self._known[address].add(key)
-        self.num_known_tokens = {**self.num_known_tokens, address: self._known[address].num_tokens}
-        return Route(address, num_cached, num_tokens - num_cached)
+        best = min(offers, key=costs)
+        best.known.add(key)
+        self.num_known_tokens = {**self.num_known_tokens, best.address: best.known.num_tokens}
+        return Route(best.address, num_tokens - best.num_uncomputed, best.num_uncomputed)
+
+    def _offer(
+        self, replica: Replica, key: CacheKey | None, num_tokens: int, num_outstanding: Mapping[str, int]
+    ) -> _Offer:
+        known, num_own = self._known[replica.address], num_outstanding.get(replica.address, 0)
+        num_uncomputed = num_tokens - known.num_cached(key)
+        return _Offer(
+            replica.address,
+            known,
+            num_uncomputed=num_uncomputed,
+            num_before=num_own + self._num_of_others[replica.address],
+            num_evicted=max(num_uncomputed - max(replica.num_free_slots - num_own, 0), 0),
+        )
 
     def too_long_error(self, num_tokens: int) -> BatonError | None:
         """Returns why no ready replica takes `num_tokens` tokens. Returns None if one does, or if none is ready.

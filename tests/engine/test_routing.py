@@ -23,7 +23,13 @@ from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 
 
 def there(
-    address: str, load: int = 0, *, instance_id: str = "first", max_cached: int = 1000, num_evicted: int = 0
+    address: str,
+    load: int = 0,
+    *,
+    instance_id: str = "first",
+    max_cached: int = 1000,
+    num_evicted: int = 0,
+    num_free: int = 0,
 ) -> Replica:
     """A ready replica, with `load` tokens that it has still to compute."""
     return Replica(
@@ -33,6 +39,7 @@ def there(
         instance_id=instance_id,
         max_cached_tokens=max_cached,
         num_evicted_tokens=num_evicted,
+        num_free_slots=num_free,
     )
 
 
@@ -247,6 +254,34 @@ def test_a_burst_with_one_beginning_is_spread_once_its_queue_costs_more_than_the
     assert places[:12] == ["a"] * 11 + ["b"], "11 queued tails cost more than the beginning"
     assert Counter(places) == {"a": 25, "b": 15}, "the other computes the beginning once, and takes its part"
     assert sum(route.num_uncomputed for route in routes) == 100 + 40 * 10
+
+
+def test_what_is_new_goes_where_there_is_room_and_what_is_known_stays() -> None:
+    """Conversations with one beginning, one after the other: the queues are empty, and the costs alone decide."""
+    router = Router(there("a"), there("b"))
+    router.send(tokens(1))
+    router.report(there("a", num_free=10), there("b", num_free=1000))
+    assert router.send(tokens(1, 110)).replica == "a", "there is room"
+    assert router.send(tokens(1, 140)).replica == "a", "less than a quarter is new"
+    assert router.send([*tokens(1, 100), *tokens(2, 60)]).replica == "b", "60 + 3 x 50, or 160"
+    assert router.send([*tokens(1, 100), *tokens(3, 60)]).replica == "b", "it has the beginning now"
+
+
+def test_rows_on_their_way_take_room() -> None:
+    router = Router(there("a", num_free=200), there("b", num_free=1000, load=150))
+    router.send(tokens(1, 120), computes=False)
+    assert router.send(tokens(2, 80), computes=False).replica == "a", "80 and 120, or 80 and 150"
+    router.compute()
+    router.report(there("a", num_free=200), there("b", num_free=1000, load=100))
+    assert router.send(tokens(3, 150), avoid="b", computes=False).replica == "a"
+    assert router.send(tokens(1, 200)).replica == "b", "80 + 150 + 3 x 30, or 200 + 100"
+
+
+def test_where_no_replica_has_room_evictions_count_nothing() -> None:
+    router = Router(there("a"), there("b"))
+    router.send(tokens(1))
+    router.report(there("a"), there("b", num_free=150))
+    assert router.send([*tokens(1, 100), *tokens(2, 60)]).replica == "a"
 
 
 def test_with_routing_switched_off_the_load_decides() -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import grpc
 from grpc_health.v1 import health_pb2
 
-from baton.v1 import prefill_pb2
+from baton.v1 import prefill_pb2, types_pb2
 from common.addresses import address_of
 from common.rpc.grpc_options import server_options
 from common.wire.codec_fingerprint import encode_fingerprint
@@ -40,6 +40,7 @@ class RawReplica:
         self.num_uncomputed_tokens = 0
         self.max_cached_tokens = 0
         self.num_evicted_tokens = 0
+        self.num_free_slots = 0
         self.num_looks = 0
         self.peers: list[str] = []  # the connection of each call
         self.is_stepping = False  # whether a step ends between any two polls of its load
@@ -106,6 +107,7 @@ class RawReplica:
             num_uncomputed_tokens=self.num_uncomputed_tokens + self.num_steps,
             max_cached_tokens=self.max_cached_tokens,
             num_evicted_tokens=self.num_evicted_tokens,
+            slots=types_pb2.PoolLoad(free=self.num_free_slots),
         )
         return self.answers.get("GetLoad") or response.SerializeToString()
 

@@ -322,9 +322,11 @@ def test_the_load_is_followed(rig: Rig) -> None:
     raw = RawReplica()
     rig.connect(rig.bring_up(raw))
     rig.decode.latest_replica(lambda replica: replica.num_uncomputed_tokens == 0 and replica.is_ready)
-    raw.num_uncomputed_tokens, raw.max_cached_tokens, raw.num_evicted_tokens = 5, 7, 11
+    raw.num_free_slots, raw.max_cached_tokens, raw.num_evicted_tokens = 3, 7, 11
+    raw.num_uncomputed_tokens = 5
     replica = rig.decode.latest_replica(lambda replica: replica.num_uncomputed_tokens == 5 and replica.takes(1 << 20))
-    assert (replica.instance_id, replica.max_cached_tokens, replica.num_evicted_tokens) == ("raw", 7, 11)
+    assert (replica.instance_id, replica.num_free_slots) == ("raw", 3)
+    assert (replica.max_cached_tokens, replica.num_evicted_tokens) == (7, 11)
     raw.max_context_tokens = 100
     rig.decode.latest_replica(lambda replica: replica.takes(100) and not replica.takes(101))
 
