@@ -1,9 +1,10 @@
 """The prefill replicas: what is known of each, and the choice of the one that a row is handed to.
 
-    cost of a replica = tokens of the prompt that it has to compute + tokens that wait to be computed there
+    cost of a replica = tokens of the row that it has to compute + tokens that it has to compute before
 
-What a replica has cached is known from the rows that were handed to it and from the number of tokens that it says it
-evicted. It is an estimate, and a wrong one costs time only: the replica computes what it does not have.
+While some replica has room for the row, what another would have to evict for it is part of the other's cost. What a
+replica has cached is known from the rows that were handed to it and from the number of tokens that it says it evicted.
+It is an estimate, and a wrong one costs time only: the replica computes what it does not have.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class ReplicaSet:
 
     `none_ready_since_s` is the time, by the engine's clock, since which no replica is ready. It is None while one is.
     `num_known_tokens` says how many tokens each replica that was ever ready should have cached, by its address; it is
-    replaced, never changed. `lookahead` is that of the replicas' prefix caches. With `routes_by_prefix` a row goes
-    where most of it is cached.
+    replaced, never changed. `lookahead` is that of the replicas' prefix caches. Without `routes_by_prefix` no replica
+    counts as having anything.
     """
 
     def __init__(self, *, now_s: float, lookahead: int, routes_by_prefix: bool) -> None:
