@@ -11,10 +11,11 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
 from common.kv.pool import KvPool, RowLease
-from common.prompts.awaited_kv import awaited_kv
+from common.prompts.awaited_kv import AwaitedKv, awaited_kv
 from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
 from decode_service.messages import (
     BreakCall,
@@ -36,6 +37,19 @@ _HEADROOM_TOKENS = 16
 """Slots left free for each row at admission, so that a newly admitted request does not soon cause a retraction."""
 
 
+@dataclass(slots=True)
+class _Spared:
+    """What older requests will need, which were refused or wait for KV. Younger ones leave it free."""
+
+    num_rows: int = 0
+    num_tokens: int = 0
+
+    def add(self, num_tokens: int) -> None:
+        """Spares a row with `num_tokens` slots of its own."""
+        self.num_rows += 1
+        self.num_tokens += num_tokens
+
+
 class PrefillDispatcher:
     """Hands waiting requests to prefill replicas and handles the results. Only the engine thread calls it.
 
@@ -43,11 +57,11 @@ class PrefillDispatcher:
     consecutive lost handoffs. It also fails when for `unavailable_timeout_s` no replica was ready, all were too small
     for its tokens, or all refused it; waiting for slots does not count. It fails at once if all replicas are ready, it
     is too long for each, and no larger one may come; or if all have another fingerprint and no others may come. A
-    refused request is retried after at most `unavailable_timeout_s`, even if the replica asks for a longer wait. Slots
-    that an older, refused request will need are not given to a younger one.
+    refused request is retried after at most `unavailable_timeout_s`, even if the replica asks for a longer wait. A row
+    and slots that an older request will need, which was refused or waits for KV, are not given to a younger one.
 
-    A request waits while much of its KV is on its way for another one, and holds up no third one. Then it gets a row
-    that shares that KV, and asks for the rest. A request of which at most `local_prefill_tokens` are left to compute is
+    A request waits while much of its KV is on its way for another one. Then it gets a row that shares that KV, and asks
+    for the rest. A request of which at most `local_prefill_tokens` are left to compute is
     handed to no replica: `local` computes it.
 
     With `prefill_fallback` nothing fails because no replica is ready: until one is, `local` computes every request, at
@@ -169,14 +183,15 @@ class PrefillDispatcher:
             return
         self._excuse_waiting_for_slots(now_s)
         by_replica: dict[str, list[Request]] = {}
-        put_off: list[Request] = []
+        spared = _Spared()
         num_outstanding: Counter[str] | None = None
         is_short = False
         for req in self._waiting.in_turn():
             if req.not_before_s > now_s:
-                put_off.append(req)
+                spared.add(len(req.token_ids))
                 continue
             if req.awaited is not None and not req.awaited.is_over:
+                spared.add(len(req.token_ids) - req.awaited.num_tokens)
                 continue
             candidates: Sequence[Replica] = ()
             if not (stays_home := self._stays_home(req)):
@@ -185,9 +200,10 @@ class PrefillDispatcher:
                     if not self._may_start_younger:
                         break
                     continue
-            if self._begins_to_wait(req):
+            if (awaited := self._begin_to_wait(req)) is not None:
+                spared.add(len(req.token_ids) - awaited.num_tokens)
                 continue
-            lease = self._reserve(req, put_off)
+            lease = self._reserve(req, spared)
             if lease is None:
                 is_short = True
                 break
@@ -229,12 +245,12 @@ class PrefillDispatcher:
         num_left = len(req.token_ids) - self._pool.num_cached(req.cache_key)
         return self._local.is_short(num_left) or (self.is_degraded and not self._local.has_long)
 
-    def _begins_to_wait(self, req: Request) -> bool:
-        """Returns whether the request should wait, because much of its KV is on its way for another one."""
+    def _begin_to_wait(self, req: Request) -> AwaitedKv | None:
+        """Lets the request wait if much of its KV is on its way for another one. Returns the KV that it waits for."""
         req.awaited = None
         if self._pool.num_free_rows:
             req.awaited = awaited_kv(self._pool, req.cache_key, self._lives.bringing_kv)
-        return req.awaited is not None
+        return req.awaited
 
     @property
     def _may_start_younger(self) -> bool:
@@ -243,15 +259,12 @@ class PrefillDispatcher:
             return True
         return (self._keeps_short_prompts or self.is_degraded) and self._local.is_short(1)
 
-    def _reserve(self, req: Request, older: Sequence[Request]) -> RowLease | None:
-        """Reserves a row and slots for `req`, or returns None if too few are left.
-
-        It leaves enough for the requests in `older`, which will be retried soon.
-        """
-        if self._pool.num_free_rows <= len(older):
+    def _reserve(self, req: Request, spared: _Spared) -> RowLease | None:
+        """Reserves a row and slots for `req`, or returns None if too few are left beside what is `spared`."""
+        if self._pool.num_free_rows <= spared.num_rows:
             return None
-        num_others = self._pool.rows.max_rows - self._pool.num_free_rows + len(older)
-        num_spared = sum(len(other.token_ids) for other in older)
+        num_others = self._pool.rows.max_rows - self._pool.num_free_rows + spared.num_rows
+        num_spared = spared.num_tokens
         if num_others:
             num_spared += (num_others + 1) * _HEADROOM_TOKENS
         return self._pool.reserve(len(req.token_ids), key=req.cache_key, num_spared=num_spared)

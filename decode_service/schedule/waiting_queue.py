@@ -35,7 +35,9 @@ class WaitingQueue:
     def in_turn(self) -> Iterator[Request]:
         """Yields each waiting request once, in the order of handoff.
 
-        If a yielded request still waits when the next one is taken, its client keeps its turn.
+        If a yielded request still waits when the next one is taken, its client keeps its turn. If it waits for KV, the
+        others have their turns before the client's next request all the same: many requests with one beginning hold up
+        no other client.
         """
         yield from list(self._returned.values())
         clients = deque(self._newcomers)
@@ -49,10 +51,11 @@ class WaitingQueue:
                 continue
             req = rest[client].popleft()
             yield req
-            if req.phase is not Phase.QUEUE:
+            has_left = req.phase is not Phase.QUEUE
+            if has_left or req.awaited is not None:
                 clients.rotate(-1)
-                if client in self._newcomers:
-                    self._newcomers[client] = self._newcomers.pop(client)
+            if has_left and client in self._newcomers:
+                self._newcomers[client] = self._newcomers.pop(client)
 
     def add(self, req: Request) -> None:
         self.num_changes += 1

@@ -365,6 +365,49 @@ def check_what_is_on_its_way_is_waited_for() -> None:
             assert_right(name, outcome)
 
 
+def test_younger_requests_leave_a_row_to_each_that_waits_for_kv() -> None:
+    scripted = ScriptedEngine(max_rows=4)
+    older = [scripted.submit(name, WAITING, 5, cache_salt=SALT) for name in "abcd"]
+    younger = [scripted.submit(name, [ord(name)], 5) for name in "XYZ"]
+    for _ in range(2):
+        scripted.step()
+        assert list(scripted.handoffs) == ["a"], "a younger one took the row"
+    scripted.hand_over("a")
+    for _ in range(2):
+        scripted.step()
+        scripted.landing.run_all()
+    assert list(scripted.handoffs) == ["b", "c", "d"]
+    scripted.run()
+    for outcome in (*older, *younger):
+        assert_right("one of them", outcome)
+
+
+@pytest.mark.parametrize(("max_kv_tokens", "starts"), [(120, True), (119, False)])
+def test_younger_requests_leave_the_slots_that_one_that_waits_for_kv_will_not_share(
+    max_kv_tokens: int, starts: bool
+) -> None:
+    """20 of the first one, 10 that the second will not share, 42 of the third, and the headroom of three."""
+    scripted = ScriptedEngine(max_kv_tokens=max_kv_tokens)
+    scripted.submit("source", WAITING, 2, cache_salt=SALT)
+    scripted.submit("waits", (*WAITING, *range(200, 210)), 2, cache_salt=SALT)
+    scripted.submit("younger", range(300, 342), 2)
+    scripted.step()
+    assert ("younger" in scripted.handoffs) is starts
+    assert waiting(scripted)[0] == "waits"
+    scripted.run()
+
+
+def test_those_that_wait_for_kv_take_no_turn_of_another_client() -> None:
+    scripted = ScriptedEngine(max_rows=4)
+    for name in "abcdef":
+        scripted.submit(name, WAITING, 5, client="many", cache_salt=SALT)
+    for number in range(2):
+        scripted.submit(str(number), OTHER, 5, client="another")
+    scripted.step()
+    assert list(scripted.handoffs) == ["a", "0", "1"]
+    scripted.run()
+
+
 def check_a_source_that_leaves_is_waited_for_no_longer() -> None:
     """It is aborted, refused, lost, or fails. One that waited takes its place, and the others wait for that one."""
 
