@@ -52,7 +52,7 @@ class KnownPrefixes:
         self._tree = PrefixTree(lookahead)  # its slots are only counted
         self._max_tokens = replica.max_cached_tokens
         self._num_evicted = replica.num_evicted_tokens
-        self._num_made_room = 0  # tokens evicted by `add` since the replica last reported that it evicted some
+        self._num_made_room = 0  # tokens that `add` evicted, and that the replica has not reported as evicted yet
 
     @property
     def num_tokens(self) -> int:
@@ -81,14 +81,15 @@ class KnownPrefixes:
 
         The replica keeps what other services handed to it too. So the known tokens give up their share of what it
         evicted, by their share of what it can keep, and those used least recently go first. What `add` has evicted
-        meanwhile is part of it.
+        for new tokens is part of it, however many reports tell of it.
         """
         num_evicted = max(replica.num_evicted_tokens - self._num_evicted, 0)
         self._num_evicted, self._max_tokens = replica.num_evicted_tokens, replica.max_cached_tokens
         if num_evicted:
             num_shared = math.ceil(num_evicted * self.num_tokens / max(self._max_tokens, 1))
-            self._tree.evict(max(num_shared - self._num_made_room, 0))
-            self._num_made_room = 0
+            num_done = min(num_shared, self._num_made_room)
+            self._num_made_room -= num_done
+            self._tree.evict(num_shared - num_done)
 
 
 @dataclass(frozen=True, slots=True)
