@@ -2,9 +2,9 @@
 
     cost of a replica = tokens of the row that it has to compute + tokens that it has to compute before
 
-While some replica has room for the row, what another would have to evict for it is part of the other's cost. What a
-replica has cached is known from the rows that were handed to it and from the number of tokens that it says it evicted.
-It is an estimate, and a wrong one costs time only: the replica computes what it does not have.
+While some idle replica has room for the row, what another would have to evict for it is part of the other's cost. What
+a replica has cached is known from the rows that were handed to it and from the number of tokens that it says it
+evicted. It is an estimate, and a wrong one costs time only: the replica computes what it does not have.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MAX_KNOWN_TOKENS = 1 << 22
 """The most cached tokens that are known of one replica. A token takes 16 bytes."""
 
 _EVICTION_COST = 3
-"""The cost of a token that is evicted, in tokens to compute, while another replica has room. So a row leaves an idle
-replica that is full if more than a quarter of its tokens are not cached there.
+"""The cost of a token that is evicted, in tokens to compute, while another replica is idle and has room. So a row
+leaves an idle replica that is full if more than a quarter of its tokens are not cached there.
 """
 
 
@@ -57,6 +57,16 @@ class KnownPrefixes:
     @property
     def num_tokens(self) -> int:
         return self._tree.num_slots
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the replica keeps anything."""
+        return self._max_tokens > 0
+
+    @property
+    def fullness(self) -> float:
+        """The share of what the replica can keep that is known; infinite if it keeps nothing."""
+        return self.num_tokens / self._max_tokens if self.has_cache else math.inf
 
     def num_cached(self, key: CacheKey | None) -> int:
         """Returns how many tokens of a row with `key` the replica should find cached, one fewer than all at most."""
@@ -103,6 +113,11 @@ class _Offer:
     num_uncomputed: int
     num_before: int
     num_evicted: int
+
+    @property
+    def has_room_now(self) -> bool:
+        """Whether the replica can compute the row at once and keep it, and evicts nothing for it."""
+        return self.known.has_cache and not self.num_before and not self.num_evicted
 
 
 class ReplicaSet:
@@ -186,21 +201,21 @@ class ReplicaSet:
 
         Notes that the row's tokens will be cached there. `key` is the row's in the prefix cache; None if it uses none.
         `num_outstanding` is that of `update`, as it is now. Of two that cost the same, the one that computes less is
-        chosen, and of two that compute the same the one that has fewer tokens cached, so that idle replicas fill
-        evenly.
+        chosen, and of two that compute the same the one whose cache is less full, so that idle replicas fill evenly.
 
-        While some replica has room for the row, tokens that the others would have to evict for it cost more. Otherwise
-        all conversations with one beginning would share the cache of one replica, if they come one after the other.
+        While some idle replica has room for the row, tokens that the others would have to evict for it cost more.
+        Otherwise all conversations with one beginning would share the cache of one replica, if they come one after the
+        other. Room draws no rows to a replica that has something to compute: it would get all rows until it is full.
         """
         if not self._routes_by_prefix:
             key = None
         offers = [self._offer(replica, key, num_tokens, num_outstanding) for replica in candidates]
-        counts_evictions = not all(offer.num_evicted for offer in offers)
+        counts_evictions = any(offer.has_room_now for offer in offers)
 
-        def costs(offer: _Offer) -> tuple[int, int, int]:
+        def costs(offer: _Offer) -> tuple[int, int, float]:
             num_lost = _EVICTION_COST * offer.num_evicted if counts_evictions else 0
             cost = offer.num_uncomputed + offer.num_before + num_lost
-            return cost, offer.num_uncomputed, offer.known.num_tokens
+            return cost, offer.num_uncomputed, offer.known.fullness
 
         best = min(offers, key=costs)
         best.known.add(key)
@@ -210,14 +225,14 @@ class ReplicaSet:
     def _offer(
         self, replica: Replica, key: CacheKey | None, num_tokens: int, num_outstanding: Mapping[str, int]
     ) -> _Offer:
-        known, num_own = self._known[replica.address], num_outstanding.get(replica.address, 0)
+        known = self._known[replica.address]
         num_uncomputed = num_tokens - known.num_cached(key)
         return _Offer(
             replica.address,
             known,
             num_uncomputed=num_uncomputed,
-            num_before=num_own + self._num_of_others[replica.address],
-            num_evicted=max(num_uncomputed - max(replica.num_free_slots - num_own, 0), 0),
+            num_before=num_outstanding.get(replica.address, 0) + self._num_of_others[replica.address],
+            num_evicted=max(num_uncomputed - replica.num_free_slots, 0),
         )
 
     def too_long_error(self, num_tokens: int) -> BatonError | None:

@@ -269,14 +269,38 @@ def test_what_is_new_goes_where_there_is_room_and_what_is_known_stays() -> None:
     assert router.send([*tokens(1, 100), *tokens(3, 60)]).replica == "b", "it has the beginning now"
 
 
-def test_rows_on_their_way_take_room() -> None:
-    router = Router(there("a", num_free=200), there("b", num_free=1000, load=150))
-    router.send(tokens(1, 120), computes=False)
-    assert router.send(tokens(2, 80), computes=False).replica == "a", "80 and 120, or 80 and 150"
+def test_a_replica_with_room_gets_no_more_rows_at_once_than_a_full_one() -> None:
+    """A replica that was restarted has room for all that comes, and must not get all that comes."""
+    router = Router(there("a"), there("b", num_free=1000))
+    router.send(tokens(1), avoid="b")
+    sent = [router.send(tokens(number), computes=False).replica for number in range(2, 8)]
+    assert sent == ["b", "a"] * 3
     router.compute()
-    router.report(there("a", num_free=200), there("b", num_free=1000, load=100))
-    assert router.send(tokens(3, 150), avoid="b", computes=False).replica == "a"
-    assert router.send(tokens(1, 200)).replica == "b", "80 + 150 + 3 x 30, or 200 + 100"
+    router.report(there("a"), there("b", load=1, num_free=1000))
+    assert router.send([*tokens(1), *tokens(8)]).replica == "a", "100, or 200 and 1"
+
+
+@pytest.mark.parametrize("routes_by_prefix", [True, False])
+def test_a_row_that_uses_no_cache_does_not_leave_a_full_replica(routes_by_prefix: bool) -> None:
+    router = Router(there("a", load=10), there("b", load=40, num_free=1000), routes_by_prefix=routes_by_prefix)
+    assert router.send(tokens(1), salt=None if routes_by_prefix else "").replica == "a"
+
+
+def test_a_replica_without_a_cache_gets_a_row_only_if_it_computes_less_first() -> None:
+    """Its slots are free for ever, and what it computes is of no use to a later row."""
+    plain = there("b", max_cached=0, num_free=1000)
+    router = Router(there("a"), plain)
+    for number in range(1, 4):
+        assert router.send(tokens(number)).replica == "a", "both cost the same"
+    assert router.send([*tokens(1), *tokens(4, 300)]).replica == "a", "the other one's room draws nothing"
+    router.report(there("a", load=10), plain)
+    assert router.send(tokens(5)).replica == "b"
+
+
+def test_replicas_fill_in_proportion_to_what_they_keep() -> None:
+    router = Router(there("a", max_cached=900), there("b", max_cached=300))
+    sent = Counter(router.send(tokens(number)).replica for number in range(1, 9))
+    assert sent == {"a": 6, "b": 2}
 
 
 def test_where_no_replica_has_room_evictions_count_nothing() -> None:
