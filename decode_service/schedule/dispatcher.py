@@ -36,6 +36,12 @@ from decode_service.schedule.waiting_queue import WaitingQueue
 _HEADROOM_TOKENS = 16
 """Slots left free for each row at admission, so that a newly admitted request does not soon cause a retraction."""
 
+_FALLBACK_AFTER_S = 1.0
+"""How long no replica is ready before requests of any length are computed here. A replica that loses a call counts as
+not ready until it is looked at again, and at the start none has been looked at. This is twice the interval of looks, so
+that no long prompt begins here while the replica is well.
+"""
+
 
 @dataclass(slots=True)
 class _Spared:
@@ -64,8 +70,8 @@ class PrefillDispatcher:
     for the rest. A request of which at most `local_prefill_tokens` are left to compute is
     handed to no replica: `local` computes it.
 
-    With `prefill_fallback` nothing fails because no replica is ready: until one is, `local` computes every request, at
-    most one long one at a time.
+    With `prefill_fallback` nothing fails because no replica is ready. Soon after the last one was, and until one is
+    again, `local` computes every request, at most one long one at a time.
     """
 
     def __init__(
@@ -115,8 +121,16 @@ class PrefillDispatcher:
 
     @property
     def is_degraded(self) -> bool:
-        """Whether requests are computed here because no replica is ready."""
-        return self._falls_back and self._replicas.none_ready_since_s is not None
+        """Whether requests of any length are computed here because no replica is ready."""
+        return self._degraded_from_s <= self._clock()
+
+    @property
+    def _degraded_from_s(self) -> float:
+        """When requests of any length are computed here, if no replica is ready by then. Infinite if one is ready, or
+        none are computed here at all.
+        """
+        since_s = self._replicas.none_ready_since_s
+        return since_s + _FALLBACK_AFTER_S if self._falls_back and since_s is not None else math.inf
 
     def update_replicas(self, changed: ReplicasChanged) -> None:
         self._replicas.update(changed, self._clock(), num_outstanding=self._landing.uncomputed_tokens())
@@ -225,6 +239,8 @@ class PrefillDispatcher:
                 self._start_call(replica, reqs[start : start + MAX_CALL_ROWS])
         self._short_of_slots_since_s = now_s if is_short else None
         self._look_again_s = self._fail_overdue(now_s)
+        if self._degraded_from_s > now_s:
+            self._look_again_s = min(self._look_again_s, self._degraded_from_s)
         self._seen = self._changes()
 
     def _changes(self) -> tuple[int, ...]:
@@ -330,7 +346,7 @@ class PrefillDispatcher:
 
         It fails at once if waiting cannot help.
         """
-        if self.is_degraded:
+        if self._degraded_from_s < math.inf:
             return None
         if (since_s := self._replicas.none_ready_since_s) is not None:
             limit_s = max(since_s, req.since_s) + self._unavailable_timeout_s
@@ -364,7 +380,7 @@ class PrefillDispatcher:
         if not row.is_refusal:
             req.num_failures += 1
             return req.num_failures >= self._max_attempts
-        return not self.is_degraded and self._refusal_limit_s(req, now_s) <= now_s
+        return self._degraded_from_s == math.inf and self._refusal_limit_s(req, now_s) <= now_s
 
     def _refusal_limit_s(self, req: Request, now_s: float) -> float:
         """Returns when no replica will have taken the request for `unavailable_timeout_s`.

@@ -75,6 +75,11 @@ class Clock:
 LONG_AFTER_S = 1000.0
 
 
+@pytest.fixture(autouse=True)
+def _falls_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "_FALLBACK_AFTER_S", 0.0)
+
+
 def degraded(**options: Any) -> ScriptedEngine:
     """A decode engine that has no replica and does without."""
     return ScriptedEngine(
@@ -391,6 +396,36 @@ def check_a_lost_request_is_computed_here() -> None:
     assert scripted.engine.load().num_row_retries == 3
 
 
+@pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "not looked at yet"])
+def test_a_long_prompt_begins_here_only_if_no_replica_is_ready_for_a_while(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short ones begin at once, and nothing fails meanwhile."""
+    monkeypatch.setattr(dispatcher, "_FALLBACK_AFTER_S", 1.0)
+    clock = Clock()
+    scripted = degraded(clock=clock, replicas=ReplicasChanged((Replica(REPLICA, is_lost),)))
+    long = scripted.submit("long", range(1, 30), 3)
+    scripted.step()
+    if is_lost:
+        lose_replica(scripted)
+    short = scripted.submit("short", [1, 2, 3], 3)
+    clock.now_s += 0.9
+    scripted.step()
+    assert begun(scripted) == ["short"]
+    assert not scripted.engine.load().is_degraded
+    if is_lost:
+        scripted.post(ReplicasChanged((Replica(REPLICA, True),)))
+        scripted.step()
+        assert list(scripted.handoffs) == ["long"], "the replica was ready again"
+    else:
+        clock.now_s += 0.2
+        scripted.step()
+        assert "long" in begun(scripted)
+        assert scripted.engine.load().is_degraded
+    scripted.run()
+    assert_right([long, short])
+
+
 def check_replicas_of_another_model_are_not_needed() -> None:
     mismatch = FingerprintMismatch("weights", "ours", "theirs")
     scripted = degraded(replicas=ReplicasChanged((Replica(REPLICA, False, error=mismatch),)))
@@ -517,7 +552,7 @@ def test_holds(check: Check) -> None:
         (check_a_chunk_is_bounded, local_prefill.prompts_all_stay, "a burst of prompts"),
         (check_a_chunk_in_flight_holds_its_row, local_prefill.chunk_holds_no_row, "reused under a chunk"),
         (check_a_failed_chunk_is_computed_again, local_prefill.unwritten_kv_is_kept, "decoded wrongly|KV was kept"),
-        (check_long_prompts_need_no_replica, local_prefill.fallback_is_forgotten, "no prefill replica is ready"),
+        (check_long_prompts_need_no_replica, local_prefill.fallback_is_forgotten, "not over"),
         (check_one_long_prompt_is_computed_at_a_time, local_prefill.long_prompts_begin_together, "two long prompts"),
         (
             check_a_short_prompt_does_not_wait_for_a_long_one,
