@@ -61,14 +61,15 @@ class PrefillDispatcher:
 
     `post` takes events for the edge; `fail` ends a request with an error. A request fails after `max_attempts`
     consecutive lost handoffs. It also fails when for `unavailable_timeout_s` no replica was ready, all were too small
-    for its tokens, or all refused it; waiting for slots does not count. It fails at once if all replicas are ready, it
-    is too long for each, and no larger one may come; or if all have another fingerprint and no others may come. A
-    refused request is retried after at most `unavailable_timeout_s`, even if the replica asks for a longer wait. A row
-    and slots that an older request will need, which was refused or waits for KV, are not given to a younger one.
+    for its tokens, or all refused it; waiting for slots or for KV does not count. It fails at once if all replicas are
+    ready, it is too long for each, and no larger one may come; or if all have another fingerprint and no others may
+    come. A refused request is retried after at most `unavailable_timeout_s`, even if the replica asks for a longer
+    wait. A row and slots that an older request will need, which was refused or waits for KV, are not given to a younger
+    one.
 
     A request waits while much of its KV is on its way for another one. Then it gets a row that shares that KV, and asks
-    for the rest. A request of which at most `local_prefill_tokens` are left to compute is
-    handed to no replica: `local` computes it.
+    for the rest. A request of which at most `local_prefill_tokens` are left to compute is handed to no replica: `local`
+    computes it.
 
     With `prefill_fallback` nothing fails because no replica is ready. Soon after the last one was, and until one is
     again, `local` computes every request, at most one long one at a time.
@@ -104,7 +105,8 @@ class PrefillDispatcher:
         self._waiting = waiting
         self._lives = lives
         self._replicas = replicas
-        self._short_of_slots_since_s: float | None = None  # as of the last look at the queue
+        self._looked_s = -math.inf  # when the queue was looked at last
+        self._was_short_of_slots = False  # at that look
         self._seen: tuple[int, ...] | None = None  # the changes that the last look at the queue knew
         self._look_again_s = 0.0  # when the queue is looked at even if nothing has changed
         self._call_numbers = itertools.count()
@@ -122,7 +124,7 @@ class PrefillDispatcher:
     @property
     def is_degraded(self) -> bool:
         """Whether requests of any length are computed here because no replica is ready."""
-        return self._degraded_from_s <= self._clock()
+        return self._falls_back and self._degraded_from_s <= self._clock()
 
     @property
     def _degraded_from_s(self) -> float:
@@ -190,12 +192,12 @@ class PrefillDispatcher:
         something has changed that may let a request start or fail: a long queue costs the other steps nothing.
         """
         if not self._waiting:
-            self._short_of_slots_since_s = None
+            self._was_short_of_slots = False
             return
         now_s = self._clock()
         if self._seen == self._changes() and now_s < self._look_again_s:
             return
-        self._excuse_waiting_for_slots(now_s)
+        self._excuse_waiting(now_s)
         by_replica: dict[str, list[Request]] = {}
         spared = _Spared()
         num_outstanding: Counter[str] | None = None
@@ -237,7 +239,7 @@ class PrefillDispatcher:
         for replica, reqs in by_replica.items():
             for start in range(0, len(reqs), MAX_CALL_ROWS):
                 self._start_call(replica, reqs[start : start + MAX_CALL_ROWS])
-        self._short_of_slots_since_s = now_s if is_short else None
+        self._looked_s, self._was_short_of_slots = now_s, is_short
         self._look_again_s = self._fail_overdue(now_s)
         if self._degraded_from_s > now_s:
             self._look_again_s = min(self._look_again_s, self._degraded_from_s)
@@ -308,20 +310,20 @@ class PrefillDispatcher:
         self._landing.open(call_id, replica, reqs)
         self._post(StartHandoff(call_id, replica, tuple(rows)))
 
-    def _excuse_waiting_for_slots(self, now_s: float) -> None:
-        """Extends the waiting limit of refused requests by the time for which they waited for this service's slots.
+    def _excuse_waiting(self, now_s: float) -> None:
+        """Extends the waiting limit of refused requests by the time for which they waited for this service's slots, or
+        for KV that is on its way for another one.
 
-        That is the time since the last look at the queue, if slots were short then. A request that is too long for
-        every replica gets no extension, because it does not wait for slots.
+        That is the time since the last look at the queue, if slots were short or the KV was not there then. A request
+        that is too long for every replica gets no extension, because it waits for neither.
         """
-        since_s = self._short_of_slots_since_s
-        if since_s is None:
-            return
         for req in self._waiting:
             if req.refused_since_s is None or req.not_before_s > now_s:
                 continue
+            if not self._was_short_of_slots and req.awaited is None:
+                continue
             if self._replicas.too_long_error(len(req.token_ids)) is None:
-                req.refused_since_s += now_s - max(since_s, req.not_before_s, req.since_s)
+                req.refused_since_s += now_s - max(self._looked_s, req.not_before_s, req.since_s)
 
     def _fail_overdue(self, now_s: float) -> float:
         """Fails the waiting requests that no replica will take in time: none is ready, or they are too long for each.

@@ -496,6 +496,31 @@ def check_waiting_for_kv_counts_as_queueing() -> None:
     assert (follower.finished.timings.queue_s, follower.finished.timings.prefill_s) == (5, 0)
 
 
+def test_waiting_for_kv_does_not_count_as_time_for_which_replicas_refuse_a_request() -> None:
+    now_s = [0.0]
+    scripted = ScriptedEngine(clock=lambda: now_s[0])
+    refused = scripted.submit("refused", WAITING, 2, cache_salt=SALT)
+    scripted.step()
+    scripted.refuse("refused", RowFailure.CAPACITY)
+    scripted.submit("source", WAITING, 2, cache_salt=SALT)
+    scripted.step()
+    for _ in range(9):
+        now_s[0] += 3.0
+        scripted.step()
+    assert list(scripted.handoffs) == ["source"]
+    scripted.hand_over("source")
+    for _ in range(2):
+        scripted.step()
+        scripted.landing.run_all()
+    scripted.step()
+    scripted.refuse("refused", RowFailure.CAPACITY)
+    scripted.step()
+    assert refused.error is None, "it was given up"
+    now_s[0] += 1.0
+    scripted.run()
+    assert_right("it", refused)
+
+
 def check_waiting_for_kv_costs_a_step_nothing() -> None:
     """While the source is on its way, no step compares prompts or looks into the cache."""
     with pytest.MonkeyPatch.context() as patch:
