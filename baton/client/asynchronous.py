@@ -102,6 +102,7 @@ class AsyncEventStream(AsyncIterator[Event]):
             self._beginnings,
             avoided=self._server,
             timeout_s=self._generation.remaining_s,
+            max_wait_s=self._generation.begin_wait(),
             is_given_up=self._is_closed.is_set,
         )
         self._open_call(server)

@@ -92,6 +92,7 @@ class Generation:
         self._started: Started | None = None
         self._token_ids: list[int] = list(request.generated_token_ids)
         self._broken_since_s: float | None = None
+        self._waiting_since_s: float | None = None  # for a server, before a call
         self._num_breaks = 0  # since `_broken_since_s` was set, or without new output
 
     @property
@@ -112,9 +113,17 @@ class Generation:
     def has_finished(self) -> bool:
         return self._order.has_finished
 
+    def begin_wait(self) -> float | None:
+        """Call before waiting for a server. Returns how long the wait may take in seconds (None: no limit)."""
+        self._waiting_since_s = self._clock()
+        if self._limit_s is None or self._broken_since_s is None:
+            return self._limit_s
+        return self._limit_s - (self._waiting_since_s - self._broken_since_s)
+
     def next_call(self) -> tuple[inference_pb2.GenerateRequest, float | None]:
         """Returns the next call's request, and its timeout in seconds (None: no timeout)."""
         self._order = EventOrder()
+        self._waiting_since_s = None
         if self._started is None:
             return self._request, self.remaining_s
         request = inference_pb2.GenerateRequest()
@@ -150,13 +159,13 @@ class Generation:
         """Returns how long to wait before `next_call`, in seconds. Raises an error if no call follows: `error`,
         DeadlineExceeded if the timeout leaves no time, or Unavailable if no server has a large enough context.
         """
-        limit_s = self._admission_timeout_s if self._started is None else self._resume_timeout_s
+        limit_s = self._limit_s
         told_s = self._told_s(error)
         if limit_s is None or (told_s is None and not self._may_pass(error)):
             raise error
         now_s = self._clock()
         if self._broken_since_s is None:
-            self._broken_since_s = now_s
+            self._broken_since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
         pause_s = self._pause_s() if told_s is None else told_s
         self._num_breaks += 1
         if now_s + pause_s - self._broken_since_s > limit_s or self._num_breaks > MAX_BREAKS:
@@ -166,6 +175,10 @@ class Generation:
         if self._deadline_s is not None and now_s + pause_s >= self._deadline_s:
             raise DeadlineExceeded(f"no time is left to resume after: {error}") from error
         return pause_s
+
+    @property
+    def _limit_s(self) -> float | None:
+        return self._admission_timeout_s if self._started is None else self._resume_timeout_s
 
     def _pause_s(self) -> float:
         """Returns the pause before the next call. There is none after the first break, because another replica may be

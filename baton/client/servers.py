@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -43,7 +45,13 @@ one server while others are idle. A difference of two calls says nothing about t
 """
 LOOK_UP_INTERVAL_S = 5.0
 LOOK_UP_TIMEOUT_S = 5.0
-"""How long calls wait for a look-up if no server is ready."""
+"""How long a call waits for look-ups in all if no server is ready."""
+READY_TIMEOUT_S = 20.0
+"""How long a call waits in all while servers are being connected to and none is ready.
+
+gRPC itself gives up a connection after as long. But it waits for ever for a server that accepts the connection and
+never tells its health.
+"""
 
 ASK_STATE_S = 0.02
 """How often a call of an asyncio client that waits for a ready server asks for the state of the channels."""
@@ -62,6 +70,23 @@ _NEVER_IDLE_MS = 2**31 - 1
 _LOOK_UP_ARG = "grpc.dns_min_time_between_resolutions_ms"
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The ends of one call's wait for a server, as times of `time.monotonic`: of the wait for look-ups, of the wait for
+    servers that are being connected to, and of the call itself.
+    """
+
+    look_ups_until_s: float
+    until_s: float
+    deadline_s: float
+
+    def pause_s(self) -> float:
+        """Returns how long it is until the next of these ends: whoever waits then asks again."""
+        now_s = time.monotonic()
+        ends = (self.look_ups_until_s, self.until_s, self.deadline_s)
+        return min((end_s - now_s for end_s in ends if end_s > now_s), default=0.0)
+
+
 class Server:
     """One server: its channel and stubs, and how many of this client's calls are open there."""
 
@@ -74,6 +99,7 @@ class Server:
         self.last_chosen = 0
         # For BlockingServers, which are told the channel's state.
         self.state = _IDLE
+        self.became_idle = False
         self.on_state: Callable[[grpc.ChannelConnectivity], None] | None = None
 
 
@@ -97,8 +123,10 @@ class Servers(ABC):
         channel_overrides: ChannelOptions | None = None,
         look_up: LookUp = look_up,
         look_up_timeout_s: float = LOOK_UP_TIMEOUT_S,
+        ready_timeout_s: float = READY_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._address = address
         self._target = parse_target(address, tls)
         self._token = token
         self._credentials = None if tls is None else tls.credentials()
@@ -106,6 +134,7 @@ class Servers(ABC):
         self._look_up = look_up
         self._look_up_interval_s = float((channel_overrides or {}).get(_LOOK_UP_ARG, LOOK_UP_INTERVAL_S * 1000)) / 1000
         self._look_up_timeout_s = look_up_timeout_s
+        self._ready_timeout_s = ready_timeout_s
         self._clock = clock
         # Its lock is reentrant, because garbage collection may end a call, and so call `give_back`, while it is held.
         self._changed = threading.Condition()
@@ -129,13 +158,14 @@ class Servers(ABC):
         beginnings: Beginnings = NO_BEGINNINGS,
         *,
         avoided: Server | None = None,
-        may_wait: bool = True,
+        wait: Wait | None = None,
     ) -> Server | None:
         """Chooses the server of a call and counts the call as open there, until `give_back`.
 
-        Returns None if no server is ready but one may soon be: wait for a change, or ask again with `may_wait` False.
-        If none is ready or expected, returns any; gRPC then says why the call fails. Raises Cancelled if this object is
-        closed, Unavailable if no server is known.
+        Returns None if no server is ready but one may soon be: wait for a change. `wait` bounds that; without one the
+        wait has not begun. If none is ready or expected, or the call's deadline has passed, returns any; gRPC then says
+        why the call fails. Raises Cancelled if this object is closed, Unavailable if no server is known or if the wait
+        is over while they are still being connected to.
         """
         with self._changed:
             if self._is_closed:
@@ -146,11 +176,18 @@ class Servers(ABC):
             if not self._target.is_single:
                 states = [self._state(each) for each in servers]  # once, because they change meanwhile
                 able = [each for each, state in zip(servers, states, strict=True) if state is _READY]
-                if not able and may_wait and (self._is_looking() or {_IDLE, _CONNECTING} & {*states}):
-                    return None
+                if not able:
+                    now_s = time.monotonic()
+                    expected = {_IDLE, _CONNECTING}.intersection(states)
+                    if wait is None or now_s < wait.deadline_s:
+                        if self._is_looking() and (wait is None or now_s < wait.look_ups_until_s):
+                            return None
+                        if expected and (wait is None or now_s < wait.until_s):
+                            return None
+                        # Not those that are still expected: gRPC would wait for them.
+                        servers = [each for each, state in zip(servers, states, strict=True) if state not in expected]
             if not servers:
-                late = f"no answer within {self._look_up_timeout_s:g} s"
-                raise Unavailable(f"{self._target.name}: not found: {self._look_up_error or late}")
+                raise Unavailable(self._why_none())
             server = self._choose(beginnings, able or servers, avoided)
             if able:
                 self._known.note(beginnings, server.target)
@@ -220,9 +257,19 @@ class Servers(ABC):
             self.wake()
             return [*self._servers.values(), *self._leaving]
 
-    def _pause_s(self, left_s: float | None) -> float:
-        """Returns how long to wait for a change at most: a look-up that takes too long is none."""
-        return self._look_up_timeout_s if left_s is None else min(left_s, self._look_up_timeout_s)
+    def _begin_wait(self, timeout_s: float | None, max_wait_s: float | None) -> Wait:
+        now_s = time.monotonic()
+        return Wait(
+            look_ups_until_s=now_s + min(self._look_up_timeout_s, math.inf if max_wait_s is None else max_wait_s),
+            until_s=now_s + min(self._ready_timeout_s, math.inf if max_wait_s is None else max_wait_s),
+            deadline_s=math.inf if timeout_s is None else now_s + timeout_s,
+        )
+
+    def _why_none(self) -> str:
+        if self._servers:
+            return f"{self._address}: none of {len(self._servers)} services has become ready in time"
+        late = f"no answer within {self._look_up_timeout_s:g} s"
+        return f"{self._target.name}: not found: {self._look_up_error or late}"
 
     def _look_up_if_due(self) -> None:
         if self._target.name is None or self._looking_since_s is not None or self._clock() < self._look_next_s:
@@ -271,20 +318,21 @@ class BlockingServers(Servers):
         *,
         avoided: Server | None = None,
         timeout_s: float | None,
+        max_wait_s: float | None = None,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> Server:
-        """Like `take`, but waits until a server is ready or none is expected, for at most `timeout_s`.
+        """Like `take`, but waits until a server is ready or none is expected. `timeout_s` is what is left of the call's
+        deadline; `max_wait_s` bounds only the wait.
 
         Raises Cancelled when `is_given_up` is True; call `wake` after a change.
         """
-        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        wait = self._begin_wait(timeout_s, max_wait_s)
         with self._changed:
             while not is_given_up():
-                left_s = None if give_up_s is None else give_up_s - time.monotonic()
-                server = self.take(beginnings, avoided=avoided, may_wait=left_s is None or left_s > 0)
+                server = self.take(beginnings, avoided=avoided, wait=wait)
                 if server is not None:
                     return server
-                self._changed.wait(self._pause_s(left_s))
+                self._changed.wait(wait.pause_s())
         raise Cancelled("the stream was closed")
 
     def close(self) -> None:
@@ -316,6 +364,7 @@ class BlockingServers(Servers):
             there, changed = servers(), followed()
             if there is not None and changed is not None:
                 with there._changed:
+                    changed.became_idle = state is _IDLE and changed.state is not _IDLE
                     changed.state = state
                     there._changed.notify_all()
 
@@ -323,6 +372,9 @@ class BlockingServers(Servers):
         server.channel.subscribe(on_state, try_to_connect=True)
 
     def _state(self, server: Server) -> grpc.ChannelConnectivity:
+        if server.became_idle:  # the caller's channel arguments allow it; nothing else would connect it again
+            server.became_idle = False
+            _ask_to_connect(server.channel)
         return server.state
 
     def _hand_over(self, take: Callable[[Sequence[str] | Exception], None], answer: Sequence[str] | Exception) -> None:
@@ -349,20 +401,21 @@ class AsyncServers(Servers):
         *,
         avoided: Server | None = None,
         timeout_s: float | None,
+        max_wait_s: float | None = None,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> Server:
-        """Like `take`, but waits until a server is ready or none is expected, for at most `timeout_s`.
+        """Like `take`, but waits until a server is ready or none is expected. `timeout_s` is what is left of the call's
+        deadline; `max_wait_s` bounds only the wait.
 
         Raises Cancelled when `is_given_up` is True; call `wake` after a change.
         """
-        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        wait = self._begin_wait(timeout_s, max_wait_s)
         while not is_given_up():
-            left_s = None if give_up_s is None else give_up_s - time.monotonic()
-            server = self.take(beginnings, avoided=avoided, may_wait=left_s is None or left_s > 0)
+            server = self.take(beginnings, avoided=avoided, wait=wait)
             if server is not None:
                 return server
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(self._pause_s(left_s), ASK_STATE_S)):
+                async with asyncio.timeout(min(wait.pause_s(), ASK_STATE_S)):
                     await self._change.wait()
         raise Cancelled("the stream was closed")
 
@@ -403,6 +456,13 @@ class AsyncServers(Servers):
     def _on_loop(self, callback: Callable[..., None], argument: object) -> None:
         with suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(callback, argument)
+
+
+def _ask_to_connect(channel: grpc.Channel) -> None:
+    def ignore(state: grpc.ChannelConnectivity) -> None: ...
+
+    channel.subscribe(ignore, try_to_connect=True)
+    channel.unsubscribe(ignore)
 
 
 def _options(target: Target, tls: Tls | None, overrides: ChannelOptions | None) -> list[tuple[str, int | str]]:

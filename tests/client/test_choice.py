@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Any
 
+import grpc
 import pytest
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2
@@ -17,7 +19,14 @@ from grpc_health.v1 import health_pb2
 from baton import AsyncClient, Client, Completion, errors
 from baton.client import EventStream
 from baton.client.generation import Generation
-from baton.client.servers import LOOK_UP_TIMEOUT_S, MARGIN_SHARE, MIN_MARGIN_CALLS, BlockingServers, Server
+from baton.client.servers import (
+    MARGIN_SHARE,
+    MIN_MARGIN_CALLS,
+    READY_TIMEOUT_S,
+    AsyncServers,
+    BlockingServers,
+    Server,
+)
 from baton.server_info import ModelInfo
 from baton.v1 import inference_pb2
 from common.text.chat_messages import ChatMessage
@@ -28,7 +37,7 @@ from tests.support.running_pair import wait_until
 
 READY, NOT_READY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 NUM_SERVERS = 3
-WAKE_BOUND_S = LOOK_UP_TIMEOUT_S / 2
+WAKE_BOUND_S = 2.5
 """Whoever waits looks again after LOOK_UP_TIMEOUT_S, also if nobody wakes them."""
 LOST = failure(code_pb2.UNAVAILABLE, "Socket closed")
 FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s="0")
@@ -257,6 +266,65 @@ async def test_the_wait_for_a_server_ends_with_the_deadline(silent: str, connect
         with pytest.raises(errors.DeadlineExceeded):
             answer = call()
             await answer
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        ({"resume": True, "resume_timeout_s": 0.3}, "none of 2 services has become ready"),
+        ({"resume": True, "admission_timeout_s": 0.3}, "none of 2 services has become ready"),
+    ],
+    ids=["resume", "admission"],
+)
+async def test_the_wait_for_a_server_ends_when_a_generation_gives_up(
+    silent: str, connect: Callable[..., Any], resume: dict[str, Any], message: str
+) -> None:
+    client = await connect(silent, **resume)
+    began_s = time.monotonic()
+    with pytest.raises(errors.Unavailable, match=message):
+        answer = client.complete("Hi")
+        await answer
+    assert 0.3 <= time.monotonic() - began_s < READY_TIMEOUT_S / 2
+
+
+@pytest.fixture(params=[BlockingServers, AsyncServers])
+async def ready_within(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Takes a server of either client's, which waits for at most 0.2 s, and closes them."""
+
+    async def ready_within(address: str) -> Server:
+        servers = request.param(address, ready_timeout_s=0.2)
+        try:
+            async with asyncio.timeout(BOUND_S):
+                if isinstance(servers, AsyncServers):
+                    return await servers.take_when_ready(timeout_s=None)
+                return await asyncio.to_thread(servers.take_when_ready, timeout_s=None)
+        finally:
+            if isinstance(servers, AsyncServers):
+                await servers.close()
+            else:
+                servers.close()
+
+    return ready_within
+
+
+async def test_without_any_deadline_the_wait_for_a_server_ends_too(silent: str, ready_within: Any) -> None:
+    with pytest.raises(errors.Unavailable, match="none of 2 services has become ready"):
+        await ready_within(silent)
+    assert (await ready_within(f"{silent},127.0.0.1:1")).target == "ipv4:127.0.0.1:1", "gRPC says why that one fails"
+
+
+def test_a_channel_that_became_idle_connects_again(scripted: list[ScriptedServer]) -> None:
+    servers = BlockingServers(
+        f"127.0.0.1:1,{scripted[0].address}", channel_overrides={"grpc.client_idle_timeout_ms": 1000}
+    )
+    try:
+        taken = take(servers)
+        taken.inference.GetModelInfo(inference_pb2.GetModelInfoRequest())  # gRPC counts the time after a call
+        give_back(servers, taken)
+        wait_until(lambda: taken.state is grpc.ChannelConnectivity.IDLE, bound_s=BOUND_S)
+        assert give_back(servers, take(servers)).state is grpc.ChannelConnectivity.READY
+    finally:
+        servers.close()
 
 
 @pytest.mark.parametrize("closes", ["stream", "client"])

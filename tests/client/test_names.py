@@ -186,7 +186,7 @@ class LookUps:
         return self.addresses
 
 
-async def take(servers: BlockingServers | AsyncServers, timeout_s: float = BOUND_S) -> Server:
+async def take(servers: BlockingServers | AsyncServers, timeout_s: float | None = BOUND_S) -> Server:
     if isinstance(servers, AsyncServers):
         await asyncio.sleep(0)  # what other threads found comes to the event loop
         return await servers.take_when_ready(timeout_s=timeout_s)
@@ -262,6 +262,18 @@ async def test_calls_wait_for_a_look_up_that_hangs_only_so_long_and_not_if_a_ser
             await asyncio.sleep(0.01)
     assert len(look_ups.began) == look_ups.num_ended + 1, "there is one look-up at a time"
     look_ups.goes_on.set()
+
+
+async def test_calls_wait_for_look_ups_that_fail_late_only_so_long_in_all(watch: Callable[..., Any]) -> None:
+    def fail_late(host: str, port: int) -> Sequence[str]:
+        late.wait(0.15)
+        raise OSError("no such name")
+
+    late = threading.Event()
+    servers = watch(fail_late, look_up_timeout_s=0.4, channel_overrides=LOOK_UP_OFTEN)
+    with pytest.raises(errors.Unavailable, match="no such name"):
+        async with asyncio.timeout(BOUND_S / 4):
+            await take(servers, None)
 
 
 async def test_the_channel_of_a_server_that_is_gone_is_closed_when_its_calls_have_ended(
