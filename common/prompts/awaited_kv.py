@@ -49,19 +49,22 @@ class AwaitedKv:
 def awaited_kv(pool: KvPool, key: CacheKey | None, sources: Iterable[KvSource]) -> AwaitedKv | None:
     """Returns the KV that a prompt with `key` should wait for before it gets a row, or None if it should not wait.
 
-    It waits for the source that brings most of what the cache lacks now, if that is a quarter of the prompt's tokens.
-    Of a source that leaves everything at its end, what is not for this prompt must be no more than what is. To wait
-    holds nothing, so a prompt must wait only for `sources` that hold a row: then no two wait for each other.
+    It waits for the source that brings most of what the cache lacks now, if that is a quarter of the prompt's tokens;
+    of several that bring as much, for the first. A source brings nothing of what it has in the cache already. Of one
+    that leaves everything at its end, what is not for this prompt must be no more than what is. To wait holds nothing,
+    so a prompt must wait only for `sources` that hold a row: then no two wait for each other.
     """
     if key is None:
         return None
-    best, num_known = None, pool.num_cached(key)
-    num_worth = math.ceil(len(key.token_ids) * _WORTH_WAITING)
+    num_known = pool.num_cached(key)
+    best, num_wanted = None, num_known + math.ceil(len(key.token_ids) * _WORTH_WAITING)
     for source in sources:
         if (other := source.cache_key) is None:
             continue
-        num_usable = pool.num_common(key, other, at_least=num_known + num_worth)
+        num_usable = pool.num_common(key, other, at_least=num_wanted)
+        if num_usable <= source.num_kept_tokens:  # nothing in common, or its KV was forgotten
+            continue
         num_saved, num_not_shared = num_usable - num_known, len(other.token_ids) - num_usable
-        if num_usable and (source.brings_it_in_chunks or num_not_shared <= num_saved):
-            best, num_known = AwaitedKv(source, num_usable), num_usable
+        if source.brings_it_in_chunks or num_not_shared <= num_saved:
+            best, num_wanted = AwaitedKv(source, num_usable), num_usable + 1
     return best

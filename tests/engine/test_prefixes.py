@@ -615,6 +615,27 @@ def check_damaged_kv_is_forgotten() -> None:
         assert serve(scripted, "elsewhere again", OTHER, 3) == len(OTHER) - 1, "other KV was forgotten too"
 
 
+def test_one_that_holds_only_forgotten_kv_is_not_waited_for() -> None:
+    """What it holds of the prompt was found to be damaged, and it brings no more than the last token."""
+    scripted = ScriptedEngine()
+    serve(scripted, "before", WAITING, 3)
+    damage = _Damage(scripted)
+    scripted.submit("failing", WAITING, 8, cache_salt=SALT)
+    scripted.start("failing")
+    holder = scripted.submit("holder", WAITING, 3, cache_salt=SALT)
+    scripted.step()
+    assert scripted.handoffs["holder"].num_held == len(WAITING) - 1
+    damage.is_due = True
+    while scripted.outcomes["failing"].error is None:
+        scripted.step()
+        scripted.forward.run_all()
+    scripted.submit("next", WAITING, 3, cache_salt=SALT)
+    scripted.step()
+    assert scripted.handoffs["next"].num_held == 0
+    scripted.run()
+    assert_right("the holder", holder)
+
+
 def test_kv_of_a_row_whose_length_was_wrong_is_forgotten() -> None:
     """The device or a kernel is at fault, so nothing that the row holds is trusted."""
     for prompt in (PROMPT, PROMPT[:1]):
