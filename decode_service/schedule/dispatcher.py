@@ -240,10 +240,10 @@ class PrefillDispatcher:
             for start in range(0, len(reqs), MAX_CALL_ROWS):
                 self._start_call(replica, reqs[start : start + MAX_CALL_ROWS])
         self._looked_s, self._was_short_of_slots = now_s, is_short
+        self._seen = self._changes()  # those who fail now may leave room to others
         self._look_again_s = self._fail_overdue(now_s)
         if self._degraded_from_s > now_s:
             self._look_again_s = min(self._look_again_s, self._degraded_from_s)
-        self._seen = self._changes()
 
     def _changes(self) -> tuple[int, ...]:
         """Returns numbers of which one is new when a request may start that could not at the last look.

@@ -51,6 +51,22 @@ def test_a_prompt_that_fits_no_replica_is_refused_at_once_by_their_limit() -> No
     engine.run()
 
 
+def test_a_request_that_fails_leaves_what_was_spared_for_it_to_the_next() -> None:
+    """The only row is spared for one that was refused, until a smaller replica has taken the place of its own."""
+    engine = ScriptedEngine(max_rows=1, clock=lambda: 0.0)
+    long = engine.submit("long", LONG, 3)
+    engine.step()
+    engine.refuse("long", RowFailure.CAPACITY)
+    engine.submit("short", SHORT, 3)
+    for _ in range(2):
+        assert not places(engine.step())
+    engine.post(ReplicasChanged((SMALL,)))
+    engine.step()
+    assert isinstance(long.error, ContextExceeded)
+    assert places(engine.step()) == {"short": "small"}
+    engine.run()
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_prompt_waits_for_a_replica_that_may_take_it_and_holds_up_no_other(comes_back: bool) -> None:
     now_s = [100.0]
