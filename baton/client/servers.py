@@ -111,7 +111,8 @@ class Servers(ABC):
     interval replaces it.) A server that the name no longer has gets no new call, and its channel is closed when its
     calls have ended.
 
-    Raises what `parse_target` raises.
+    Raises what `parse_target` raises, ValueError if metadata cannot carry the token, and OverflowError for a channel
+    argument that does not fit in 32 bits.
     """
 
     def __init__(
@@ -140,12 +141,14 @@ class Servers(ABC):
         self._changed = threading.Condition()
         self._known = ServersByBeginning()
         self._servers: dict[str, Server] = {}
-        self._leaving: set[Server] = set()
+        self._leaving: dict[str, Server] = {}
         self._num_chosen = 0
         self._looking_since_s: float | None = None
         self._look_next_s = clock()
         self._look_up_error = ""
         self._is_closed = False
+        if self._target.name is not None:  # so that a token or a channel argument that cannot be sent is told here
+            self._close_channel(Server("", self._open_channel("ipv4:127.0.0.1:1"), token))
         for each in self._target.addresses:
             self._add(each)
         self._look_up_if_due()
@@ -246,8 +249,8 @@ class Servers(ABC):
             self._follow(server)
 
     def _close_if_done(self, server: Server) -> None:
-        if server in self._leaving and server.num_open == 0 and not self._is_closed:
-            self._leaving.remove(server)
+        if self._leaving.get(server.target) is server and server.num_open == 0 and not self._is_closed:
+            del self._leaving[server.target]
             self._close_channel(server)
 
     def _end(self) -> list[Server]:
@@ -255,7 +258,7 @@ class Servers(ABC):
         with self._changed:
             self._is_closed = True
             self.wake()
-            return [*self._servers.values(), *self._leaving]
+            return [*self._servers.values(), *self._leaving.values()]
 
     def _begin_wait(self, timeout_s: float | None, max_wait_s: float | None) -> Wait:
         now_s = time.monotonic()
@@ -277,7 +280,11 @@ class Servers(ABC):
         self._looking_since_s = self._clock()
         self._look_next_s = self._looking_since_s + self._look_up_interval_s
         # A daemon thread outside of any pool: if the look-up hangs, the process can exit.
-        threading.Thread(target=self._look, name=f"look-up-{self._target.name.host}", daemon=True).start()
+        try:
+            threading.Thread(target=self._look, name=f"look-up-{self._target.name.host}", daemon=True).start()
+        except RuntimeError as error:  # the system has no more threads: a later call tries again
+            self._looking_since_s = None
+            self._look_up_error = str(error)
 
     def _look(self) -> None:
         assert self._target.name is not None
@@ -301,10 +308,12 @@ class Servers(ABC):
                 found = dict.fromkeys(map(numeric_target, answer))
                 for target in [each for each in self._servers if each not in found]:
                     server = self._servers.pop(target)
-                    self._leaving.add(server)
+                    self._leaving[target] = server
                     self._close_if_done(server)
                 for target in found:
-                    if target not in self._servers:
+                    if target in self._leaving:  # with its open calls
+                        self._servers[target] = self._leaving.pop(target)
+                    elif target not in self._servers:
                         self._add(target)
             self.wake()
 

@@ -276,6 +276,66 @@ async def test_calls_wait_for_look_ups_that_fail_late_only_so_long_in_all(watch:
             await take(servers, None)
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"token": "two words"}, ValueError), ({"channel_overrides": {"grpc.max_metadata_size": 2**31}}, OverflowError)],
+    ids=["token", "argument"],
+)
+async def test_what_cannot_be_sent_is_told_at_once(
+    watch: Callable[..., Any], options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        watch(LookUps("127.0.0.1:1"), **options)
+
+
+async def test_a_look_up_that_found_no_thread_is_tried_again(
+    watch: Callable[..., Any], ready_server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_no_look_up(thread: threading.Thread) -> None:
+        if thread.name.startswith("look-up"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_no_look_up)
+        servers = watch(LookUps(ready_server.address), channel_overrides=LOOK_UP_OFTEN)
+        with pytest.raises(errors.Unavailable, match="not found: can't start new thread"):
+            servers.take()
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            with suppress(errors.Unavailable):
+                servers.give_back(await take(servers))
+                break
+            await asyncio.sleep(0.01)
+
+
+async def test_a_server_that_comes_back_still_has_its_open_calls(
+    watch: Callable[..., Any], ready_server: ScriptedServer
+) -> None:
+    other = ScriptedServer()
+    other.become_ready()
+    try:
+        look_ups = LookUps(ready_server.address)
+        servers = watch(look_ups, channel_overrides=LOOK_UP_OFTEN)
+        async with asyncio.timeout(BOUND_S):
+            first = await take(servers)
+
+            async def until_taken(is_right: Callable[[Server], bool]) -> Server:
+                while not is_right(server := await take(servers)):
+                    servers.give_back(server)
+                return server
+
+            look_ups.addresses = (other.address,)
+            servers.give_back(await until_taken(lambda server: server is not first))
+            look_ups.addresses = (ready_server.address,)
+            again = await until_taken(lambda server: server.target == first.target)
+            assert again is first and first.num_open == 2
+    finally:
+        other.stop()
+
+
 async def test_the_channel_of_a_server_that_is_gone_is_closed_when_its_calls_have_ended(
     watch: Callable[..., Any], ready_server: ScriptedServer
 ) -> None:
