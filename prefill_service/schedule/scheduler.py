@@ -175,6 +175,7 @@ class PrefillEngine:
         self._outbox: list[Event] = []
         self._is_draining = False
         self._has_freed = False  # at the last step's end; then a queued prompt is tried at once
+        self._lacks_room = False  # whether the last step found a queued prompt that must wait for a row or slots
         self._num_steps = 0
         self._last_end_s = 0.0  # end of the last forward
 
@@ -206,7 +207,9 @@ class PrefillEngine:
         if has_room and any(prompt.num_left for prompt in self._lives.in_phase(PromptPhase.COMPUTING)):
             return 0.0
         num_queued = self._lives.num_in(PromptPhase.QUEUED)
-        if num_queued and (self._has_freed or any(map(_has_waited, self._lives.in_phase(PromptPhase.QUEUED)))):
+        if num_queued and self._has_freed:
+            return 0.0
+        if not self._lacks_room and any(map(_has_waited, self._lives.in_phase(PromptPhase.QUEUED))):
             return 0.0
         if self._in_flight or self._sender.is_busy or self.pool.has_quarantined:
             return self._wake_up.wait_s
@@ -297,11 +300,13 @@ class PrefillEngine:
             if 0 < prompt.row.deadline_unix_ms <= now_unix_ms:
                 self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
                 self._end_call_if_done(prompt.call_id)
+        self._lacks_room = False
         for prompt in self._lives.in_phase(PromptPhase.QUEUED):
             if self._waits(prompt):
                 continue
             lease = self.pool.reserve(prompt.num_tokens, key=prompt.cache_key)
             if lease is None:
+                self._lacks_room = True
                 return
             self._lives.enter(prompt, PromptPhase.COMPUTING, lease=lease)
             prompt.num_launched_tokens = prompt.num_kept_tokens = lease.num_cached

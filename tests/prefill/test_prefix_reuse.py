@@ -389,3 +389,20 @@ def test_an_engine_does_not_sleep_while_a_prompt_has_what_it_waited_for(make: Ma
         prefill.device.stream("forward").run_all()
     assert prefill.engine.load().num_queued == 1
     assert prefill.engine.idle_timeout_s() == 0.0
+
+
+def test_an_engine_sleeps_while_a_prompt_has_what_it_waited_for_and_an_older_one_lacks_room(
+    make: Make, memory: SharedPool
+) -> None:
+    prefill = make(max_kv_tokens=48, max_rows=4, shared_pool=memory)
+    prefill.ask("call", PROMPT, tuple(range(501, 506)), (*PROMPT, *range(600, 625)), PROMPT, shares_memory=True)
+    for _ in range(20):
+        prefill.step()
+        prefill.device.stream("forward").run_all()
+    load = prefill.engine.load()
+    assert (load.num_queued, load.num_running, load.rows.free) == (2, 0, 2)
+    assert prefill.engine.idle_timeout_s() > 0
+    segments = prefill.sent("call", KvSegment)
+    prefill.step(returned("call", [segment for segment in segments if segment.row == 1]))
+    prefill.step()
+    assert not prefill.engine.load().num_queued, "it slept although there was room"
