@@ -7,7 +7,8 @@ known by a digest:
 chat  | system . question | answer . question |     marks: ends of messages (|), and blocks in long ones
 text  |  block  |  block  |  block  |  rest         marks: ends of blocks
 
-A mark depends only on the bytes before it. So two requests have the same beginnings as far as they are equal.
+A mark depends only on the bytes before it. So two requests have the same beginnings as far as they are equal. Only the
+ends of a chat's last messages are always marked: where a chat ended, its next turn finds the mark again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ BLOCK_BYTES = 256
 """The distance between two marks inside a text: 64 token ids of 4 bytes, or about as many tokens of text."""
 BLOCK_SHARE = 32
 """Two marks are at least this part of the bytes before them apart. So a long request has some hundreds of marks."""
+LAST_MESSAGES = 8
+"""The ends of so many last messages of a chat are marked, however short they are: a turn adds fewer, unless it calls
+many tools.
+"""
 MAX_BYTES = 1 << 20
 """What comes after so many bytes of a request has no marks. It bounds the time that a request costs to some
 milliseconds.
@@ -42,7 +47,9 @@ _ID_BYTES = array("I").itemsize
 
 @dataclass(frozen=True, slots=True)
 class Beginnings:
-    """A request's beginnings, the shortest first: their digests, and how many bytes each has of `num_bytes`."""
+    """A request's beginnings, the shortest first: their digests, and how many bytes each has of `num_bytes`. The last
+    one is the whole request if it has as many.
+    """
 
     digests: tuple[bytes, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -62,12 +69,13 @@ def beginnings_of(request: inference_pb2.GenerateRequest) -> Beginnings:
     marker = _Marker(f"{kind}\0{request.HasField('cache_salt')}\0{request.cache_salt}")
     match kind:
         case "chat":
-            for message in request.chat.messages:
+            first_of_last = len(request.chat.messages) - LAST_MESSAGES
+            for index, message in enumerate(request.chat.messages):
                 parts = [message.role, message.content, message.name, message.tool_call_id]
                 for call in message.tool_calls:
                     parts += (call.id, call.name, call.arguments)
                 marker.add("\0".join((*parts, "")).encode())
-                marker.mark()
+                marker.mark(is_one_of_last=index >= first_of_last)
                 if marker.is_full:
                     break
         case "token_ids":
@@ -102,9 +110,10 @@ class ServersByBeginning:
     def note(self, beginnings: Beginnings, server: str) -> None:
         """Notes that a request with these beginnings goes to `server`."""
         middle, end = (server, False), (server, True)
+        has_end = beginnings.sizes[-1:] == (beginnings.num_bytes,)
         for place, digest in enumerate(reversed(beginnings.digests)):  # a request's end is forgotten before its start
             _, was_end = self._known.get(digest, middle)
-            self._known[digest] = end if was_end or place == 0 else middle
+            self._known[digest] = end if was_end or (has_end and place == 0) else middle
             self._known.move_to_end(digest)
         while len(self._known) > self._max_beginnings:
             self._known.popitem(last=False)
@@ -135,15 +144,20 @@ class _Marker:
         self._hash.update(view)
         self._num_bytes += len(view)
 
-    def mark(self) -> None:
-        """Marks the end of a message, if it is far enough from the last mark."""
+    def mark(self, *, is_one_of_last: bool) -> None:
+        """Marks the end of a message, if it is far enough from the last mark or one of the chat's last messages."""
         if self._num_bytes - self._last > self._last // BLOCK_SHARE:
             self._mark()
+        elif is_one_of_last and self._sizes[-1:] != [self._num_bytes]:
+            self._keep()  # without a change of later marks, which must depend on the bytes before them only
 
     def beginnings(self) -> Beginnings:
         return Beginnings(tuple(self._digests), tuple(self._sizes), self._num_bytes)
 
     def _mark(self) -> None:
+        self._keep()
+        self._last = self._num_bytes
+
+    def _keep(self) -> None:
         self._digests.append(self._hash.copy().digest())
         self._sizes.append(self._num_bytes)
-        self._last = self._num_bytes

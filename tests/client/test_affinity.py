@@ -28,6 +28,10 @@ def chat(*messages: tuple[str, str], **fields: Any) -> inference_pb2.GenerateReq
     return inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=told), **fields)
 
 
+def told(request: inference_pb2.GenerateRequest) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in request.chat.messages]
+
+
 def text(prompt: str, **fields: Any) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(text=prompt, **fields)
 
@@ -136,6 +140,29 @@ def test_what_a_request_ended_with_decides_and_a_small_part_that_is_shared_does_
     document = ("system", letters(600))
     known.note(beginnings_of(chat(document, QUESTION)), "b")
     assert known.find(beginnings_of(chat(document, ("user", "How is it going?"))), BOTH) == "b", "it is most of it"
+
+
+@pytest.mark.parametrize("num_bytes", [250, 300, 5_000, 20_000])
+def test_a_shared_system_prompt_is_no_conversation_that_goes_on(num_bytes: int) -> None:
+    system, greeting, long = ("system", letters(num_bytes)), ("user", "Hi"), ("user", letters(3 * num_bytes))
+    known = ServersByBeginning()
+    known.note(beginnings_of(chat(system, greeting)), "a")
+    assert known.find(beginnings_of(chat(system, long)), BOTH) is None
+    goes_on = chat(system, greeting, ("assistant", "Hello."), long)
+    assert known.find(beginnings_of(goes_on), BOTH) == "a"
+    known.note(beginnings_of(goes_on), "b")
+    assert known.find(beginnings_of(chat(*told(goes_on), ("assistant", "Yes."), ("user", "And?"))), BOTH) == "b"
+
+
+@pytest.mark.parametrize("rest", [40, 100])
+def test_texts_that_share_less_than_half_are_no_continuation(rest: int) -> None:
+    shared = letters(3 * BLOCK_BYTES)
+    known = ServersByBeginning()
+    known.note(beginnings_of(text(shared + "x" * rest)), "a")
+    assert known.find(beginnings_of(text(shared + "y" * 6 * BLOCK_BYTES)), BOTH) is None
+    assert known.find(beginnings_of(text(shared + "y" * BLOCK_BYTES)), BOTH) == "a"
+    known.note(beginnings_of(text(shared)), "b")
+    assert known.find(beginnings_of(text(shared + "y" * 6 * BLOCK_BYTES)), BOTH) == "b", "it ended at a block's end"
 
 
 def test_the_last_server_that_had_a_beginning_counts() -> None:
