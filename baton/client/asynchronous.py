@@ -62,11 +62,15 @@ class AsyncEventStream(AsyncIterator[Event]):
                     raise
                 except grpc.RpcError as failure:
                     error = error_from_rpc(failure)
+                    if self._server is not None and not self._is_closed.is_set():
+                        self._servers.note_failed(self._server, error)
                 except Unavailable as failure:  # no server is known
                     error = failure
                 else:
                     if message is grpc.aio.EOF:
                         break
+                    if self._server is not None and message.HasField("started"):
+                        self._servers.note_accepted(self._server, self._beginnings)
                     if (event := self._generation.accept(message)) is not None:
                         return event
                     continue
@@ -109,8 +113,12 @@ class AsyncEventStream(AsyncIterator[Event]):
 
     def _open_call(self, server: Server) -> None:
         servers, self._server = self._servers, server
-        request, timeout_s = self._generation.next_call()
-        self._call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            request, timeout_s = self._generation.next_call()
+            self._call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        except BaseException:
+            servers.give_back(server)
+            raise
         self._call.add_done_callback(lambda _: servers.give_back(server))
 
     def _cancel_call(self) -> None:

@@ -57,9 +57,13 @@ class EventStream(Iterator[Event]):
                     message = next(self._call)
                 except grpc.RpcError as failure:
                     error = error_from_rpc(failure)
+                    if self._server is not None and not self._is_closed.is_set():
+                        self._servers.note_failed(self._server, error)
                 except Unavailable as failure:  # no server is known
                     error = failure
                 else:
+                    if self._server is not None and message.HasField("started"):
+                        self._servers.note_accepted(self._server, self._beginnings)
                     if (event := self._generation.accept(message)) is not None:
                         return event
                     continue
@@ -102,11 +106,15 @@ class EventStream(Iterator[Event]):
 
     def _open_call(self, server: Server) -> None:
         servers, self._server = self._servers, server
-        request, timeout_s = self._generation.next_call()
         try:
+            request, timeout_s = self._generation.next_call()
             call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         except ValueError as error:  # another thread has closed the client since the server was chosen
+            servers.give_back(server)
             raise Cancelled(f"the client is closed: {error}") from None
+        except BaseException:
+            servers.give_back(server)
+            raise
         # Not add_done_callback, which would keep the call alive, so that dropping it would not cancel it.
         if not call.add_callback(lambda: servers.give_back(server)):
             servers.give_back(server)

@@ -3,7 +3,8 @@
 Each server has a channel of its own. gRPC asks the server for its health all the time, and the channel is READY only
 while the server is ready to serve. Among the ready servers the choice is:
 
-1. not the one that broke or refused this generation's last call, if there is another;
+1. not the one that broke or refused this generation's last call, nor one that did so to any call just now, if there is
+   another;
 2. the one that has the longest beginning of the request (`affinity`), unless it has too many open calls;
 3. else the one with the fewest open calls; of equals, the one that was chosen least recently.
 """
@@ -30,7 +31,7 @@ from grpc_health.v1 import health_pb2_grpc
 from baton.client.affinity import NO_BEGINNINGS, Beginnings, ServersByBeginning, beginnings_of
 from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
 from baton.client.target import Target, numeric_target, parse_target
-from baton.errors import Cancelled, Unavailable
+from baton.errors import BatonError, Cancelled, Internal, ResourceExhausted, Unavailable
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.addresses import address_of
 from common.rpc.name_lookup import LookUp, look_up
@@ -42,6 +43,10 @@ calls more than the least busy one: 2, or a quarter of the servers' mean if that
 
 So a conversation stays where it is while the load is about even, and a beginning that many requests share does not fill
 one server while others are idle. A difference of two calls says nothing about the load, because calls differ in length.
+"""
+FAILED_FOR_S = 1.0
+"""How long a server is passed over after it broke or refused a call. A server that fails at once always has few open
+calls, and would attract all requests.
 """
 LOOK_UP_INTERVAL_S = 5.0
 LOOK_UP_TIMEOUT_S = 5.0
@@ -97,6 +102,7 @@ class Server:
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.num_open = 0
         self.last_chosen = 0
+        self.failed_until_s = -math.inf
         # For BlockingServers, which are told the channel's state.
         self.state = _IDLE
         self.became_idle = False
@@ -192,8 +198,6 @@ class Servers(ABC):
             if not servers:
                 raise Unavailable(self._why_none())
             server = self._choose(beginnings, able or servers, avoided)
-            if able:
-                self._known.note(beginnings, server.target)
             self._num_chosen += 1
             server.last_chosen = self._num_chosen
             server.num_open += 1
@@ -204,6 +208,17 @@ class Servers(ABC):
         with self._changed:
             server.num_open -= 1
             self._close_if_done(server)
+
+    def note_accepted(self, server: Server, beginnings: Beginnings) -> None:
+        """Call when the server has accepted a request with these beginnings."""
+        with self._changed:
+            self._known.note(beginnings, server.target)
+
+    def note_failed(self, server: Server, error: BatonError) -> None:
+        """Call when a call at the server has failed. Only errors that say something about the server count."""
+        if isinstance(error, Unavailable | ResourceExhausted | Internal):
+            with self._changed:
+                server.failed_until_s = self._clock() + FAILED_FOR_S
 
     @abstractmethod
     def wake(self) -> None:
@@ -228,9 +243,9 @@ class Servers(ABC):
         """Called on a look-up's thread. Calls `take(answer)` where this object may be changed."""
 
     def _choose(self, beginnings: Beginnings, servers: Sequence[Server], avoided: Server | None) -> Server:
-        candidates = {each.target: each for each in servers if each is not avoided} or {
-            each.target: each for each in servers
-        }
+        others = [each for each in servers if each is not avoided] or servers
+        now_s = self._clock()
+        candidates = {each.target: each for each in [each for each in others if each.failed_until_s <= now_s] or others}
         least_busy = min(candidates.values(), key=lambda each: (each.num_open, each.last_chosen))
         found = self._known.find(beginnings, candidates)
         if found is not None:

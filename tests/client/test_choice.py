@@ -17,9 +17,11 @@ from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2
 
 from baton import AsyncClient, Client, Completion, errors
-from baton.client import EventStream
+from baton.client.asynchronous import AsyncEventStream
+from baton.client.blocking import EventStream
 from baton.client.generation import Generation
 from baton.client.servers import (
+    FAILED_FOR_S,
     MARGIN_SHARE,
     MIN_MARGIN_CALLS,
     READY_TIMEOUT_S,
@@ -81,9 +83,11 @@ def set_ready(server: ScriptedServer, is_ready: bool) -> None:
 
 
 def take(servers: BlockingServers, *turns: tuple[str, str], avoided: Server | None = None, **fields: Any) -> Server:
-    """Takes the server for a chat of these turns, or for a request without a beginning."""
+    """Takes the server for a chat of these turns, or for a request without a beginning. The server accepts it."""
     beginnings = servers.beginnings_of(chat(*turns, **fields))
-    return servers.take_when_ready(beginnings, avoided=avoided, timeout_s=BOUND_S)
+    server = servers.take_when_ready(beginnings, avoided=avoided, timeout_s=BOUND_S)
+    servers.note_accepted(server, beginnings)
+    return server
 
 
 def give_back(servers: BlockingServers, *taken: Server) -> Server:
@@ -238,6 +242,61 @@ async def test_a_generation_does_not_go_back_to_the_server_that_broke_or_refused
         server.inference.scripts.append([broken_by])
         assert await served_by(client, *conversation(0)) != home
         assert not server.inference.scripts
+
+
+@pytest.mark.parametrize("broken_by", [LOST, FULL], ids=["lost", "full"])
+async def test_a_server_that_fails_at_once_attracts_nothing(
+    scripted: list[ScriptedServer], connect: Callable[..., Any], broken_by: Any
+) -> None:
+    """Though it has the fewest open calls, and requests that it did not accept begin like the later ones."""
+    client = await connect(addresses(scripted))
+    await until_all_are_used(client)
+    scripted[0].inference.script = [broken_by]
+    num_failed, began_s = 0, time.monotonic()
+    for number in range(4 * NUM_SERVERS):
+        for _ in range(4):
+            try:
+                await served_by(client, *conversation(number))
+            except (errors.Unavailable, errors.ResourceExhausted):
+                num_failed += 1
+    assert 1 <= num_failed <= 1 + (time.monotonic() - began_s) / FAILED_FOR_S
+    for server in scripted:
+        server.inference.script = [broken_by]
+    for _ in range(2 * NUM_SERVERS):
+        with pytest.raises((errors.Unavailable, errors.ResourceExhausted)):
+            await served_by(client, *conversation(0))
+
+
+def test_a_request_that_no_server_accepted_has_no_home(servers: BlockingServers) -> None:
+    beginnings = servers.beginnings_of(chat(*conversation(0)))
+    chosen = {give_back(servers, servers.take_when_ready(beginnings, timeout_s=BOUND_S)) for _ in range(NUM_SERVERS)}
+    assert len(chosen) == NUM_SERVERS
+
+
+async def test_a_call_that_cannot_begin_does_not_count_as_open(
+    scripted: list[ScriptedServer], connect: Callable[..., Any]
+) -> None:
+    class Broken(Exception): ...
+
+    class NoCall(Generation):
+        def next_call(self) -> Any:
+            raise Broken
+
+    both: list[BlockingServers | AsyncServers] = [
+        BlockingServers(addresses(scripted)),
+        AsyncServers(addresses(scripted)),
+    ]
+    streams: list[Any] = [EventStream, AsyncEventStream]
+    for servers, stream in zip(both, streams, strict=True):
+        taken = servers.take_when_ready(timeout_s=BOUND_S)
+        server = taken if isinstance(taken, Server) else await taken
+        servers.give_back(server)
+        with pytest.raises(Broken):
+            stream(NoCall(chat(QUESTION), timeout_s=None, resume_timeout_s=None), servers)
+        assert server.num_open == 0
+        closing = servers.close()
+        if closing is not None:
+            await closing
 
 
 async def test_a_first_call_waits_for_a_server_that_is_ready(
