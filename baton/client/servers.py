@@ -59,7 +59,7 @@ never tells its health.
 """
 
 ASK_STATE_S = 0.02
-"""How often a call of an asyncio client that waits for a ready server asks for the state of the channels."""
+"""How often an asyncio client asks for the state of the channels while calls wait for a ready server."""
 
 _READY, _IDLE, _CONNECTING = (
     grpc.ChannelConnectivity.READY,
@@ -409,13 +409,16 @@ class AsyncServers(Servers):
     """The servers of an asyncio client. Construct it in a running event loop, and call everything but `give_back`
     there.
 
-    The state of channels is asked for when a call is made, and again and again while it waits for a server. To be told
-    of changes would leave work in gRPC that nothing can end, and that reports to an event loop which may be closed.
+    The state of channels is asked for when a call is made, and by one task while any calls wait for a server. To be
+    told of changes would leave work in gRPC that nothing can end, and that reports to an event loop which may be
+    closed.
     """
 
     def __init__(self, address: str, **options: Any) -> None:
         self._loop = asyncio.get_running_loop()
         self._change = asyncio.Event()
+        self._num_waiting = 0
+        self._asking: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         super().__init__(address, **options)
 
@@ -438,13 +441,13 @@ class AsyncServers(Servers):
             server = self.take(beginnings, avoided=avoided, wait=wait)
             if server is not None:
                 return server
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(wait.pause_s(), ASK_STATE_S)):
-                    await self._change.wait()
+            await self._wait_for_change(wait.pause_s())
         raise Cancelled("the stream was closed")
 
     async def close(self) -> None:
         """Closes all channels, which cancels the open calls."""
+        if self._asking is not None:
+            self._asking.cancel()
         for server in self._end():
             await server.channel.close()
         if self._closing:
@@ -453,6 +456,30 @@ class AsyncServers(Servers):
     def wake(self) -> None:
         changed, self._change = self._change, asyncio.Event()
         changed.set()
+
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        self._num_waiting += 1
+        if self._asking is None:
+            self._asking = self._loop.create_task(self._ask_while_calls_wait())
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._change.wait()
+        finally:
+            self._num_waiting -= 1
+
+    async def _ask_while_calls_wait(self) -> None:
+        """Wakes the waiting calls when the state of a channel has changed."""
+        before: list[grpc.ChannelConnectivity] = []
+        try:
+            while self._num_waiting:
+                states = [self._state(each) for each in self._servers.values()]
+                if states != before or _READY in states:
+                    self.wake()
+                before = states
+                await asyncio.sleep(ASK_STATE_S)
+        finally:
+            self._asking = None
 
     def _open_channel(self, target: str) -> grpc.aio.Channel:
         if self._credentials is None:

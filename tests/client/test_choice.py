@@ -21,6 +21,7 @@ from baton.client.asynchronous import AsyncEventStream
 from baton.client.blocking import EventStream
 from baton.client.generation import Generation
 from baton.client.servers import (
+    ASK_STATE_S,
     FAILED_FOR_S,
     MARGIN_SHARE,
     MIN_MARGIN_CALLS,
@@ -36,6 +37,7 @@ from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, fail
 from tests.client.test_affinity import QUESTION, SYSTEM, chat
 from tests.support.black_hole import BlackHoleProxy
 from tests.support.running_pair import wait_until
+from tests.support.services_here import until
 
 READY, NOT_READY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 NUM_SERVERS = 3
@@ -273,9 +275,7 @@ def test_a_request_that_no_server_accepted_has_no_home(servers: BlockingServers)
     assert len(chosen) == NUM_SERVERS
 
 
-async def test_a_call_that_cannot_begin_does_not_count_as_open(
-    scripted: list[ScriptedServer], connect: Callable[..., Any]
-) -> None:
+async def test_a_call_that_cannot_begin_does_not_count_as_open(scripted: list[ScriptedServer]) -> None:
     class Broken(Exception): ...
 
     class NoCall(Generation):
@@ -418,6 +418,62 @@ async def test_closing_ends_the_async_clients_wait_too(silent: str, closes: str)
         with pytest.raises(errors.Cancelled):
             async with asyncio.timeout(WAKE_BOUND_S):
                 await reading
+
+
+async def test_calls_that_wait_do_not_fill_the_event_loop(silent: str) -> None:
+    num_calls, num_looks = 200, 0
+
+    class Counted(AsyncServers):
+        def take(self, *args: Any, **options: Any) -> Server | None:
+            nonlocal num_looks
+            num_looks += 1
+            return super().take(*args, **options)
+
+    servers = Counted(silent)
+    waiting = [asyncio.ensure_future(servers.take_when_ready(timeout_s=None)) for _ in range(num_calls)]
+    await asyncio.wait(waiting, timeout=20 * ASK_STATE_S)
+    num_while_waiting = num_looks
+    await servers.close()
+    assert {type(each) for each in await asyncio.gather(*waiting, return_exceptions=True)} == {errors.Cancelled}
+    assert num_calls <= num_while_waiting <= 6 * num_calls, "each looks at first, and after a change"
+
+
+async def test_a_call_of_an_async_stream_counts_as_open_until_it_is_cancelled_or_dropped(
+    scripted: list[ScriptedServer],
+) -> None:
+    for each in scripted:
+        each.inference.script = [started(each.address), each.inference.HOLD]
+    servers = AsyncServers(addresses(scripted))
+    known: set[Server] = set()
+    async with asyncio.timeout(BOUND_S):
+        while len(known) < NUM_SERVERS:
+            known.add(server := await servers.take_when_ready(timeout_s=BOUND_S))
+            servers.give_back(server)
+            await asyncio.sleep(0)
+
+    async def open_stream() -> AsyncEventStream:
+        generation = Generation(chat(QUESTION), timeout_s=BOUND_S, resume_timeout_s=None)
+        stream = AsyncEventStream(generation, servers)
+        await anext(stream)
+        return stream
+
+    async def until_open(num: int) -> None:
+        async with asyncio.timeout(BOUND_S):
+            await until(lambda: sum(server.num_open for server in known) == num)
+
+    held = [await open_stream() for _ in range(3)]
+    await until_open(3)
+    await held[0].aclose()
+    await until_open(2)
+    reading = asyncio.ensure_future(anext(held[1]))
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait({reading})
+    await until_open(1)
+    del held[2]
+    gc.collect()
+    await until_open(0)
+    await servers.close()
 
 
 def test_threads_may_share_a_client_while_servers_come_and_go(scripted: list[ScriptedServer]) -> None:
