@@ -110,7 +110,7 @@ class Server:
 
 
 class Servers(ABC):
-    """The servers of one client. Any thread may use it.
+    """The servers of one client. The subclasses say which threads may use them.
 
     `address`, `tls`, `token` and `channel_overrides` are the client's. A name is looked up on a thread of its own, when
     a call is made and the last look-up began `LOOK_UP_INTERVAL_S` ago or earlier. (gRPC's channel argument for that
@@ -334,7 +334,7 @@ class Servers(ABC):
 
 
 class BlockingServers(Servers):
-    """The servers of a blocking client. gRPC's threads tell the state of the channels."""
+    """The servers of a blocking client. Any thread may use them. gRPC's threads tell the state of the channels."""
 
     def take_when_ready(
         self,
@@ -519,7 +519,7 @@ def _ask_to_connect(channel: grpc.Channel) -> None:
 def _options(target: Target, tls: Tls | None, overrides: ChannelOptions | None) -> list[tuple[str, int | str]]:
     if target.is_single:
         return channel_options(tls, overrides)
-    # The states of channels are followed, so that they must reconnect by themselves also when there are no calls.
+    # The channels' states decide where calls go, so channels must reconnect by themselves, also without calls.
     more: dict[str, int | str] = {
         "grpc.service_config": _FOLLOWS_HEALTH,
         "grpc.client_idle_timeout_ms": _NEVER_IDLE_MS,
