@@ -85,11 +85,13 @@ class Wait:
     until_s: float
     deadline_s: float
 
-    def pause_s(self) -> float:
-        """Returns how long it is until the next of these ends: whoever waits then asks again."""
-        now_s = time.monotonic()
+    def pause_s(self, asked_s: float) -> float:
+        """Returns how long it is from `asked_s` until the next of these ends. Whoever waits then asks again.
+
+        `asked_s` is a time before the last `take`, so that no end is missed that has passed since.
+        """
         ends = (self.look_ups_until_s, self.until_s, self.deadline_s)
-        return min((end_s - now_s for end_s in ends if end_s > now_s), default=0.0)
+        return min(end_s - asked_s for end_s in ends if end_s > asked_s)
 
 
 class Server:
@@ -353,10 +355,11 @@ class BlockingServers(Servers):
         wait = self._begin_wait(timeout_s, max_wait_s)
         with self._changed:
             while not is_given_up():
+                asked_s = time.monotonic()
                 server = self.take(beginnings, avoided=avoided, wait=wait)
                 if server is not None:
                     return server
-                self._changed.wait(wait.pause_s())
+                self._changed.wait(wait.pause_s(asked_s))
         raise Cancelled("the stream was closed")
 
     def close(self) -> None:
@@ -438,10 +441,11 @@ class AsyncServers(Servers):
         """
         wait = self._begin_wait(timeout_s, max_wait_s)
         while not is_given_up():
+            asked_s = time.monotonic()
             server = self.take(beginnings, avoided=avoided, wait=wait)
             if server is not None:
                 return server
-            await self._wait_for_change(wait.pause_s())
+            await self._wait_for_change(wait.pause_s(asked_s))
         raise Cancelled("the stream was closed")
 
     async def close(self) -> None:

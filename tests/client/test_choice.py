@@ -346,6 +346,19 @@ async def test_the_wait_for_a_server_ends_when_a_generation_gives_up(
     assert 0.3 <= time.monotonic() - began_s < READY_TIMEOUT_S / 2
 
 
+def test_an_end_that_passes_while_a_call_begins_to_wait_is_not_missed(silent: str) -> None:
+    class Slow(BlockingServers):
+        def take(self, *args: Any, **options: Any) -> Server | None:
+            server = super().take(*args, **options)
+            threading.Event().wait(0.2)
+            return server
+
+    servers = Slow(silent, ready_timeout_s=0.1, look_up_timeout_s=0.1)
+    with pytest.raises(errors.Unavailable, match="none of 2 services has become ready"):
+        servers.take_when_ready(timeout_s=None)
+    servers.close()
+
+
 @pytest.fixture(params=[BlockingServers, AsyncServers])
 async def ready_within(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Takes a server of either client's, which waits for at most 0.2 s, and closes them."""
