@@ -61,6 +61,11 @@ never tells its health.
 ASK_STATE_S = 0.02
 """How often an asyncio client asks for the state of the channels while calls wait for a ready server."""
 
+FIRST_STATE_TIMEOUT_S = 1.0
+"""How long closing a blocking client waits until gRPC has told the state of a new channel. It takes a millisecond."""
+STATE_THREAD_S = 0.25
+"""A little more than the 0.2 s after which gRPC's thread sees that nobody wants to be told the state any more."""
+
 _READY, _IDLE, _CONNECTING = (
     grpc.ChannelConnectivity.READY,
     grpc.ChannelConnectivity.IDLE,
@@ -108,6 +113,7 @@ class Server:
         # For BlockingServers, which are told the channel's state.
         self.state = _IDLE
         self.became_idle = False
+        self.is_told = threading.Event()
         self.on_state: Callable[[grpc.ChannelConnectivity], None] | None = None
 
 
@@ -365,9 +371,7 @@ class BlockingServers(Servers):
     def close(self) -> None:
         """Closes all channels, which cancels the open calls."""
         servers = self._end()
-        for server in servers:
-            # First for all, because the threads that tell the states notice it only after up to 0.2 s.
-            server.channel.unsubscribe(server.on_state)
+        _stop_following(servers)
         for server in servers:
             server.channel.close()
 
@@ -381,7 +385,11 @@ class BlockingServers(Servers):
         return grpc.secure_channel(target, self._credentials, self._options)
 
     def _close_channel(self, server: Server) -> None:
-        threading.Thread(target=server.channel.close, name="close-channel", daemon=True).start()
+        def close() -> None:
+            _stop_following([server])
+            server.channel.close()
+
+        threading.Thread(target=close, name="close-channel", daemon=True).start()
 
     def _follow(self, server: Server) -> None:
         # Weak, because gRPC's thread must not keep a client alive that nobody closed.
@@ -389,6 +397,8 @@ class BlockingServers(Servers):
 
         def on_state(state: grpc.ChannelConnectivity) -> None:
             there, changed = servers(), followed()
+            if changed is not None:
+                changed.is_told.set()
             if there is not None and changed is not None:
                 with there._changed:
                     changed.became_idle = state is _IDLE and changed.state is not _IDLE
@@ -511,6 +521,18 @@ class AsyncServers(Servers):
     def _on_loop(self, callback: Callable[..., None], argument: object) -> None:
         with suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(callback, argument)
+
+
+def _stop_following(servers: Sequence[Server]) -> None:
+    """Ends what `BlockingServers._follow` began, so that the channels can be closed. Waits until gRPC's threads that
+    tell the states have ended, because they fail if they ask a closed channel. They cannot be joined.
+    """
+    followed = [server for server in servers if server.on_state is not None]
+    for server in followed:
+        server.is_told.wait(FIRST_STATE_TIMEOUT_S)  # to ask for the state is the thread's first act
+        server.channel.unsubscribe(server.on_state)
+    if followed:
+        time.sleep(STATE_THREAD_S)
 
 
 def _ask_to_connect(channel: grpc.Channel) -> None:
