@@ -37,7 +37,9 @@ PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What one round measured for one length: times to first token, and gaps between the streams' tokens, in ms."""
+    """The figures of one round for one prompt length, in ms: times to the first token, and gaps between the streams'
+    tokens.
+    """
 
     ttft_p50_ms: float
     ttft_p90_ms: float

@@ -58,7 +58,10 @@ class Talk:
 
 @dataclass
 class Result:
-    """What one arrangement did. `rows` has for each turn and service, by name, the rows that it got."""
+    """The outcome of the conversations in one arrangement.
+
+    `rows` has an entry for each turn: how many rows each service got, by the service's name.
+    """
 
     talks: list[Talk]
     wall_s: float

@@ -40,7 +40,7 @@ PARTS = ("next_batch", "launch", "finish", "other", "deliver")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the rows of a measurement do: see ScheduleRig."""
+    """One case that is measured: the options of ScheduleRig, which documents them."""
 
     spec_info: SpecInfo | None = None
     output_tokens: int | None = None

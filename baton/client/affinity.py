@@ -30,9 +30,7 @@ LAST_MESSAGES = 8
 many tools.
 """
 MAX_BYTES = 1 << 20
-"""What comes after so many bytes of a request has no marks. It bounds the time that a request costs to some
-milliseconds.
-"""
+"""Only the first so many bytes of a request get marks, so that hashing one takes some milliseconds at most."""
 MAX_BEGINNINGS = 65_536
 """The most beginnings that are remembered: those of about a thousand chats of 10,000 tokens."""
 MIN_SHARED = 0.5

@@ -14,7 +14,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a client's address names. `addresses` are gRPC's targets of the servers that are known from the start.
+    """The servers that a client's address names. `addresses` are gRPC's targets of those known from the start.
 
     If `is_single`, there is one server, which is called even when it is not ready. `name` is looked up again and again
     for further servers, unless it is None.

@@ -45,7 +45,9 @@ that no long prompt begins here while the replica is well.
 
 @dataclass(slots=True)
 class _Spared:
-    """What older requests will need, which were refused or wait for KV. Younger ones leave it free."""
+    """The rows and slots that are kept free for older requests, which were refused or wait for KV. Younger requests do
+    not get them.
+    """
 
     num_rows: int = 0
     num_tokens: int = 0

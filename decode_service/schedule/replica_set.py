@@ -41,7 +41,7 @@ class Route:
 
 
 class KnownPrefixes:
-    """What one process of a replica has cached, as far as this service knows.
+    """The prompts that one process of a replica has cached, as far as this service knows.
 
     A prompt counts as cached from its handoff on, because the replica lets prompts wait for one that it computes if
     they begin alike. One that was refused or lost goes on counting until it is evicted here.
@@ -104,8 +104,8 @@ class KnownPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a row would cost at one replica, in tokens: those that the replica has to compute for it, those that it has
-    to compute before, and those for which it has no room but that of cached ones.
+    """The cost of handing a row to one replica, as a number of tokens. It counts the tokens that the replica has to
+    compute for the row, those that it has to compute before, and those for which it must evict cached ones.
     """
 
     address: str
