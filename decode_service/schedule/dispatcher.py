@@ -42,6 +42,11 @@ not ready until it is looked at again, and at the start none has been looked at.
 that no long prompt begins here while the replica is well.
 """
 
+_LOOK_INTERVAL_S = 1.0
+"""How long the waiting requests are at most left alone when nothing is seen to have changed. Only a change that is not
+seen costs that much.
+"""
+
 
 @dataclass(slots=True)
 class _Spared:
@@ -190,8 +195,9 @@ class PrefillDispatcher:
     def hand_off(self) -> None:
         """Reserves rows for waiting requests in turn and starts the calls to replicas.
 
-        Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows. The queue is looked at only if
-        something has changed that may let a request start or fail: a long queue costs the other steps nothing.
+        Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows. The queue is looked at when
+        something has changed that may let a request start or fail, and now and then: a long queue costs the other steps
+        nothing.
         """
         if not self._waiting:
             self._was_short_of_slots = False
@@ -243,7 +249,7 @@ class PrefillDispatcher:
                 self._start_call(replica, reqs[start : start + MAX_CALL_ROWS])
         self._looked_s, self._was_short_of_slots = now_s, is_short
         self._seen = self._changes()  # those who fail now may leave room to others
-        self._look_again_s = self._fail_overdue(now_s)
+        self._look_again_s = min(self._fail_overdue(now_s), now_s + _LOOK_INTERVAL_S)
         if self._degraded_from_s > now_s:
             self._look_again_s = min(self._look_again_s, self._degraded_from_s)
 

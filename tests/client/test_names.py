@@ -344,6 +344,9 @@ async def test_the_channel_of_a_server_that_is_gone_is_closed_when_its_calls_hav
             server.inference.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=BOUND_S)
         except (ValueError, grpc.aio.UsageError):
             return True
+        except grpc.RpcError as error:  # it was closed during the call
+            assert isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.CANCELLED
+            return True
         return False
 
     other = ScriptedServer()

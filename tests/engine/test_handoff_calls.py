@@ -67,6 +67,20 @@ def test_a_request_that_fails_leaves_what_was_spared_for_it_to_the_next() -> Non
     engine.run()
 
 
+def test_a_change_that_nothing_reports_delays_a_request_by_a_second_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    engine = ScriptedEngine(clock=lambda: now_s[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine.pool, "reserve", lambda num_tokens, **options: None)
+        engine.submit("a", SHORT, 3)
+        assert not places(engine.step())
+    now_s[0] += 0.9
+    assert not places(engine.step())
+    now_s[0] += 0.2
+    assert list(places(engine.step())) == ["a"]
+    engine.run()
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_prompt_waits_for_a_replica_that_may_take_it_and_holds_up_no_other(comes_back: bool) -> None:
     now_s = [100.0]
