@@ -345,7 +345,7 @@ async def test_the_channel_of_a_server_that_is_gone_is_closed_when_its_calls_hav
         except (ValueError, grpc.aio.UsageError):
             return True
         except grpc.RpcError as error:  # it was closed during the call
-            assert isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.CANCELLED
+            assert "Channel closed" in str(error)
             return True
         return False
 
