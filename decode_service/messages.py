@@ -255,4 +255,25 @@ class SegmentsLanded:
     shared: tuple[int, ...] = ()
 
 
-Event = PhaseBegan | Tokens | Finished | Failed | StartHandoff | CancelHandoffRows | BreakCall | SegmentsLanded
+@dataclass(frozen=True, slots=True)
+class DegradedChanged:
+    """Reports that the engine begins to compute prompts of any length itself, or no longer does.
+
+    `reason` says why each replica is not ready when it begins.
+    """
+
+    is_degraded: bool
+    reason: str = ""
+
+
+Event = (
+    PhaseBegan
+    | Tokens
+    | Finished
+    | Failed
+    | StartHandoff
+    | CancelHandoffRows
+    | BreakCall
+    | SegmentsLanded
+    | DegradedChanged
+)

@@ -12,6 +12,7 @@ from decode_service.handoff.transport import HandoffTransport
 from decode_service.messages import (
     BreakCall,
     CancelHandoffRows,
+    DegradedChanged,
     Event,
     Failed,
     Finished,
@@ -65,3 +66,5 @@ class EventRouter:
                     self._transport.break_call(event)
                 case SegmentsLanded():
                     self._transport.landed(event)
+                case DegradedChanged():
+                    self._replicas.on_degraded(event)

@@ -9,7 +9,7 @@ import structlog
 
 from common.wire.handoff import PrebuiltBatch, RowFailed
 from decode_service.handoff.transport import TransportReport
-from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasChanged, StartHandoff
+from decode_service.messages import CallEnded, DegradedChanged, FrameArrived, Replica, ReplicasChanged, StartHandoff
 
 _log = structlog.get_logger(__name__)
 
@@ -32,23 +32,21 @@ class ReplicaBoard:
 
     def __init__(self, *, serves_alone: bool = False) -> None:
         self._serves_alone = serves_alone
-        self._is_alone = False  # as the log says
         self._lock = threading.Lock()
-        self._replicas: tuple[Replica, ...] | None = None
+        self._replicas: tuple[Replica, ...] = ()
         self._open_rows: dict[str, tuple[str, set[int]]] = {}  # by call: replica address, rows not answered
 
     @property
     def can_serve(self) -> bool:
         """Whether a request's prompt would be computed: by a ready replica, or by this service."""
-        return self._serves_alone or _is_any_ready(self._replicas or ())
+        return self._serves_alone or any(replica.is_ready for replica in self._replicas)
 
     def states(self) -> tuple[ReplicaState, ...]:
         with self._lock:
-            replicas = self._replicas or ()
-            num_rows = dict.fromkeys((replica.address for replica in replicas), 0)
+            num_rows = dict.fromkeys((replica.address for replica in self._replicas), 0)
             for address, rows in self._open_rows.values():
                 num_rows[address] = num_rows.get(address, 0) + len(rows)
-            return tuple(ReplicaState(replica, num_rows[replica.address]) for replica in replicas)
+            return tuple(ReplicaState(replica, num_rows[replica.address]) for replica in self._replicas)
 
     def on_start(self, command: StartHandoff) -> None:
         with self._lock:
@@ -58,9 +56,7 @@ class ReplicaBoard:
         with self._lock:
             match report:
                 case ReplicasChanged(replicas):
-                    is_first, self._replicas = self._replicas is None, replicas
-                    if self._serves_alone and not is_first:  # the first report precedes any look at a replica
-                        self._log_alone(replicas)
+                    self._replicas = replicas
                 case CallEnded(call_id):
                     self._open_rows.pop(call_id, None)
                 case FrameArrived(call_id, RowFailed(row=row)):
@@ -70,18 +66,12 @@ class ReplicaBoard:
                 case _:
                     pass
 
-    def _log_alone(self, replicas: tuple[Replica, ...]) -> None:
-        was_alone, self._is_alone = self._is_alone, not _is_any_ready(replicas)
-        if self._is_alone and not was_alone:
-            reason = "; ".join(f"{replica.address}: {replica.error or 'is not ready'}" for replica in replicas)
-            _log.warning("degraded", reason=reason)
-        elif was_alone and not self._is_alone:
+    def on_degraded(self, event: DegradedChanged) -> None:
+        if event.is_degraded:
+            _log.warning("degraded", reason=event.reason)
+        else:
             _log.info("degraded_no_more")
 
     def _answered(self, call_id: str, rows: set[int]) -> None:
         if call_id in self._open_rows:
             self._open_rows[call_id][1].difference_update(rows)
-
-
-def _is_any_ready(replicas: tuple[Replica, ...]) -> bool:
-    return any(replica.is_ready for replica in replicas)

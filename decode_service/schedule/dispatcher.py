@@ -19,6 +19,7 @@ from common.prompts.awaited_kv import AwaitedKv, awaited_kv
 from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
 from decode_service.messages import (
     BreakCall,
+    DegradedChanged,
     Event,
     Phase,
     Replica,
@@ -79,7 +80,8 @@ class PrefillDispatcher:
     computes it.
 
     With `prefill_fallback` nothing fails because no replica is ready. Soon after the last one was, and until one is
-    again, `local` computes every request, at most one long one at a time.
+    again, it `is_degraded`: `local` computes every request, at most one long one at a time. It posts
+    DegradedChanged when that begins and ends.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class PrefillDispatcher:
         self._waiting = waiting
         self._lives = lives
         self._replicas = replicas
+        self._is_degraded = False
         self._looked_s = -math.inf  # when the queue was looked at last
         self._was_short_of_slots = False  # at that look
         self._seen: tuple[int, ...] | None = None  # the changes that the last look at the queue knew
@@ -130,8 +133,8 @@ class PrefillDispatcher:
 
     @property
     def is_degraded(self) -> bool:
-        """Whether requests of any length are computed here because no replica is ready."""
-        return self._falls_back and self._degraded_from_s <= self._clock()
+        """Whether the last `hand_off` let requests of any length be computed here, because no replica is ready."""
+        return self._is_degraded
 
     @property
     def _degraded_from_s(self) -> float:
@@ -199,10 +202,11 @@ class PrefillDispatcher:
         something has changed that may let a request start or fail, and now and then: a long queue costs the other steps
         nothing.
         """
+        now_s = self._clock()
+        self._update_degraded(now_s)
         if not self._waiting:
             self._was_short_of_slots = False
             return
-        now_s = self._clock()
         if self._seen == self._changes() and now_s < self._look_again_s:
             return
         self._excuse_waiting(now_s)
@@ -252,6 +256,13 @@ class PrefillDispatcher:
         self._look_again_s = min(self._fail_overdue(now_s), now_s + _LOOK_INTERVAL_S)
         if self._degraded_from_s > now_s:
             self._look_again_s = min(self._look_again_s, self._degraded_from_s)
+
+    def _update_degraded(self, now_s: float) -> None:
+        was_degraded, self._is_degraded = self._is_degraded, self._degraded_from_s <= now_s
+        if self._is_degraded and not was_degraded:
+            self._post(DegradedChanged(True, self._replicas.causes))
+        elif was_degraded and not self._is_degraded:
+            self._post(DegradedChanged(False))
 
     def _changes(self) -> tuple[int, ...]:
         """Returns numbers of which one is new when a request may start that could not at the last look.

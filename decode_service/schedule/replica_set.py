@@ -249,7 +249,7 @@ class ReplicaSet:
         one_may_come = self._others_may_come and num_tokens <= self._most_tokens_ever
         if len(ready) == len(self._replicas) and not one_may_come:
             return ContextExceeded("prompt", message, max_context_tokens=limit, num_prompt_tokens=num_tokens)
-        causes = self._causes()
+        causes = self.causes
         return PrefillUnavailable(message + (f", and {causes}" if causes else ""))
 
     @property
@@ -263,10 +263,12 @@ class ReplicaSet:
         """
         if (mismatch := self._mismatch) is not None:
             return mismatch
-        causes = self._causes()
+        causes = self.causes
         return PrefillUnavailable("no prefill replica is ready" + (f" ({causes})" if causes else ""))
 
-    def _causes(self) -> str:
+    @property
+    def causes(self) -> str:
+        """Why each replica that is not ready is not, in words."""
         return "; ".join(f"{r.address}: {r.error or 'is not ready'}" for r in self._replicas if not r.is_ready)
 
     @property

@@ -18,7 +18,7 @@ from common.kv.pool import CacheKey, KvPool
 from common.prompts.chunk_batch import ChunkBatch
 from common.prompts.worker import LaunchedChunks, PromptWorker
 from common.sampling.state import SamplingState
-from decode_service.messages import CallEnded, Phase, Replica, ReplicasChanged
+from decode_service.messages import CallEnded, DegradedChanged, Phase, Replica, ReplicasChanged
 from decode_service.schedule import dispatcher
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
@@ -424,6 +424,32 @@ def test_a_long_prompt_begins_here_only_if_no_replica_is_ready_for_a_while(
         assert scripted.engine.load().is_degraded
     scripted.run()
     assert_right([long, short])
+
+
+def test_it_is_told_when_and_why_all_prompts_are_computed_here_and_when_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The load says the same after each step, although nothing is asked for. A short loss of the replica shows in
+    neither.
+    """
+    monkeypatch.setattr(dispatcher, "_FALLBACK_AFTER_S", 1.0)
+    clock = Clock()
+    lost = ReplicasChanged((Replica(REPLICA, False, error=PrefillUnavailable("refused")),))
+    ready = ReplicasChanged((Replica(REPLICA, True),))
+    scripted = degraded(clock=clock, replicas=ready)
+    for replicas, now_s, is_degraded, told in (
+        (lost, 10.0, False, []),
+        (ready, 10.9, False, []),
+        (lost, 20.0, False, []),
+        (lost, 20.9, False, []),
+        (lost, 21.0, True, [DegradedChanged(True, f"{REPLICA}: refused")]),
+        (lost, 30.0, True, []),
+        (ready, 30.1, False, [DegradedChanged(False)]),
+    ):
+        clock.now_s = now_s
+        scripted.post(replicas)
+        assert scripted.step() == told
+        assert scripted.engine.load().is_degraded is is_degraded
 
 
 def check_replicas_of_another_model_are_not_needed() -> None:

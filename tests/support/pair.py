@@ -387,6 +387,8 @@ class InProcessPair:
                 self._replica_of_call[event.call_id].transport.break_call(event)
             case decode.SegmentsLanded():
                 self._replica_of_call[event.call_id].transport.landed(event)
+            case decode.DegradedChanged():
+                pass
             case _:
                 self._deliver(event)
 

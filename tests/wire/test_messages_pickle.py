@@ -66,6 +66,7 @@ SAMPLES: tuple[object, ...] = (
     decode.CancelHandoffRows("call", (1,)),
     decode.BreakCall("call", "why"),
     decode.SegmentsLanded("call", 3, (1, 2)),
+    decode.DegradedChanged(True, "why"),
 )
 
 
