@@ -161,7 +161,7 @@ class PrefillDispatcher:
                     case AllComputed(req):
                         self._lives.enter(req, Phase.TRANSFER)
                     case LostRow():
-                        self._handle_lost([news])
+                        self.handle_lost([news])
         except FrameRejected as rejected:
             self._post(BreakCall(call_id, str(rejected)))
             guilty = self._landing.request_of(call_id, rejected.row)
@@ -169,10 +169,25 @@ class PrefillDispatcher:
             lost = self._landing.end_call(call_id, cause)
             if guilty is not None:
                 self._fail(guilty, EngineFault(f"the handoff broke the protocol: {rejected}"))
-            self._handle_lost([row for row in lost if row.req is not guilty])
+            self.handle_lost([row for row in lost if row.req is not guilty])
 
     def end_call(self, call_id: str, error: BatonError | None) -> None:
-        self._handle_lost(self._landing.end_call(call_id, error))
+        self.handle_lost(self._landing.end_call(call_id, error))
+
+    def handle_lost(self, lost: Sequence[LostRow]) -> None:
+        """Puts lost rows back in the queue while attempts are left, and fails the others. Their reservations are
+        released.
+        """
+        now_s = self._clock()
+        for row in lost:
+            req = row.req
+            if not row.is_retryable or self._is_given_up(req, row, now_s):
+                self._fail(req, row.error)
+                continue
+            self.num_row_retries += 1
+            req.avoid_replica = row.replica
+            req.not_before_s = now_s + min(row.retry_after_s, self._unavailable_timeout_s)
+            self._lives.enter(req, Phase.QUEUE, at_s=now_s, lost=str(row.error))
 
     def collect(self) -> tuple[ReadyRows, ...]:
         """Returns the rows that have become ready, and handles those whose copies or local prefill failed.
@@ -184,7 +199,7 @@ class PrefillDispatcher:
             return ()
         landed = self._landing.poll()
         now_s = self._clock()
-        self._handle_lost((*landed.lost, *lost))
+        self.handle_lost((*landed.lost, *lost))
         for freed in landed.freed:
             self._post(freed)
         ready = (*landed.ready, *computed)
@@ -376,21 +391,6 @@ class PrefillDispatcher:
         if error is None:
             return None
         return error, now_s if isinstance(error, ContextExceeded) else self._refusal_limit_s(req, now_s)
-
-    def _handle_lost(self, lost: Sequence[LostRow]) -> None:
-        """Puts lost rows back in the queue while attempts are left, and fails the others. Their reservations are
-        released.
-        """
-        now_s = self._clock()
-        for row in lost:
-            req = row.req
-            if not row.is_retryable or self._is_given_up(req, row, now_s):
-                self._fail(req, row.error)
-                continue
-            self.num_row_retries += 1
-            req.avoid_replica = row.replica
-            req.not_before_s = now_s + min(row.retry_after_s, self._unavailable_timeout_s)
-            self._lives.enter(req, Phase.QUEUE, at_s=now_s, lost=str(row.error))
 
     def _is_given_up(self, req: Request, row: LostRow, now_s: float) -> bool:
         """Returns whether the request should fail instead of being retried.

@@ -15,7 +15,7 @@ from common.device.cell import Cell
 from common.device.stream import Device, Scope, Stream, wait_in_order
 from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
-from common.errors import BatonError, EngineFault
+from common.errors import EngineFault
 from common.sampling.logprobs import unpack_logprobs
 from common.sampling.operators import Sampled, sampled_to_host
 from common.sampling.params import TokenLogprobs
@@ -24,6 +24,7 @@ from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayPayload
 from decode_service.forward.worker import WorkerOutput
 from decode_service.messages import Event, Phase, Tokens
+from decode_service.schedule.landing import LostRow
 from decode_service.schedule.life import Lives
 from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import Rows, RunningRows
@@ -206,7 +207,8 @@ def _first_token_ids(parts: Sequence[ReadyRows]) -> NDArray[np.int64]:
 class ResultTaker:
     """Gives the results of steps to their requests. Only the engine thread calls it.
 
-    Rows are handled together as columns. Only requests that begin or end are handled one by one.
+    Rows are handled together as columns. Only requests that begin or end are handled one by one. `lose` is told of rows
+    that had no valid token.
     """
 
     def __init__(
@@ -216,13 +218,13 @@ class ResultTaker:
         lives: Lives,
         clock: Callable[[], float],
         post: Callable[[Event], None],
-        fail: Callable[[Request, BatonError], None],
+        lose: Callable[[Sequence[LostRow]], None],
     ) -> None:
         self._rows = rows
         self._lives = lives
         self._clock = clock
         self._post = post
-        self._fail = fail
+        self._lose = lose
 
     def take_first_tokens(self, prebuilt: ScheduleBatch, results: RowResults) -> None:
         """Gives the first tokens to requests that have just entered their rows."""
@@ -236,8 +238,7 @@ class ResultTaker:
         self._rows.num_in_flight[step.rows[are_held]] -= 1
         now_s = self._clock()
         for i in (are_held & results.are_invalid).nonzero()[0].tolist():
-            self._lives.forget_kv(step.reqs[i])
-            self._fail(step.reqs[i], EngineFault("a decode step relayed or produced no valid token"))
+            self._lose_damaged(step.reqs[i])
         (entries,) = (are_held & ~results.are_invalid).nonzero()
         rows = step.rows[entries]
         self._rows.draft_lags[rows] = step.batch.draft_lag_after[entries]
@@ -250,6 +251,18 @@ class ResultTaker:
         """Returns, for each entry [B] of the step, whether its request still holds the row it ran in."""
         held: NDArray[np.bool_] = self._rows.serials[step.rows] == step.serials
         return held
+
+    def _lose_damaged(self, req: Request) -> None:
+        """Forgets the KV of a row that had no valid token. Its request is retried if it began with cached KV, because
+        that may be the reason.
+        """
+        assert req.lease is not None
+        began_cached = req.lease.num_cached > 0
+        self._lives.forget_kv(req)
+        if began_cached:
+            req.cache_salt = None  # so this cannot happen to it again
+        error = EngineFault("a decode step relayed or produced no valid token")
+        self._lose([LostRow(req, "", error, is_retryable=began_cached)])
 
     def _append(
         self,

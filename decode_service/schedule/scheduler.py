@@ -227,7 +227,11 @@ class DecodeEngine:
         )
         self._retraction = Retraction(pool=self.pool, rows=self._rows, lives=self.lives)
         self._taker = ResultTaker(
-            rows=self._rows, lives=self.lives, clock=clock, post=self._outbox.post, fail=self._fail
+            rows=self._rows,
+            lives=self.lives,
+            clock=clock,
+            post=self._outbox.post,
+            lose=self._dispatcher.handle_lost,
         )
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []

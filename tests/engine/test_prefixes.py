@@ -595,7 +595,9 @@ class _Damage:
 
 
 def check_damaged_kv_is_forgotten() -> None:
-    """A step's logits are not finite, with cached KV and without: the next request with these tokens begins anew."""
+    """A step's logits are not finite, with cached KV and without: the next request with these tokens begins anew. So
+    does this one if it began with cached KV.
+    """
     for prompt, is_warm in ((PROMPT, True), (PROMPT, False), (PROMPT[:1], False)):
         scripted = ScriptedEngine()
         serve(scripted, "elsewhere", OTHER, 4)
@@ -607,8 +609,19 @@ def check_damaged_kv_is_forgotten() -> None:
         while len(failing.token_ids) < 4:
             scripted.step()
         damage.is_due = True
+        while failing.error is None and "failing" not in scripted.handoffs:
+            scripted.step()
+            scripted.forward.run_all()
+        if is_warm:
+            assert failing.error is None, "it was not retried"
+            retried = scripted.handoffs["failing"]
+            assert (retried.num_held, retried.cache_salt) == (0, None), "it may fail for the same reason again"
         scripted.run()
-        assert failing.error is not None, "the damage was not noticed"
+        if is_warm:
+            assert_right("the retried one", failing)
+            assert scripted.engine.load().num_row_retries == 1
+        else:
+            assert failing.error is not None, "the damage was not noticed"
         longer = (*prompt, *failing.token_ids)
         assert serve(scripted, "next", longer, 3) == 0, "damaged KV was used again"
         assert serve(scripted, "after that", longer, 3) == len(longer) - 1, "sound KV was not kept"
@@ -626,7 +639,7 @@ def test_one_that_holds_only_forgotten_kv_is_not_waited_for() -> None:
     scripted.step()
     assert scripted.handoffs["holder"].num_held == len(WAITING) - 1
     damage.is_due = True
-    while scripted.outcomes["failing"].error is None:
+    while scripted.outcomes["failing"].error is None and "failing" not in scripted.handoffs:
         scripted.step()
         scripted.forward.run_all()
     scripted.submit("next", WAITING, 3, cache_salt=SALT)
