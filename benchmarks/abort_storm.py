@@ -109,7 +109,7 @@ def main() -> int:
     with LocalPair(
         model=str(demo_model_dir()),
         prefill_args=rows,
-        decode_args=(*rows, "--max-queued-requests", str(2 * NUM_CANCELLED)),
+        decode_args=(*rows, "--local-prefill-tokens=0", "--max-queued-requests", str(2 * NUM_CANCELLED)),
     ) as pair:
         address = pair.decode_addresses[0]
         # A warm-up, so that everything has run once before it is measured.

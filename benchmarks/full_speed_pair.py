@@ -27,11 +27,15 @@ def full_speed_pair(
     """Runs a LocalPair with these options, and yields it once its services have fused their forwards.
 
     With `fuses_prompts=False` only the decode services are waited for. Without `reuses_prefixes` the services cache no
-    KV, because many benchmarks send the same prompts again. Raises TimeoutError.
+    KV, because many benchmarks send the same prompts again. Prompts of any length are handed over, unless `decode_args`
+    say otherwise. Raises TimeoutError.
     """
     cache = () if reuses_prefixes else (NO_PREFIX_CACHE,)
     with LocalPair(
-        prefill_args=(*prefill_args, *cache), decode_args=(*decode_args, *cache), exposes_metrics=True, **options
+        prefill_args=(*prefill_args, *cache),
+        decode_args=("--local-prefill-tokens=0", *decode_args, *cache),
+        exposes_metrics=True,
+        **options,
     ) as pair:
         print("waiting for fused forwards", file=sys.stderr)
         wait_full_speed(pair.metrics_addresses[0 if fuses_prompts else len(pair.prefill_addresses) :])

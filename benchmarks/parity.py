@@ -150,7 +150,14 @@ async def run(model_dir: Path, configuration: Configuration, prompts: list[tuple
         model=str(model_dir),
         dtype="float32",
         prefill_args=(f"--chunk-tokens={configuration.chunk_tokens}", "--max-kv-tokens=24576", *head),
-        decode_args=(*overlap, "--max-kv-tokens=24576", "--max-rows=16", *head, *SHAPES.get(configuration.shape, ())),
+        decode_args=(
+            *overlap,
+            "--local-prefill-tokens=0",
+            "--max-kv-tokens=24576",
+            "--max-rows=16",
+            *head,
+            *SHAPES.get(configuration.shape, ()),
+        ),
     ) as pair:
         async with AsyncClient(pair.decode_addresses[0]) as client:
             slots = asyncio.Semaphore(configuration.concurrency)

@@ -28,7 +28,7 @@ from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.namespaces import FAR_ADDRESS, Cable
 from tests.e2e.load import Workload, load
 from tests.support.models import save_tiny_model
-from tests.support.running_pair import BOUND_S, COMMON_ARGS, RECONNECT_AT_ONCE, is_empty, wait_until
+from tests.support.running_pair import BOUND_S, COMMON_ARGS, HANDS_ALL_OVER, RECONNECT_AT_ONCE, is_empty, wait_until
 
 WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
 NUM_THREADS = 8
@@ -77,7 +77,7 @@ def services(cable: Cable, model: Path, directory: Path) -> Iterator[Client]:
         address=DECODE,
         arguments=(
             *("-m", "decode_service", f"--listen={DECODE}", f"--prefill={PREFILL}", *shared),
-            "--receive-budget-bytes=1",
+            *("--receive-budget-bytes=1", HANDS_ALL_OVER),
         ),
         log_file=directory / "decode.log",
     )

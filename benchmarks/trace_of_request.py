@@ -35,7 +35,11 @@ def trace_one(receiver: OtlpReceiver, *, prompt_tokens: int, new_tokens: int, ch
     settings = GatewaySettings(otlp_endpoint=receiver.endpoint)
     with (
         process_tracer(settings, service="caller", instance_id="benchmark") as tracer,
-        LocalPair(draft="none", prefill_args=(traced, f"--chunk-tokens={chunk_tokens}"), decode_args=(traced,)) as pair,
+        LocalPair(
+            draft="none",
+            prefill_args=(traced, f"--chunk-tokens={chunk_tokens}"),
+            decode_args=(traced, "--local-prefill-tokens=0"),
+        ) as pair,
         Client(pair.decode_addresses[0]) as client,
     ):
         prompt = [1000 + place % 5000 for place in range(prompt_tokens)]

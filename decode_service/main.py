@@ -190,7 +190,7 @@ def new_engine(
                 replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
                 nontemporal_copies=settings.uses(FastPath.NONTEMPORAL_COPIES),
                 prefix_routing=settings.uses(FastPath.PREFIX_ROUTING),
-                local_prefill_tokens=settings.local_prefill_tokens,
+                local_prefill_tokens=settings.max_short_prompt,
                 prefill_fallback=settings.prefill_fallback,
                 max_handoff_attempts=settings.max_handoff_attempts,
                 prefill_timeout_s=settings.prefill_timeout_s,
@@ -214,7 +214,7 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: Sp
     state_bytes = 0 if draft is None else draft.capture.num_states * model.hidden_size * model.dtype.itemsize
     records = settings.uses(FastPath.CUDA_GRAPHS) and runtime.device.graphs is not None
     num_chunk_tokens = local_chunk_tokens(
-        local_prefill_tokens=settings.local_prefill_tokens, prefill_fallback=settings.prefill_fallback
+        local_prefill_tokens=settings.max_short_prompt, prefill_fallback=settings.prefill_fallback
     )
 
     def step(num_rows: int) -> StepMemory:

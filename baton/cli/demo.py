@@ -31,6 +31,7 @@ _FUSED = "fused_forwards"
 _PARITY_DTYPE = "float32"  # in float32 the greedy answer is the same on every machine
 _SPEED_DTYPE = "bfloat16"  # the services' default
 _OPTIONS = ("--max-rows=4", "--max-kv-tokens=4096")  # the answers are short, so the services need little memory
+_HANDS_ALL_OVER = "--local-prefill-tokens=0"  # else the decode service would compute such short prompts itself
 _MEASURED_TOKENS = 128
 _WARM_UP = "Name the planets of the solar system."
 _SPEEDS = {
@@ -126,7 +127,7 @@ def _started(
         device="cpu",
         dtype=dtype,
         prefill_args=[*_OPTIONS, *arguments[0]],
-        decode_args=[*_OPTIONS, *arguments[1]],
+        decode_args=[*_OPTIONS, _HANDS_ALL_OVER, *arguments[1]],
         start_timeout_s=start_timeout_s,
         exposes_metrics=True,
     )

@@ -26,6 +26,11 @@ KvTransport = Literal["auto", "grpc", "shared_memory", "nixl"]
 MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
 
+_SHORT_PROMPT_ON_CPU = 64
+"""With so many tokens local prompts have their first token earlier than those handed over, and running requests their
+tokens no later (`python -m benchmarks.local_prefill`).
+"""
+
 DEMO_MODEL = "demo"
 NO_DRAFT = "none"
 
@@ -163,8 +168,8 @@ class DecodeSettings(ServiceSettings):
     """Most bytes of KV that are received and not yet in the pool."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     """Most requests that may wait while max_rows others are served; more are refused."""
-    local_prefill_tokens: Annotated[int, Field(ge=0)] = 0
-    """If at most so many tokens of a prompt are left to compute, the decode service computes them itself; 0: none."""
+    local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Most tokens left of a prompt that the decode service computes itself; 0: none; unset: 64 on a CPU, 0 on a GPU."""
     prefill_fallback: bool = False
     """While no prefill service is ready, computes prompts of any length in the decode service; else they fail."""
     max_handoff_attempts: Positive = 3
@@ -187,6 +192,13 @@ class DecodeSettings(ServiceSettings):
     @property
     def max_fused_tokens(self) -> int:
         return 512
+
+    @property
+    def max_short_prompt(self) -> int:
+        """The most tokens left to compute with which the decode service computes a prompt itself; 0: none."""
+        if self.local_prefill_tokens is not None:
+            return self.local_prefill_tokens
+        return _SHORT_PROMPT_ON_CPU if self.device == "cpu" else 0
 
     @model_validator(mode="after")
     def _check_prefill(self) -> Self:

@@ -104,7 +104,7 @@ class PrefillDispatcher:
         self._pool = pool
         self._landing = landing
         self._local = local
-        self._keeps_short_prompts = local_prefill_tokens > 0
+        self._local_prefill_tokens = local_prefill_tokens
         self._falls_back = prefill_fallback
         self._max_attempts = max_attempts
         self._unavailable_timeout_s = unavailable_timeout_s
@@ -292,10 +292,21 @@ class PrefillDispatcher:
 
         Short prompts that are being computed here count too, so that a burst of them does not hold up the running rows.
         """
-        if not (self._keeps_short_prompts or self.is_degraded):
+        if self.is_degraded and not self._local.has_long:
+            return True
+        if not self._may_keep_short:
             return False
         num_left = len(req.token_ids) - self._pool.num_cached(req.cache_key)
-        return self._local.is_short(num_left) or (self.is_degraded and not self._local.has_long)
+        return num_left + self._local.num_short_left <= self._max_short_tokens
+
+    @property
+    def _max_short_tokens(self) -> int:
+        """The most tokens that short prompts which are computed here have left, together."""
+        return self._local.max_chunk_tokens if self.is_degraded else self._local_prefill_tokens
+
+    @property
+    def _may_keep_short(self) -> bool:
+        return self._local.num_short_left < self._max_short_tokens
 
     def _begin_to_wait(self, req: Request) -> AwaitedKv | None:
         """Lets the request wait if much of its KV is on its way for another one. Returns the KV that it waits for."""
@@ -307,9 +318,7 @@ class PrefillDispatcher:
     @property
     def _may_start_younger(self) -> bool:
         """Whether another request may start where no replica takes the oldest one, because it is shorter."""
-        if self._replicas.none_ready_since_s is None:
-            return True
-        return (self._keeps_short_prompts or self.is_degraded) and self._local.is_short(1)
+        return self._replicas.none_ready_since_s is None or self._may_keep_short
 
     def _reserve(self, req: Request, spared: _Spared) -> RowLease | None:
         """Reserves a row and slots for `req`, or returns None if too few are left beside what is `spared`."""

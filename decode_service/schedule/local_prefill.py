@@ -34,14 +34,14 @@ from decode_service.schedule.request import Request
 from decode_service.schedule.schedule_batch import ReadyRows
 
 _FALLBACK_CHUNK_TOKENS = 256
-"""Enough tokens that a chunk takes longer to compute than the model's weights take to be read, and no more than a CPU's
-fused forward of the decode service takes.
+"""The most tokens in a forward while no replica is ready: enough that a chunk takes longer to compute than the model's
+weights take to be read, and no more than a CPU's fused forward of the decode service takes.
 """
 
 
 def local_chunk_tokens(*, local_prefill_tokens: int, prefill_fallback: bool) -> int:
     """Returns the most prompt tokens that one forward of the decode service computes; 0 if it computes no prompts."""
-    return local_prefill_tokens or (_FALLBACK_CHUNK_TOKENS if prefill_fallback else 0)
+    return max(local_prefill_tokens, _FALLBACK_CHUNK_TOKENS if prefill_fallback else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,8 +106,7 @@ class LocalPrefill:
         self._sampling_state = sampling_state
         self._layer_group = model.layer_group.name
         self._num_draft_layers = draft.layer_group.num_layers if draft else 1
-        self._max_short_tokens = max_chunk_tokens
-        self._max_chunk_tokens = max(max_chunk_tokens, self._num_draft_layers)
+        self.max_chunk_tokens = max(max_chunk_tokens, self._num_draft_layers)
         self._worker = PromptWorker(
             model=model,
             draft=draft,
@@ -135,16 +134,12 @@ class LocalPrefill:
         """Whether a long prompt is being computed."""
         return any(prompt.is_long for prompt in self._prompts.values())
 
-    def is_short(self, num_tokens: int) -> bool:
-        """Whether a prompt of which `num_tokens` are left to compute fits in a chunk, beside the short ones begun."""
-        return num_tokens + self.num_short_left <= self._max_short_tokens
-
     def begin(self, req: Request) -> None:
         """Takes a request that has its row. The KV of its cached prefix is there already."""
         assert req.lease is not None
         token_ids = np.array(req.token_ids, np.int64)
         num_cached = req.lease.num_cached
-        is_long = not self.is_short(len(token_ids) - num_cached)
+        is_long = len(token_ids) - num_cached + self.num_short_left > self.max_chunk_tokens
         self._prompts[req] = LocalPrompt(req, token_ids, req.lease, num_cached, is_long)
 
     def forget(self, req: Request) -> None:
@@ -157,8 +152,8 @@ class LocalPrefill:
             return False
         chunks = cut_chunks(
             list(self._prompts.values()),
-            chunk_tokens=self._max_chunk_tokens,
-            max_batch_tokens=self._max_chunk_tokens,
+            chunk_tokens=self.max_chunk_tokens,
+            max_batch_tokens=self.max_chunk_tokens,
             min_last_tokens=self._num_draft_layers,
         )
         batch = ChunkBatch.of(

@@ -115,6 +115,19 @@ def test_an_unknown_fast_path_is_refused_by_an_error_that_lists_the_known_ones()
     assert all(path in str(error.value) for path in FastPath)
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_tokens"),
+    [
+        ((), 64),
+        (("--device=cuda",), 0),
+        (("--local-prefill-tokens=0",), 0),
+        (("--device=cuda:1", "--local-prefill-tokens=7"), 7),
+    ],
+)
+def test_a_decode_service_on_a_cpu_computes_short_prompts_itself(flags: tuple[str, ...], num_tokens: int) -> None:
+    assert decode(*flags).max_short_prompt == num_tokens
+
+
 def test_an_unknown_key_of_the_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown key: max_row$"):
         decode(written(tmp_path / "decode.yaml", "max_row: 1"))

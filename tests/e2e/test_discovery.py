@@ -91,6 +91,7 @@ async def finding(pair: RunningPair, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
         prefill=("dns:///prefill:50051",),
         num_threads=1,
         max_kv_tokens=8192,
+        local_prefill_tokens=0,
         handoff_progress_timeout_s=5.0,
         disabled_fast_paths=(FastPath.PREFIX_ROUTING,),  # the replica that has all prompts would get all rows
     )

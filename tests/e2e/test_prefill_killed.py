@@ -275,6 +275,7 @@ async def test_when_decode_is_stopped_prefill_frees_what_it_had_and_serves_anoth
         prefill=pair.processes.prefill_addresses,
         num_threads=1,
         max_kv_tokens=8192,
+        local_prefill_tokens=0,
     )
     async with serving_here(decode_main, settings, READY_SERVICE["decode"]) as other:
         await other.turns(HealthStatus.SERVING)

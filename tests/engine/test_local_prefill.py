@@ -76,8 +76,9 @@ LONG_AFTER_S = 1000.0
 
 
 @pytest.fixture(autouse=True)
-def _falls_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _falls_back_at_once_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "_FALLBACK_AFTER_S", 0.0)
+    monkeypatch.setattr("decode_service.schedule.local_prefill._FALLBACK_CHUNK_TOKENS", LIMIT)
 
 
 def degraded(**options: Any) -> ScriptedEngine:
@@ -141,6 +142,19 @@ def check_a_chunk_is_bounded() -> None:
         scripted.run()
         assert_right(outcomes)
         assert noted.num_tokens and max(noted.num_tokens) <= LIMIT
+
+
+def check_chunks_are_larger_while_no_replica_is_ready() -> None:
+    """And then a prompt that fits in one counts as short, whatever the limit is otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        noted = NotedChunks(patch)
+        scripted = degraded(local_prefill_tokens=LIMIT // 2)
+        outcomes = [scripted.submit("first", range(1, 3 * LIMIT), 3), scripted.submit("second", range(1, LIMIT), 3)]
+        scripted.step()
+        assert begun(scripted) == ["first", "second"], "a short one waits"
+        scripted.run()
+        assert_right(outcomes)
+        assert max(noted.num_tokens) == LIMIT
 
 
 def check_a_chunk_in_flight_holds_its_row() -> None:
@@ -559,6 +573,7 @@ CHECKS: list[Check] = [
     check_any_order_gives_the_same_tokens,
     check_retracted_requests_come_back,
     check_a_chunk_is_bounded,
+    check_chunks_are_larger_while_no_replica_is_ready,
     check_a_failed_chunk_is_computed_again,
     check_a_chunk_that_always_fails_fails_its_request,
     check_damaged_kv_fails_its_request_and_is_forgotten,
@@ -576,6 +591,11 @@ def test_holds(check: Check) -> None:
         (check_any_order_gives_the_same_tokens, local_prefill.row_is_not_seeded, "decoded wrongly"),
         (check_what_is_cached_counts_as_computed, local_prefill.cached_tokens_are_left_to_compute, "not over"),
         (check_a_chunk_is_bounded, local_prefill.prompts_all_stay, "a burst of prompts"),
+        (
+            check_chunks_are_larger_while_no_replica_is_ready,
+            local_prefill.fallback_keeps_the_limit,
+            "a short one waits",
+        ),
         (check_a_chunk_in_flight_holds_its_row, local_prefill.chunk_holds_no_row, "reused under a chunk"),
         (check_a_failed_chunk_is_computed_again, local_prefill.unwritten_kv_is_kept, "decoded wrongly|KV was kept"),
         (check_long_prompts_need_no_replica, local_prefill.fallback_is_forgotten, "not over"),

@@ -23,7 +23,7 @@ from common.model.target import TargetOutput
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import RowFailed
 from decode_service.messages import CallEnded, FinishReason, FrameArrived, Phase, Replica, ReplicasChanged
-from decode_service.schedule import dispatcher
+from decode_service.schedule import dispatcher, local_prefill
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import REPLICA, Outcome, ScriptedEngine
 from tests.engine.mutants import prefixes, rows
@@ -468,7 +468,8 @@ def check_waiting_does_not_take_longer_than_what_it_saves() -> None:
 
 def check_a_prompt_computed_here_is_waited_for_chunk_by_chunk() -> None:
     no_replica = ReplicasChanged((Replica(REPLICA, False),))
-    scripted = ScriptedEngine(replicas=no_replica, local_prefill_tokens=32, prefill_fallback=True)
+    with mock.patch.object(local_prefill, "_FALLBACK_CHUNK_TOKENS", 32):
+        scripted = ScriptedEngine(replicas=no_replica, prefill_fallback=True)
     long = scripted.submit("long", (*WAITING, *range(100, 130)), 3, cache_salt=SALT)
     short = scripted.submit("short", (*WAITING, 99), 3, cache_salt=SALT)
     scripted.step()

@@ -42,6 +42,17 @@ def gateway(pair: LocalPair) -> Iterator[GatewayHere]:
     loop.close()
 
 
+def test_a_short_question_is_answered_without_a_handoff(pair: LocalPair) -> None:
+    """By default, on a CPU. A question with a long beginning before it is handed over, and the next one is not."""
+    book = "The sea is calm tonight. " * 20
+    with Client(pair.decode_addresses[0]) as client:
+        answers = [
+            client.complete(prompt, max_tokens=2, cache_salt="short")
+            for prompt in (QUESTIONS[0], book + QUESTIONS[0], book + QUESTIONS[1])
+        ]
+    assert [answer.timings.num_handoff_attempts for answer in answers] == [0, 1, 0]
+
+
 def over_http(gateway: GatewayHere, question: str, **options: Any) -> Any:
     return gateway.openai().chat.completions.create(
         model="demo",

@@ -13,7 +13,7 @@ from baton import Client, Tls, errors
 from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from tests.security.certificates import Authority
-from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, wait_until
+from tests.support.running_pair import BOUND_S, HANDS_ALL_OVER, RECONNECT_AT_ONCE, wait_until
 
 FOR_CLIENTS, FOR_DECODE, OLD = "client-token-0123456789", "decode-token-9876543210", "old-token"
 _LISTEN = "0A"
@@ -50,6 +50,7 @@ class SecuredPair:
             prefill_args=secured("prefill", directory / "replicas"),
             decode_args=[
                 *secured("decode", directory / "clients"),
+                HANDS_ALL_OVER,
                 "--prefill-tls",
                 f"--prefill-tls-ca={authority.ca}",
                 f"--prefill-token-file={directory / 'replicas'}",

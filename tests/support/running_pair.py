@@ -21,6 +21,8 @@ BOUND_S = 60.0
 LOOK_INTERVAL_S = 0.01
 RECONNECT_AT_ONCE = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 500}
 COMMON_ARGS = ("--num-threads=1", "--debug-checks")
+HANDS_ALL_OVER = "--local-prefill-tokens=0"
+"""For a decode service: tiny prompts take the way of long ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def running_pair(
         model=None if model is None else str(model),
         dtype="float32",
         prefill_args=(*COMMON_ARGS, *shared_args, *prefill_args),
-        decode_args=(*COMMON_ARGS, *shared_args, *decode_args),
+        decode_args=(*COMMON_ARGS, HANDS_ALL_OVER, *shared_args, *decode_args),
         **options,
     )
     with ExitStack() as stack:

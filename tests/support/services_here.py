@@ -167,7 +167,9 @@ async def pair_here(
     }
     prefill_settings = PrefillSettings(listen=free_address(), **{**common, **(prefill or {})})
     decode_settings = DecodeSettings(
-        listen=free_address(), prefill=(prefill_settings.listen,), **{**common, **(decode or {})}
+        listen=free_address(),
+        prefill=(prefill_settings.listen,),
+        **{"local_prefill_tokens": 0, **common, **(decode or {})},
     )
     async with (
         serving_here(

@@ -78,6 +78,11 @@ def fallback_never_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillDispatcher, "is_degraded", True)
 
 
+def fallback_keeps_the_limit(patch: pytest.MonkeyPatch) -> None:
+    """Let only prompts up to `local_prefill_tokens` count as short, although no replica is ready."""
+    patch.setattr(PrefillDispatcher, "_max_short_tokens", property(lambda self: self._local_prefill_tokens))
+
+
 def fallback_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillDispatcher, "is_degraded", False)
 
