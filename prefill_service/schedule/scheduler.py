@@ -306,6 +306,7 @@ class PrefillEngine:
                 continue
             lease = self.pool.reserve(prompt.num_tokens, key=prompt.cache_key)
             if lease is None:
+                # No younger one gets room before it. So one that waited for KV is overtaken until the KV is there only.
                 self._lacks_room = True
                 return
             self._lives.enter(prompt, PromptPhase.COMPUTING, lease=lease)

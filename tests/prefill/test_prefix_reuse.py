@@ -235,6 +235,23 @@ def test_a_prompt_waits_for_another_that_computes_its_tokens_and_computes_only_t
     assert done == 0, "a prompt that shares nothing waited too"
 
 
+def test_a_prompt_that_waits_for_kv_is_overtaken_only_until_that_is_there(make: Make) -> None:
+    """Younger prompts never stop coming. They use the room meanwhile, and leave it free when it is the older one's."""
+    prefill = make(max_kv_tokens=64, max_rows=4)
+    prefill.ask("first", PROMPT)
+    prefill.ask("waits", (*PROMPT, *range(600, 638)))
+    younger = [str(number) for number in range(40)]
+    for call_id in younger:
+        prefill.ask(call_id, *[tuple(range(700, 708))] * 2, salt=None)
+        prefill.go_on()
+    served = [ready.call_id for ready in prefill.frames if isinstance(ready.frame, PrebuiltBatch)]
+    assert "waits" in served, "it starved"
+    num_before = served.index("waits") - 1
+    assert 0 < num_before < 8, f"{num_before} younger ones were served before it"
+    prefill.run()
+    assert prefill.check_sent("waits") == [len(PROMPT)]
+
+
 def test_the_load_counts_what_is_left_to_compute_and_not_what_is_or_will_be_cached(make: Make) -> None:
     prefill = make(max_rows=2, max_kv_tokens=64)
     prefill.serve("before", PROMPT[:8])
