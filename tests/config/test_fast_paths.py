@@ -9,11 +9,15 @@ from types import ModuleType
 from typing import Any, Literal
 from unittest.mock import MagicMock
 
+import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 from torch import Tensor
 
+from baton.server_info import HealthStatus
+from baton.service_process import READY_SERVICE
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from baton_cpu.blocks.norm import CpuRMSNorm
 from baton_cpu.compiler import kernel_cache
 from baton_cpu.compiler.kernel_cache import kernels_dir
@@ -37,6 +41,7 @@ from decode_service.main import new_engine
 from decode_service.speculate.depth import AdaptiveDepth, Depth, FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import main as prefill_main
+from tests.support.services_here import free_address, serving_here
 
 SIZE = PoolSize(max_rows=4, max_kv_tokens=256, max_context_tokens=128, decided_by="the test")
 BOTH = [PrefillSettings, DecodeSettings]
@@ -242,6 +247,28 @@ def test_each_name_reaches_what_it_switches_off(
             else:
                 main.new_engine(settings, process, SIZE, None, on_step=lambda stats: None)
         assert made.value.args == (expected,)
+
+
+@pytest.mark.parametrize(("disabled", "expected"), [((), 256), ((FastPath.PREFIX_CACHE,), 0)], ids=["on", "off"])
+async def test_a_prefill_service_says_how_much_it_may_cache(
+    disabled: tuple[FastPath, ...], expected: int, begun: list[int], tiny_model_dir: Callable[[str], Path]
+) -> None:
+    """Of one that caches nothing decode services expect nothing."""
+    settings = PrefillSettings(
+        model=str(tiny_model_dir("llama")),
+        listen=free_address(),
+        dtype="float32",
+        num_threads=1,
+        max_kv_tokens=256,
+        disabled_fast_paths=disabled,
+    )
+    async with (
+        serving_here(prefill_main, settings, READY_SERVICE["prefill"]) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+    ):
+        await service.turns(HealthStatus.SERVING)
+        load = await prefill_pb2_grpc.PrefillStub(channel).GetLoad(prefill_pb2.GetPrefillLoadRequest())
+    assert load.max_cached_tokens == expected
 
 
 @pytest.mark.parametrize("main", [decode_main, prefill_main])
