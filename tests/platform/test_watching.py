@@ -102,6 +102,28 @@ def test_every_label_grouped_by_is_one_of_its_metrics(title: str) -> None:
     assert {label.strip() for part in grouped for label in part.split(",")} <= set().union(*labels) | SCRAPED
 
 
+NOT_ON_THE_DASHBOARD = {
+    "baton_fused",
+    "baton_handoff_lent_bytes",
+    "baton_uncomputed_tokens",
+    "baton_verify_steps",
+    "baton_gateway_client_disconnects",
+    "baton_gateway_completion_tokens",
+    "baton_gateway_prompt_tokens",
+    "baton_gateway_reading_requests",
+}
+
+
+def test_the_dashboard_shows_every_metric_but_a_few() -> None:
+    def metrics(samples: Iterable[str]) -> set[str]:
+        return {re.sub("_(total|bucket|sum|count|created)$", "", name) for name in samples}
+
+    queries = [query for panel in PANELS for query in panel.queries.values()]
+    shown = metrics(name for query in queries for name, _ in selectors(query) if ":" not in name)
+    exported = metrics(name for of_job in EXPORTED.values() for name in of_job)
+    assert exported - shown == NOT_ON_THE_DASHBOARD
+
+
 NOT_THE_SERVICES_FAULT = {
     # Reasons of the request or of its sender.
     *("invalid_field", "context_exceeded", "duplicate_request_id", "unauthenticated", "deadline", "cancelled"),
