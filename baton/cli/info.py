@@ -46,7 +46,8 @@ def _print_table(model: ModelInfo, load: InferenceLoad) -> None:
     table.add_row("requests", f"{load.num_running} running, {load.num_queued} queued")
     for replica in load.prefill_replicas:
         state = "ready" if replica.is_ready else f"not ready: {replica.reason}"
-        table.add_row("prefill", f"{replica.address} {state}, {replica.num_rows} rows")
+        held = f"{replica.num_rows} rows, should have {replica.num_known_tokens} tokens cached"
+        table.add_row("prefill", f"{replica.address} {state}, {held}")
     if load.is_degraded:
         table.add_row("degraded", "no prefill replica is ready: the decode service computes prompts itself")
     Console(highlight=False, markup=False).print(table)
