@@ -90,11 +90,12 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A prefill replica as one decode service sees it."""
+    """A prefill replica as one decode service sees it. It should have the KV of `num_known_tokens` in its cache."""
 
     address: str
     is_ready: bool
     num_rows: int
+    num_known_tokens: int
     reason: str
 
 

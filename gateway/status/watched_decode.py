@@ -85,4 +85,7 @@ def unknown_decode(target: str, reason: str) -> Decode:
 
 
 def _replicas(load: InferenceLoad) -> tuple[Replica, ...]:
-    return tuple(Replica(each.address, each.is_ready, each.num_rows, each.reason) for each in load.prefill_replicas)
+    return tuple(
+        Replica(each.address, each.is_ready, each.num_rows, each.num_known_tokens, each.reason)
+        for each in load.prefill_replicas
+    )

@@ -31,7 +31,10 @@ IDLE = EngineLoad(
 )
 
 POOL = PoolLoad(total=8, free=8, reserved=0, transferring=0, running=0, quarantined=0)
-REPLICAS = (PrefillReplica("p:1", True, 3, ""), PrefillReplica("p:2", False, 0, "connection refused"))
+REPLICAS = (
+    PrefillReplica("p:1", True, 3, "", num_known_tokens=40),
+    PrefillReplica("p:2", False, 0, "connection refused"),
+)
 LOAD = InferenceLoad("d1", POOL, POOL, 0, 2, 7, REPLICAS, 0, 0)
 
 

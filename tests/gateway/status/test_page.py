@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import re
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from starlette.applications import Starlette
 
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
+from gateway.status.snapshot import Replica
 from tests.gateway.status.scene import Decode, ExposedDecode, numeric
 
 
@@ -79,3 +81,4 @@ async def test_every_field_that_the_script_reads_is_in_the_figures(viewer: httpx
     )
     phases = set(re.findall(r'^  \["(\w+)", "', script, re.MULTILINE))
     assert phases == set(figures["pair"]["phases"])
+    assert set(re.findall(r"\breplica\.(\w+)", script)) == {field.name for field in dataclasses.fields(Replica)}

@@ -168,9 +168,10 @@ async def test_decode_services_say_whom_they_reach() -> None:
     await sampling.sample()
 
     ready, refused = sampling.snapshot.decode
-    assert [(each.address, each.is_ready, each.num_rows) for each in ready.prefill_replicas] == [
-        ("p:1", True, 3),
-        ("p:2", False, 0),
+    replicas = ready.prefill_replicas
+    assert [(each.address, each.is_ready, each.num_rows, each.num_known_tokens) for each in replicas] == [
+        ("p:1", True, 3, 40),
+        ("p:2", False, 0, 0),
     ]
     assert ready.prefill_replicas[1].reason == "connection refused"
     assert (refused.is_reachable, refused.reason) == (False, "connection refused")
