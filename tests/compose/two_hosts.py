@@ -77,6 +77,7 @@ def _projects(pair: Project, root: Path, host: str, tls: Path) -> tuple[Project,
     shared = {
         "BATON_DEVICE": "cpu",
         "BATON_NUM_THREADS": "1",
+        "BATON_LOCAL_PREFILL_TOKENS": pair.environment["BATON_LOCAL_PREFILL_TOKENS"],
         "METRICS_PORT": "",
         "WEIGHTS_VOLUME": f"{pair.name}_weights",
         **{f"{name.upper()}_IMAGE": image_of(pair, name) for name in ("prefill", "decode", "gateway")},

@@ -246,6 +246,23 @@ def test_the_demo_model_speculates_as_it_is_and_another_by_one_variable(
         assert settings.draft == head
 
 
+@pytest.mark.parametrize(
+    ("name", "max_short_prompt"), [("compose.yaml", 0), ("compose.cpu.yaml", 64), (DECODE_HOST, 0)]
+)
+def test_which_prompts_decode_computes_itself_is_its_default_or_set_by_variables(
+    name: str, max_short_prompt: int
+) -> None:
+    def decides(**variables: str) -> tuple[int, bool]:
+        with pytest.MonkeyPatch.context() as patch:
+            for key, value in services(name)["decode"]["environment"].items():
+                patch.setenv(key, filled(value, PREFILL="prefill.example:50052", **variables))
+            settings = load_settings(DecodeSettings, [], program="decode")
+        return settings.max_short_prompt, settings.prefill_fallback
+
+    assert decides() == (max_short_prompt, False)
+    assert decides(BATON_LOCAL_PREFILL_TOKENS="7", BATON_PREFILL_FALLBACK="true") == (7, True)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_every_service_is_told_where_traces_go_and_how_many(name: str) -> None:
     for definition in our_services(name).values():
