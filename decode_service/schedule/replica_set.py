@@ -53,6 +53,7 @@ class KnownPrefixes:
         self._max_tokens = replica.max_cached_tokens
         self._num_evicted = replica.num_evicted_tokens
         self._num_made_room = 0  # tokens that `add` evicted, and that the replica has not reported as evicted yet
+        self._num_unreported = 0  # tokens of the rows for which the next report may tell of evictions
 
     @property
     def num_tokens(self) -> int:
@@ -84,15 +85,22 @@ class KnownPrefixes:
         if (start := held.num_tokens) < stop:
             self._tree.insert(held, key.token_ids[start : stop + lookahead], np.zeros(stop - start, np.int64))
             self._num_made_room += len(self._tree.evict(max(self._tree.num_slots - num_kept, 0)))
+            self._num_unreported += stop - start
         self._tree.let_go(held)
 
-    def update(self, replica: Replica) -> None:
+    def update(self, replica: Replica, *, num_outstanding: int) -> None:
         """Evicts as much as the replica evicted since the last update, as far as it is likely to be known here.
 
         The replica keeps what other services handed to it too. So the known tokens give up their share of what it
         evicted, by their share of what it can keep, and those used least recently go first. What `add` has evicted
         for new tokens is part of it, however many reports tell of it.
+
+        `num_outstanding` counts the tokens that the replica is to compute for this service's rows. It has evicted for
+        all others, or never will because they were refused, lost or cancelled. So room that was made for rows which had
+        ended at the last update is forgotten.
         """
+        self._num_made_room = min(self._num_made_room, self._num_unreported)
+        self._num_unreported = num_outstanding
         num_evicted = max(replica.num_evicted_tokens - self._num_evicted, 0)
         self._num_evicted, self._max_tokens = replica.num_evicted_tokens, replica.max_cached_tokens
         if num_evicted:
@@ -152,10 +160,12 @@ class ReplicaSet:
             else max(replica.num_uncomputed_tokens - num_outstanding.get(replica.address, 0), 0)
             for replica in changed.replicas
         }
-        self._replicas, self._others_may_come = changed.replicas, changed.others_may_come
         self._known = {
-            replica.address: known for replica in changed.replicas if (known := self._known_of(replica)) is not None
+            replica.address: known
+            for replica in changed.replicas
+            if (known := self._known_of(replica, num_outstanding.get(replica.address, 0))) is not None
         }
+        self._replicas, self._others_may_come = changed.replicas, changed.others_may_come
         self.num_known_tokens = {address: known.num_tokens for address, known in self._known.items()}
         limits = [replica.max_context_tokens or math.inf for replica in changed.replicas if replica.is_ready]
         self._most_tokens_ever = max([self._most_tokens_ever, *limits])
@@ -168,7 +178,7 @@ class ReplicaSet:
     def none_ready_since_s(self) -> float | None:
         return self._none_ready_since_s
 
-    def _known_of(self, replica: Replica) -> KnownPrefixes | None:
+    def _known_of(self, replica: Replica, num_outstanding: int) -> KnownPrefixes | None:
         """Returns what is known of the process that serves at the replica's address. Returns None if none ever did.
 
         A replica that is not ready may be ready again, with all that it had.
@@ -178,7 +188,8 @@ class ReplicaSet:
             return known
         if known is None or known.instance_id != replica.instance_id:
             return KnownPrefixes(replica, lookahead=self._lookahead)
-        known.update(replica)
+        if replica not in self._replicas:  # otherwise it is the last report, listed beside another replica's new one
+            known.update(replica, num_outstanding=num_outstanding)
         return known
 
     def candidates(self, *, avoid: str, num_tokens: int) -> Sequence[Replica]:

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from common.errors import PrefillUnavailable, RowFailure
 from common.kv.pool import CacheKey
 from common.kv.prefix_tree import PrefixTree
-from decode_service.messages import Event, Replica, ReplicasChanged, StartHandoff
+from decode_service.messages import CallEnded, Event, Replica, ReplicasChanged, StartHandoff
 from decode_service.schedule import replica_set
 from decode_service.schedule.replica_set import ReplicaSet, Route
 from tests.engine.harness import ScriptedEngine
@@ -191,14 +192,35 @@ def check_what_a_replica_evicted_is_forgotten() -> None:
 def test_what_was_evicted_to_make_room_is_not_evicted_again_when_the_replica_reports_it() -> None:
     router = Router(there("a", max_cached=200))
     for number in range(1, 6):
-        router.send(tokens(number))
+        router.send(tokens(number), computes=False)
     router.report(there("a", max_cached=200))  # another replica's load changed
     router.report(there("a", max_cached=200, num_evicted=100))
     assert router.num_known == {"a": 200}
     router.report(there("a", max_cached=200, num_evicted=300))
     assert router.num_known == {"a": 200}, "it evicts for the last ones later"
+    router.compute()
     router.report(there("a", max_cached=200, num_evicted=350))
     assert router.num_known == {"a": 150}, "that was for others"
+
+
+def check_room_made_for_a_row_that_ended_is_forgotten() -> None:
+    """The replica evicted nothing for rows that it refused. What it evicts later is for other services."""
+    router = Router(there("a"))
+    for number in range(1, 101):
+        router.send(tokens(number))
+    router.report(there("a", load=1))
+    router.report(there("a", num_evicted=800))
+    assert router.num_known == {"a": 200}, "800 were evicted for others"
+
+
+def test_a_report_that_another_replicas_caused_ends_no_wait_for_evictions() -> None:
+    router = Router(there("a", max_cached=200), there("b", load=1000))
+    for number in range(1, 6):
+        router.send(tokens(number))
+    for load in range(3):
+        router.report(there("a", max_cached=200), there("b", load=1000 + load))
+    router.report(there("a", max_cached=200, num_evicted=300), there("b", load=1000))
+    assert router.num_known["a"] == 200, "it had evicted them before it computed the last row"
 
 
 def test_of_what_a_replica_evicts_only_a_share_was_handed_to_it_from_here() -> None:
@@ -349,6 +371,33 @@ def test_rows_that_are_not_ready_are_their_replicas_load() -> None:
     engine.run()
 
 
+@pytest.mark.parametrize("ending", ["refused", "lost", "cancelled"])
+def test_evictions_are_believed_after_rows_that_were_never_computed(ending: str) -> None:
+    replica = Replica("first", True, instance_id="first", max_cached_tokens=100)
+    clock = iter(range(0, 10**9, 1000))  # a refused request may be retried at once
+    engine = ScriptedEngine(replicas=ReplicasChanged((replica,)), clock=lambda: float(next(clock)))
+    for number in range(20):
+        engine.submit(str(number), tokens(number, 50), 3, cache_salt="")
+        while str(number) not in engine.handoffs:
+            engine.step()
+        call_id = engine.handoffs[str(number)].call_id
+        if ending == "refused":
+            engine.refuse(str(number), RowFailure.CAPACITY, retryable=False)
+        elif ending == "lost":
+            engine.post(CallEnded(call_id, PrefillUnavailable("reset")))
+            engine.abort(str(number))
+        else:
+            engine.abort(str(number))
+        engine.step()
+    for load in (1, 2):
+        engine.post(ReplicasChanged((replace(replica, num_uncomputed_tokens=load),)))
+        engine.step()
+    assert engine.engine.load().num_known_tokens == {"first": 100}
+    engine.post(ReplicasChanged((replace(replica, num_evicted_tokens=60),)))
+    engine.step()
+    assert engine.engine.load().num_known_tokens == {"first": 40}
+
+
 def test_a_request_that_waits_for_a_row_is_not_looked_up_at_every_replica_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -378,6 +427,7 @@ CHECKS = (
     check_only_ready_replicas_are_chosen,
     check_a_new_process_has_nothing,
     check_what_a_replica_evicted_is_forgotten,
+    check_room_made_for_a_row_that_ended_is_forgotten,
 )
 
 
@@ -392,6 +442,11 @@ def test_holds(check: Check) -> None:
         (check_only_ready_replicas_are_chosen, routing.replicas_that_are_not_ready_are_chosen, "it is not ready"),
         (check_a_new_process_has_nothing, routing.a_new_process_is_taken_for_the_old_one, "a new process has nothing"),
         (check_what_a_replica_evicted_is_forgotten, routing.evictions_are_not_heard_of, "30 were evicted"),
+        (
+            check_room_made_for_a_row_that_ended_is_forgotten,
+            routing.rows_never_end,
+            "800 were evicted for others",
+        ),
     ],
     ids=name_of,
 )

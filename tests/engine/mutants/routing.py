@@ -32,3 +32,13 @@ def a_new_process_is_taken_for_the_old_one(patch: pytest.MonkeyPatch) -> None:
 
 def evictions_are_not_heard_of(patch: pytest.MonkeyPatch) -> None:
     _heard_as(patch, lambda replica: replace(replica, num_evicted_tokens=0))
+
+
+def rows_never_end(patch: pytest.MonkeyPatch) -> None:
+    """Take each row that was handed to a replica for one that it has still to compute."""
+    update = ReplicaSet.update
+
+    def mutant(self: ReplicaSet, changed: ReplicasChanged, now_s: float, **outstanding: Any) -> None:
+        update(self, changed, now_s, num_outstanding={replica.address: 1 << 40 for replica in changed.replicas})
+
+    patch.setattr(ReplicaSet, "update", mutant)
