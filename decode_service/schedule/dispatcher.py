@@ -43,6 +43,11 @@ not ready until it is looked at again, and at the start none has been looked at.
 that no long prompt begins here while the replica is well.
 """
 
+_WORTH_HOME = 4
+"""A prompt longer than a short one is computed here if a replica would have to compute so many times as much of it:
+here it takes turns with the running rows.
+"""
+
 _LOOK_INTERVAL_S = 1.0
 """How long the waiting requests are at most left alone when nothing is seen to have changed. Only a change that is not
 seen costs that much.
@@ -77,7 +82,7 @@ class PrefillDispatcher:
 
     A request waits while much of its KV is on its way for another one. Then it gets a row that shares that KV, and asks
     for the rest. A request of which at most `local_prefill_tokens` are left to compute is handed to no replica: `local`
-    computes it.
+    computes it. If that is not 0, it also computes, one at a time, longer ones of which every replica lacks much more.
 
     With `prefill_fallback` nothing fails because no replica is ready. Soon after the last one was, and until one is
     again, it `is_degraded`: `local` computes every request, at most one long one at a time. It posts
@@ -291,22 +296,28 @@ class PrefillDispatcher:
         """Returns whether the request is computed here: so little of it is left to compute, or no replica is ready.
 
         Short prompts that are being computed here count too, so that a burst of them does not hold up the running rows.
+        A longer prompt stays if every replica would have to compute several times as much: what was computed here is
+        not there, and without this rule one long turn would have a whole chat of short ones computed again.
         """
-        if self.is_degraded and not self._local.has_long:
-            return True
-        if not self._may_keep_short:
+        if not (self._local_prefill_tokens or self.is_degraded):
             return False
-        num_left = len(req.token_ids) - self._pool.num_cached(req.cache_key)
-        return num_left + self._local.num_short_left <= self._max_short_tokens
+        num_tokens = len(req.token_ids)
+        num_left = num_tokens - self._pool.num_cached(req.cache_key)
+        if num_left + self._local.num_short_left <= self._max_short_tokens:
+            return True
+        if self._local.has_long:
+            return False
+        if self.is_degraded:
+            return True
+        most_there = _WORTH_HOME * num_left
+        return most_there <= num_tokens and most_there <= self._replicas.least_uncomputed(
+            self._replicas.candidates(avoid=req.avoid_replica, num_tokens=num_tokens), req.cache_key, num_tokens
+        )
 
     @property
     def _max_short_tokens(self) -> int:
         """The most tokens that short prompts which are computed here have left, together."""
         return self._local.max_chunk_tokens if self.is_degraded else self._local_prefill_tokens
-
-    @property
-    def _may_keep_short(self) -> bool:
-        return self._local.num_short_left < self._max_short_tokens
 
     def _begin_to_wait(self, req: Request) -> AwaitedKv | None:
         """Lets the request wait if much of its KV is on its way for another one. Returns the KV that it waits for."""
@@ -318,7 +329,7 @@ class PrefillDispatcher:
     @property
     def _may_start_younger(self) -> bool:
         """Whether another request may start where no replica takes the oldest one, because it is shorter."""
-        return self._replicas.none_ready_since_s is None or self._may_keep_short
+        return self._replicas.none_ready_since_s is None or self._local.num_short_left < self._max_short_tokens
 
     def _reserve(self, req: Request, spared: _Spared) -> RowLease | None:
         """Reserves a row and slots for `req`, or returns None if too few are left beside what is `spared`."""

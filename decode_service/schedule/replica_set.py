@@ -233,6 +233,16 @@ class ReplicaSet:
         self.num_known_tokens = {**self.num_known_tokens, best.address: best.known.num_tokens}
         return Route(best.address, num_tokens - best.num_uncomputed, best.num_uncomputed)
 
+    def least_uncomputed(self, candidates: Sequence[Replica], key: CacheKey | None, num_tokens: int) -> int:
+        """Returns how many of a row's `num_tokens` tokens the one of `candidates` lacks that has most of them.
+
+        Returns 0 if there is none, or if it is not known what they have.
+        """
+        if not self._routes_by_prefix:
+            return 0
+        known = [self._known[replica.address] for replica in candidates]
+        return min([num_tokens - each.num_cached(key) for each in known], default=0)
+
     def _offer(
         self, replica: Replica, key: CacheKey | None, num_tokens: int, num_outstanding: Mapping[str, int]
     ) -> _Offer:

@@ -144,6 +144,31 @@ def check_a_chunk_is_bounded() -> None:
         assert noted.num_tokens and max(noted.num_tokens) <= LIMIT
 
 
+def check_a_long_turn_stays_where_its_chat_is() -> None:
+    """The replica would have to compute all of a chat whose other turns were short. One that it has goes there."""
+    caching = ReplicasChanged((Replica(REPLICA, True, instance_id="1", max_cached_tokens=1000),))
+    for opening, num_turns, stays in ((4, 5, True), (30, 1, False)):
+        scripted = ScriptedEngine(max_rows=8, local_prefill_tokens=LIMIT, replicas=caching)
+        chats = [[number * 100 + place for place in range(opening)] for number in range(1, 3)]
+        for turn in range(num_turns):
+            for number, chat in enumerate(chats):
+                outcome = scripted.submit(f"{number} {turn}", chat, 5, cache_salt="")
+                scripted.run()
+                assert_right([outcome])
+                chat += [*outcome.token_ids, 900 + turn]
+        with pytest.MonkeyPatch.context() as patch:
+            noted = NotedChunks(patch)
+            last = []
+            for number, chat in enumerate(chats):
+                chat += range(500, 500 + LIMIT)
+                last.append(scripted.submit(f"{number} last", chat, 6, cache_salt=""))
+            scripted.step()
+            assert list(scripted.handoffs) == (["1 last"] if stays else ["0 last", "1 last"]), "a whole chat goes"
+            scripted.run()
+            assert_right(last)
+            assert max(noted.num_tokens, default=0) <= LIMIT
+
+
 def check_chunks_are_larger_while_no_replica_is_ready() -> None:
     """And then a prompt that fits in one counts as short, whatever the limit is otherwise."""
     with pytest.MonkeyPatch.context() as patch:
@@ -573,6 +598,7 @@ CHECKS: list[Check] = [
     check_any_order_gives_the_same_tokens,
     check_retracted_requests_come_back,
     check_a_chunk_is_bounded,
+    check_a_long_turn_stays_where_its_chat_is,
     check_chunks_are_larger_while_no_replica_is_ready,
     check_a_failed_chunk_is_computed_again,
     check_a_chunk_that_always_fails_fails_its_request,
@@ -591,6 +617,7 @@ def test_holds(check: Check) -> None:
         (check_any_order_gives_the_same_tokens, local_prefill.row_is_not_seeded, "decoded wrongly"),
         (check_what_is_cached_counts_as_computed, local_prefill.cached_tokens_are_left_to_compute, "not over"),
         (check_a_chunk_is_bounded, local_prefill.prompts_all_stay, "a burst of prompts"),
+        (check_a_long_turn_stays_where_its_chat_is, local_prefill.only_short_turns_stay, "a whole chat goes"),
         (
             check_chunks_are_larger_while_no_replica_is_ready,
             local_prefill.fallback_keeps_the_limit,

@@ -53,6 +53,24 @@ def assert_equal(alone: list[Outcome], together: list[Outcome]) -> None:
         assert Phase.LOCAL_PREFILL in [began.phase for began in mine.phases]
 
 
+@pytest.mark.parametrize("keeps_short", [False, True])
+def test_a_chat_is_computed_once_whatever_the_length_of_its_turns(
+    keeps_short: bool, make_pair: MakePair, tiny_target: Tiny
+) -> None:
+    """Eight short turns and a long one. Wherever they are computed, no token is computed twice on the same service."""
+    pair = make_pair(tiny_target("llama"), PairOptions(local_prefill_tokens=16 if keeps_short else 0))
+    chat: list[int] = []
+    for turn, num_new in enumerate((*[10] * 8, 24)):
+        chat += [2 + (turn * 17 + place * (turn + 5)) % 55 for place in range(num_new)]
+        outcome = pair.submit(str(turn), chat, replace(SAMPLINGS[0], max_tokens=5), cache_salt="")
+        pair.run()
+        assert outcome.finished is not None
+        assert outcome.finished.timings.num_handoff_attempts == (0 if keeps_short else 1)
+        chat += outcome.token_ids
+    num_prefilled = sum(step.num_tokens for step in pair.prefill_steps)
+    assert num_prefilled == (0 if keeps_short else len(chat) - len(outcome.token_ids))
+
+
 @pytest.mark.parametrize("local_prefill_tokens", [0, 16])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 def test_answers_are_those_of_the_pair(

@@ -13,6 +13,7 @@ from common.sampling.state import RowSeed
 from decode_service.schedule import local_prefill
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.local_prefill import LocalPrefill, LocalPrompt
+from decode_service.schedule.replica_set import ReplicaSet
 
 
 def chunk_holds_no_row(patch: pytest.MonkeyPatch) -> None:
@@ -76,6 +77,11 @@ def the_oldest_prompt_is_always_first(patch: pytest.MonkeyPatch) -> None:
 def fallback_never_ends(patch: pytest.MonkeyPatch) -> None:
     """Compute requests here although a replica is ready."""
     patch.setattr(PrefillDispatcher, "is_degraded", True)
+
+
+def only_short_turns_stay(patch: pytest.MonkeyPatch) -> None:
+    """Hand a long turn over, however much the replica has to compute for it."""
+    patch.setattr(ReplicaSet, "least_uncomputed", lambda self, candidates, key, num_tokens: 0)
 
 
 def fallback_keeps_the_limit(patch: pytest.MonkeyPatch) -> None:
