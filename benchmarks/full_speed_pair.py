@@ -20,6 +20,7 @@ def full_speed_pair(
     *,
     fuses_prompts: bool = True,
     reuses_prefixes: bool = False,
+    hands_all_over: bool = True,
     prefill_args: Sequence[str] = (),
     decode_args: Sequence[str] = (),
     **options: Any,
@@ -27,13 +28,14 @@ def full_speed_pair(
     """Runs a LocalPair with these options, and yields it once its services have fused their forwards.
 
     With `fuses_prompts=False` only the decode services are waited for. Without `reuses_prefixes` the services cache no
-    KV, because many benchmarks send the same prompts again. Prompts of any length are handed over, unless `decode_args`
-    say otherwise. Raises TimeoutError.
+    KV, because many benchmarks send the same prompts again. With `hands_all_over` short prompts are handed over too,
+    unless `decode_args` say otherwise. Raises TimeoutError.
     """
     cache = () if reuses_prefixes else (NO_PREFIX_CACHE,)
+    hands = ("--local-prefill-tokens=0",) if hands_all_over else ()
     with LocalPair(
         prefill_args=(*prefill_args, *cache),
-        decode_args=("--local-prefill-tokens=0", *decode_args, *cache),
+        decode_args=(*hands, *decode_args, *cache),
         exposes_metrics=True,
         **options,
     ) as pair:

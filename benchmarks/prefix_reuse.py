@@ -1,9 +1,10 @@
 """Measures what the prefix cache brings callers of the gateway: requests behind one long beginning, conversations, and
 requests that share nothing.
 
-    python -m benchmarks.prefix_reuse [--peer-url http://HOST:PORT/v1] [--rounds 3]
+    python -m benchmarks.prefix_reuse [--peer-url http://HOST:PORT/v1] [--rounds 3] [--unrelated-rounds 12]
 
-Two pairs run with the demo model in bfloat16, one with the cache and one without. `--peer-url` names another
+Two pairs run with the demo model in bfloat16 and the services' defaults, one with the cache and one without.
+`--peer-url` names another
 OpenAI-compatible server of the same model, which is already running on this machine. In each round every server gets
 every workload, in alternating order, and the words of a round are new. The exit status is 1 if requests that share
 nothing are slower with the cache by more than 2%, or if a bound on the ratio to the peer is missed.
@@ -163,14 +164,14 @@ async def chats(server: Server, seed: int) -> Result:
 WORKLOADS: dict[str, Callable[[Server, int], Awaitable[Result]]] = {SHARED: shared, CHATS: chats, UNRELATED: unrelated}
 
 
-async def measure(urls: dict[str, str], num_rounds: int) -> dict[str, Server]:
-    """Measures the rounds. One more round comes first as a warm-up and does not count."""
+async def measure(urls: dict[str, str], num_rounds: dict[str, int]) -> dict[str, Server]:
+    """Measures so many rounds of each workload. One more round comes first as a warm-up and does not count."""
     servers = {name: Server(name, openai.AsyncOpenAI(base_url=url, api_key="none")) for name, url in urls.items()}
-    for number in range(num_rounds + 1):
-        print(f"round {number} of {num_rounds}", file=sys.stderr)
+    for number in range(max(num_rounds.values()) + 1):
+        print(f"round {number} of {max(num_rounds.values())}", file=sys.stderr)
         order = list(servers.values())[:: 1 if number % 2 else -1]
         for name, workload in WORKLOADS.items():
-            for server in order:
+            for server in order if number <= num_rounds[name] else ():
                 result = await workload(server, number)
                 if number:
                     server.results.setdefault(name, []).append(result)
@@ -179,9 +180,10 @@ async def measure(urls: dict[str, str], num_rounds: int) -> dict[str, Server]:
     return servers
 
 
-def render(run: BenchmarkRun, servers: dict[str, Server], num_rounds: int, local: int) -> tuple[str, bool]:
+def render(run: BenchmarkRun, servers: dict[str, Server], num_rounds: dict[str, int]) -> tuple[str, bool]:
     """Returns the table and whether all bounds are met."""
-    about = f"demo model in bfloat16, through HTTP, local_prefill_tokens {local}, medians of {num_rounds} rounds."
+    rounds = f"{num_rounds[SHARED]} rounds, {num_rounds[UNRELATED]} of those that share nothing"
+    about = f"demo model in bfloat16, through HTTP, the services' defaults, medians of {rounds}."
     lines = [*run.heading("Prefix reuse", about), ""]
     columns = ["workload", "server", "TTFT p50, ms", "p90", "tokens/s", "wall, s", "prompt tokens cached"]
     lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
@@ -195,10 +197,14 @@ def render(run: BenchmarkRun, servers: dict[str, Server], num_rounds: int, local
                 f"{server.median(workload, lambda result: result.cached_share):.0%}",
             ]
             lines.append(f"| {workload} | {server.name} | {' | '.join(figures)} |")
-    lines += ["", "Median time to first token of the chats by turn, ms:", ""]
+    lines += ["", "Time to first token of the chats by turn, p50 and p90, ms:", ""]
     lines += ["| server | " + " | ".join(map(str, range(1, 9))) + " |", "|" + "---|" * 9]
     for server in servers.values():
-        lines.append(f"| {server.name} | " + " | ".join(f"{1e3 * each:.0f}" for each in turns(server)) + " |")
+        for share in (0.5, 0.9):
+            by_turn = [server.median(CHATS, ttft_of_turn(turn, share)) for turn in range(8)]
+            lines.append(
+                f"| {server.name}, p{100 * share:.0f} | {' | '.join(f'{1e3 * each:.0f}' for each in by_turn)} |"
+            )
     bounds, is_met = [], True
     for name, value, bound, is_upper in ratios(servers):
         met = value <= bound if is_upper else value >= bound
@@ -208,12 +214,8 @@ def render(run: BenchmarkRun, servers: dict[str, Server], num_rounds: int, local
     return "\n".join(lines), is_met
 
 
-def turns(server: Server) -> list[float]:
-    return [server.median(CHATS, ttft_of_turn(turn)) for turn in range(8)]
-
-
-def ttft_of_turn(turn: int) -> Callable[[Result], float]:
-    return lambda result: result.ttft_s(0.5, turn)
+def ttft_of_turn(turn: int, share: float = 0.5) -> Callable[[Result], float]:
+    return lambda result: result.ttft_s(share, turn)
 
 
 def ratios(servers: dict[str, Server]) -> list[tuple[str, float, float, bool]]:
@@ -253,21 +255,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-url", help="base URL of another OpenAI-compatible server of the same model")
-    parser.add_argument("--local-prefill-tokens", type=int, default=256, help="of both pairs")
+    parser.add_argument("--unrelated-rounds", type=int, default=12, help="rounds of requests that share nothing")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
     options: dict[str, Any] = {"model": "demo", "dtype": "bfloat16", "gateway_listen": f"{LOOPBACK}:0"}
-    local = (f"--local-prefill-tokens={args.local_prefill_tokens}",)
+    num_rounds = {SHARED: args.rounds, CHATS: args.rounds, UNRELATED: args.unrelated_rounds}
     with (
-        full_speed_pair(**options, reuses_prefixes=True, decode_args=local) as cached,
-        full_speed_pair(**options, decode_args=local) as plain,
+        full_speed_pair(**options, hands_all_over=False, reuses_prefixes=True) as cached,
+        full_speed_pair(**options, hands_all_over=False) as plain,
     ):
         urls = {CACHED: f"{cached.gateway_url}/v1", PLAIN: f"{plain.gateway_url}/v1"}
         if args.peer_url:
             urls[PEER] = args.peer_url
-        servers = asyncio.run(measure(urls, args.rounds))
+        servers = asyncio.run(measure(urls, num_rounds))
     run = BenchmarkRun.of("prefix_reuse")
-    table, is_met = render(run, servers, args.rounds, args.local_prefill_tokens)
+    table, is_met = render(run, servers, num_rounds)
     print(table)
     if not args.no_save:
         run.save("prefix-reuse", table)

@@ -9,8 +9,8 @@ such rows and a prefix cache that has all slots. Then it measures the operations
 (tree_costs.py). Writes a dated table into benchmarks/results.
 
 The exit status is 1 if, in one of the cases, a step at the largest batch takes more than 1 ms of the engine's thread in
-the median, or the time does not grow less than linearly with the batch size; or if an operation of the tree takes more
-than 25 µs for a row.
+the mean (most steps neither begin nor end a row, so the median leaves that out), or if the median time does not grow
+less than linearly with the batch size; or if an operation of the tree takes more than 25 µs for a row.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ SCENARIOS = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a step at one batch size. Times are in microseconds, and medians except for `p99`.
+    """The cost of a step at one batch size. Times are in microseconds, and medians except for `p99` and `mean`.
 
     `num_running` is the mean number of rows in a step. `total` is the wall time of a step with the delivery of its
-    events, `p99` its 99th percentile, and `cpu` the thread's CPU time for it. `parts` divides it. `edge` is the edge's
-    time for one step's events. `core` has samples of the core's speed, taken between the steps.
+    events, and `p99` its 99th percentile. `cpu` is the thread's CPU time for it, and `mean` the mean of that, which
+    other processes do not disturb. `parts` divides `total`. `edge` is the edge's time for one step's events. `core` has
+    samples of the core's speed, taken between the steps.
     """
 
     batch_size: int
@@ -71,6 +72,7 @@ class Cost:
     total: float
     p99: float
     cpu: float
+    mean: float
     parts: dict[str, float]
     edge: float
     core: CoreSpeed
@@ -103,6 +105,7 @@ def measure(batch_size: int, case: Case, num_steps: int) -> Cost:
         total=median_us(seconds["total"]),
         p99=1e6 * percentile(seconds["total"], 99),
         cpu=median_us(seconds["cpu"]),
+        mean=1e6 * statistics.fmean(seconds["cpu"]),
         parts=parts,
         edge=median_us(seconds["edge"]) / STEPS_A_TURN,
         core=core,
@@ -127,10 +130,10 @@ def exponent(costs: list[Cost]) -> float | None:
 def judged(costs: list[Cost]) -> tuple[str, bool]:
     """Returns the line with the verdict, and whether the bounds are met. A single batch size has no bound on growth."""
     last, growth = costs[-1], exponent(costs)
-    is_met = last.total <= BOUND_US and (growth is None or growth < 1)
+    is_met = last.mean <= BOUND_US and (growth is None or growth < 1)
     grows = "" if growth is None else f", growth exponent {growth:.2f}, less than 1"
     verdict = "met" if is_met else "MISSED"
-    return f"{last.total / 1e3:.2f} ms at {last.batch_size} rows, at most 1 ms{grows}: {verdict}.", is_met
+    return f"{last.mean / 1e3:.2f} ms in the mean at {last.batch_size} rows, at most 1 ms{grows}: {verdict}.", is_met
 
 
 def table_of(name: str, costs: list[Cost]) -> list[str]:
@@ -139,14 +142,14 @@ def table_of(name: str, costs: list[Cost]) -> list[str]:
         "",
         f"**{name}**",
         "",
-        "| batch | rows in a step | schedule side, µs | p99 | CPU | "
+        "| batch | rows in a step | schedule side, µs | p99 | CPU | CPU, mean | "
         + " | ".join(PARTS)
         + " | µs a row | edge, µs a token event | core's speed, of its best |",
-        "|" + "---|" * (len(PARTS) + 8),
+        "|" + "---|" * (len(PARTS) + 9),
     ]
     for cost in costs:
         speed = best_s / cost.core.median_s
-        figures = [cost.total, cost.p99, cost.cpu, *(cost.parts[part] for part in PARTS)]
+        figures = [cost.total, cost.p99, cost.cpu, cost.mean, *(cost.parts[part] for part in PARTS)]
         lines.append(
             f"| {cost.batch_size} | {cost.num_running:.1f} | "
             + " | ".join(f"{figure:.0f}" for figure in figures)
