@@ -89,7 +89,7 @@ class RowLease:
     def slots(self) -> Slots:
         """The row's slots, [num_tokens] int64: slots[t] holds token t's KV.
 
-        The array only grows, and stays valid until the row is reclaimed.
+        The array only grows, and stays valid until the row is reclaimed, but for slots that `KvPool.keep` replaces.
         """
         return self._columns.slots[self.row, : self.num_tokens]
 
@@ -269,6 +269,9 @@ class KvPool:
         `token_ids` [N] int64 are the row's tokens. Their KV must be in the pool: no work that writes it is left. KV
         that also depends on tokens after `token_ids` is not given. Does nothing if the row uses no cache, or `forget`
         was called for it.
+
+        If the cache has the KV of some of the tokens already, the row uses that from now on and its own slots of them
+        become free. But it keeps them as long as it lives if stream work uses the row now, or the pool is shared.
         """
         if lease.prefix is None or lease.is_damaged:
             return
@@ -278,7 +281,19 @@ class KvPool:
             return
         self.num_changes += 1
         tokens, slots = token_ids[start : stop + lookahead], lease.slots[start:stop]
-        lease.share(slice(start + self._prefixes.insert(lease.prefix, tokens, slots), stop))
+        num_there = self._prefixes.insert(lease.prefix, tokens, slots)
+        if num_there and lease.prefix.num_tokens == stop and self._memory is None and not lease.is_in_use:
+            self._adopt(lease, start, start + num_there)
+            num_there = 0
+        lease.share(slice(start + num_there, stop))
+
+    def _adopt(self, lease: RowLease, start: int, stop: int) -> None:
+        """Frees the row's slots of the tokens [start, stop), and gives it those that the prefix tree has for them."""
+        assert lease.prefix is not None
+        own, slots = lease.slots[start:stop].copy(), lease.prefix.slots()[start:stop]
+        self._columns.slots[lease.row, start:stop] = slots
+        self.rows.write(lease.row, start, slots)
+        self._slots.give_back(own)
 
     def forget(self, lease: RowLease) -> None:
         """Makes the prefix cache forget everything that begins like the row's cached KV, because it may be damaged.

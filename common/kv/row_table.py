@@ -15,8 +15,9 @@ class ReqToTokenPool:
     """The rows of the pool and their token table.
 
     `req_to_token` [max_rows + 1, max_tokens_per_row] int64 holds the slot of each token. Row 0 is padding and is never
-    given out. While a row is in use, entries are only appended, because a running forward may be reading the earlier
-    ones. They are overwritten after the row has been freed and given out again; by then no forward reads them.
+    given out. While stream work uses a row, entries are only appended, because a running forward may be reading the
+    earlier ones. They are overwritten when no forward reads them: after the row has been freed and given out again, or
+    when it gets the prefix cache's slots for its own.
     """
 
     def __init__(self, *, max_rows: int, max_tokens_per_row: int, torch_device: torch.device) -> None:

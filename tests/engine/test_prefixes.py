@@ -307,8 +307,7 @@ def check_requests_end_although_all_slots_are_cached() -> None:
 
 def check_two_rows_with_the_same_tokens_come_to_an_end() -> None:
     """Both received the same KV at the same time, because they have too little in common for one to wait for the other.
-    So one holds it twice: its own, and that of the cache. The older one is the last to land, and needs all slots there
-    are.
+    The older one is the last to land, and needs all slots there are.
     """
     for spec_info in (None, CHAIN):
         num_ahead = spec_info.num_slots - 1 if spec_info else 0
@@ -336,6 +335,21 @@ WAITING = tuple(range(40, 60))
 
 def waiting(scripted: ScriptedEngine) -> list[str]:
     return [name for name, req in scripted.engine.lives.requests.items() if req.phase is Phase.QUEUE]
+
+
+def test_rows_that_received_the_same_kv_at_once_hold_it_once() -> None:
+    """None waits for the other, because they have less than a quarter in common."""
+    num_held = []
+    for salt in (None, SALT):
+        scripted = ScriptedEngine(max_kv_tokens=200)
+        prompts = [(*PROMPT, *range(start, start + 30)) for start in (100, 200)]
+        outcomes = [scripted.submit(str(prompt[-1]), prompt, 20, cache_salt=salt) for prompt in prompts]
+        scripted.start(*(str(prompt[-1]) for prompt in prompts))
+        num_held.append(scripted.engine.load().slots.held)
+        scripted.run()
+        for outcome in outcomes:
+            assert_right("one of them", outcome)
+    assert num_held[0] - num_held[1] == len(PROMPT)
 
 
 def check_what_is_on_its_way_is_waited_for() -> None:

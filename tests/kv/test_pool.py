@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.device.inline import InlineStream
 from common.device.stream import Stream
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.pool import KvPool, LeaseState, RowLease
+from common.kv.pool import CacheKey, KvPool, LeaseState, RowLease
+from common.kv.prefix_tree import PrefixTree
 
 MAX_ROWS = 4
 MAX_TOKENS = 24
@@ -39,7 +40,9 @@ class ManualEvent:
         assert self._is_done, "the test waits on an event it has not completed"
 
 
-def make_pool(*, max_rows: int = MAX_ROWS, max_kv_tokens: int = MAX_TOKENS) -> KvPool:
+def make_pool(
+    *, max_rows: int = MAX_ROWS, max_kv_tokens: int = MAX_TOKENS, prefixes: PrefixTree | None = None
+) -> KvPool:
     group = LayerGroupSpec(name="target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
     return KvPool(
         groups=[group],
@@ -47,6 +50,7 @@ def make_pool(*, max_rows: int = MAX_ROWS, max_kv_tokens: int = MAX_TOKENS) -> K
         max_kv_tokens=max_kv_tokens,
         max_tokens_per_row=max_kv_tokens,
         torch_device=torch.device("cpu"),
+        prefixes=prefixes,
     )
 
 
@@ -233,3 +237,28 @@ def test_a_table_that_lost_an_entry_is_found() -> None:
     pool.rows.req_to_token[lease.row, 1] = 0
     with pytest.raises(AssertionError, match="table disagrees"):
         pool.check_conservation()
+
+
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_a_row_gives_back_slots_whose_kv_another_row_left_in_the_cache_unless_work_uses_it(is_in_use: bool) -> None:
+    """Both rows were reserved before either left its KV there."""
+    pool = make_pool(prefixes=PrefixTree(lookahead=0))
+    first, second = (np.array([1, 2, 3, 4, last], np.int64) for last in (5, 6))
+    lease, later = (pool.reserve(5, key=CacheKey(tokens, "")) for tokens in (first, second))
+    assert lease is not None and later is not None
+    event = ManualEvent()
+    later.use_until(event, STREAMS[0])
+    if not is_in_use:
+        event.complete()
+    own = later.slots.tolist()
+    pool.keep(lease, first, 5)
+    pool.keep(later, second, 5)
+    pool.check_conservation()
+    assert later.slots.tolist() == (own if is_in_use else [*lease.slots[:4].tolist(), own[4]])
+    assert pool.num_free_slots == MAX_TOKENS - 10 + (0 if is_in_use else 4)
+    pool.release(later)
+    pool.release(lease)
+    event.complete()
+    pool.reclaim()
+    pool.check_conservation()
+    assert pool.num_free_slots == MAX_TOKENS
