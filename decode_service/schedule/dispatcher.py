@@ -256,8 +256,8 @@ class PrefillDispatcher:
                 is_short = True
                 break
             if stays_home:
-                req.found_cached(lease.num_cached)
                 self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
+                req.found_cached(lease.num_cached)
                 continue
             num_outstanding = self._landing.uncomputed_tokens() if num_outstanding is None else num_outstanding
             route = self._replicas.route(

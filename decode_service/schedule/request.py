@@ -89,8 +89,9 @@ class Request:
     output since then. `arrival` orders requests by age: the smaller number is the older request.
 
     `cache_salt` names the namespace of the prefix cache that the request uses; None means that it neither uses cached
-    KV nor leaves any. `num_cached_tokens` counts the tokens that the first attempt did not compute, because their KV
-    was cached. It is None until then, and later attempts, which find what this request left, do not change it.
+    KV nor leaves any. `num_cached_tokens` counts the prompt's tokens whose KV others had left when the request came, as
+    `found_cached` takes note of them. It is None until then, and 0 for a request that brings output along: it would
+    find what an earlier call for the same output left.
     `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute. `awaited` is
     the KV of its first tokens that it waits for in the queue, because it is on its way for another request.
     """
@@ -142,6 +143,7 @@ class Request:
             is_traced=submit.is_traced,
             client=submit.client,
             cache_salt=submit.cache_salt,
+            num_cached_tokens=None if len(submit.token_ids) == submit.prompt_len else 0,
             end_ids=frozenset(submit.sampling.end_token_ids),
         )
 
@@ -189,9 +191,17 @@ class Request:
         return 0 if self.lease is None else self.lease.num_kept
 
     def found_cached(self, num_tokens: int) -> None:
-        """Notes how many tokens an attempt did not compute. Only the first attempt counts."""
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = num_tokens
+        """Notes how many tokens the attempt for which it holds a row did not compute. The first number counts.
+
+        If an earlier attempt was lost or retracted before its number came, the replica may have found what that one
+        left. Then no more count than this service holds, where KV that came only in part is not kept.
+        """
+        if self.num_cached_tokens is not None:
+            return
+        if self.num_failures or self.num_retractions:
+            assert self.lease is not None
+            num_tokens = min(num_tokens, self.lease.num_cached)
+        self.num_cached_tokens = num_tokens
 
     @property
     def has_decoded(self) -> bool:
@@ -253,5 +263,5 @@ class Request:
             kv_bytes=self.kv_bytes,
             num_handoff_attempts=self.num_attempts,
             num_retractions=self.num_retractions,
-            num_cached_tokens=min(self.num_cached_tokens or 0, self.prompt_len),
+            num_cached_tokens=self.num_cached_tokens or 0,
         )
