@@ -70,6 +70,7 @@ class LaggingScheduleDevice(ScriptedDevice):
 class Outcome:
     prompt: tuple[int, ...]
     sampling: ResolvedSampling
+    cache_salt: str | None = None
     token_ids: list[int] = field(default_factory=list)
     finished: Finished | None = None
     error: BatonError | None = None
@@ -205,7 +206,7 @@ class ScriptedEngine:
         self._posted.append(
             Submit(request_id, tuple(prompt), len(prompt), sampling, client=client, cache_salt=cache_salt)
         )
-        self.outcomes[request_id] = Outcome(tuple(prompt), sampling)
+        self.outcomes[request_id] = Outcome(tuple(prompt), sampling, cache_salt)
         return self.outcomes[request_id]
 
     def post(self, command: Command) -> None:

@@ -1,26 +1,44 @@
-"""Random lives (scenarios of a decode engine): the number of requests, their lengths and endings, and what runs
-short.
+"""Random lives (scenarios of a decode engine): the number of requests, their prompts and endings, which of them
+share KV, who computes their prompts, and what runs short.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
+
+from common.sampling.params import ResolvedSampling
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.speculating import CHAIN, TREE
+from tests.engine.tags import oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.scenarios import (
     BOOTSTRAPPED_BEFORE_DRAFT_EXTEND,
+    COMPUTED_HERE,
+    EVICTED,
     LAUNCHED_BEFORE_DRAFT_EXTEND,
+    LAUNCHED_BESIDE_A_CHUNK,
+    NOT_READY,
+    READY,
     RETRACTED,
     RETRIED,
+    REUSED,
     ExploredEngine,
     Scenario,
 )
 
 NAMES = "abcd"
 ENDINGS = ("abort", "stop", "lost")
+BEGINNINGS = ((1, 2, 3, 4, 5), (1, 2, 3), (1, 2, 9, 8), (1, 2, 9), (6,))
+"""The first tokens of prompts: few, and some split others."""
+
+SALTS = ("", "", "a", None)
+REPLICAS = ("stays", "stays", "stays", "leaves", "returns", "comes late")
+"""What the replica does. Where it does not stay, the decode service does without it meanwhile."""
+
 PREFIX = "random_life-"
 """Prefix of a random life's name; its seed follows."""
 
@@ -28,28 +46,34 @@ PREFIX = "random_life-"
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request of a life. `ending` is one of ENDINGS ("lost" loses its first handoff), or None if the request decodes
-    to its end.
+    to its end. If it `goes_on`, it comes after the end of the request before it, and its prompt is that one's prompt
+    and output, and then `prompt`.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
     ending: str | None
     after_tokens: int
+    cache_salt: str | None
+    goes_on: bool
 
     @classmethod
     def draw(cls, numbers: random.Random) -> Request:
+        own = tuple(numbers.randint(1, 900) for _ in range(numbers.randint(0, 2)))
         return cls(
-            prompt=tuple(numbers.randint(1, 900) for _ in range(numbers.randint(1, 4))),
+            prompt=numbers.choice(BEGINNINGS) + own,
             max_tokens=numbers.randint(1, 7),
             ending=numbers.choice([None, None, *ENDINGS]),
             after_tokens=numbers.randint(0, 3),
+            cache_salt=numbers.choice(SALTS),
+            goes_on=numbers.random() < 0.3,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
     """The requests of a life and the engine's sizes. `spare_slots` are slots beyond those that the longest request
-    needs alone.
+    needs alone. `replica` is one of REPLICAS.
     """
 
     requests: tuple[Request, ...]
@@ -58,6 +82,8 @@ class Life:
     spare_slots: int
     overlap: bool
     lags: bool
+    local_prefill_tokens: int
+    replica: str
 
     @classmethod
     def draw(cls, numbers: random.Random) -> Life:
@@ -68,31 +94,59 @@ class Life:
             spare_slots=numbers.randint(0, numbers.choice([6, 40])),
             overlap=numbers.choice([True, True, False]),
             lags=numbers.choice([True, False]),
+            local_prefill_tokens=numbers.choice([0, 0, 2, 4]),
+            replica=numbers.choice(REPLICAS),
         )
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        prompts: list[tuple[int, ...]] = []
+        said: tuple[int, ...] = ()
+        for each in self.requests:
+            prompts.append((*said, *each.prompt) if each.goes_on else each.prompt)
+            greedy = ResolvedSampling(seed=0, max_tokens=each.max_tokens, temperature=0.0)
+            said = (*prompts[-1], *oracle(prompts[-1], each.max_tokens, greedy))
+        return prompts
 
     def program(self, device: ExploredDevice) -> None:
         """Run the life on the device, as a Program (explorer.py)."""
-        num_needed = max(len(each.prompt) + each.max_tokens for each in self.requests)
+        prompts = self.prompts()
+        num_needed = max(len(prompt) + each.max_tokens for prompt, each in zip(prompts, self.requests, strict=True))
         num_ahead = 0 if self.spec_info is None else self.spec_info.num_slots - 1
         Scenario(
-            self._body,
+            partial(self._body, prompts),
             self.max_rows,
             num_needed + num_ahead + self.spare_slots,
             self.spec_info,
             overlap=self.overlap,
             lags=self.lags,
             headroom_tokens=1,
+            local_prefill_tokens=self.local_prefill_tokens,
+            prefill_fallback=self.replica != "stays",
+            replicas=NOT_READY if self.replica == "comes late" else READY,
         ).program(device)
 
-    def _body(self, engine: ExploredEngine) -> None:
-        for name, each in zip(NAMES, self.requests, strict=False):
-            engine.submit(name, each.prompt, each.max_tokens)
-            if each.ending == "abort":
-                engine.abort_some_time(name, after_tokens=each.after_tokens)
-            elif each.ending == "stop":
-                engine.stop_some_time(name)
-            elif each.ending == "lost":
-                engine.lose_handoff_once(name)
+    def _body(self, prompts: list[tuple[int, ...]], engine: ExploredEngine) -> None:
+        if self.replica != "stays":
+            engine.lose_replica_some_time(returns=self.replica != "leaves")
+        begins = [
+            partial(_begin, engine, name, each, prompt)
+            for name, each, prompt in zip(NAMES, self.requests, prompts, strict=False)
+        ]
+        follows = [each.goes_on and place > 0 for place, each in enumerate(self.requests)]
+        for place in np.flatnonzero(follows).tolist():
+            engine.follow(NAMES[place - 1], begins[place])
+        for place in np.flatnonzero(np.logical_not(follows)).tolist():
+            begins[place]()
+
+
+def _begin(engine: ExploredEngine, name: str, each: Request, prompt: tuple[int, ...]) -> None:
+    engine.submit(name, prompt, each.max_tokens, cache_salt=each.cache_salt)
+    if each.ending == "abort":
+        engine.abort_some_time(name, after_tokens=each.after_tokens)
+    elif each.ending == "stop":
+        engine.stop_some_time(name)
+    elif each.ending == "lost":
+        engine.lose_handoff_once(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,5 +177,14 @@ class RandomLives:
     name: str = "random_lives"
     num_telling: int = 2000
     some_have: frozenset[str] = frozenset(
-        {RETRIED, RETRACTED, LAUNCHED_BEFORE_DRAFT_EXTEND, BOOTSTRAPPED_BEFORE_DRAFT_EXTEND}
+        {
+            RETRIED,
+            RETRACTED,
+            REUSED,
+            EVICTED,
+            COMPUTED_HERE,
+            LAUNCHED_BESIDE_A_CHUNK,
+            LAUNCHED_BEFORE_DRAFT_EXTEND,
+            BOOTSTRAPPED_BEFORE_DRAFT_EXTEND,
+        }
     )

@@ -27,14 +27,17 @@ from decode_service.messages import (
     FinishAtStop,
     Finished,
     FinishReason,
+    Replica,
+    ReplicasChanged,
+    StartHandoff,
     Tokens,
 )
-from decode_service.schedule import dispatcher
+from decode_service.schedule import dispatcher, local_prefill
 from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.speculate.spec_info import SpecInfo
-from tests.engine.harness import ScriptedEngine
+from tests.engine.harness import REPLICA, ScriptedEngine
 from tests.engine.relay_rig import make_batch, make_relay
 from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected
 from tests.engine.tag_head import DRAFT
@@ -42,8 +45,10 @@ from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.footprint import Shared
 
 Body = Callable[["ExploredEngine"], None]
+READY, NOT_READY = (ReplicasChanged((Replica(REPLICA, is_ready),)) for is_ready in (True, False))
 INBOX = "inbox"
 SALT = "salt"
+FALLBACK_CHUNK_TOKENS = 4
 
 LAUNCHED_BEFORE_DRAFT_EXTEND = "a request's next step was launched while its draft-extend had not run"
 BOOTSTRAPPED_BEFORE_DRAFT_EXTEND = "a row was bootstrapped and launched beside another whose draft-extend had not run"
@@ -51,6 +56,8 @@ RETRIED = "a handoff was tried again"
 RETRACTED = "a request was retracted"
 REUSED = "a request held KV of another one"
 EVICTED = "cached KV gave way"
+COMPUTED_HERE = "a prompt was computed in the decode service"
+LAUNCHED_BESIDE_A_CHUNK = "a step was launched while a chunk of a prompt had not run"
 RESOLVED_BEFORE_DRAFT_EXTEND = "lengths were resolved behind a bootstrap while the draft-extend had not run"
 
 
@@ -72,6 +79,8 @@ class ExploredEngine(ScriptedEngine):
         self._frames_come_apart = frames_come_apart
         self._to_lose: set[str] = set()
         self._to_abort: dict[str, int] = {}
+        self._to_follow: dict[str, list[Callable[[], None]]] = {}
+        self._num_to_come = 0
         self._launch, self.engine._launch = self.engine._launch, self._watched_launch  # type: ignore[method-assign]
 
     def hand_over(self, request_id: str, *, last: str = DRAFT.name) -> None:
@@ -97,8 +106,39 @@ class ExploredEngine(ScriptedEngine):
         def abort() -> None:
             self.outcomes[request_id].is_abandoned = True
             self._deliver(Abort(request_id))
+            self._let_follow(request_id)
 
         self._client.enqueue(abort)
+
+    def follow(self, request_id: str, then: Callable[[], None]) -> None:
+        """Call `then`, which submits another request, some time after this one has ended or was aborted."""
+        self._to_follow.setdefault(request_id, []).append(then)
+        self._num_to_come += 1
+
+    def _let_follow(self, request_id: str) -> None:
+        for then in self._to_follow.pop(request_id, ()):
+
+            def come(then: Callable[[], None] = then) -> None:
+                then()
+                self._num_to_come -= 1
+                self._deliver()
+
+            self._client.enqueue(come)
+
+    def lose_replica_some_time(self, *, returns: bool) -> None:
+        """Let the replica leave at any time, and with it all calls that it has got. If it `returns`, it is ready again
+        some time later.
+        """
+        replica = self._explored.new_outside_stream("replica")
+
+        def lose() -> None:
+            self._deliver(
+                NOT_READY, *(CallEnded(call_id, PrefillUnavailable("the replica left")) for call_id in self._open_rows)
+            )
+
+        replica.enqueue(lose)
+        if returns:
+            replica.enqueue(partial(self._deliver, READY))
 
     def _watched_launch(self, batch: ScheduleBatch) -> StepInFlight:
         before = self.engine._in_flight
@@ -106,6 +146,8 @@ class ExploredEngine(ScriptedEngine):
             self._explored.witnessed.add(LAUNCHED_BEFORE_DRAFT_EXTEND)
             if any(req in batch.reqs for req in self.engine._unseeded):
                 self._explored.witnessed.add(BOOTSTRAPPED_BEFORE_DRAFT_EXTEND)
+        if "forward" in self.forward.pending():
+            self._explored.witnessed.add(LAUNCHED_BESIDE_A_CHUNK)
         return self._launch(batch)
 
     def lose_handoff_once(self, request_id: str) -> None:
@@ -133,7 +175,33 @@ class ExploredEngine(ScriptedEngine):
                 self._check_live(event, request_ids)
             case Finished(request_id) | Failed(request_id):
                 self._check_live(event, [request_id])
+                self._let_follow(request_id)
+            case StartHandoff(_, _, rows):
+                for row in rows:
+                    held = max(num_tokens for _, num_tokens in row.num_held_tokens)
+                    self._check_namespace(row.request_id, row.token_ids, held)
+        if isinstance(event, Finished) and not event.timings.num_handoff_attempts:
+            self._explored.witnessed.add(COMPUTED_HERE)
+            prompt = self.outcomes[event.request_id].prompt
+            self._check_namespace(event.request_id, prompt, event.timings.num_cached_tokens)
         super()._note(event)
+
+    def _check_namespace(self, request_id: str, token_ids: Sequence[int], num_held: int) -> None:
+        """A request holds only KV of tokens that requests of its own namespace have too."""
+        own = self.outcomes[request_id]
+        if not num_held:
+            return
+        with self._explored.unwatched():
+            left_by = [
+                (*other.prompt, *other.expected)
+                for name, other in self.outcomes.items()
+                if own.cache_salt is not None and other.cache_salt == own.cache_salt and name != request_id
+            ]
+        req = self.engine.lives.requests.get(request_id)
+        if own.cache_salt is not None and req is not None and (req.num_retractions or req.num_failures):
+            left_by.append(tuple(token_ids))
+        held = tuple(token_ids[:num_held])
+        assert any(text[:num_held] == held for text in left_by), f"{request_id} holds KV of another namespace: {held}"
 
     def _note_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
         super()._note_tokens(request_id, token_ids)
@@ -148,7 +216,7 @@ class ExploredEngine(ScriptedEngine):
 
     def _is_over(self) -> bool:
         self._look_into_the_inbox()
-        return super()._is_over()
+        return super()._is_over() and not self._num_to_come
 
     def _look_into_the_inbox(self) -> None:
         self._explored.current.footprint.reads.add(INBOX)
@@ -169,7 +237,9 @@ class Scenario:
 
     With `lags` the schedule side runs later than the host, as on a GPU. With `at_once` all streams do, and a piece's
     Python code runs when it is enqueued (launch_order.py). `headroom_tokens` is the number of slots that admission
-    leaves free for each row; with few of them, requests soon have to be retracted.
+    leaves free for each row; with few of them, requests soon have to be retracted. Prompts of which at most
+    `local_prefill_tokens` are left to compute are computed in the decode service. With `prefill_fallback` it does
+    without a replica, and then its chunks have at most FALLBACK_CHUNK_TOKENS tokens.
     """
 
     body: Body
@@ -181,6 +251,9 @@ class Scenario:
     at_once: bool = False
     frames_come_apart: bool = False
     headroom_tokens: int = dispatcher._HEADROOM_TOKENS
+    local_prefill_tokens: int = 0
+    prefill_fallback: bool = False
+    replicas: ReplicasChanged = READY
 
     @property
     def name(self) -> str:
@@ -193,6 +266,8 @@ class Scenario:
             "lagging": self.lags,
             "at_once": self.at_once,
             "frames": self.frames_come_apart,
+            f"{self.local_prefill_tokens}_local": self.local_prefill_tokens > 0,
+            "fallback": self.prefill_fallback,
         }
         return "-".join(part for part, is_there in parts.items() if is_there)
 
@@ -202,14 +277,18 @@ class Scenario:
             device.lag_schedule_side()
         if self.at_once:
             device.run_pieces_at_once()
-        engine = ExploredEngine(
-            device,
-            max_rows=self.max_rows,
-            max_kv_tokens=self.max_kv_tokens,
-            spec_info=self.spec_info,
-            overlap=self.overlap,
-            frames_come_apart=self.frames_come_apart,
-        )
+        with mock.patch.object(local_prefill, "_FALLBACK_CHUNK_TOKENS", FALLBACK_CHUNK_TOKENS):
+            engine = ExploredEngine(
+                device,
+                max_rows=self.max_rows,
+                max_kv_tokens=self.max_kv_tokens,
+                spec_info=self.spec_info,
+                overlap=self.overlap,
+                frames_come_apart=self.frames_come_apart,
+                local_prefill_tokens=self.local_prefill_tokens,
+                prefill_fallback=self.prefill_fallback,
+                replicas=self.replicas,
+            )
         with (
             mock.patch.object(dispatcher, "_HEADROOM_TOKENS", self.headroom_tokens),
             device.exploring(_shared_by_decode(engine.engine)),
