@@ -357,7 +357,7 @@ class PrefillDispatcher:
                     deadline_unix_ms=req.deadline_unix_ms,
                     traceparent=req.traceparent,
                     num_held_tokens=tuple((name, req.lease.num_cached) for name in sorted(self._pool.groups)),
-                    cache_salt=req.cache_salt,
+                    cache_salt=req.namespace,
                 )
             )
             req.num_attempts += 1

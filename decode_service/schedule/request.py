@@ -88,10 +88,13 @@ class Request:
     `past_ids` are the prompt and the output up to the last time the request entered a pool row; `running_in` knows the
     output since then. `arrival` orders requests by age: the smaller number is the older request.
 
-    `cache_salt` names the namespace of the prefix cache that the request uses; None means that it neither uses cached
-    KV nor leaves any. `num_cached_tokens` counts the prompt's tokens whose KV others had left when the request came, as
-    `found_cached` takes note of them. It is None until then, and 0 for a request that brings output along: it would
-    find what an earlier call for the same output left.
+    `cache_salt` names the namespace of the prefix cache that the caller asked for; None means that the request neither
+    uses cached KV nor leaves any. Nor does it from `avoid_cache` on. `began_cached` says whether its present attempt
+    did not compute all tokens, because this service or the replica had KV of them. `num_cached_tokens` counts the
+    prompt's tokens whose KV others had left when the request came, as `found_cached` takes note of them. It is None
+    until then, and 0 for a request that brings output along: it would find what an earlier call for the same output
+    left.
+
     `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute. `awaited` is
     the KV of its first tokens that it waits for in the queue, because it is on its way for another request.
     """
@@ -109,6 +112,7 @@ class Request:
     is_traced: bool = False
     client: str = ""
     cache_salt: str | None = None
+    avoids_cache: bool = False
     phase: Phase = Phase.QUEUE
     lease: RowLease | None = None
     num_attempts: int = 0
@@ -116,6 +120,7 @@ class Request:
     num_retractions: int = 0
     kv_bytes: int = 0
     num_cached_tokens: int | None = None
+    began_cached: bool = False
     awaited: AwaitedKv | None = None
     avoid_replica: str = ""
     num_uncomputed_tokens: int = 0
@@ -160,15 +165,24 @@ class Request:
         return self.running_in.new_tokens(self.lease.row)
 
     @property
+    def namespace(self) -> str | None:
+        """Its namespace in both services' prefix caches, or None if it uses no cache."""
+        return None if self.avoids_cache else self.cache_salt
+
+    def avoid_cache(self) -> None:
+        """From now on uses no cache on either service, because cached KV that it began with may be damaged."""
+        self.avoids_cache = True
+
+    @property
     def cache_key(self) -> CacheKey | None:
         """Its tokens so far and its namespace in the prefix cache, or None if it uses no cache."""
-        if self.cache_salt is None:
+        if (namespace := self.namespace) is None:
             return None
         if self._past_key is None:
-            self._past_key = CacheKey(np.array(self.past_ids, np.int64), self.cache_salt)
+            self._past_key = CacheKey(np.array(self.past_ids, np.int64), namespace)
         if not (new_ids := self._new_ids):
             return self._past_key
-        return CacheKey(np.concatenate([self._past_key.token_ids, np.array(new_ids, np.int64)]), self.cache_salt)
+        return CacheKey(np.concatenate([self._past_key.token_ids, np.array(new_ids, np.int64)]), namespace)
 
     def leave_row(self) -> None:
         """Notes the output since it entered its row, which it leaves, as its own."""
@@ -191,15 +205,17 @@ class Request:
         return 0 if self.lease is None else self.lease.num_kept
 
     def found_cached(self, num_tokens: int) -> None:
-        """Notes how many tokens the attempt for which it holds a row did not compute. The first number counts.
+        """Notes how many tokens the attempt for which it holds a row did not compute. For the caller, the first number
+        counts.
 
         If an earlier attempt was lost or retracted before its number came, the replica may have found what that one
         left. Then no more count than this service holds, where KV that came only in part is not kept.
         """
+        assert self.lease is not None
+        self.began_cached = num_tokens > 0 or self.lease.num_cached > 0
         if self.num_cached_tokens is not None:
             return
         if self.num_failures or self.num_retractions:
-            assert self.lease is not None
             num_tokens = min(num_tokens, self.lease.num_cached)
         self.num_cached_tokens = num_tokens
 

@@ -253,16 +253,14 @@ class ResultTaker:
         return held
 
     def _lose_damaged(self, req: Request) -> None:
-        """Forgets the KV of a row that had no valid token. Its request is retried if it began with cached KV, because
-        that may be the reason.
+        """Forgets the KV of a row that had no valid token. Its request is retried without a cache if it began with KV
+        that either service had cached, because that may be the reason.
         """
-        assert req.lease is not None
-        began_cached = req.lease.num_cached > 0
         self._lives.forget_kv(req)
-        if began_cached:
-            req.cache_salt = None  # so this cannot happen to it again
+        if req.began_cached:
+            req.avoid_cache()  # so this cannot happen to it again
         error = EngineFault("a decode step relayed or produced no valid token")
-        self._lose([LostRow(req, "", error, is_retryable=began_cached)])
+        self._lose([LostRow(req, "", error, is_retryable=req.began_cached)])
 
     def _append(
         self,

@@ -218,11 +218,11 @@ class ScriptedEngine:
         self.handoffs.pop(request_id, None)
         self._posted.append(Abort(request_id))
 
-    def hand_over(self, request_id: str, *, last: str = GROUP.name) -> None:
+    def hand_over(self, request_id: str, *, last: str = GROUP.name, num_cached: int = 0) -> None:
         """Deliver the KV that the engine does not hold, and the first token, of a request's handoff. Each layer group's
         KV comes in two segments, with the PrebuiltBatch between them.
 
-        The segments of the group `last` come last.
+        The segments of the group `last` come last. Prefill says that it had `num_cached` tokens cached.
         """
         handoff = self.handoffs.pop(request_id)
         first = oracle(handoff.token_ids, 1, handoff.sampling)
@@ -236,7 +236,7 @@ class ScriptedEngine:
             bytes_sent={name: np.array([group_kv[:, :, handoff.num_held :].nbytes]) for name, group_kv in kv.items()},
             queue_s=np.zeros(1),
             compute_s=np.zeros(1),
-            num_cached_tokens=np.zeros(1, np.int64),
+            num_cached_tokens=np.array([num_cached]),
             first_token_logprobs=(None,),
             seed_columns=self._first_seed((*handoff.token_ids, *first), handoff.sampling),
         )

@@ -611,28 +611,35 @@ class _Damage:
 
 def check_damaged_kv_is_forgotten() -> None:
     """A step's logits are not finite, with cached KV and without: the next request with these tokens begins anew. So
-    does this one if it began with cached KV.
+    does this one if it began with cached KV of decode or of prefill.
     """
-    for prompt, is_warm in ((PROMPT, True), (PROMPT, False), (PROMPT[:1], False)):
+    for prompt, is_warm, num_of_prefill in (
+        (PROMPT, True, 0),
+        (PROMPT, False, 5),
+        (PROMPT, False, 0),
+        (PROMPT[:1], False, 0),
+    ):
         scripted = ScriptedEngine()
         serve(scripted, "elsewhere", OTHER, 4)
         if is_warm:
             serve(scripted, "before", prompt, 3)
         damage = _Damage(scripted)
         failing = scripted.submit("failing", prompt, 8, cache_salt=SALT)
-        scripted.start("failing")
+        scripted.step()
+        scripted.hand_over("failing", num_cached=num_of_prefill)
+        scripted.start()
         while len(failing.token_ids) < 4:
             scripted.step()
         damage.is_due = True
         while failing.error is None and "failing" not in scripted.handoffs:
             scripted.step()
             scripted.forward.run_all()
-        if is_warm:
+        if is_warm or num_of_prefill:
             assert failing.error is None, "it was not retried"
             retried = scripted.handoffs["failing"]
             assert (retried.num_held, retried.cache_salt) == (0, None), "it may fail for the same reason again"
         scripted.run()
-        if is_warm:
+        if is_warm or num_of_prefill:
             assert_right("the retried one", failing)
             assert scripted.engine.load().num_row_retries == 1
         else:
