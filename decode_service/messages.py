@@ -156,8 +156,9 @@ class Phase(Enum):
 class PhaseBegan:
     """Reports that a traced request entered `phase` at `at_s`, a time of the engine's clock.
 
-    `replica` and `attempt` are set for PREFILL. If the request went back to QUEUE because its handoff failed, `lost`
-    says why. If it was retracted (its slots were given to older requests), `was_retracted` is True.
+    `replica` and `attempt` are set for PREFILL. If the request went back to QUEUE because its handoff, local prefill
+    or decode step failed, `lost` says why. If it was retracted (its slots were given to older requests),
+    `was_retracted` is True.
     """
 
     request_id: str

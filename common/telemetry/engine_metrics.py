@@ -91,7 +91,9 @@ class _LoadCollector(Collector):
         yield GaugeMetricFamily(
             "baton_uncomputed_tokens", "Tokens of prompts still to compute.", value=load.num_uncomputed_tokens
         )
-        yield CounterMetricFamily("baton_row_retries", "Rows handed to another prefill.", value=load.num_row_retries)
+        yield CounterMetricFamily(
+            "baton_row_retries", "Rows that were lost or refused, and are tried again.", value=load.num_row_retries
+        )
         yield CounterMetricFamily("baton_retractions", "Requests that gave their KV back.", value=load.num_retractions)
 
     def _forwards(self) -> Iterator[Metric]:

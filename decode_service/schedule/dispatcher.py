@@ -26,11 +26,11 @@ from decode_service.messages import (
     ReplicasChanged,
     StartHandoff,
 )
-from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone, LostRow
+from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone
 from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.replica_set import ReplicaSet
-from decode_service.schedule.request import Request
+from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
 from decode_service.schedule.waiting_queue import WaitingQueue
 

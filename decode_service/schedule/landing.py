@@ -34,7 +34,7 @@ from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed, segment_flow
 from decode_service.messages import SegmentsLanded
-from decode_service.schedule.request import Request
+from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
 
 
@@ -110,22 +110,6 @@ class _Segment:
 class _Call:
     replica: str
     rows: dict[int, LandingRow]
-
-
-@dataclass(frozen=True, slots=True)
-class LostRow:
-    """A row whose handoff failed. If `is_retryable`, it is retried elsewhere, `retry_after_s` seconds from now at the
-    earliest. Otherwise its request fails with `error`.
-
-    `is_refusal` means that the replica refused the row because it was full or draining.
-    """
-
-    req: Request
-    replica: str
-    error: BatonError
-    is_retryable: bool
-    retry_after_s: float = 0.0
-    is_refusal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +257,7 @@ class LandingZone:
             return []
         cause = error or PrefillUnavailable("the replica ended the call before this row was complete")
         return [
-            LostRow(row.req, call.replica, cause, is_retryable=True)
+            LostRow(row.req, cause, is_retryable=True, replica=call.replica)
             for row in call.rows.values()
             if not row.is_complete
         ]
@@ -300,7 +284,8 @@ class LandingZone:
             else:
                 is_retryable = isinstance(error, SlotsReused)
                 kind = PrefillUnavailable if is_retryable else EngineFault
-                lost.append(LostRow(row.req, row.replica, kind(f"landing KV failed: {error}"), is_retryable))
+                failure = kind(f"landing KV failed: {error}")
+                lost.append(LostRow(row.req, failure, is_retryable, replica=row.replica))
         return Landed(tuple(_group(ready)), tuple(lost), tuple(map(_landed, freed, freed.values())))
 
     def close(self, timeout_s: float) -> None:
@@ -455,7 +440,16 @@ class LandingZone:
         self._complete.pop(row, None)
         error = error_for_row_failure(failed.reason, failed.message)
         is_refusal = failed.reason in (RowFailure.CAPACITY, RowFailure.DRAINING)
-        return (LostRow(row.req, call.replica, error, failed.retryable, failed.retry_after_ms / 1000, is_refusal),)
+        return (
+            LostRow(
+                row.req,
+                error,
+                failed.retryable,
+                replica=call.replica,
+                retry_after_s=failed.retry_after_ms / 1000,
+                is_refusal=is_refusal,
+            ),
+        )
 
     def _note_if_complete(self, row: LandingRow) -> None:
         if row.is_complete:

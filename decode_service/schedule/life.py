@@ -5,7 +5,8 @@ QUEUE ─▶ PREFILL ─▶ RECEIVING ─▶ TRANSFER ─▶ BOOTSTRAP ─▶ FI
   │         the handoff was lost     │                                ▼ (a step in flight carries the row)
   └──────────────────────────────────┴──────── retracted ──────── RETRACTING
 
-A short prompt goes QUEUE ─▶ LOCAL_PREFILL ─▶ BOOTSTRAP instead, or back to QUEUE when it is retracted or fails.
+A short prompt goes QUEUE ─▶ LOCAL_PREFILL ─▶ BOOTSTRAP instead, or back to QUEUE when it is retracted or fails. A
+running request that began with damaged cached KV goes back to QUEUE too.
 Every phase may also end in DELIVERY, when the request finished, or in ENDED, when it failed or was aborted.
 """
 

@@ -29,8 +29,7 @@ from common.sampling.logprobs import unpack_logprobs
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingState
 from common.wire.handoff import PrebuiltBatch
-from decode_service.schedule.landing import LostRow
-from decode_service.schedule.request import Request
+from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
 
 _FALLBACK_CHUNK_TOKENS = 256
@@ -198,7 +197,7 @@ class LocalPrefill:
         chunks = [chunk for chunk in launched.batch.chunks if self._is_wanted(chunk.prompt)]
         if (failure := launched.end.error) is not None:
             error = EngineFault(f"a prefill step failed: {failure}")
-            return (), tuple(LostRow(chunk.prompt.req, "", error, is_retryable=True) for chunk in chunks)
+            return (), tuple(LostRow(chunk.prompt.req, error, is_retryable=True) for chunk in chunks)
         for chunk in chunks:
             self._pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
         return self._first_tokens(launched)
@@ -216,7 +215,7 @@ class LocalPrefill:
             if are_invalid[place]:
                 self._pool.forget(prompt.lease)
                 error = EngineFault("the model produced no finite logit")
-                lost.append(LostRow(prompt.req, "", error, is_retryable=prompt.lease.num_cached > 0))
+                lost.append(LostRow(prompt.req, error, is_retryable=prompt.lease.num_cached > 0))
         ready = [(place, prompt) for place, prompt in ended if not are_invalid[place]]
         if not ready:
             return (), tuple(lost)

@@ -1,4 +1,4 @@
-"""The engine's record of one request, from admission to its terminal event."""
+"""The engine's record of one request, from admission to its terminal event, and of a row that one loses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from common.errors import BatonError
 from common.kv.pool import CacheKey, RowLease
 from common.prompts.awaited_kv import AwaitedKv
 from common.request_stats import SpeculationCounts, Timings
@@ -281,3 +282,21 @@ class Request:
             num_retractions=self.num_retractions,
             num_cached_tokens=self.num_cached_tokens or 0,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LostRow:
+    """A row that its request loses, because its handoff, a chunk that is computed here, or a decode step failed.
+
+    If `is_retryable`, the request is computed anew in another row, `retry_after_s` seconds from now at the earliest.
+    Otherwise it fails with `error`. `replica` is the one that the row was handed to, which the retry avoids; it is
+    empty for a row that was lost here. `is_refusal` means that this replica refused the row because it was full or
+    draining.
+    """
+
+    req: Request
+    error: BatonError
+    is_retryable: bool
+    replica: str = ""
+    retry_after_s: float = 0.0
+    is_refusal: bool = False

@@ -24,9 +24,8 @@ from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayPayload
 from decode_service.forward.worker import WorkerOutput
 from decode_service.messages import Event, Phase, Tokens
-from decode_service.schedule.landing import LostRow
 from decode_service.schedule.life import Lives
-from decode_service.schedule.request import Request
+from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
 
@@ -260,7 +259,7 @@ class ResultTaker:
         if req.began_cached:
             req.avoid_cache()  # so this cannot happen to it again
         error = EngineFault("a decode step relayed or produced no valid token")
-        self._lose([LostRow(req, "", error, is_retryable=req.began_cached)])
+        self._lose([LostRow(req, error, is_retryable=req.began_cached)])
 
     def _append(
         self,

@@ -16,8 +16,8 @@ from common.kv.slot_allocator import SlotAllocator, Slots
 from common.wire.handoff import Frame, PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule import scheduler
-from decode_service.schedule.landing import LandingRow, LandingZone, LostRow
-from decode_service.schedule.request import Request
+from decode_service.schedule.landing import LandingRow, LandingZone
+from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.running_rows import Rows
 from decode_service.schedule.schedule_batch import ScheduleBatch
