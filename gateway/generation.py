@@ -107,21 +107,26 @@ class GenerationEndpoint:
         """Returns a function that starts the Generate call of a choice, given the choice's index.
 
         Each call's id extends the request's id by random digits and the index: callers may send the same x-request-id
-        twice, but the ids of live calls must differ.
+        twice, but the ids of live calls must differ. The choices of a prompt go to one decode service, where they share
+        its KV, unless they may not share any.
         """
         prefix = f"{record.request_id}-{uuid.uuid4().hex[:8]}"
+        firsts: dict[int, AsyncEventStream] = {}
 
         def open_stream(index: int) -> AsyncEventStream:
             prompt, choice_index = divmod(index, plan.n)
-            return self._client.generate(
+            stream = self._client.generate(
                 **plan.prompts[prompt].arguments,
                 request_id=f"{prefix}-{index}",
                 choice_index=choice_index,
                 cache_salt=plan.cache_salt,
                 cache_prompt=plan.cache_prompt,
+                same_server_as=None if plan.cache_prompt is False else firsts.get(prompt),
                 timeout_s=self._limits.request_timeout_s,
                 **plan.sampling,
             )
+            firsts.setdefault(prompt, stream)
+            return stream
 
         return open_stream
 

@@ -84,12 +84,16 @@ def beginnings_of(request: inference_pb2.GenerateRequest) -> Beginnings:
 
 
 class ServersByBeginning:
-    """The server that each beginning was last sent to. It forgets the least recently sent ones."""
+    """The server that last accepted each beginning, and those that are being asked for it now. Of the accepted ones it
+    forgets the least recent.
+    """
 
     def __init__(self, max_beginnings: int = MAX_BEGINNINGS) -> None:
         self._max_beginnings = max_beginnings
         # The server, and whether a whole request ended there: what begins so continues that request.
         self._known: OrderedDict[bytes, tuple[str, bool]] = OrderedDict()
+        # How many calls ask each server for it, the last asked server last.
+        self._opening: dict[bytes, dict[str, int]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -97,16 +101,39 @@ class ServersByBeginning:
     def find(self, beginnings: Beginnings, servers: Container[str]) -> str | None:
         """Returns the one of `servers` that has the longest known beginning, or None if there is none.
 
-        A beginning decides if an earlier request ended there, or if it is a large part of this request.
+        A beginning decides if an earlier request ended there, or if it is a large part of this request. A server that
+        is being asked for it now counts before the one that accepted it last.
         """
         for digest, num_bytes in zip(reversed(beginnings.digests), reversed(beginnings.sizes), strict=True):
+            is_large = num_bytes >= MIN_SHARED * beginnings.num_bytes
+            if is_large:
+                for server in reversed(list(self._opening.get(digest, ()))):
+                    if server in servers:
+                        return server
             server, is_end = self._known.get(digest, ("", False))
             if server in servers:
-                return server if is_end or num_bytes >= MIN_SHARED * beginnings.num_bytes else None
+                return server if is_end or is_large else None
         return None
 
+    def note_opening(self, beginnings: Beginnings, server: str) -> None:
+        """Notes that `server` is being asked for a request with these beginnings."""
+        for digest in beginnings.digests:
+            counts = self._opening.setdefault(digest, {})
+            counts[server] = counts.pop(server, 0) + 1
+
+    def forget_opening(self, beginnings: Beginnings, server: str) -> None:
+        """Ends one `note_opening`, if there is one: the request was accepted, or its call has ended."""
+        for digest in beginnings.digests:
+            counts = self._opening.get(digest, {})
+            if counts.get(server, 0) > 1:
+                counts[server] -= 1
+                continue
+            counts.pop(server, None)
+            if not counts:
+                self._opening.pop(digest, None)
+
     def note(self, beginnings: Beginnings, server: str) -> None:
-        """Notes that a request with these beginnings goes to `server`."""
+        """Notes that `server` has accepted a request with these beginnings."""
         middle, end = (server, False), (server, True)
         has_end = beginnings.sizes[-1:] == (beginnings.num_bytes,)
         for place, digest in enumerate(reversed(beginnings.digests)):  # a request's end is forgotten before its start

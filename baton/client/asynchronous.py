@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2
 from baton.client.channel import ChannelOptions, Tls
 from baton.client.event_order import CompletionBuilder
 from baton.client.generation import Generation, Progress
-from baton.client.servers import AsyncServers, Server
+from baton.client.servers import AsyncServers, CommonServer, Server
 from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
@@ -31,9 +31,12 @@ from common.text.chat_messages import ChatMessage
 class AsyncEventStream(AsyncIterator[Event]):
     """The events of one generation. Closing it, leaving its `async with` block or dropping it cancels the call."""
 
-    def __init__(self, generation: Generation, servers: AsyncServers) -> None:
+    def __init__(
+        self, generation: Generation, servers: AsyncServers, *, same_server_as: AsyncEventStream | None = None
+    ) -> None:
         self._generation = generation
         self._servers = servers
+        self._common: CommonServer = CommonServer() if same_server_as is None else same_server_as._common
         self._beginnings = servers.beginnings_of(generation.request)
         # Sent with every call, because the stream belongs to the span that was open when it began.
         self._metadata = trace_metadata()
@@ -41,7 +44,7 @@ class AsyncEventStream(AsyncIterator[Event]):
         self._server: Server | None = None  # of the last call
         self._call: Any = None  # None until a server is ready
         with suppress(Unavailable):  # the first read tries again, and raises it
-            if (server := servers.take(self._beginnings)) is not None:
+            if (server := servers.take(self._beginnings, common=self._common)) is not None:
                 self._open_call(server)
 
     @property
@@ -105,6 +108,7 @@ class AsyncEventStream(AsyncIterator[Event]):
         server = await self._servers.take_when_ready(
             self._beginnings,
             avoided=self._server,
+            common=self._common,
             timeout_s=self._generation.remaining_s,
             max_wait_s=self._generation.begin_wait(),
             is_given_up=self._is_closed.is_set,
@@ -112,14 +116,14 @@ class AsyncEventStream(AsyncIterator[Event]):
         self._open_call(server)
 
     def _open_call(self, server: Server) -> None:
-        servers, self._server = self._servers, server
+        servers, beginnings, self._server = self._servers, self._beginnings, server
         try:
             request, timeout_s = self._generation.next_call()
             self._call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         except BaseException:
-            servers.give_back(server)
+            servers.give_back(server, beginnings)
             raise
-        self._call.add_done_callback(lambda _: servers.give_back(server))
+        self._call.add_done_callback(lambda _: servers.give_back(server, beginnings))
 
     def _cancel_call(self) -> None:
         if self._call is not None:
@@ -179,6 +183,7 @@ class AsyncClient:
         choice_index: int | None = None,
         cache_salt: str | None = None,
         cache_prompt: bool | None = None,
+        same_server_as: AsyncEventStream | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncEventStream:
@@ -190,6 +195,9 @@ class AsyncClient:
 
         A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
         with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
+
+        With several decode services, the stream goes where the stream `same_server_as` is, if that service is ready:
+        for further outputs of one prompt, which then share its KV.
         """
         request = generate_request(
             prompt=prompt,
@@ -208,7 +216,7 @@ class AsyncClient:
             resume_timeout_s=self._resume_timeout_s,
             admission_timeout_s=self._admission_timeout_s,
         )
-        return AsyncEventStream(generation, self._servers)
+        return AsyncEventStream(generation, self._servers, same_server_as=same_server_as)
 
     async def complete(
         self,

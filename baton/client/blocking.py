@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 from baton.client.channel import ChannelOptions, Tls
 from baton.client.event_order import CompletionBuilder
 from baton.client.generation import Generation, Progress
-from baton.client.servers import BlockingServers, Server
+from baton.client.servers import BlockingServers, CommonServer, Server
 from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
@@ -29,9 +29,12 @@ from common.text.chat_messages import ChatMessage
 class EventStream(Iterator[Event]):
     """The events of one generation. Closing it, leaving its `with` block or dropping it cancels the call."""
 
-    def __init__(self, generation: Generation, servers: BlockingServers) -> None:
+    def __init__(
+        self, generation: Generation, servers: BlockingServers, *, same_server_as: EventStream | None = None
+    ) -> None:
         self._generation = generation
         self._servers = servers
+        self._common: CommonServer = CommonServer() if same_server_as is None else same_server_as._common
         self._beginnings = servers.beginnings_of(generation.request)
         # Sent with every call, because the stream belongs to the span that was open when it began.
         self._metadata = trace_metadata()
@@ -39,7 +42,7 @@ class EventStream(Iterator[Event]):
         self._server: Server | None = None  # of the last call
         self._call: Any = None  # None until a server is ready; cancels itself when it is garbage-collected
         with suppress(Unavailable):  # the first read tries again, and raises it
-            if (server := servers.take(self._beginnings)) is not None:
+            if (server := servers.take(self._beginnings, common=self._common)) is not None:
                 self._open_call(server)
 
     @property
@@ -96,6 +99,7 @@ class EventStream(Iterator[Event]):
         server = self._servers.take_when_ready(
             self._beginnings,
             avoided=self._server,
+            common=self._common,
             timeout_s=self._generation.remaining_s,
             max_wait_s=self._generation.begin_wait(),
             is_given_up=self._is_closed.is_set,
@@ -105,19 +109,19 @@ class EventStream(Iterator[Event]):
             self._call.cancel()
 
     def _open_call(self, server: Server) -> None:
-        servers, self._server = self._servers, server
+        servers, beginnings, self._server = self._servers, self._beginnings, server
         try:
             request, timeout_s = self._generation.next_call()
             call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         except ValueError as error:  # another thread has closed the client since the server was chosen
-            servers.give_back(server)
+            servers.give_back(server, beginnings)
             raise Cancelled(f"the client is closed: {error}") from None
         except BaseException:
-            servers.give_back(server)
+            servers.give_back(server, beginnings)
             raise
         # Not add_done_callback, which would keep the call alive, so that dropping it would not cancel it.
-        if not call.add_callback(lambda: servers.give_back(server)):
-            servers.give_back(server)
+        if not call.add_callback(lambda: servers.give_back(server, beginnings)):
+            servers.give_back(server, beginnings)
         self._call = call
 
     def __enter__(self) -> Self:
@@ -171,6 +175,7 @@ class Client:
         choice_index: int | None = None,
         cache_salt: str | None = None,
         cache_prompt: bool | None = None,
+        same_server_as: EventStream | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> EventStream:
@@ -182,6 +187,9 @@ class Client:
 
         A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
         with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
+
+        With several decode services, the stream goes where the stream `same_server_as` is, if that service is ready:
+        for further outputs of one prompt, which then share its KV.
         """
         request = generate_request(
             prompt=prompt,
@@ -200,7 +208,7 @@ class Client:
             resume_timeout_s=self._resume_timeout_s,
             admission_timeout_s=self._admission_timeout_s,
         )
-        return EventStream(generation, self._servers)
+        return EventStream(generation, self._servers, same_server_as=same_server_as)
 
     def complete(
         self,

@@ -5,8 +5,10 @@ while the server is ready to serve. Among the ready servers the choice is:
 
 1. not the one that broke or refused this generation's last call, nor one that did so to any call just now, if there is
    another;
-2. the one that has the longest beginning of the request (`affinity`), unless it has too many open calls;
-3. else the one with the fewest open calls; of equals, the one that was chosen least recently.
+2. the one that another choice of the same prompt has (`CommonServer`), however many open calls it has;
+3. the one that has the longest beginning of the request (`affinity`), or is being asked for it now, unless it has too
+   many open calls;
+4. else the one with the fewest open calls; of equals, the one that was chosen least recently.
 """
 
 from __future__ import annotations
@@ -78,6 +80,16 @@ _FOLLOWS_HEALTH = json.dumps(
 )
 _NEVER_IDLE_MS = 2**31 - 1
 _LOOK_UP_ARG = "grpc.dns_min_time_between_resolutions_ms"
+
+
+@dataclass(slots=True)
+class CommonServer:
+    """The server that the choices of one prompt have in common: the last one chosen for any of their calls, or None.
+
+    The choices count as one call when their server is chosen, so that the prompt is computed and sent once.
+    """
+
+    server: Server | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +187,12 @@ class Servers(ABC):
         beginnings: Beginnings = NO_BEGINNINGS,
         *,
         avoided: Server | None = None,
+        common: CommonServer | None = None,
         wait: Wait | None = None,
     ) -> Server | None:
         """Chooses the server of a call and counts the call as open there, until `give_back`.
+
+        Later calls follow its beginnings there, until it ends without having been accepted. `common` is set to it.
 
         Returns None if no server is ready but one may soon be: wait for a change. `wait` bounds that; without one the
         wait has not begun. If none is ready or expected, or the call's deadline has passed, returns any; gRPC then says
@@ -205,22 +220,27 @@ class Servers(ABC):
                         servers = [each for each, state in zip(servers, states, strict=True) if state not in expected]
             if not servers:
                 raise Unavailable(self._why_none())
-            server = self._choose(beginnings, able or servers, avoided)
+            server = self._choose(beginnings, able or servers, avoided, common)
+            if common is not None:
+                common.server = server
+            self._known.note_opening(beginnings, server.target)
             self._num_chosen += 1
             server.last_chosen = self._num_chosen
             server.num_open += 1
             return server
 
-    def give_back(self, server: Server) -> None:
-        """Call when a call at a server that `take` returned has ended."""
+    def give_back(self, server: Server, beginnings: Beginnings = NO_BEGINNINGS) -> None:
+        """Call when a call at a server that `take` returned has ended, with the beginnings that `take` was given."""
         with self._changed:
             server.num_open -= 1
+            self._known.forget_opening(beginnings, server.target)
             self._close_if_done(server)
 
     def note_accepted(self, server: Server, beginnings: Beginnings) -> None:
         """Call when the server has accepted a request with these beginnings."""
         with self._changed:
             self._known.note(beginnings, server.target)
+            self._known.forget_opening(beginnings, server.target)
 
     def note_failed(self, server: Server, error: BatonError) -> None:
         """Call when a call at the server has failed. Only errors that say something about the server count."""
@@ -250,10 +270,19 @@ class Servers(ABC):
     def _hand_over(self, take: Callable[[Sequence[str] | Exception], None], answer: Sequence[str] | Exception) -> None:
         """Called on a look-up's thread. Calls `take(answer)` where this object may be changed."""
 
-    def _choose(self, beginnings: Beginnings, servers: Sequence[Server], avoided: Server | None) -> Server:
+    def _choose(
+        self,
+        beginnings: Beginnings,
+        servers: Sequence[Server],
+        avoided: Server | None,
+        common: CommonServer | None,
+    ) -> Server:
         others = [each for each in servers if each is not avoided] or servers
         now_s = self._clock()
         candidates = {each.target: each for each in [each for each in others if each.failed_until_s <= now_s] or others}
+        shared = None if common is None else common.server
+        if shared is not None and candidates.get(shared.target) is shared:
+            return shared
         least_busy = min(candidates.values(), key=lambda each: (each.num_open, each.last_chosen))
         found = self._known.find(beginnings, candidates)
         if found is not None:
@@ -349,6 +378,7 @@ class BlockingServers(Servers):
         beginnings: Beginnings = NO_BEGINNINGS,
         *,
         avoided: Server | None = None,
+        common: CommonServer | None = None,
         timeout_s: float | None,
         max_wait_s: float | None = None,
         is_given_up: Callable[[], bool] = lambda: False,
@@ -362,7 +392,7 @@ class BlockingServers(Servers):
         with self._changed:
             while not is_given_up():
                 asked_s = time.monotonic()
-                server = self.take(beginnings, avoided=avoided, wait=wait)
+                server = self.take(beginnings, avoided=avoided, common=common, wait=wait)
                 if server is not None:
                     return server
                 self._changed.wait(wait.pause_s(asked_s))
@@ -440,6 +470,7 @@ class AsyncServers(Servers):
         beginnings: Beginnings = NO_BEGINNINGS,
         *,
         avoided: Server | None = None,
+        common: CommonServer | None = None,
         timeout_s: float | None,
         max_wait_s: float | None = None,
         is_given_up: Callable[[], bool] = lambda: False,
@@ -452,7 +483,7 @@ class AsyncServers(Servers):
         wait = self._begin_wait(timeout_s, max_wait_s)
         while not is_given_up():
             asked_s = time.monotonic()
-            server = self.take(beginnings, avoided=avoided, wait=wait)
+            server = self.take(beginnings, avoided=avoided, common=common, wait=wait)
             if server is not None:
                 return server
             await self._wait_for_change(wait.pause_s(asked_s))

@@ -172,6 +172,25 @@ def test_the_last_server_that_had_a_beginning_counts() -> None:
         assert known.find(beginnings, BOTH) == server
 
 
+def test_a_server_that_is_being_asked_counts_first_until_it_is_not() -> None:
+    known, beginnings = ServersByBeginning(), beginnings_of(chat(SYSTEM, QUESTION))
+    known.note(beginnings, "a")
+    for server in ("b", "c", "c", "b"):
+        known.note_opening(beginnings, server)
+    assert (known.find(beginnings, "abc"), known.find(beginnings, "ac")) == ("b", "c"), "the last asked one"
+    for server, expected in (("b", "b"), ("c", "b"), ("b", "c"), ("c", "a"), ("c", "a")):
+        known.forget_opening(beginnings, server)
+        assert known.find(beginnings, "abc") == expected
+
+
+def test_a_small_part_that_is_being_asked_for_does_not_decide() -> None:
+    known = ServersByBeginning()
+    known.note_opening(beginnings_of(chat(SYSTEM)), "a")
+    assert known.find(beginnings_of(chat(SYSTEM, QUESTION)), BOTH) is None
+    known.note_opening(beginnings_of(chat(SYSTEM, QUESTION)), "b")
+    assert known.find(beginnings_of(chat(SYSTEM, QUESTION, ("user", "And?"))), BOTH) == "b"
+
+
 def test_the_least_recently_sent_are_forgotten_and_of_a_request_its_end_first() -> None:
     def of(*digests: bytes) -> Beginnings:
         return Beginnings(digests, tuple(range(10, 10 + len(digests))), 10)

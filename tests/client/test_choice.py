@@ -28,8 +28,10 @@ from baton.client.servers import (
     READY_TIMEOUT_S,
     AsyncServers,
     BlockingServers,
+    CommonServer,
     Server,
 )
+from baton.events import Started
 from baton.server_info import ModelInfo
 from baton.v1 import inference_pb2
 from common.text.chat_messages import ChatMessage
@@ -84,10 +86,16 @@ def set_ready(server: ScriptedServer, is_ready: bool) -> None:
     server.health.set("baton.v1.Inference", READY if is_ready else NOT_READY)
 
 
-def take(servers: BlockingServers, *turns: tuple[str, str], avoided: Server | None = None, **fields: Any) -> Server:
+def take(
+    servers: BlockingServers,
+    *turns: tuple[str, str],
+    avoided: Server | None = None,
+    common: CommonServer | None = None,
+    **fields: Any,
+) -> Server:
     """Takes the server for a chat of these turns, or for a request without a beginning. The server accepts it."""
     beginnings = servers.beginnings_of(chat(*turns, **fields))
-    server = servers.take_when_ready(beginnings, avoided=avoided, timeout_s=BOUND_S)
+    server = servers.take_when_ready(beginnings, avoided=avoided, common=common, timeout_s=BOUND_S)
     servers.note_accepted(server, beginnings)
     return server
 
@@ -186,6 +194,13 @@ async def served_by(client: Client | AsyncClient, *turns: tuple[str, str], **opt
     return (answer if isinstance(answer, Completion) else await answer).request_id
 
 
+async def started_at(stream: EventStream | AsyncEventStream) -> str:
+    """The address of the server that has accepted the stream's request."""
+    event = next(stream) if isinstance(stream, EventStream) else await anext(stream)
+    assert isinstance(event, Started)
+    return event.request_id
+
+
 async def until_all_are_used(client: Client | AsyncClient, num: int = NUM_SERVERS) -> None:
     used: set[str] = set()
     async with asyncio.timeout(BOUND_S):
@@ -271,8 +286,83 @@ async def test_a_server_that_fails_at_once_attracts_nothing(
 
 def test_a_request_that_no_server_accepted_has_no_home(servers: BlockingServers) -> None:
     beginnings = servers.beginnings_of(chat(*conversation(0)))
-    chosen = {give_back(servers, servers.take_when_ready(beginnings, timeout_s=BOUND_S)) for _ in range(NUM_SERVERS)}
+    chosen: set[Server] = set()
+    for _ in range(NUM_SERVERS):
+        chosen.add(server := servers.take_when_ready(beginnings, timeout_s=BOUND_S))
+        servers.give_back(server, beginnings)
     assert len(chosen) == NUM_SERVERS
+
+
+def test_requests_that_begin_alike_stay_together_before_any_is_accepted(servers: BlockingServers) -> None:
+    beginnings = servers.beginnings_of(chat(*conversation(0)))
+    taken = [servers.take_when_ready(beginnings, timeout_s=BOUND_S) for _ in range(MIN_MARGIN_CALLS + 2)]
+    assert len({*taken[:-1]}) == 1 and taken[-1] is not taken[0], "the bound on imbalance holds"
+    for server in taken[1:-1]:
+        servers.give_back(server, beginnings)
+    servers.give_back(taken[-1], beginnings)
+    assert servers.take_when_ready(beginnings, timeout_s=BOUND_S) is taken[0], "one of them still asks there"
+
+
+def test_once_it_is_accepted_the_last_server_that_accepted_it_counts(servers: BlockingServers) -> None:
+    home = take(servers, *conversation(0))
+    moved_to = take(servers, *conversation(0), avoided=home)
+    servers.give_back(moved_to, servers.beginnings_of(chat(*conversation(0))))
+    assert take(servers, *conversation(0)) is moved_to
+
+
+def test_the_choices_of_a_prompt_have_one_server_and_count_there_for_others(servers: BlockingServers) -> None:
+    num_choices = 4 * MIN_MARGIN_CALLS
+    beginnings = servers.beginnings_of(chat(*conversation(0)))
+    common = CommonServer()
+    taken = [
+        servers.take_when_ready(beginnings, common=common, timeout_s=BOUND_S)
+        for _ in range(num_choices)  # none is accepted yet
+    ]
+    assert len({*taken}) == 1
+    others = [take(servers) for _ in range((NUM_SERVERS - 1) * num_choices)]
+    assert taken[0] not in others
+    assert {others.count(server) for server in others} == {num_choices}
+
+
+def test_choices_of_a_prompt_go_elsewhere_together_where_the_bound_says_so(servers: BlockingServers) -> None:
+    home = asked(servers, *conversation(0))
+    busy: list[Server] = []
+    while not busy or busy[-1] is home:
+        busy.append(take(servers, *conversation(0)))
+    common = CommonServer()
+    assert {take(servers, *conversation(0), common=common) for _ in range(4)} == {busy[-1]}
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["ready", "connecting"])
+async def test_further_outputs_of_a_prompt_go_where_the_first_is(
+    scripted: list[ScriptedServer], connect: Callable[..., Any], is_known: bool
+) -> None:
+    client = await connect(addresses(scripted))
+    if is_known:
+        await until_all_are_used(client)
+    for server in scripted:
+        server.inference.script = [started(server.address), server.inference.HOLD]
+    first = client.generate("Hi", timeout_s=BOUND_S)
+    more = [client.generate("Hi", choice_index=index, same_server_as=first) for index in range(1, 5)]
+    assert len({await started_at(stream) for stream in (*more, first)}) == 1
+
+
+@pytest.mark.parametrize("broken_by", [LOST, FULL], ids=["lost", "full"])
+async def test_an_output_that_is_lost_or_refused_there_goes_elsewhere_and_later_ones_with_it(
+    scripted: list[ScriptedServer], connect: Callable[..., Any], broken_by: Any
+) -> None:
+    client = await connect(addresses(scripted), resume=True, admission_timeout_s=BOUND_S)
+    await until_all_are_used(client)
+    for server in scripted:
+        server.inference.script = [started(server.address), server.inference.HOLD]
+    first = client.generate("Hi", timeout_s=BOUND_S)
+    home = await started_at(first)
+    next(server for server in scripted if server.address == home).inference.scripts.append([broken_by])
+    second = client.generate("Hi", choice_index=1, same_server_as=first, timeout_s=BOUND_S)
+    moved_to = await started_at(second)
+    assert moved_to != home
+    more = [client.generate("Hi", choice_index=index, same_server_as=first) for index in range(2, 6)]
+    assert {await started_at(stream) for stream in more} == {moved_to}
 
 
 async def test_a_call_that_cannot_begin_does_not_count_as_open(scripted: list[ScriptedServer]) -> None:
@@ -297,6 +387,38 @@ async def test_a_call_that_cannot_begin_does_not_count_as_open(scripted: list[Sc
         closing = servers.close()
         if closing is not None:
             await closing
+
+
+@pytest.mark.parametrize("kind", [BlockingServers, AsyncServers])
+async def test_a_call_that_ends_before_it_is_accepted_draws_no_other(
+    scripted: list[ScriptedServer], kind: type[BlockingServers] | type[AsyncServers]
+) -> None:
+    for each in scripted:
+        each.inference.script = [each.inference.HOLD]
+    request = chat(*conversation(0))
+    servers = kind(addresses(scripted))
+    known: set[Server] = set()
+    async with asyncio.timeout(BOUND_S):
+        while len(known) < NUM_SERVERS:
+            if (server := servers.take()) is not None:
+                known.add(server)
+                servers.give_back(server)
+            await asyncio.sleep(0)
+    asked_servers: set[Server] = set()
+    for _ in scripted:
+        generation = Generation(request, timeout_s=BOUND_S, resume_timeout_s=None)
+        stream: Any = (EventStream if kind is BlockingServers else AsyncEventStream)(generation, servers)  # type: ignore[arg-type]
+        (server,) = (each for each in known if each.num_open)
+        asked_servers.add(server)
+        closing = stream.close() if kind is BlockingServers else stream.aclose()
+        if closing is not None:
+            await closing
+        async with asyncio.timeout(BOUND_S):
+            await until(lambda: all(each.num_open == 0 for each in known))
+    assert len(asked_servers) == NUM_SERVERS
+    closing = servers.close()
+    if closing is not None:
+        await closing
 
 
 async def test_a_first_call_waits_for_a_server_that_is_ready(

@@ -5,6 +5,7 @@ are cached.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -103,7 +104,9 @@ def test_choices_count_with_their_own_prompt() -> None:
     assert (counted["prompt_tokens"], counted["prompt_tokens_details"]) == (6, {"cached_tokens": 2 + 1})
 
 
-def test_turns_of_a_chat_go_to_the_decode_service_that_has_it_and_other_chats_spread(loop: LoopThread) -> None:
+@pytest.fixture
+def both(loop: LoopThread) -> Iterator[tuple[GatewayHere, list[ScriptedServer]]]:
+    """A gateway and its two decode services, once it uses both."""
     servers = [ScriptedServer() for _ in range(2)]
     try:
         for server in servers:
@@ -111,24 +114,64 @@ def test_turns_of_a_chat_go_to_the_decode_service_that_has_it_and_other_chats_sp
             server.become_ready()
         with gateway_here(loop, *(server.address for server in servers)) as gateway:
 
-            def asked(*messages: dict[str, str]) -> ScriptedServer:
-                """The service that is asked for the next answer of a chat."""
-                body = {"model": "demo", "messages": messages}
-                assert gateway.ask("POST", "/v1/chat/completions", body).status == 200
-                (server,) = (each for each in servers if not each.inference.requests.empty())
-                server.inference.requests.get()
-                return server
+            def are_used() -> bool:
+                for _ in servers:
+                    ask(gateway, "/v1/completions", cache_prompt=False)
+                return all(num_asked(servers))
 
-            def chat(number: int, *, num_turns: int) -> list[dict[str, str]]:
-                question = {"role": "user", "content": f"Question {number}?"}
-                return [question, {"role": "assistant", "content": "Yes."}] * num_turns + [question]
-
-            wait_until(lambda: len({asked(*chat(-1, num_turns=0)), asked(*chat(-2, num_turns=0))}) == 2)
-            homes = [asked(*chat(number, num_turns=0)) for number in range(6)]
-            assert homes.count(servers[0]) == homes.count(servers[1]) == 3
-            for num_turns in (1, 2):
-                for number in (5, 4, 2, 3, 1, 0):
-                    assert asked(*chat(number, num_turns=num_turns)) is homes[number]
+            wait_until(are_used)
+            yield gateway, servers
     finally:
         for server in servers:
             server.stop()
+
+
+def num_asked(servers: list[ScriptedServer]) -> list[int]:
+    """How many calls each service got since the last time."""
+    nums = []
+    for server in servers:
+        nums.append(server.inference.requests.qsize())
+        for _ in range(nums[-1]):
+            server.inference.requests.get()
+    return nums
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_the_choices_of_a_prompt_go_to_one_decode_service(
+    both: tuple[GatewayHere, list[ScriptedServer]], path: str
+) -> None:
+    gateway, servers = both
+    for _ in range(3):
+        ask(gateway, path, n=8)
+        assert sorted(num_asked(servers)) == [0, 8]
+
+
+def test_those_of_another_prompt_go_to_another_and_those_that_share_nothing_spread(
+    both: tuple[GatewayHere, list[ScriptedServer]],
+) -> None:
+    gateway, servers = both
+    ask(gateway, "/v1/completions", prompt=["hi", "ho"], n=4)
+    assert num_asked(servers) == [4, 4]
+    ask(gateway, "/v1/completions", n=8, cache_prompt=False)
+    assert num_asked(servers) == [4, 4]
+
+
+def test_turns_of_a_chat_go_to_the_decode_service_that_has_it_and_other_chats_spread(
+    both: tuple[GatewayHere, list[ScriptedServer]],
+) -> None:
+    gateway, servers = both
+
+    def asked(*messages: dict[str, str]) -> ScriptedServer:
+        """The service that is asked for the next answer of a chat."""
+        ask(gateway, "/v1/chat/completions", messages=messages)
+        return servers[num_asked(servers).index(1)]
+
+    def chat(number: int, *, num_turns: int) -> list[dict[str, str]]:
+        question = {"role": "user", "content": f"Question {number}?"}
+        return [question, {"role": "assistant", "content": "Yes."}] * num_turns + [question]
+
+    homes = [asked(*chat(number, num_turns=0)) for number in range(6)]
+    assert homes.count(servers[0]) == homes.count(servers[1]) == 3
+    for num_turns in (1, 2):
+        for number in (5, 4, 2, 3, 1, 0):
+            assert asked(*chat(number, num_turns=num_turns)) is homes[number]
