@@ -833,6 +833,11 @@ def test_holds(check: Check) -> None:
         (check_no_more_is_retracted_than_needed, prefixes.shared_slots_do_not_come_back, "gave way although"),
         (check_damaged_kv_is_forgotten, prefixes.damaged_kv_stays, "damaged KV was used again"),
         (check_damaged_kv_is_forgotten, prefixes.damaged_row_still_leaves_its_kv, "damaged KV was used again"),
+        (
+            check_damaged_kv_is_forgotten,
+            prefixes.damaged_row_is_retried_from_the_cache,
+            "it may fail for the same reason",
+        ),
         (check_what_is_held_outlives_its_owner, prefixes.prefix_is_found_and_not_held, "decoded wrongly"),
         (
             check_a_lost_handoff_is_retried_with_what_is_held_then,

@@ -223,6 +223,10 @@ def damaged_row_still_leaves_its_kv(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RowLease, "is_damaged", property(lambda lease: False, lambda lease, is_damaged: None), raising=False)
 
 
+def damaged_row_is_retried_from_the_cache(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "avoid_cache", lambda self: None)
+
+
 # ---- P8: lost handoffs --------------------------------------------------------------------------------------------
 
 
