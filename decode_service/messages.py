@@ -156,7 +156,8 @@ class Phase(Enum):
 class PhaseBegan:
     """Reports that a traced request entered `phase` at `at_s`, a time of the engine's clock.
 
-    `replica` and `attempt` are set for PREFILL. If the request went back to QUEUE because its handoff, local prefill
+    `replica` and `attempt` are set for PREFILL, and `num_held_tokens` for PREFILL and LOCAL_PREFILL: how many of its
+    first tokens' KV the decode engine has already. If the request went back to QUEUE because its handoff, local prefill
     or decode step failed, `lost` says why. If it was retracted (its slots were given to older requests),
     `was_retracted` is True.
     """
@@ -166,6 +167,7 @@ class PhaseBegan:
     at_s: float
     replica: str = ""
     attempt: int = 0
+    num_held_tokens: int = 0
     lost: str = ""
     was_retracted: bool = False
 

@@ -65,7 +65,7 @@ class Prompt:
     @property
     def num_held(self) -> int:
         """How many of the first tokens' KV the decode service has. It is not sent."""
-        return max((num_tokens for _, num_tokens in self.row.num_held_tokens), default=0)
+        return self.row.num_held
 
     @property
     def num_left(self) -> int:

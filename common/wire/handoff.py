@@ -69,6 +69,11 @@ class HandoffRow:
     num_held_tokens: tuple[tuple[str, int], ...] = ()
     cache_salt: str | None = None
 
+    @property
+    def num_held(self) -> int:
+        """How many of the first tokens' KV the decode engine has."""
+        return max((num_tokens for _, num_tokens in self.num_held_tokens), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:

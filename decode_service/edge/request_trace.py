@@ -76,6 +76,8 @@ class RequestTrace:
         self._begin(began.phase, began.at_s)
         if began.phase is Phase.PREFILL:
             self._phase.set_attributes({"baton.replica": began.replica, "baton.attempt": began.attempt})
+        if began.phase in (Phase.PREFILL, Phase.LOCAL_PREFILL):
+            self._phase.set_attribute("baton.num_held_tokens", began.num_held_tokens)
 
     def output_written(self) -> None:
         """Notes that the client's stream has taken some output. The first time, it writes the `first_token` span."""

@@ -35,6 +35,7 @@ def ending_attributes(ending: Ending) -> Attributes:
     attributes: dict[str, AttributeValue] = {
         "gen_ai.response.finish_reasons": (ending.reason.value,),
         "gen_ai.usage.input_tokens": ending.num_prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": timings.num_cached_tokens,
         "gen_ai.usage.output_tokens": ending.num_completion_tokens,
         "baton.kv_bytes": timings.kv_bytes,
         "baton.num_handoff_attempts": timings.num_handoff_attempts,

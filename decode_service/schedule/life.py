@@ -163,7 +163,8 @@ class Lives:
             self._keep(req)
         if after.is_announced and req.is_traced:
             attempt = req.num_attempts if phase is Phase.PREFILL else 0
-            self._post(PhaseBegan(req.request_id, phase, at_s, replica, attempt, lost, was_retracted))
+            num_held = 0 if lease is None else lease.num_cached
+            self._post(PhaseBegan(req.request_id, phase, at_s, replica, attempt, num_held, lost, was_retracted))
 
     def _leave(self, req: Request, place: Place, following: Place) -> None:
         if place is Place.WAITING:

@@ -52,7 +52,10 @@ class RowTraces:
             case PrebuiltBatch():
                 for place, number in enumerate(frame.rows.tolist()):
                     if (trace := self._rows.get(number)) is not None:
-                        trace.expect(sum(int(sizes[place]) for sizes in frame.bytes_sent.values()))
+                        trace.computed(
+                            num_bytes=sum(int(sizes[place]) for sizes in frame.bytes_sent.values()),
+                            num_cached_tokens=int(frame.num_cached_tokens[place]),
+                        )
                         self._end_if_sent(number)
             case RowFailed(row=number, message=message):
                 self._fail((number,), message, frame.reason.name)
@@ -80,6 +83,7 @@ class RowTraces:
             {
                 "baton.request_id": row.request_id,
                 "baton.attempt": row.attempt,
+                "baton.num_held_tokens": row.num_held,
                 "gen_ai.usage.input_tokens": len(row.token_ids),
             }
         )
@@ -124,8 +128,10 @@ class _RowTrace:
         self._num_bytes += num_bytes
         self._sending_s = (self._sending_s[0] if self._sending_s else start_s, end_s)
 
-    def expect(self, num_bytes: int) -> None:
+    def computed(self, *, num_bytes: int, num_cached_tokens: int) -> None:
+        """Records that the row's first token is out: all its bytes to send, and the tokens that were not computed."""
         self._num_expected_bytes = num_bytes
+        self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", num_cached_tokens)
 
     def end(self, now_s: float, status: Status | None = None, error_type: str = "") -> None:
         if not self._has_started:

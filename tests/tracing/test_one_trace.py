@@ -89,6 +89,23 @@ async def test_a_request_is_one_trace_of_the_caller_and_both_services(model: Pat
     assert not [span for span in spans if span.error is not None]
 
 
+async def test_a_prompt_that_was_cached_shows_why_it_was_short(model: Path, receiver: OtlpReceiver) -> None:
+    """The second request finds all but the last token on both services."""
+    async with traced_pair(model, endpoint=receiver.endpoint) as pair:
+        cached = []
+        for _ in range(2):
+            done = await pair.client.complete(token_ids=PROMPT, max_tokens=3, ignore_eos=True)
+            cached.append(done.timings.num_cached_tokens)
+    spans = receiver.spans
+
+    assert cached == [0, len(PROMPT) - 1]
+    for name in ("Generate", "prefill_row"):
+        found = [span.attributes["gen_ai.usage.cache_read.input_tokens"] for span in spans if span.name == name]
+        assert sorted(found) == cached
+    for name in ("prefill", "prefill_row"):
+        assert sorted(span.attributes["baton.num_held_tokens"] for span in spans if span.name == name) == cached
+
+
 async def test_without_a_caller_the_decode_service_begins_the_trace(model: Path, receiver: OtlpReceiver) -> None:
     async with traced_pair(model, endpoint=receiver.endpoint) as pair:
         for _ in range(2):

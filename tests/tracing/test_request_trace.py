@@ -72,7 +72,7 @@ def test_a_lost_handoff_and_a_retraction_show_as_further_stages(spans: EndedSpan
         trace.submitted()
         trace.on_phase(PhaseBegan("r", Phase.PREFILL, 1001.0, replica="a:1", attempt=0))
         trace.on_phase(PhaseBegan("r", Phase.QUEUE, 1002.0, lost="it died"))
-        trace.on_phase(PhaseBegan("r", Phase.PREFILL, 1004.0, replica="b:1", attempt=1))
+        trace.on_phase(PhaseBegan("r", Phase.PREFILL, 1004.0, replica="b:1", attempt=1, num_held_tokens=5))
         reaches(trace, (Phase.TRANSFER, 1005.0), (Phase.BOOTSTRAP, 1006.0), (Phase.FIRST_DECODE, 1007.0))
         clock.now_s = 1008.0
         trace.output_written()
@@ -88,13 +88,23 @@ def test_a_lost_handoff_and_a_retraction_show_as_further_stages(spans: EndedSpan
     ], "a request has one first token"
     first, second, _ = [span for span in spans.all if span.name == "prefill"]
     assert (first.status.status_code, first.status.description) == (StatusCode.ERROR, "it died")
-    assert first.attributes == {"baton.replica": "a:1", "baton.attempt": 0}
-    assert second.attributes == {"baton.replica": "b:1", "baton.attempt": 1}
+    assert first.attributes == {"baton.replica": "a:1", "baton.attempt": 0, "baton.num_held_tokens": 0}
+    assert second.attributes == {"baton.replica": "b:1", "baton.attempt": 1, "baton.num_held_tokens": 5}
     assert second.status.status_code is StatusCode.UNSET
     (retracted,) = spans.named("Generate").events
     queued_again = spans.all[-6]
     assert (retracted.name, retracted.timestamp) == ("retracted", queued_again.start_time)
     assert spans.named("Generate").status.status_code is StatusCode.UNSET
+
+
+def test_a_prompt_that_is_computed_here_says_how_much_was_held(spans: EndedSpans, clock: Clock) -> None:
+    with RequestTraces(spans.tracer, clock=clock).begin([]) as trace:
+        trace.submitted()
+        trace.on_phase(PhaseBegan("r", Phase.LOCAL_PREFILL, 1001.0, num_held_tokens=7))
+        reaches(trace, (Phase.BOOTSTRAP, 1002.0))
+
+    assert spans.named("local_prefill").attributes == {"baton.num_held_tokens": 7}
+    assert not spans.named("bootstrap").attributes
 
 
 def test_an_error_shows_on_the_request_and_on_the_stage_it_came_in(spans: EndedSpans, clock: Clock) -> None:

@@ -30,14 +30,14 @@ def clock() -> Clock:
 
 
 def traced(flags: str = "01") -> HandoffRow:
-    return replace(row(), traceparent=f"{PARENT}-{flags}", attempt=2)
+    return replace(row(), traceparent=f"{PARENT}-{flags}", attempt=2, num_held_tokens=(("draft", 1), ("target", 1)))
 
 
 def segment_of(number: int, num_bytes: int) -> KvSegment:
     return KvSegment(number, "target", 0, 1, 0, 1, bytes(num_bytes))
 
 
-def prebuilt_of(*numbers: int, num_bytes: int) -> PrebuiltBatch:
+def prebuilt_of(*numbers: int, num_bytes: int, num_cached_tokens: int = 0) -> PrebuiltBatch:
     each = np.zeros(len(numbers), dtype=np.int64)
     return PrebuiltBatch(
         rows=np.array(numbers, dtype=np.int64),
@@ -46,7 +46,7 @@ def prebuilt_of(*numbers: int, num_bytes: int) -> PrebuiltBatch:
         bytes_sent={"target": each + num_bytes},
         queue_s=each.astype(np.float64),
         compute_s=each.astype(np.float64),
-        num_cached_tokens=each,
+        num_cached_tokens=each + num_cached_tokens,
         first_token_logprobs=(None,) * len(numbers),
         seed_columns={},
     )
@@ -64,7 +64,7 @@ def test_a_row_waits_computes_its_chunks_and_ends_with_its_last_byte(spans: Ende
     clock.now_s = 1006.0
     traces.on_frame(segment_of(1, 600), 1005.5)
     traces.on_event(1, chunk(1, 16, 20, 1005.0, 1007.0))
-    traces.on_frame(prebuilt_of(0, 1, num_bytes=1000), 1007.0)
+    traces.on_frame(prebuilt_of(0, 1, num_bytes=1000, num_cached_tokens=2), 1007.0)
     assert "prefill_row" not in spans.names()
     clock.now_s = 1009.0
     traces.on_frame(segment_of(1, 400), 1008.0)
@@ -80,6 +80,8 @@ def test_a_row_waits_computes_its_chunks_and_ends_with_its_last_byte(spans: Ende
     whole = spans.named("prefill_row")
     assert whole.parent is not None and f"{whole.parent.span_id:016x}" == "cd" * 8
     assert whole.attributes is not None and whole.attributes["baton.attempt"] == 2
+    assert whole.attributes["baton.num_held_tokens"] == 1
+    assert whole.attributes["gen_ai.usage.cache_read.input_tokens"] == 2
     assert whole.status.status_code is StatusCode.UNSET
     assert spans.all[2].attributes == {
         "baton.token_start": 16,
