@@ -625,6 +625,11 @@ def test_holds(check: Check) -> None:
         ),
         (check_a_chunk_in_flight_holds_its_row, local_prefill.chunk_holds_no_row, "reused under a chunk"),
         (check_a_failed_chunk_is_computed_again, local_prefill.unwritten_kv_is_kept, "decoded wrongly|KV was kept"),
+        (
+            check_a_long_prompt_holds_up_no_short_one,
+            local_prefill.long_prompts_hold_up_short_ones,
+            "request 0: None",
+        ),
         (check_long_prompts_need_no_replica, local_prefill.fallback_is_forgotten, "not over"),
         (check_one_long_prompt_is_computed_at_a_time, local_prefill.long_prompts_begin_together, "two long prompts"),
         (

@@ -102,7 +102,7 @@ def test_with_a_draft_head_a_prefix_ends_before_the_tokens_that_it_looks_ahead_t
     assert router.send(tokens(1, lookahead)).num_cached == 0, "shorter than what a position needs"
 
 
-def test_a_prefix_is_weighed_against_the_load_that_the_replica_reports() -> None:
+def check_a_prefix_is_weighed_against_the_load_that_the_replica_reports() -> None:
     router = Router(there("a"), there("b"))
     router.send(tokens(1))
     router.report(there("a", load=99), there("b"))
@@ -223,7 +223,7 @@ def test_a_report_that_another_replicas_caused_ends_no_wait_for_evictions() -> N
     assert router.num_known["a"] == 200, "it had evicted them before it computed the last row"
 
 
-def test_of_what_a_replica_evicts_only_a_share_was_handed_to_it_from_here() -> None:
+def check_of_what_a_replica_evicts_only_a_share_was_handed_to_it_from_here() -> None:
     """Other decode services fill its cache too. With as many of them, each knows as much of it."""
     router = Router(there("a", max_cached=400))
     router.send(tokens(1))
@@ -280,7 +280,7 @@ def test_a_burst_with_one_beginning_is_spread_once_its_queue_costs_more_than_the
     assert sum(route.num_uncomputed for route in routes) == 100 + 40 * 10
 
 
-def test_what_is_new_goes_where_there_is_room_and_what_is_known_stays() -> None:
+def check_what_is_new_goes_where_there_is_room_and_what_is_known_stays() -> None:
     """Conversations with one beginning, one after the other: the queues are empty, and the costs alone decide."""
     router = Router(there("a"), there("b"))
     router.send(tokens(1))
@@ -446,6 +446,21 @@ def test_holds(check: Check) -> None:
             check_room_made_for_a_row_that_ended_is_forgotten,
             routing.rows_never_end,
             "800 were evicted for others",
+        ),
+        (
+            check_a_prefix_is_weighed_against_the_load_that_the_replica_reports,
+            routing.load_counts_nothing,
+            "1 there and 180 before it",
+        ),
+        (
+            check_of_what_a_replica_evicts_only_a_share_was_handed_to_it_from_here,
+            routing.all_evicted_tokens_were_sent_from_here,
+            "100 of 400 give up a quarter",
+        ),
+        (
+            check_what_is_new_goes_where_there_is_room_and_what_is_known_stays,
+            routing.room_draws_no_row,
+            "60 \\+ 3 x 50",
         ),
     ],
     ids=name_of,

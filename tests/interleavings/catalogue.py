@@ -8,6 +8,7 @@ from tests.engine.mutants import (
     batches,
     bootstrap,
     lengths,
+    local_prefill,
     memory,
     prefill,
     prefixes,
@@ -23,8 +24,11 @@ from tests.interleavings.prefill_scenarios import PrefillScenario
 from tests.interleavings.random_lives import PREFIX, RandomLife
 from tests.interleavings.scenarios import (
     BOOTSTRAPPED_BEFORE_DRAFT_EXTEND,
+    COMPUTED_HERE,
     EVICTED,
     LAUNCHED_BEFORE_DRAFT_EXTEND,
+    LAUNCHED_BESIDE_A_CHUNK,
+    NOT_READY,
     RESOLVED_BEFORE_DRAFT_EXTEND,
     RETRACTED,
     RETRIED,
@@ -72,6 +76,19 @@ _reused_prompts = PrefillScenario(prefill_scenarios.reused, 2, 8)
 _reused_prompts_cancelled = PrefillScenario(prefill_scenarios.reused_beside_a_cancellation, 2, 9, 2)
 _kept_prompts_cancelled = PrefillScenario(prefill_scenarios.kept_beside_a_cancellation, 2, 6)
 
+_salts = Scenario(scenarios.same_tokens_in_two_namespaces, 2, 10, headroom_tokens=1)
+_chunk_aborted = Scenario(scenarios.aborted_in_a_chunk, 2, 12, headroom_tokens=1, local_prefill_tokens=4)
+_chunk_aborted_tree = Scenario(scenarios.aborted_in_a_chunk, 2, 24, TREE, headroom_tokens=1, local_prefill_tokens=4)
+_chunks_aborted = Scenario(
+    scenarios.aborted_between_chunks, 2, 30, headroom_tokens=1, prefill_fallback=True, replicas=NOT_READY
+)
+_chunk_retracted = Scenario(
+    scenarios.retracted_in_a_chunk, 2, 18, headroom_tokens=1, prefill_fallback=True, replicas=NOT_READY
+)
+_continued_lost = Scenario(scenarios.continued_after_a_handoff_lost, 2, 14, headroom_tokens=1, local_prefill_tokens=2)
+_continued_lost_chain = Scenario(scenarios.continued_after_a_handoff_lost, 2, 30, CHAIN, local_prefill_tokens=3)
+_replica_lost = Scenario(scenarios.continued_beside_a_replica_lost, 2, 24, headroom_tokens=1, prefill_fallback=True)
+
 EXHAUSTIVE: dict[AnyScenario, int] = {
     _relay: 2,
     Scenario(scenarios.one_request, 1, 16): 7,
@@ -86,6 +103,10 @@ EXHAUSTIVE: dict[AnyScenario, int] = {
     Scenario(scenarios.one_stopped, 1, 16): 1463,
     _lost: 196,
     _soon_short: 765,
+    _chunk_aborted: 53,
+    _chunks_aborted: 81,
+    _chunk_retracted: 3,
+    _continued_lost: 222,
     _prompt: 154,
     PrefillScenario(prefill_scenarios.one_prompt, 1, 8, 2): 70,
     PrefillScenario(prefill_scenarios.two_prompts, 1, 8, 2): 1584,
@@ -133,6 +154,10 @@ LARGE: tuple[AnyScenario, ...] = (
     _reused_prompts,
     _reused_prompts_cancelled,
     _kept_prompts_cancelled,
+    _salts,
+    _chunk_aborted_tree,
+    _continued_lost_chain,
+    _replica_lost,
 )
 
 CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
@@ -187,6 +212,13 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (prefixes.half_landed_kv_is_kept, _reused_lost, "decoded wrongly|a race for .*kv of target"),
     (prefixes.sources_are_waited_for_for_ever, _reused_beside_an_abort, "not over after"),
     (prefixes.all_that_wait_are_sources, _reused_beside_an_abort, "not over after"),
+    (prefixes.namespaces_are_one, _salts, "holds KV of another namespace"),
+    (prefixes.no_salt_is_the_common_namespace, _salts, "holds KV of another namespace"),
+    (local_prefill.chunk_holds_no_row, _chunk_aborted, "a race for .*token table|a race for .*kv of target"),
+    (local_prefill.unwritten_kv_is_kept, _chunks_aborted, "decoded wrongly"),
+    (local_prefill.given_up_prompts_are_computed_on, _chunk_retracted, "the prefix was let go"),
+    (prefixes.half_landed_kv_is_kept, _continued_lost, "decoded wrongly"),
+    (prefixes.held_tokens_are_asked_for, _replica_lost, "the handoff broke the protocol"),
 )
 """(mutant, scenario, symptom): with the mutant, some order of the scenario fails with a message that matches the
 symptom.
@@ -211,6 +243,14 @@ SOME_ORDER_HAS: dict[AnyScenario, frozenset[str]] = {
     _reused_prompts: frozenset({REUSED, EVICTED}),
     _reused_prompts_cancelled: frozenset({REUSED}),
     _kept_prompts_cancelled: frozenset({EVICTED}),
+    _salts: frozenset({REUSED, EVICTED}),
+    _chunk_aborted: frozenset({REUSED, COMPUTED_HERE, LAUNCHED_BESIDE_A_CHUNK}),
+    _chunk_aborted_tree: frozenset({REUSED, COMPUTED_HERE, LAUNCHED_BESIDE_A_CHUNK}),
+    _chunks_aborted: frozenset({REUSED, COMPUTED_HERE, LAUNCHED_BESIDE_A_CHUNK}),
+    _chunk_retracted: frozenset({RETRACTED, REUSED, COMPUTED_HERE, LAUNCHED_BESIDE_A_CHUNK}),
+    _continued_lost: frozenset({RETRIED, REUSED, COMPUTED_HERE, LAUNCHED_BESIDE_A_CHUNK}),
+    _continued_lost_chain: frozenset({RETRIED, REUSED, COMPUTED_HERE}),
+    _replica_lost: frozenset({RETRIED, REUSED, COMPUTED_HERE}),
 }
 """Things that some order of each scenario must show. They prove that the engine does not simply wait for everything:
 such an engine would be right in every order too.

@@ -78,7 +78,7 @@ class ExploredEngine(ScriptedEngine):
         self._client = device.new_outside_stream("client")
         self._frames_come_apart = frames_come_apart
         self._to_lose: set[str] = set()
-        self._to_abort: dict[str, int] = {}
+        self._to_abort: dict[str, tuple[str, int]] = {}
         self._to_follow: dict[str, list[Callable[[], None]]] = {}
         self._num_to_come = 0
         self._launch, self.engine._launch = self.engine._launch, self._watched_launch  # type: ignore[method-assign]
@@ -94,12 +94,12 @@ class ExploredEngine(ScriptedEngine):
         for part in [[command] for command in commands] if self._frames_come_apart else [commands]:
             self._wire.enqueue(partial(self._deliver, *part))
 
-    def abort_some_time(self, request_id: str, *, after_tokens: int = 0) -> None:
-        """Abort the request at any time after its client has received `after_tokens` tokens. A handoff delivered after
-        that comes too late for the engine.
+    def abort_some_time(self, request_id: str, *, after_tokens: int = 0, of: str = "") -> None:
+        """Abort the request at any time after its client, or that of the request `of`, has received `after_tokens`
+        tokens. A handoff delivered after that comes too late for the engine.
         """
-        if len(self.outcomes[request_id].token_ids) < after_tokens:
-            self._to_abort[request_id] = after_tokens
+        if len(self.outcomes[of or request_id].token_ids) < after_tokens:
+            self._to_abort[request_id] = of or request_id, after_tokens
             return
         self._to_abort.pop(request_id, None)
 
@@ -205,8 +205,9 @@ class ExploredEngine(ScriptedEngine):
 
     def _note_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
         super()._note_tokens(request_id, token_ids)
-        if request_id in self._to_abort:
-            self.abort_some_time(request_id, after_tokens=self._to_abort[request_id])
+        for aborted, (of, after_tokens) in list(self._to_abort.items()):
+            if of == request_id:
+                self.abort_some_time(aborted, after_tokens=after_tokens, of=of)
 
     def _check_live(self, event: Event, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -476,3 +477,56 @@ def reused_when_short(engine: ExploredEngine) -> None:
     engine.submit("a", [1, 2, 3], 5, cache_salt=SALT)
     engine.submit("b", [1, 2, 3], 4, cache_salt=SALT)
     engine.submit("c", [1, 2, 5], 3, cache_salt=SALT)
+
+
+def same_tokens_in_two_namespaces(engine: ExploredEngine) -> None:
+    """Four prompts of the same tokens: two of one salt, one of another, and one without. Slots are short."""
+    engine.submit("a", [1, 2, 3, 4], 2, cache_salt="")
+    engine.submit("b", [1, 2, 3, 4], 2, cache_salt=SALT)
+    engine.submit("c", [1, 2, 3, 4], 2)
+    engine.submit("d", [1, 2, 3, 4], 2, cache_salt="")
+
+
+def aborted_in_a_chunk(engine: ExploredEngine) -> None:
+    """Prompts are computed in the decode service. One request is aborted at any time, even while its chunk is in
+    flight, and another one takes its row.
+    """
+    engine.submit("a", [1, 2], 5, cache_salt=SALT)
+    engine.submit("b", [1, 2, 7, 8], 2, cache_salt=SALT)
+    engine.submit("c", [1, 2, 7], 2, cache_salt=SALT)
+    engine.abort_some_time("b", after_tokens=1, of="a")
+
+
+def aborted_between_chunks(engine: ExploredEngine) -> None:
+    """No replica is ready. A request whose prompt is computed in chunks is aborted at any time, and another one, whose
+    prompt begins alike, goes on with what it left.
+    """
+    engine.submit("a", [5], 4)
+    engine.submit("b", [1, 2, 3, 4, 5, 6, 7, 8, 9], 2, cache_salt=SALT)
+    engine.submit("c", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 2, cache_salt=SALT)
+    engine.abort_some_time("b", after_tokens=1, of="a")
+
+
+def retracted_in_a_chunk(engine: ExploredEngine) -> None:
+    """No replica is ready. A request grows into the slots of a younger one, whose long prompt is computed in chunks."""
+    engine.submit("a", [1], 9, cache_salt=SALT)
+    engine.submit("b", range(5, 20), 2, cache_salt=SALT)
+
+
+def continued_after_a_handoff_lost(engine: ExploredEngine) -> None:
+    """A request waits for KV that is handed over for another one, and has little left to compute then. That handoff is
+    lost; the third one's prompt is computed meanwhile.
+    """
+    engine.submit("a", [1, 2, 3, 4, 5], 2, cache_salt=SALT)
+    engine.submit("b", [1, 2, 3, 4, 5, 6], 2, cache_salt=SALT)
+    engine.submit("c", [7, 8], 4, cache_salt=SALT)
+    engine.lose_handoff_once("a")
+
+
+def continued_beside_a_replica_lost(engine: ExploredEngine) -> None:
+    """The replica leaves at any time and comes back. Meanwhile prompts are computed here in chunks, and who comes waits
+    for their KV.
+    """
+    engine.submit("a", [1, 2, 3, 4, 5, 6, 7], 2, cache_salt=SALT)
+    engine.submit("b", [1, 2, 3, 4, 5, 6, 8], 3, cache_salt=SALT)
+    engine.lose_replica_some_time(returns=True)

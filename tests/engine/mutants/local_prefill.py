@@ -14,6 +14,7 @@ from decode_service.schedule import local_prefill
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.local_prefill import LocalPrefill, LocalPrompt
 from decode_service.schedule.replica_set import ReplicaSet
+from decode_service.schedule.request import Request
 
 
 def chunk_holds_no_row(patch: pytest.MonkeyPatch) -> None:
@@ -24,6 +25,17 @@ def chunk_holds_no_row(patch: pytest.MonkeyPatch) -> None:
             return launch(self)
 
     patch.setattr(LocalPrefill, "launch", mutant)
+
+
+def given_up_prompts_are_computed_on(patch: pytest.MonkeyPatch) -> None:
+    """Go on with the prompts of requests that were aborted or retracted."""
+    forget = LocalPrefill.forget
+
+    def mutant(self: LocalPrefill, req: Request) -> None:
+        if not self._prompts[req].num_left:
+            forget(self, req)
+
+    patch.setattr(LocalPrefill, "forget", mutant)
 
 
 def row_is_not_seeded(patch: pytest.MonkeyPatch) -> None:
@@ -72,6 +84,11 @@ def the_oldest_prompt_is_always_first(patch: pytest.MonkeyPatch) -> None:
         return cut(sorted(prompts, key=lambda prompt: prompt.req.arrival), **limits)
 
     patch.setattr(local_prefill, "cut_chunks", mutant)
+
+
+def long_prompts_hold_up_short_ones(patch: pytest.MonkeyPatch) -> None:
+    """Let nobody begin before an older request that no replica takes."""
+    patch.setattr(PrefillDispatcher, "_may_start_younger", False)
 
 
 def fallback_never_ends(patch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from decode_service.messages import Replica, ReplicasChanged
-from decode_service.schedule.replica_set import ReplicaSet
+from decode_service.schedule import replica_set
+from decode_service.schedule.replica_set import KnownPrefixes, ReplicaSet
 
 
 def _heard_as(patch: pytest.MonkeyPatch, change: Callable[[Replica], Replica]) -> None:
@@ -28,6 +30,27 @@ def replicas_that_are_not_ready_are_chosen(patch: pytest.MonkeyPatch) -> None:
 
 def a_new_process_is_taken_for_the_old_one(patch: pytest.MonkeyPatch) -> None:
     _heard_as(patch, lambda replica: replace(replica, instance_id=""))
+
+
+def load_counts_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Let what is cached decide alone, however long the queue there is."""
+    _heard_as(patch, lambda replica: replace(replica, num_uncomputed_tokens=0))
+
+
+def all_evicted_tokens_were_sent_from_here(patch: pytest.MonkeyPatch) -> None:
+    """Forget as many tokens as the replica evicted, as if no other service filled its cache."""
+    update = KnownPrefixes.update
+
+    def mutant(self: KnownPrefixes, replica: Replica, **outstanding: Any) -> None:
+        with mock.patch.object(KnownPrefixes, "num_tokens", replica.max_cached_tokens):
+            update(self, replica, **outstanding)
+
+    patch.setattr(KnownPrefixes, "update", mutant)
+
+
+def room_draws_no_row(patch: pytest.MonkeyPatch) -> None:
+    """Let a row go where others must be evicted for it, although an idle replica has room."""
+    patch.setattr(replica_set, "_EVICTION_COST", 0)
 
 
 def evictions_are_not_heard_of(patch: pytest.MonkeyPatch) -> None:
