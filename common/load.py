@@ -46,8 +46,9 @@ class EngineLoad:
 
     On prefill `num_uncomputed_tokens` counts the tokens that queued and running prompts have still to compute. On
     decode `num_expected_cached` counts the tokens that prefill services should have had cached when rows were handed to
-    them, and `num_known_tokens` those that each of them should have cached now, by its address. `is_degraded` is True
-    while a decode engine computes prompts itself because no prefill replica is ready.
+    them, `num_known_tokens` those that each of them should have cached now, by its address, and `held_bytes` the KV of
+    landed rows that was not sent, because the decode engine had it. `is_degraded` is True while a decode engine
+    computes prompts itself because no prefill replica is ready.
     """
 
     rows: PoolCounts
@@ -62,4 +63,5 @@ class EngineLoad:
     num_uncomputed_tokens: int = 0
     num_expected_cached: int = 0
     num_known_tokens: Mapping[str, int] = field(default_factory=dict)
+    held_bytes: int = 0
     is_degraded: bool = False

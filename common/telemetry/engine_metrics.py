@@ -88,6 +88,9 @@ class _LoadCollector(Collector):
             "Tokens that prefill should have cached, when handed over.",
             value=load.num_expected_cached,
         )
+        yield CounterMetricFamily(
+            "baton_handoff_held_bytes", "KV not sent for landed rows: decode had it.", value=load.held_bytes
+        )
         yield GaugeMetricFamily(
             "baton_uncomputed_tokens", "Tokens of prompts still to compute.", value=load.num_uncomputed_tokens
         )

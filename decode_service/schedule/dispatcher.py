@@ -126,6 +126,8 @@ class PrefillDispatcher:
         self._look_again_s = 0.0  # when the queue is looked at even if nothing has changed
         self._call_numbers = itertools.count()
         self.num_row_retries = 0
+        self._token_bytes = sum(group.token_bytes for group in pool.groups.values())
+        self.held_bytes = 0  # KV that was not sent for rows that have landed, because it was here
         self.num_expected_cached = 0  # tokens that replicas were expected to have cached when rows were handed to them
 
     @property
@@ -207,6 +209,8 @@ class PrefillDispatcher:
         self.handle_lost((*landed.lost, *lost))
         for freed in landed.freed:
             self._post(freed)
+        for part in landed.ready:
+            self.held_bytes += sum(req.num_held_tokens for req in part.reqs) * self._token_bytes
         ready = (*landed.ready, *computed)
         for part in ready:
             for req in part.reqs:

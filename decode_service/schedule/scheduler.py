@@ -316,6 +316,7 @@ class DecodeEngine:
             num_retractions=self._retraction.num_retractions,
             num_expected_cached=self._dispatcher.num_expected_cached,
             num_known_tokens=self._replicas.num_known_tokens,
+            held_bytes=self._dispatcher.held_bytes,
             is_degraded=self._dispatcher.is_degraded,
         )
 

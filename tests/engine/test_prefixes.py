@@ -379,6 +379,30 @@ def check_what_is_on_its_way_is_waited_for() -> None:
             assert_right(name, outcome)
 
 
+@pytest.mark.parametrize(
+    ("spec_info", "token_bytes"), [(None, GROUP.token_bytes), (CHAIN, GROUP.token_bytes + DRAFT.token_bytes)]
+)
+def test_bytes_that_are_not_sent_count_once_for_a_row_that_lands(spec_info: SpecInfo | None, token_bytes: int) -> None:
+    scripted = ScriptedEngine(spec_info=spec_info)
+    serve(scripted, "first", PROMPT, 2)
+    assert scripted.engine.load().held_bytes == 0
+    again = scripted.submit("again", PROMPT, 3, cache_salt=SALT)
+    scripted.step()
+    scripted.post(CallEnded(scripted.handoffs.pop("again").call_id, PrefillUnavailable("killed")))
+    scripted.run()
+    assert again.finished is not None and again.finished.timings.num_handoff_attempts == 2
+    assert scripted.engine.load().held_bytes == (len(PROMPT) - 1) * token_bytes
+
+
+def test_nothing_would_have_been_sent_for_a_prompt_that_is_computed_here() -> None:
+    scripted = ScriptedEngine(local_prefill_tokens=2)
+    serve(scripted, "handed over", PROMPT, 2)
+    here = scripted.submit("here", PROMPT, 3, cache_salt=SALT)
+    scripted.run()
+    assert here.finished is not None and here.finished.timings.num_handoff_attempts == 0
+    assert scripted.engine.load().held_bytes == 0
+
+
 def test_younger_requests_leave_a_row_to_each_that_waits_for_kv() -> None:
     scripted = ScriptedEngine(max_rows=4)
     older = [scripted.submit(name, WAITING, 5, cache_salt=SALT) for name in "abcd"]

@@ -66,6 +66,7 @@ def assert_handed_over_once(cold: InProcessPair, pair: InProcessPair, *, lookahe
     assert num_received(apart) == [whole] * NUM_CHOICES
     assert num_received(together) == [whole, *[rest] * (NUM_CHOICES - 1)]
     assert sent.num_bytes == whole + (NUM_CHOICES - 1) * rest
+    assert sent.num_bytes + pair.decode.load().held_bytes == NUM_CHOICES * whole
     found = pair.decode.load().prefixes.num_found
     assert found == (NUM_CHOICES - 1) * (len(PROMPT) - max(lookahead, 1)), "slots were not shared"
 

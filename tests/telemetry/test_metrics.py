@@ -35,6 +35,7 @@ LOAD = EngineLoad(
     num_retractions=1,
     num_uncomputed_tokens=12,
     num_expected_cached=13,
+    held_bytes=14,
 )
 
 
@@ -57,6 +58,7 @@ def test_pools_are_what_the_engine_says_when_asked(registry: CollectorRegistry) 
     assert registry.get_sample_value("baton_degraded") == 0
     assert registry.get_sample_value("baton_uncomputed_tokens") == 12
     assert registry.get_sample_value("baton_expected_cached_tokens_total") == 13
+    assert registry.get_sample_value("baton_handoff_held_bytes_total") == 14
 
     loads.append(EngineLoad(LOAD.rows, LOAD.slots, num_queued=0, num_running=0, num_steps=8, is_degraded=True))
     assert registry.get_sample_value("baton_degraded") == 1
