@@ -13,13 +13,11 @@ from common.draft.head import DraftHead
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.gpu.drafted import load_drafted
-from tests.support.conversations import SIDES, compare, talks
+from tests.support.conversations import SIDES, MakeForOptions, compare, hold_cold, talks
 from tests.support.drafted import SHAPES
 from tests.support.pair import InProcessPair, PairOptions
 
 pytestmark = pytest.mark.gpu
-
-MakeForOptions = Callable[[PairOptions], InProcessPair]
 
 
 @pytest.fixture
@@ -55,7 +53,8 @@ def test_conversations_are_the_same_cold_and_warm(
 ) -> None:
     model = load_target(tiny_model_dir("llama"), device="cuda", dtype="float32")
     every = talks(16 if at_once else 3, model.vocab_size, temperature=temperature)
-    compare(makes_for(model), replace(SIDES[sides], chunk_tokens=16), every, at_once=at_once)
+    make, options = makes_for(model), replace(SIDES[sides], chunk_tokens=16)
+    compare(make, options, hold_cold(make, options, every, at_once=at_once), at_once=at_once)
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["alone", "at-once"])
@@ -75,5 +74,7 @@ def test_drafts_are_the_same_cold_and_warm(
     _, target, head = load_drafted(tmp_path, family, num_layers, logits_std=12.0)
     options = replace(SIDES[sides], chunk_tokens=16, **SHAPES[shape])
     every = talks(16 if at_once else 3, target.vocab_size)
-    warm = compare(makes_for(target, head), options, every, at_once=at_once)
-    assert sum(sum(turn.accepted_at) for turn in warm) > len(warm), "few drafts were accepted"
+    make = makes_for(target, head)
+    bursts = compare(make, options, hold_cold(make, options, every, at_once=at_once), at_once=at_once)
+    turns = [turn for burst in bursts for turn in burst.turns]
+    assert sum(sum(turn.accepted_at) for turn in turns) > len(turns), "few drafts were accepted"

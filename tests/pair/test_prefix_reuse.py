@@ -4,8 +4,11 @@ warm, and what is sent and computed is exactly what is not there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.kv.pool import KvPool, RowLease
+from common.kv.prefix_tree import HeldPrefix, PrefixTree
 from common.model.target import TargetModel
-from tests.support.conversations import SIDES, compare, hold, talks
-from tests.support.drafted import Drafted
-from tests.support.pair import MakePair
+from common.prompts.chunk_batch import Chunk, ChunkBatch
+from decode_service.schedule import dispatcher
+from prefill_service.schedule import scheduler as prefill_scheduler
+from tests.pair.speculation_mutants import Mutant
+from tests.support.conversations import SIDES, Burst, Talk, compare, hold, hold_cold, talks
+from tests.support.draft_heads import save_copy_head
+from tests.support.drafted import Drafted, load_drafted
+from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 
 class KeptKv:
@@ -63,44 +72,250 @@ def test_cached_kv_is_what_a_new_prefill_computes(
     assert sum(turn.num_cached for talk in again for turn in talk.turns) > 0
 
 
+# ---- tokens, drafts and counts ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A family of draft heads, how many layers the head has, and what it drafts."""
+
+    family: str
+    num_layers: int = 1
+    drafts: dict[str, int] = field(default_factory=dict)
+
+
+TREE = {"draft_topk": 2, "num_draft_steps": 3, "num_draft_tokens": 6}
+HEADS = {
+    "eagle": Head("eagle"),
+    "eagle3": Head("eagle3"),
+    "eagle3-tree": Head("eagle3", drafts=TREE),
+    "nextn": Head("nextn"),
+    "mimo": Head("mimo"),
+    "nextn-4": Head("nextn", num_layers=4),
+    "mimo_v2-4": Head("mimo_v2", num_layers=4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How conversations are held: one request at a time or 16 at once, and with which options."""
+
+    chunk_tokens: int
+    at_once: bool
+    overlap: bool
+    temperature: float
+
+
+WAYS = {
+    "16-alone-overlap-greedy": Way(16, at_once=False, overlap=True, temperature=0.0),
+    "16-at-once-no-overlap-greedy": Way(16, at_once=True, overlap=False, temperature=0.0),
+    "512-alone-no-overlap-sampled": Way(512, at_once=False, overlap=False, temperature=0.8),
+    "512-at-once-overlap-sampled": Way(512, at_once=True, overlap=True, temperature=0.8),
+}
+BRANCHING = WAYS["16-at-once-no-overlap-greedy"]
+"""15 of its conversations branch off right after a cached token."""
+
+Swayed = Callable[[str], Drafted]
+
+
+@pytest.fixture(scope="module")
+def swayed(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Swayed:
+    """Heads of HEADS whose guesses depend on their own KV of all tokens. Some are accepted."""
+
+    @cache
+    def load(name: str) -> Drafted:
+        head = HEADS[name]
+        directory = save_copy_head(
+            tmp_path_factory.mktemp(name),
+            target_dir=leaning_model_dir,
+            family=head.family,
+            num_layers=head.num_layers,
+            is_swayed=True,
+        )
+        return load_drafted(leaning_model_dir, directory)
+
+    return load
+
+
+Cold = dict[object, list[Talk]]
+
+
+@pytest.fixture(scope="module")
+def cold() -> Cold:
+    """Conversations that were held cold, by model and way. All sides are compared with the same ones."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Compares conversations of one way, warm with cold. Without a `head` the model is a tiny Llama."""
+
+    make_pair: MakePair
+    tiny_target: Callable[[str], TargetModel]
+    swayed: Swayed
+    cold: Cold
+
+    def run(self, head: str, options: PairOptions, way: Way, **talk: int) -> list[Burst]:
+        """`options` are the pair's besides those of `way`, and `talk` the further arguments of `talks`."""
+        drafted = self.swayed(head) if head else None
+        target = drafted.target if drafted else self.tiny_target("llama")
+        drafts = HEADS[head].drafts if head else {}
+        options = replace(options, overlap=way.overlap, chunk_tokens=way.chunk_tokens, **drafts)
+
+        def make(options: PairOptions) -> InProcessPair:
+            return self.make_pair(target, options, draft=drafted.head if drafted else None)
+
+        key = (head, way, *talk.items())
+        if key not in self.cold:
+            every = talks(16 if way.at_once else 3, target.vocab_size, temperature=way.temperature, **talk)
+            self.cold[key] = hold_cold(make, options, every, at_once=way.at_once)
+        bursts = compare(make, options, self.cold[key], at_once=way.at_once)
+        turns = [turn for burst in bursts for turn in burst.turns]
+        assert not head or sum(sum(turn.accepted_at) for turn in turns) > len(bursts[0].turns), "few were accepted"
+        return bursts
+
+
+@pytest.fixture
+def comparison(
+    make_pair: MakePair, tiny_target: Callable[[str], TargetModel], swayed: Swayed, cold: Cold
+) -> Comparison:
+    return Comparison(make_pair, tiny_target, swayed, cold)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("at_once", [False, True], ids=["alone", "at-once"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize("chunk_tokens", [16, 512])
-@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize(
+    ("sides", "chunk_tokens", "at_once"),
+    [
+        pytest.param(sides, chunk_tokens, at_once, id=f"{sides}-{chunk_tokens}-{'at-once' if at_once else 'alone'}")
+        for sides in SIDES
+        for chunk_tokens in (16, 512)
+        for at_once in (False, True)
+        if at_once or sides != "local" or chunk_tokens == 16  # alone, all is local: the prefill service has no chunks
+    ],
+)
 def test_conversations_are_the_same_cold_and_warm(
     sides: str,
     chunk_tokens: int,
     overlap: bool,
     at_once: bool,
     temperature: float,
-    make_pair: MakePair,
-    tiny_target: Callable[[str], TargetModel],
+    comparison: Comparison,
 ) -> None:
-    model = tiny_target("llama")
-    options = replace(SIDES[sides], overlap=overlap, chunk_tokens=chunk_tokens)
-    every = talks(16 if at_once else 3, model.vocab_size, temperature=temperature)
-    compare(lambda options: make_pair(model, options), options, every, at_once=at_once)
+    comparison.run("", SIDES[sides], Way(chunk_tokens, at_once=at_once, overlap=overlap, temperature=temperature))
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["alone", "at-once"])
-@pytest.mark.parametrize("chunk_tokens", [16, 512])
 @pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("head", ["leaning", "tree", "leaning_layers"])
-def test_drafts_are_the_same_cold_and_warm(
-    head: str,
-    sides: str,
-    chunk_tokens: int,
-    at_once: bool,
-    make_pair: MakePair,
-    request: pytest.FixtureRequest,
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("head", ["eagle3", "eagle3-tree", "nextn-4"])
+def test_drafts_are_the_same_cold_and_warm(head: str, way: str, sides: str, comparison: Comparison) -> None:
+    comparison.run(head, SIDES[sides], WAYS[way])
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("head", ["eagle", "nextn", "mimo", "mimo_v2-4"])
+def test_so_are_those_of_other_families(head: str, sides: str, comparison: Comparison) -> None:
+    comparison.run(head, SIDES[sides], BRANCHING)
+
+
+# ---- removing one rule at a time --------------------------------------------------------------------------------
+
+
+def _lookahead_becomes(patch: pytest.MonkeyPatch, changed: Callable[[int], int]) -> None:
+    init = PrefixTree.__init__
+    patch.setattr(PrefixTree, "__init__", lambda self, lookahead: init(self, max(changed(lookahead), 0)))
+
+
+def keys_without_pairs(patch: pytest.MonkeyPatch) -> None:
+    """Share a head's KV of a token also with requests that have another token after it."""
+    _lookahead_becomes(patch, lambda lookahead: 0)
+
+
+def one_pair_token_too_few(patch: pytest.MonkeyPatch) -> None:
+    _lookahead_becomes(patch, lambda lookahead: lookahead - 1)
+
+
+def cached_draft_kv_is_noise(patch: pytest.MonkeyPatch) -> None:
+    keep = KvPool.keep
+
+    def mutant(pool: KvPool, lease: RowLease, token_ids: NDArray[np.int64], num_tokens: int) -> None:
+        if lease.prefix is None:
+            return
+        num_kept = lease.prefix.num_tokens
+        keep(pool, lease, token_ids, num_tokens)
+        slots = torch.from_numpy(lease.prefix.slots()[num_kept:])
+        kv = pool.buffers["draft"]
+        kv[:, :, slots] = torch.randn(kv[:, :, slots].shape, generator=torch.Generator().manual_seed(1))
+
+    patch.setattr(KvPool, "keep", mutant)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "head", "sides"),
+    [
+        *((keys_without_pairs, head, "both") for head in HEADS),
+        (keys_without_pairs, "eagle3", "prefill"),
+        (keys_without_pairs, "eagle3", "decode"),
+        (one_pair_token_too_few, "nextn-4", "both"),
+        (one_pair_token_too_few, "mimo_v2-4", "both"),
+        *((cached_draft_kv_is_noise, head, "both") for head in ("eagle3", "eagle3-tree", "nextn-4")),
+    ],
+)
+def test_it_is_seen_in_drafts(
+    mutant: Mutant, head: str, sides: str, comparison: Comparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafted: Drafted = request.getfixturevalue("leaning" if head == "tree" else head)
-    options = replace(SIDES[sides], chunk_tokens=chunk_tokens)
-    if head == "tree":
-        options = replace(options, draft_topk=2, num_draft_steps=3, num_draft_tokens=6)
-    every = talks(16 if at_once else 3, drafted.target.vocab_size)
-    warm = compare(
-        lambda options: make_pair(drafted.target, options, draft=drafted.head), options, every, at_once=at_once
-    )
-    assert sum(sum(turn.accepted_at) for turn in warm) > len(warm), "few drafts were accepted"
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="drafts differ"):
+        comparison.run(head, SIDES[sides], BRANCHING)
+
+
+def one_token_fewer_is_held(patch: pytest.MonkeyPatch) -> None:
+    hold = PrefixTree.hold
+
+    def mutant(self: PrefixTree, tokens: NDArray[np.int64], namespace: str, max_tokens: int) -> HeldPrefix:
+        num_cached = min(self.num_cached(tokens, namespace), max_tokens)
+        return hold(self, tokens, namespace, max(num_cached - 1, 0))
+
+    patch.setattr(PrefixTree, "hold", mutant)
+
+
+def nothing_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    for module in (dispatcher, prefill_scheduler):
+        patch.setattr(module, "awaited_kv", lambda pool, key, sources: None)
+
+
+def cached_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:
+    """Compute a prompt's last cached token once more, with its first chunk."""
+    of = ChunkBatch.of
+
+    def mutant(chunks: Sequence[Chunk[Any]], **options: Any) -> ChunkBatch[Any]:
+        return of(
+            [
+                replace(chunk, start=chunk.start - (0 < chunk.start == chunk.prompt.lease.num_cached))
+                for chunk in chunks
+            ],
+            **options,
+        )
+
+    patch.setattr(ChunkBatch, "of", mutant)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sides", "symptom"),
+    [
+        (one_token_fewer_is_held, "both", "decode holds other KV"),
+        (one_token_fewer_is_held, "prefill", "prefill found other KV"),
+        (one_token_fewer_is_held, "local", "decode found other KV"),
+        (nothing_is_waited_for, "both", "decode holds other KV"),
+        (nothing_is_waited_for, "prefill", "prefill found other KV"),
+        (cached_tokens_are_computed, "prefill", "prefill computed other tokens"),
+        (cached_tokens_are_computed, "local", "decode computed other tokens"),
+    ],
+)
+@pytest.mark.parametrize("head", ["", "nextn-4"], ids=["no head", "nextn-4"])
+def test_it_is_seen_in_counts(
+    head: str, mutant: Mutant, sides: str, symptom: str, comparison: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=symptom):
+        comparison.run(head, SIDES[sides], BRANCHING)

@@ -1,13 +1,23 @@
-"""Conversations with a pair, held cold and warm and compared: tokens, drafts, what was cached and what was sent."""
+"""Conversations with a pair, held cold and warm and compared: tokens, drafts, what was cached, computed and sent."""
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
 
+import pytest
+from torch import Tensor
+
+from common.prompts.chunk_batch import ChunkBatch
 from common.sampling.params import ResolvedSampling
+from common.wire.handoff import Frame, HandoffRow, KvSegment
+from decode_service.forward.eagle_worker import EagleWorker, MultiLayerEagleWorker
+from decode_service.forward.forward_batch import ForwardBatch
+from decode_service.speculate.draft_tree import DraftTree
 from tests.support.pair import InProcessPair, PairOptions
 
 NUM_TURNS = 3
@@ -20,16 +30,37 @@ SIDES = {
     "local": PairOptions(local_prefill_tokens=40),
 }
 
+Tokens = tuple[int, ...]
+Nodes = tuple[tuple[int, int], ...]
+"""The drafts of one step: each one's token, and its parent node."""
+
 
 @dataclass
 class Turn:
-    """One finished request of a conversation: prompt, output, and counts of drafts, cached tokens and bytes."""
+    """One finished request of a conversation: what it said, counts, and its drafts by the position of their root."""
 
-    prompt: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    accepted_at: tuple[int, ...]
+    name: str
+    prompt: Tokens
+    token_ids: Tokens
+    accepted_at: Tokens
+    drafts: dict[int, Nodes]
     num_cached: int
     kv_bytes: int
+
+
+@dataclass
+class Burst:
+    """Requests that were sent at once, in this order: their rows as they were handed over, and what all of them cost.
+
+    `num_prefilled` counts the prompt tokens that the prefill service computed, `bytes_sent` the bytes of KV that left
+    it. `local_chunks` are the prompt tokens of each forward in which the decode service computed some.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    rows: list[HandoffRow] = field(default_factory=list)
+    num_prefilled: int = 0
+    bytes_sent: int = 0
+    local_chunks: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -37,85 +68,254 @@ class Talk:
     """A conversation: each prompt is everything said before it and `says` more."""
 
     sampling: ResolvedSampling
-    says: list[tuple[int, ...]]
+    says: list[Tokens]
     turns: list[Turn] = field(default_factory=list)
 
     @property
-    def next_prompt(self) -> tuple[int, ...]:
+    def next_prompt(self) -> Tokens:
         said = (*self.turns[-1].prompt, *self.turns[-1].token_ids) if self.turns else ()
         return (*said, *self.says[len(self.turns)])
 
 
-def talks(number: int, vocab_size: int, *, temperature: float = 0.0) -> list[Talk]:
-    """Conversations that all begin with the same NUM_SHARED tokens."""
+def talks(
+    number: int,
+    vocab_size: int,
+    *,
+    temperature: float = 0.0,
+    turn_tokens: int = 3,
+    new_tokens: int = NEW_TOKENS,
+) -> list[Talk]:
+    """Conversations that begin with the same NUM_SHARED tokens, and each go on with another one. Later turns say
+    `turn_tokens` to `turn_tokens` + 4 more. Each answer has `new_tokens`.
+    """
     draw = random.Random(11)
 
-    def says(size: int) -> tuple[int, ...]:
+    def says(size: int) -> Tokens:
         return tuple(draw.randrange(2, vocab_size) for _ in range(size))
 
     system = says(NUM_SHARED)
     return [
         Talk(
-            ResolvedSampling(seed=seed, max_tokens=NEW_TOKENS, temperature=temperature),
-            [(*system, *says(5 + seed % 4)), *(says(3 + (seed + turn) % 5) for turn in range(NUM_TURNS - 1))],
+            ResolvedSampling(seed=seed, max_tokens=new_tokens, temperature=temperature),
+            [
+                (*system, 2 + seed, *says(4 + seed % 4)),
+                *(says(turn_tokens + (seed + turn) % 5) for turn in range(NUM_TURNS - 1)),
+            ],
         )
         for seed in range(number)
     ]
 
 
-def hold(pair: InProcessPair, every: Sequence[Talk], *, salt: Callable[[str], str | None], at_once: bool) -> None:
+# ---- holding them -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """The drafts of one step's rows: the rows [B], the positions of the roots [B], and the trees' columns [B, D]."""
+
+    rows: Tensor
+    roots: Tensor
+    token_ids: Tensor
+    parents: Tensor
+
+    def each(self) -> Iterator[tuple[int, int, Nodes]]:
+        """Yields each row with the position of its root and its nodes."""
+        columns = (self.rows, self.roots, self.token_ids, self.parents)
+        for row, root, token_ids, parents in zip(*(column.tolist() for column in columns), strict=True):
+            yield row, root, tuple(zip(token_ids, parents, strict=True))
+
+
+@contextmanager
+def drafts_noted() -> Iterator[list[StepDrafts]]:
+    """Collects the drafts of every step, without making the step wait for its results."""
+    noted: list[StepDrafts] = []
+
+    def watch(patch: pytest.MonkeyPatch, worker: type[EagleWorker | MultiLayerEagleWorker]) -> None:
+        draft_tree = worker.draft_tree
+
+        def watched(self: Any, batch: ForwardBatch, *given: Any) -> DraftTree:
+            tree = draft_tree(self, batch, *given)
+            columns = (batch.req_pool_indices, batch.prefix_lens, tree.token_ids, tree.parents)
+            noted.append(StepDrafts(*(column.clone() for column in columns)))
+            return tree
+
+        patch.setattr(worker, "draft_tree", watched)
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, EagleWorker)
+        watch(patch, MultiLayerEagleWorker)
+        yield noted
+
+
+@contextmanager
+def chunks_counted(pair: InProcessPair) -> Iterator[list[int]]:
+    """Collects the tokens of each forward in which the decode service computes prompts."""
+    counted: list[int] = []
+    of = ChunkBatch.of
+
+    def watched(*given: Any, **named: Any) -> ChunkBatch[Any]:
+        batch: ChunkBatch[Any] = of(*given, **named)
+        if named["pool"] is pair.decode.pool:
+            counted.append(batch.num_tokens)
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkBatch, "of", watched)
+        yield counted
+
+
+def hold(
+    pair: InProcessPair, every: Sequence[Talk], *, salt: Callable[[str], str | None], at_once: bool
+) -> list[Burst]:
     """Run all turns of the conversations, one request at a time or one of each conversation at once. `salt` gives the
     cache salt of each request's name.
     """
-    for turn in range(NUM_TURNS):
-        for group in [every] if at_once else [[talk] for talk in every]:
-            asked = {f"{id(talk)}-{turn}": talk for talk in group}
-            prompts = {name: talk.next_prompt for name, talk in asked.items()}
-            for name, talk in asked.items():
-                pair.submit(name, prompts[name], talk.sampling, cache_salt=salt(name))
-            pair.run()
-            for name, talk in asked.items():
-                outcome = pair.outcomes[name]
-                assert outcome.finished is not None, outcome.error
-                speculation, timings = outcome.finished.speculation, outcome.finished.timings
-                talk.turns.append(
-                    Turn(
-                        prompts[name],
-                        tuple(outcome.token_ids),
-                        speculation.accepted_at if speculation else (),
-                        timings.num_cached_tokens,
-                        timings.kv_bytes,
-                    )
-                )
-    pair.settle()
+    groups = [every] if at_once else [[talk] for talk in every]
+    return [_burst(pair, group, turn, salt) for turn in range(NUM_TURNS) for group in groups]
+
+
+def _burst(pair: InProcessPair, group: Sequence[Talk], turn: int, salt: Callable[[str], str | None]) -> Burst:
+    burst = Burst()
+    asked = {f"{id(talk)}-{turn}": talk for talk in group}
+    prompts = {name: talk.next_prompt for name, talk in asked.items()}
+    rows: dict[int, str] = {}
+    num_rows, num_steps = len(pair.handed_over), len(pair.prefill_steps)
+
+    def all_ended() -> bool:
+        for request in pair.decode.lives.requests.values():
+            if request.lease is not None:
+                rows[request.lease.row] = request.request_id
+        return all(pair.outcomes[name].has_ended for name in asked)
+
+    def count(frame: Frame) -> Sequence[Frame]:
+        burst.bytes_sent += frame.num_bytes if isinstance(frame, KvSegment) else 0
+        return (frame,)
+
+    pair.tamper = count
+    with drafts_noted() as noted, chunks_counted(pair) as counted:
+        for name, talk in asked.items():
+            pair.submit(name, prompts[name], talk.sampling, cache_salt=salt(name))
+        pair.run(until=all_ended)
+        pair.settle()
+    drafts = [(rows[row], root, nodes) for step in noted for row, root, nodes in step.each()]
+    burst.rows = pair.handed_over[num_rows:]
+    burst.num_prefilled = sum(step.num_tokens for step in pair.prefill_steps[num_steps:])
+    burst.local_chunks = counted
+    for name, talk in asked.items():
+        outcome = pair.outcomes[name]
+        assert outcome.finished is not None, outcome.error
+        speculation, timings = outcome.finished.speculation, outcome.finished.timings
+        num_tokens = len(prompts[name]) + len(outcome.token_ids)
+        talk.turns.append(
+            Turn(
+                name,
+                prompts[name],
+                tuple(outcome.token_ids),
+                speculation.accepted_at if speculation else (),
+                {root: nodes for other, root, nodes in drafts if other == name and root < num_tokens - 1},
+                timings.num_cached_tokens,
+                timings.kv_bytes,
+            )
+        )
+        burst.turns.append(talk.turns[-1])
+    return burst
+
+
+# ---- comparing them ---------------------------------------------------------------------------------------------
+
+
+class Left:
+    """What a service should have in its cache: token sequences, and how many of their tokens have their KV there."""
+
+    def __init__(self, *, lookahead: int, caches: bool) -> None:
+        self._lookahead = lookahead
+        self._caches = caches
+        self._left: list[tuple[Tokens, int]] = []
+
+    def add(self, token_ids: Tokens, num_tokens: int) -> None:
+        self._left.append((token_ids, min(num_tokens, len(token_ids) - self._lookahead)))
+
+    def num_found(self, prompt: Tokens) -> int:
+        """Returns how many tokens of `prompt` have their KV here. One at least has not."""
+
+        def num_usable(token_ids: Tokens, num_tokens: int) -> int:
+            num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, token_ids, strict=False)))
+            return min(num_same - self._lookahead, num_tokens, len(prompt) - 1)
+
+        return max((num_usable(*left) for left in self._left), default=0) if self._caches else 0
+
+
+def check_counts(pair: InProcessPair, bursts: Sequence[Burst], options: PairOptions) -> None:
+    """Check that exactly what a service should not have was sent to it, and computed.
+
+    Of the requests of a burst that begin alike, the first one brings the common KV and the others wait for it. So what
+    each one finds does not depend on time.
+    """
+    groups = pair.decode.pool.groups
+    lookahead = groups["draft"].num_layers if "draft" in groups else 0
+    token_bytes = sum(group.token_bytes for group in groups.values())
+    decode = Left(lookahead=lookahead, caches=options.decode_caches)
+    prefill = Left(lookahead=lookahead, caches=options.prefill_caches)
+    for burst in bursts:
+        handed_over = {row.request_id: row for row in burst.rows}
+        assert len(handed_over) == len(burst.rows), "a row was handed over twice"
+        num_local = bytes_missing = num_uncached = 0
+        for place, turn in enumerate(burst.turns):
+            num_held, num_tokens = decode.num_found(turn.prompt), len(turn.prompt)
+            if not place:
+                decode.add(turn.prompt, num_tokens)
+            if turn.name not in handed_over:
+                num_local += num_tokens - num_held
+                assert (turn.num_cached, turn.kv_bytes) == (num_held, 0), "decode found other KV than was there"
+                continue
+            held = dict(handed_over[turn.name].num_held_tokens)
+            assert held == dict.fromkeys(groups, num_held), "decode holds other KV than was there"
+            assert turn.kv_bytes == (num_tokens - num_held) * token_bytes, "decode received other KV than it lacked"
+            bytes_missing += turn.kv_bytes
+        turns = {turn.name: turn for turn in burst.turns}
+        for place, row in enumerate(burst.rows):
+            num_found = prefill.num_found(row.token_ids)
+            assert turns[row.request_id].num_cached == num_found, "prefill found other KV than was there"
+            num_uncached += len(row.token_ids) - num_found
+            if not place:
+                prefill.add(row.token_ids, len(row.token_ids))
+        assert burst.bytes_sent == bytes_missing, "other KV was sent than was asked for"
+        assert sum(burst.local_chunks) == num_local, "decode computed other tokens than it lacked"
+        assert burst.num_prefilled == num_uncached, "prefill computed other tokens than it lacked"
+        for turn in burst.turns:
+            decode.add(turn.prompt, len(turn.prompt))
+            if lookahead <= 1:  # a head of several layers wrote its KV of the output from rejected drafts too
+                decode.add((*turn.prompt, *turn.token_ids), len(turn.prompt) + len(turn.token_ids) - 1)
+        for row in burst.rows:
+            prefill.add(row.token_ids, len(row.token_ids))
 
 
 MakeForOptions = Callable[[PairOptions], InProcessPair]
 
 
-def compare(make: MakeForOptions, options: PairOptions, every: list[Talk], *, at_once: bool) -> list[Turn]:
-    """Hold the conversations cold and warm, and compare them. Returns the turns of the warm ones."""
-    cold, warm = ([replace(talk, turns=[]) for talk in every] for _ in range(2))
-    hold(make(replace(options, local_prefill_tokens=0)), cold, salt=lambda _name: None, at_once=at_once)
+def hold_cold(make: MakeForOptions, options: PairOptions, every: Sequence[Talk], *, at_once: bool) -> list[Talk]:
+    """Hold conversations whose requests all come from a prefill service and use no cached KV. Returns them with their
+    turns.
+    """
+    cold = [replace(talk, turns=[]) for talk in every]
+    options = replace(options, local_prefill_tokens=0, prefill_fallback=False)
     pair = make(options)
-    hold(pair, warm, salt=lambda _name: "", at_once=at_once)
-    token_bytes = sum(group.token_bytes for group in pair.decode.pool.groups.values())
-    lookahead = pair.decode.pool.groups["draft"].num_layers if "draft" in pair.decode.pool.groups else 0
+    bursts = hold(pair, cold, salt=lambda _name: None, at_once=at_once)
+    check_counts(pair, bursts, replace(options, prefill_caches=False, decode_caches=False))
+    return cold
+
+
+def compare(make: MakeForOptions, options: PairOptions, cold: Sequence[Talk], *, at_once: bool) -> list[Burst]:
+    """Hold the conversations warm, compare them with the `cold` ones, and check the counts. Returns the warm bursts."""
+    warm = [replace(talk, turns=[]) for talk in cold]
+    pair = make(options)
+    bursts = hold(pair, warm, salt=lambda _name: "", at_once=at_once)
     for before, after in zip(cold, warm, strict=True):
-        assert [turn.token_ids for turn in after.turns] == [turn.token_ids for turn in before.turns]
-        assert [turn.accepted_at for turn in after.turns] == [turn.accepted_at for turn in before.turns]
-        for turn in before.turns:
-            assert (turn.num_cached, turn.kv_bytes) == (0, len(turn.prompt) * token_bytes)
-        for earlier, turn in itertools.pairwise(after.turns):
-            num_common = len(earlier.prompt)
-            if options.prefill_caches and not options.local_prefill_tokens:
-                assert turn.num_cached >= num_common - lookahead, "prefill computed what it had"
-            if options.decode_caches:
-                num_common += NEW_TOKENS - 1 if lookahead <= 1 else 0
-                num_held = len(turn.prompt) - turn.kv_bytes // token_bytes
-                assert num_held >= num_common - max(lookahead, 1), "what decode had was sent"
-    if not at_once and options.prefill_caches:
-        assert all(talk.turns[0].num_cached >= NUM_SHARED - lookahead for talk in warm[1:])
-    turns = [turn for talk in warm for turn in talk.turns]
-    assert any(not turn.kv_bytes for turn in turns) == bool(options.local_prefill_tokens)
-    return turns
+        assert [turn.token_ids for turn in after.turns] == [turn.token_ids for turn in before.turns], "tokens differ"
+        assert [turn.drafts for turn in after.turns] == [turn.drafts for turn in before.turns], "drafts differ"
+        accepted = [turn.accepted_at for turn in after.turns]
+        assert accepted == [turn.accepted_at for turn in before.turns], "acceptance differs"
+    check_counts(pair, bursts, options)
+    computes_here = bool(options.local_prefill_tokens) or options.prefill_fallback
+    assert any(burst.local_chunks for burst in bursts) == computes_here
+    return bursts

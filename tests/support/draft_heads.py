@@ -188,13 +188,15 @@ def save_copy_head(
     family: str,
     num_layers: int = 1,
     draft_vocab_size: int | None = None,
+    is_swayed: bool = False,
 ) -> Path:
     """Save a copy head of one of COPY_FAMILIES for a target of `save_last_token_model`. Fed token e, it gives the
     target's logits after e.
 
-    Earlier inputs change nothing, so every step of a chain proposes the greedy choice. `num_layers` above 1 needs a
-    family of MULTI_LAYER_FAMILIES. `draft_vocab_size` needs the family eagle3, and must not be smaller than the number
-    of different greedy choices that the target has.
+    Earlier inputs change nothing, so every step of a chain proposes the greedy choice. With `is_swayed` they do: every
+    layer adds something that depends on its KV of all tokens, and so the proposal is often another one. `num_layers`
+    above 1 needs a family of MULTI_LAYER_FAMILIES. `draft_vocab_size` needs the family eagle3, and must not be smaller
+    than the number of different greedy choices that the target has.
     """
     assert num_layers == 1 or family in MULTI_LAYER_FAMILIES
     assert draft_vocab_size is None or family == "eagle3"
@@ -206,6 +208,8 @@ def save_copy_head(
         config, tensors = _eagle3_copy(target, weights, _proposable(target_dir, draft_vocab_size))
     else:
         config, tensors = _mtp_copy(target_dir, weights, family, num_layers)  # type: ignore[arg-type]
+    if is_swayed:
+        _sway(tensors)
     return save_head(directory, config, tensors)
 
 
@@ -276,6 +280,16 @@ def _mtp_copy(target_dir: Path, weights: Tensors, layout: MtpLayout, num_layers:
         tensors[f"{prefix}{names['output_norm']}.weight"] = weights["model.norm.weight"].clone()
         tensors[f"{prefix}{names['fusion']}.weight"] = torch.cat(parts[::-1] if layout == "mimo" else parts, dim=1)
     return {**mtp_config(target, layout, num_layers), "attention_bias": False}, tensors
+
+
+def _sway(tensors: Tensors) -> None:
+    """Give a copy head random attention in place of none, and let EAGLE-3's look at other tokens than its own too."""
+    random = RandomTensors(seed=5)
+    for name in sorted(name for name in tensors if ".self_attn." in name):
+        if not tensors[name].any():
+            tensors[name] = (0.6 if "o_proj" in name else 1.0) * random.weight(*tensors[name].shape)
+        elif "q_proj" in name or "k_proj" in name:
+            tensors[name] = 0.18 * tensors[name]
 
 
 def _proposable(target_dir: Path, draft_vocab_size: int | None) -> Tensor:

@@ -159,6 +159,7 @@ class InProcessPair:
         self.prefill_steps: list[StepStats] = []
         self.decode_steps: list[StepStats] = []
         self.outcomes: dict[str, Outcome] = {}
+        self.handed_over: list[HandoffRow] = []
         self.tamper: Tamper | None = None
         self._aborted: set[str] = set()
         self._to_decode: list[decode.Command] = []
@@ -380,6 +381,7 @@ class InProcessPair:
             case decode.StartHandoff():
                 replica = next(replica for replica in self.replicas if replica.address == event.replica)
                 self._replica_of_call[event.call_id] = replica
+                self.handed_over.extend(event.rows)
                 replica.transport.start(event)
             case decode.CancelHandoffRows():
                 self._replica_of_call[event.call_id].transport.cancel_rows(event)
