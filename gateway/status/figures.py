@@ -34,6 +34,9 @@ def figures_of(role: str, increase: Increase, span_s: float) -> Figures:
         output_tokens_per_s=_rate(increase.total("baton_output_tokens_total"), span_s) if is_decode else None,
         prompt_tokens_per_s=_rate(increase.total(prompt_tokens), span_s),
         handoff_bytes_per_s=_rate(increase.total("baton_handoff_bytes_total"), span_s),
+        handoff_held_bytes_per_s=_rate(increase.total("baton_handoff_held_bytes_total"), span_s) if is_decode else None,
+        cached_share=cached_share_of(increase),
+        evicted_tokens_per_s=_rate(increase.total("baton_evicted_tokens_total"), span_s),
         steps_per_s=_rate(increase.total("baton_steps_total"), span_s),
         batch_size_mean=steps.mean,
         step_mean_s=step_s.mean,
@@ -71,6 +74,11 @@ def acceptance_of(increase: Increase) -> Acceptance | None:
         accept_length=accept_length,
         by_position=tuple(_ratio(accepted_at.get(each, 0.0), drafted_at[each]) for each in positions),
     )
+
+
+def cached_share_of(increase: Increase) -> float | None:
+    """Returns the part of the rows' tokens whose KV was cached, or None if no row got its slots."""
+    return _ratio(increase.total("baton_cached_tokens_total"), increase.total("baton_row_tokens_total"))
 
 
 def pool_of(name: str, exposition: Exposition) -> Pool:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from gateway.status.figures import DECODE_PHASES, PREFILL_PHASES, acceptance_of, outcomes_of, quantiles_of
+from gateway.status.figures import (
+    DECODE_PHASES,
+    PREFILL_PHASES,
+    acceptance_of,
+    cached_share_of,
+    outcomes_of,
+    quantiles_of,
+)
 from gateway.status.increase import Increase
 from gateway.status.snapshot import Figures, Pair, Rate, Service
 from gateway.status.watched_service import WatchedService
@@ -31,6 +38,9 @@ def pair_of(watched: Sequence[WatchedService], services: Sequence[Service], now_
         prompt_tokens_per_s=rate("decode", lambda figures: figures.prompt_tokens_per_s),
         handoff_sent_bytes_per_s=rate("prefill", lambda figures: figures.handoff_bytes_per_s),
         handoff_received_bytes_per_s=rate("decode", lambda figures: figures.handoff_bytes_per_s),
+        handoff_held_bytes_per_s=rate("decode", lambda figures: figures.handoff_held_bytes_per_s),
+        decode_cached_share=cached_share_of(of_decode),
+        prefill_cached_share=cached_share_of(Increase.sum(prefill)),
         unsent_kv_bytes=sum(each.unsent_kv_bytes or 0 for each in services),
         num_queued=sum(each.num_queued or 0 for each in services if each.role == "decode"),
         num_running=sum(each.num_running or 0 for each in services if each.role == "decode"),

@@ -48,7 +48,9 @@ class Acceptance:
 class Figures:
     """A service's figures over the window. `outcomes`, `num_row_retries` and `num_retractions` are counts.
 
-    `phases` maps the name of each phase of a request to how long requests spent in it.
+    `cached_share` is the part of the rows' tokens whose KV was cached when the rows got their slots, and
+    `handoff_held_bytes_per_s` the KV that was not sent because the decode service had it. `phases` maps the name of
+    each phase of a request to how long requests spent in it.
     """
 
     requests_per_s: float | None
@@ -56,6 +58,9 @@ class Figures:
     output_tokens_per_s: float | None
     prompt_tokens_per_s: float | None
     handoff_bytes_per_s: float | None
+    handoff_held_bytes_per_s: float | None
+    cached_share: float | None
+    evicted_tokens_per_s: float | None
     steps_per_s: float | None
     batch_size_mean: float | None
     step_mean_s: float | None
@@ -133,7 +138,7 @@ class Pair:
     """The figures of all services together.
 
     Requests, tokens, phases and acceptance come from decode services, the two `prefill_replica` phases from prefill
-    services.
+    services. The shares of tokens with cached KV are those of all decode and of all prefill services.
     """
 
     requests_per_s: float | None
@@ -142,6 +147,9 @@ class Pair:
     prompt_tokens_per_s: float | None
     handoff_sent_bytes_per_s: float | None
     handoff_received_bytes_per_s: float | None
+    handoff_held_bytes_per_s: float | None
+    decode_cached_share: float | None
+    prefill_cached_share: float | None
     unsent_kv_bytes: int
     num_queued: int
     num_running: int

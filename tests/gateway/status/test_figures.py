@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from baton.server_info import InferenceLoad
+from common.load import PrefixCounts
 from common.telemetry.step_stats import SpeculationStats, StepStats
 from common.wire.handoff import KvSegment, PrebuiltBatch
 from gateway.status.histogram import Histogram, merge
@@ -68,6 +69,27 @@ async def test_rates_are_what_was_counted_over_the_time_that_passed(
     assert (of_prefill.prompt_tokens_per_s, of_prefill.batch_size_mean, of_prefill.step_mean_s) == (20, 2, 0.25)
     assert seen.pair.phases["prefill_replica_prefill"].num_observed == 2
     assert seen.pair.phases["prefill"].num_observed == 0
+
+
+async def test_what_was_cached_is_a_share_of_what_rows_needed_since_the_last_sample(
+    clock: Clock, pair: tuple[Sampler, ExposedDecode, ExposedPrefill]
+) -> None:
+    sampling, decode, prefill = pair
+    decode.load = dataclasses.replace(decode.load, prefixes=PrefixCounts(1000, 1000, 1000), held_bytes=9000)
+    await sampling.sample()
+    assert sampling.snapshot.pair.decode_cached_share is None, "no row got its slots since"
+    decode.load = dataclasses.replace(decode.load, prefixes=PrefixCounts(1400, 1100, 1020), held_bytes=9800)
+    prefill.load = dataclasses.replace(prefill.load, prefixes=PrefixCounts(300, 225, 40))
+    clock.now_s += 4
+    await sampling.sample()
+
+    seen = sampling.snapshot
+    assert (seen.pair.decode_cached_share, seen.pair.prefill_cached_share) == (0.25, 0.75)
+    assert seen.pair.handoff_held_bytes_per_s == 200
+    of_decode, of_prefill = (service.figures for service in seen.services)
+    assert (of_decode.cached_share, of_decode.evicted_tokens_per_s) == (0.25, 5)
+    assert (of_prefill.cached_share, of_prefill.evicted_tokens_per_s) == (0.75, 10)
+    assert (of_decode.handoff_held_bytes_per_s, of_prefill.handoff_held_bytes_per_s) == (200, None)
 
 
 async def test_pools_and_queues_are_those_of_the_last_sample(

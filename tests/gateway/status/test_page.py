@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
-from gateway.status.snapshot import Replica
+from gateway.status.snapshot import Figures, Replica
 from tests.gateway.status.scene import Decode, ExposedDecode, numeric
 
 
@@ -35,6 +35,11 @@ async def viewer() -> AsyncIterator[httpx2.AsyncClient]:
 
 def inline(kind: str, page: str) -> str:
     (text,) = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+    return str(text)
+
+
+def inline_function(name: str, script: str) -> str:
+    (text,) = re.findall(rf"^function {name}\(.*?^}}$", script, re.DOTALL | re.MULTILINE)
     return str(text)
 
 
@@ -75,6 +80,10 @@ async def test_every_field_that_the_script_reads_is_in_the_figures(viewer: httpx
 
     script = inline("script", (await viewer.get("/")).text)
     assert set(re.findall(r"\bpair\.(\w+)", script)) <= set(figures["pair"])
+    assert {"decode_cached_share", "prefill_cached_share"} <= set(re.findall(r"\bpair\.(\w+)", script))
+    of_service = set(re.findall(r"\bfigures\.(\w+)", inline_function("serviceCard", script)))
+    assert {"cached_share", "evicted_tokens_per_s"} <= of_service
+    assert of_service <= {field.name for field in dataclasses.fields(Figures)}
     assert set(re.findall(r"\bshown\.(\w+)", script)) <= set(figures)
     assert re.search(r"waitS = shown === null \|\| shown.age_s === null \? ", script), (
         "hurried until the first round only"
