@@ -217,7 +217,7 @@ class Request:
         If an earlier attempt was lost or retracted before its number came, the replica may have found what that one
         left. Then no more count than this service holds, where KV that came only in part is not kept.
         """
-        assert self.lease is not None
+        assert self.lease is not None, f"{self.request_id} holds no row"
         self.began_cached = num_tokens > 0 or self.lease.num_cached > 0
         if self.num_cached_tokens is not None:
             return

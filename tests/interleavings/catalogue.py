@@ -174,7 +174,7 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (rows.launch_does_not_hold_its_rows, _aborted, "a race for .*token table"),
     (rows.landing_does_not_hold_its_row, _growing, "a race for .*kv of target"),
     (rows.row_merged_before_its_copies, _beside, "a race for .*kv of target|wrongly"),
-    (rows.landing_into_a_released_row, _aborted_by_frames, "does not follow"),
+    (rows.landing_into_a_released_row, _aborted_by_frames, "does not follow|holds no row"),
     (rows.live_table_rewritten, _beside, "a race for .*token table|wrongly"),
     (rows.grown_slot_leaks, _beside, "not conserved"),
     (rows.aborted_row_leaks, _aborted_by_frames, "not over after"),
