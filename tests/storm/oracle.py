@@ -1,14 +1,15 @@
-"""Requests whose every token is known beforehand.
+"""Conversations whose every token is known beforehand: requests that share beginnings, continue others or repeat them.
 
-Each request ran alone in one process, without overlap and drafts. Greedy ones are also compared with transformers'
-`generate`.
+Each request ran alone in one process, without overlap, drafts and prefix cache. Greedy ones are also compared with
+transformers' `generate`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
 
 from baton.requests import SamplingOptions
@@ -28,11 +29,41 @@ KINDS: tuple[SamplingOptions, ...] = (
 )
 """Sampling options whose numbers a float on the wire holds exactly."""
 
+SALTS = (None, "a", None, "b")
+"""The namespaces of new conversations, in turn. None leaves the choice to the service."""
+
+OTHER_SALT = "c"
+MIN_SHARED_PROMPT = 6
+
+
+class Relation(Enum):
+    """What a case has in common with an earlier one, in that one's namespace if not said otherwise."""
+
+    NONE = auto()
+    BEGINNING = auto()  # a third to two thirds of its prompt
+    CONVERSATION = auto()  # its prompt and its output: the next turn
+    BEGINNING_ONLY = auto()  # a beginning, in another namespace
+    PROMPT = auto()  # it is another choice of the same prompt
+    UNCACHED = auto()  # a beginning, but no cached KV is used nor left
+
+
+RELATIONS = (
+    Relation.NONE,
+    Relation.BEGINNING,
+    Relation.CONVERSATION,
+    Relation.BEGINNING_ONLY,
+    Relation.BEGINNING,
+    Relation.PROMPT,
+    Relation.UNCACHED,
+    Relation.BEGINNING,
+)
+"""The relations of the cases, in turn."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A request and its expected output. `logprobs` are those of the chosen tokens; it is empty where none are asked
-    for.
+    for. A case that is not `is_cached` is sent with `cache_prompt` False.
     """
 
     number: int
@@ -40,6 +71,14 @@ class Case:
     sampling: SamplingOptions
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    cache_salt: str | None = None
+    choice_index: int = 0
+    is_cached: bool = True
+
+    @property
+    def cache_key(self) -> tuple[str | None, tuple[int, ...]]:
+        """Requests with the same key find all of each other's prompt in the prefix cache."""
+        return self.cache_salt, self.prompt
 
     def check(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_whole: bool) -> str | None:
         """Describes what is wrong with an output, or returns None. Unless it `is_whole`, only the beginning of the
@@ -64,12 +103,12 @@ def make_cases(
     output_lens: range = range(8, 73),
     seed: int = 0,
 ) -> list[Case]:
-    """Cases of every prompt length, output length and kind of sampling. Greedy requests with nearly tied choices are
-    left out.
+    """Cases of every relation, output length and kind of sampling, whose own tokens are as many as `prompt_lens` says.
+    Greedy requests with nearly tied choices are left out.
     """
     draw = random.Random(seed)
     target = load_target(model_dir, device="cpu", dtype="float32")
-    longest = prompt_lens[-1] + output_lens[-1]
+    longest = 2 * prompt_lens[-1] + output_lens[-1]
     pair = InProcessPair(
         target,
         options=PairOptions(overlap=False, context_tokens=longest),
@@ -78,31 +117,59 @@ def make_cases(
     try:
         while len(cases) < num_cases:
             number = len(cases)
-            prompt = [draw.randrange(FIRST_ID, target.vocab_size) for _ in range(draw.choice(prompt_lens))]
             sampling: SamplingOptions = {
                 "max_tokens": draw.choice(output_lens),
                 "ignore_eos": True,
                 "seed": (1 << 62) + number,
                 **KINDS[number % len(KINDS)],
             }
-            if (case := _run(pair, model_dir, number, prompt, sampling)) is not None:
-                cases.append(case)
+            own = tuple(draw.randrange(FIRST_ID, target.vocab_size) for _ in range(draw.choice(prompt_lens)))
+            case = Case(number, own, sampling, (), (), cache_salt=SALTS[number // len(RELATIONS) % len(SALTS)])
+            case = _related(case, cases, RELATIONS[number % len(RELATIONS)], draw, max_tokens=2 * prompt_lens[-1])
+            if (known := _run(pair, model_dir, case)) is not None:
+                cases.append(known)
     finally:
         pair.close()
     return cases
 
 
-def _run(
-    pair: InProcessPair, model_dir: Path, number: int, prompt: list[int], sampling: SamplingOptions
-) -> Case | None:
-    outcome = pair.submit(str(number), prompt, _resolved(sampling))
+def _related(case: Case, cases: Sequence[Case], relation: Relation, draw: random.Random, *, max_tokens: int) -> Case:
+    """The case, with a prompt of at most `max_tokens` tokens that is so related to that of one of `cases`."""
+    if relation is Relation.PROMPT and (sampled := [each for each in cases if each.sampling["temperature"]]):
+        other = draw.choice(sampled)
+        return replace(
+            case,
+            prompt=other.prompt,
+            sampling=other.sampling,
+            cache_salt=other.cache_salt,
+            choice_index=other.choice_index + 1,
+        )
+    others = [each for each in cases if each.is_cached and len(each.prompt) >= MIN_SHARED_PROMPT]
+    if relation is Relation.NONE or not others:
+        return case
+    other = draw.choice(others)
+    case = replace(case, cache_salt=other.cache_salt)
+    if relation is Relation.CONVERSATION:
+        said = (*other.prompt, *other.token_ids)
+        return replace(case, prompt=(*said[: max_tokens - len(case.prompt)], *case.prompt))
+    length = len(other.prompt)
+    shared = other.prompt[: draw.randint(-(-length // 3), 2 * length // 3)]
+    case = replace(case, prompt=(*shared, *case.prompt)[: max(max_tokens // 2, len(shared) + 1)])
+    if relation is Relation.BEGINNING_ONLY:
+        return replace(case, cache_salt=OTHER_SALT)
+    return replace(case, is_cached=relation is not Relation.UNCACHED)
+
+
+def _run(pair: InProcessPair, model_dir: Path, case: Case) -> Case | None:
+    prompt, sampling = list(case.prompt), case.sampling
+    outcome = pair.submit(str(case.number), prompt, _resolved(sampling), choice_index=case.choice_index)
     pair.run()
     pair.outcomes.clear()
     assert outcome.error is None, outcome.error
     if sampling == {**sampling, **KINDS[0]} and not _is_generates(model_dir, prompt, outcome.token_ids):
         return None
     logprobs = tuple(entry.chosen for entry in outcome.logprobs)
-    return Case(number, tuple(prompt), sampling, tuple(outcome.token_ids), logprobs)
+    return replace(case, token_ids=tuple(outcome.token_ids), logprobs=logprobs)
 
 
 def _is_generates(model_dir: Path, prompt: list[int], token_ids: list[int]) -> bool:

@@ -19,7 +19,7 @@ FAULT_RATE = 0.05
 DELAY_S = 0.05
 MAX_ROWS = 32
 KV_TOKENS = 130
-"""KV slots of a decode service. MAX_ROWS of the usual requests need twelve times as many, so about a dozen of 160
+"""KV slots of a decode service. MAX_ROWS of the usual requests need sixteen times as many, so about thirty of 160
 are retracted.
 """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
 
 from baton.client import AsyncClient
@@ -53,6 +53,9 @@ class ClientEnd:
 class StormReport:
     """The result of a storm. `ends` holds each request's end as its client saw it, `wrong` describes wrong outputs,
     `failed` counts errors by code and reason, and `texts` has the errors' texts.
+
+    Of the cached tokens, `num_shared_tokens` are those of requests whose prompt this storm had not sent before in their
+    namespace: they were left by requests with other prompts.
     """
 
     num_finished: int = 0
@@ -65,6 +68,7 @@ class StormReport:
     num_attempts: int = 0
     num_handed_off: int = 0
     num_cached_tokens: int = 0
+    num_shared_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
 
@@ -76,29 +80,39 @@ class StormReport:
         for entry in fields(self):
             setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
-    def count(self, finished: Finished) -> None:
+    def count(self, finished: Finished, *, is_first: bool) -> None:
         self.num_finished += 1
         self.num_retractions += finished.timings.num_retractions
         self.num_attempts += finished.timings.num_handoff_attempts
         self.num_handed_off += finished.timings.num_handoff_attempts > 0
         self.num_cached_tokens += finished.timings.num_cached_tokens
+        self.num_shared_tokens += is_first * finished.timings.num_cached_tokens
         if finished.speculation is not None:
             self.num_drafted += finished.speculation.num_drafted_tokens
             self.num_accepted += finished.speculation.num_accepted_tokens
 
 
 async def send_storm(address: str, cases: Sequence[Case], storm: Storm) -> StormReport:
-    """Send random cases, as many as the storm wants, and report how each request ends."""
+    """Send random cases, as many as the storm wants, and report how each request ends.
+
+    The last quarter of the cases comes in the middle for the first time, when much is cached.
+    """
     draw = random.Random(storm.seed)
-    requests = [(draw.choice(cases), _Leave.draw(draw, storm.abort_share)) for _ in range(storm.num_requests)]
+    num_early, num_before = len(cases) - len(cases) // 4, storm.num_requests // 2
+    drawn = [draw.choice(cases[:num_early]) for _ in range(num_before)]
+    drawn = [*drawn, *cases[num_early:], *(draw.choice(cases) for _ in range(num_before))][: storm.num_requests]
+    requests = [(case, _Leave.draw(draw, storm.abort_share)) for case in drawn]
     report = StormReport()
+    sent: set[Hashable] = set()
     port = address.rpartition(":")[-1]
     waiting = ((f"storm-{port}-{storm.seed}-{number}", *request) for number, request in enumerate(requests))
     async with AsyncClient(address, resume=storm.resumes, channel_overrides=RECONNECT_AT_ONCE) as client:
 
         async def keep_sending() -> None:
             for request_id, case, leave in waiting:
-                await _send(client, request_id, case, leave, report)
+                is_first = case.cache_key not in sent
+                sent.add(case.cache_key)
+                await _send(client, request_id, case, leave, report, is_first=is_first)
 
         await asyncio.gather(*(keep_sending() for _ in range(storm.concurrency)))
     return report
@@ -118,12 +132,22 @@ class _Leave:
         return cls(num_events=draw.randint(1, 20)) if draw.random() < 0.5 else cls(seconds=draw.uniform(0.0, 0.5))
 
 
-async def _send(client: AsyncClient, request_id: str, case: Case, leave: _Leave, report: StormReport) -> None:
+async def _send(
+    client: AsyncClient, request_id: str, case: Case, leave: _Leave, report: StormReport, *, is_first: bool
+) -> None:
     token_ids: list[int] = []
     logprobs: list[float] = []
     finished: Finished | None = None
     num_read = 0
-    stream = client.generate(token_ids=case.prompt, request_id=request_id, timeout_s=REQUEST_BOUND_S, **case.sampling)
+    stream = client.generate(
+        token_ids=case.prompt,
+        request_id=request_id,
+        timeout_s=REQUEST_BOUND_S,
+        choice_index=case.choice_index,
+        cache_salt=case.cache_salt,
+        cache_prompt=None if case.is_cached else False,
+        **case.sampling,
+    )
     try:
         async with stream, asyncio.timeout(leave.seconds):
             async for event in stream:
@@ -150,7 +174,9 @@ async def _send(client: AsyncClient, request_id: str, case: Case, leave: _Leave,
     if finished is None:
         report.num_aborted += 1
     else:
-        report.count(finished)
+        report.count(finished, is_first=is_first)
+        if not case.is_cached and finished.timings.num_cached_tokens:
+            report.wrong.append(f"case {case.number}: cached KV was used, and it asked for none")
     _check(case, token_ids, logprobs, finished, report)
 
 

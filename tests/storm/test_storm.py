@@ -1,7 +1,7 @@
 """Requests come, leave and are retracted while frames, memory, streams and forwards fail. Each one ends exactly once,
 and correctly.
 
-`python -m tests.storm` sends 1,000 requests in each of eight settings.
+`python -m tests.storm` sends 1,000 requests in each of twelve settings.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def test_ends_that_no_fault_explains_are_told() -> None:
     def problems(**changes: Any) -> list[str]:
         as_it_should: dict[str, Any] = {"num_finished": 6, "num_aborted": 2, "ends": SEEN, "num_retractions": 1}
         as_it_should |= {"failed": Counter({"INTERNAL ENGINE_FAULT": 2}), "texts": [TWICE] * 2}
-        as_it_should |= {"num_attempts": 8, "num_handed_off": 6, "num_cached_tokens": 5, "num_accepted": 3}
+        as_it_should |= {"num_attempts": 8, "num_handed_off": 6, "num_accepted": 3}
+        as_it_should |= {"num_cached_tokens": 5, "num_shared_tokens": 2}
         return problems_of(
             StormReport(**{**as_it_should, **changes}), LOGGED, faults, num_requests=len(SEEN), speculates=True
         )
@@ -90,6 +91,7 @@ def test_ends_that_no_fault_explains_are_told() -> None:
         ({"num_accepted": 0}, "no request had a draft accepted"),
         ({"num_attempts": 6}, "no request was handed over again"),
         ({"num_cached_tokens": 0}, "no request began with cached KV"),
+        ({"num_shared_tokens": 0}, "no request began with KV of another prompt"),
     ):
         (problem,) = problems(**changes)
         assert re.search(told, problem)

@@ -142,6 +142,7 @@ def problems_of(
         "was retracted": report.num_retractions,
         "was handed over again": report.num_attempts - report.num_handed_off,
         "began with cached KV": report.num_cached_tokens,
+        "began with KV of another prompt": report.num_shared_tokens,
         "met a fault": faults.total(),
         "had a draft accepted": report.num_accepted or not speculates,
     }
