@@ -71,18 +71,20 @@ def running_pair(
     prefill_args: Sequence[str] = (),
     decode_args: Sequence[str] = (),
     waits_ready: bool = True,
+    hands_all_over: bool = True,
     **options: Any,
 ) -> Iterator[RunningPair]:
     """Run a pair of processes on a tiny model, and yield it once it is ready.
 
-    With `waits_ready` False it does not wait until the services are ready. `options` are LocalPair's. `model` is None
+    With `waits_ready` False it does not wait until the services are ready. With `hands_all_over` False the decode
+    services compute as much of prompts themselves as they do by default. `options` are LocalPair's. `model` is None
     where each service's arguments name its own.
     """
     processes = kind(
         model=None if model is None else str(model),
         dtype="float32",
         prefill_args=(*COMMON_ARGS, *shared_args, *prefill_args),
-        decode_args=(*COMMON_ARGS, HANDS_ALL_OVER, *shared_args, *decode_args),
+        decode_args=(*COMMON_ARGS, *([HANDS_ALL_OVER] if hands_all_over else []), *shared_args, *decode_args),
         **options,
     )
     with ExitStack() as stack:
