@@ -4,6 +4,8 @@ warm, and what is sent and computed is exactly what is not there.
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,7 +25,18 @@ from common.prompts.chunk_batch import Chunk, ChunkBatch
 from decode_service.schedule import dispatcher
 from prefill_service.schedule import scheduler as prefill_scheduler
 from tests.pair.speculation_mutants import Mutant
-from tests.support.conversations import SIDES, Burst, Talk, compare, hold, hold_cold, talks
+from tests.support.conversations import (
+    NUM_SHARED,
+    NUM_TURNS,
+    SIDES,
+    Burst,
+    MakeForOptions,
+    Talk,
+    compare,
+    hold,
+    hold_cold,
+    talks,
+)
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import Drafted, load_drafted
 from tests.support.pair import InProcessPair, MakePair, PairOptions
@@ -155,24 +168,44 @@ class Comparison:
     swayed: Swayed
     cold: Cold
 
-    def run(self, head: str, options: PairOptions, way: Way, **talk: int) -> list[Burst]:
-        """`options` are the pair's besides those of `way`, and `talk` the further arguments of `talks`."""
-        drafted = self.swayed(head) if head else None
-        target = drafted.target if drafted else self.tiny_target("llama")
+    def target(self, head: str) -> TargetModel:
+        return self.swayed(head).target if head else self.tiny_target("llama")
+
+    def make(self, head: str, options: PairOptions, way: Way) -> InProcessPair:
+        """Make a pair with these options besides those of `head` and `way`. With `prefill_fallback` it loses its
+        replica, and the clock ticks so that no time passes until decode computes all prompts.
+        """
         drafts = HEADS[head].drafts if head else {}
-        options = replace(options, overlap=way.overlap, chunk_tokens=way.chunk_tokens, **drafts)
+        pair = self.make_pair(
+            self.target(head),
+            replace(options, overlap=way.overlap, chunk_tokens=way.chunk_tokens, **drafts),
+            draft=self.swayed(head).head if head else None,
+            clock=itertools.count().__next__ if options.prefill_fallback else time.monotonic,
+        )
+        if options.prefill_fallback:
+            pair.lose(pair.replicas[0])
+            pair.step_decode()
+        return pair
 
-        def make(options: PairOptions) -> InProcessPair:
-            return self.make_pair(target, options, draft=drafted.head if drafted else None)
-
+    def hold_cold(self, head: str, options: PairOptions, way: Way, **talk: int) -> list[Talk]:
+        """Hold the conversations cold, unless they were before. `talk` are further arguments of `talks`."""
         key = (head, way, *talk.items())
         if key not in self.cold:
-            every = talks(16 if way.at_once else 3, target.vocab_size, temperature=way.temperature, **talk)
-            self.cold[key] = hold_cold(make, options, every, at_once=way.at_once)
-        bursts = compare(make, options, self.cold[key], at_once=way.at_once)
+            vocab_size = self.target(head).vocab_size
+            every = talks(16 if way.at_once else 3, vocab_size, temperature=way.temperature, **talk)
+            self.cold[key] = hold_cold(self._maker(head, way), options, every, at_once=way.at_once)
+        return self.cold[key]
+
+    def run(self, head: str, options: PairOptions, way: Way, **talk: int) -> list[Burst]:
+        """Compare conversations that are held with these options. `talk` are further arguments of `talks`."""
+        cold = self.hold_cold(head, options, way, **talk)
+        bursts = compare(self._maker(head, way), options, cold, at_once=way.at_once)
         turns = [turn for burst in bursts for turn in burst.turns]
         assert not head or sum(sum(turn.accepted_at) for turn in turns) > len(bursts[0].turns), "few were accepted"
         return bursts
+
+    def _maker(self, head: str, way: Way) -> MakeForOptions:
+        return lambda options: self.make(head, options, way)
 
 
 @pytest.fixture
@@ -216,6 +249,33 @@ def test_drafts_are_the_same_cold_and_warm(head: str, way: str, sides: str, comp
 @pytest.mark.parametrize("head", ["eagle", "nextn", "mimo", "mimo_v2-4"])
 def test_so_are_those_of_other_families(head: str, sides: str, comparison: Comparison) -> None:
     comparison.run(head, SIDES[sides], BRANCHING)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["alone", "at-once"])
+@pytest.mark.parametrize("head", ["", "eagle3-tree", "nextn-4"], ids=["no head", "eagle3-tree", "nextn-4"])
+def test_what_follows_a_cached_prefix_is_computed_here_in_several_chunks(
+    head: str, at_once: bool, comparison: Comparison
+) -> None:
+    """No replica is ready, and each turn after the first is longer than a chunk."""
+    options = PairOptions(prefill_fallback=True, context_tokens=1024, decode_tokens=12_288, prefill_tokens=12_288)
+    way = Way(512, at_once=at_once, overlap=True, temperature=0.0)
+    bursts = comparison.run(head, options, way, turn_tokens=270)
+    later = bursts[len(bursts) // NUM_TURNS :]
+    assert all(len(burst.local_chunks) > len(burst.turns) for burst in later)
+
+
+@pytest.mark.parametrize(("head", "overlap"), [("eagle3-tree", True), ("nextn-4", False)])
+def test_retracted_requests_come_back_to_what_is_cached(head: str, overlap: bool, comparison: Comparison) -> None:
+    way = Way(16, at_once=True, overlap=overlap, temperature=0.0)
+    cold = comparison.hold_cold(head, PairOptions(decode_tokens=8192), way, new_tokens=40)
+    warm = [replace(talk, turns=[]) for talk in cold]
+    pair = comparison.make(head, PairOptions(decode_tokens=500), way)
+    bursts = hold(pair, warm, salt=lambda _name: "", at_once=True)
+    assert [talk.answers for talk in warm] == [talk.answers for talk in cold]
+    returned = [row for burst in bursts for row in burst.rows if len(row.token_ids) > row.prompt_len]
+    assert returned and pair.decode.load().num_retractions >= len(returned)
+    num_shared = NUM_SHARED - pair.decode.pool.groups["draft"].num_layers  # other rows hold these meanwhile
+    assert all(dict(row.num_held_tokens)["target"] >= num_shared for row in returned)
 
 
 # ---- removing one rule at a time --------------------------------------------------------------------------------

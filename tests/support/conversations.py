@@ -76,6 +76,10 @@ class Talk:
         said = (*self.turns[-1].prompt, *self.turns[-1].token_ids) if self.turns else ()
         return (*said, *self.says[len(self.turns)])
 
+    @property
+    def answers(self) -> list[Tokens]:
+        return [turn.token_ids for turn in self.turns]
+
 
 def talks(
     number: int,
@@ -178,13 +182,16 @@ def _burst(pair: InProcessPair, group: Sequence[Talk], turn: int, salt: Callable
     burst = Burst()
     asked = {f"{id(talk)}-{turn}": talk for talk in group}
     prompts = {name: talk.next_prompt for name, talk in asked.items()}
-    rows: dict[int, str] = {}
+    owners: dict[int, str] = {}
+    drafted: list[tuple[StepDrafts, dict[int, str]]] = []
     num_rows, num_steps = len(pair.handed_over), len(pair.prefill_steps)
 
     def all_ended() -> bool:
+        while noted:  # before a row has another owner, all steps of the one before are noted
+            drafted.append((noted.pop(0), dict(owners)))
         for request in pair.decode.lives.requests.values():
             if request.lease is not None:
-                rows[request.lease.row] = request.request_id
+                owners[request.lease.row] = request.request_id
         return all(pair.outcomes[name].has_ended for name in asked)
 
     def count(frame: Frame) -> Sequence[Frame]:
@@ -197,7 +204,8 @@ def _burst(pair: InProcessPair, group: Sequence[Talk], turn: int, salt: Callable
             pair.submit(name, prompts[name], talk.sampling, cache_salt=salt(name))
         pair.run(until=all_ended)
         pair.settle()
-    drafts = [(rows[row], root, nodes) for step in noted for row, root, nodes in step.each()]
+    drafted += [(step, owners) for step in noted]
+    drafts = [(owner[row], root, nodes) for step, owner in drafted for row, root, nodes in step.each()]
     burst.rows = pair.handed_over[num_rows:]
     burst.num_prefilled = sum(step.num_tokens for step in pair.prefill_steps[num_steps:])
     burst.local_chunks = counted
@@ -311,7 +319,7 @@ def compare(make: MakeForOptions, options: PairOptions, cold: Sequence[Talk], *,
     pair = make(options)
     bursts = hold(pair, warm, salt=lambda _name: "", at_once=at_once)
     for before, after in zip(cold, warm, strict=True):
-        assert [turn.token_ids for turn in after.turns] == [turn.token_ids for turn in before.turns], "tokens differ"
+        assert after.answers == before.answers, "tokens differ"
         assert [turn.drafts for turn in after.turns] == [turn.drafts for turn in before.turns], "drafts differ"
         accepted = [turn.accepted_at for turn in after.turns]
         assert accepted == [turn.accepted_at for turn in before.turns], "acceptance differs"
