@@ -22,7 +22,8 @@ from tests.support.running_pair import wait_until
 NUM_CASES = 120
 HEADER = (
     "| setting | requests | finished, exact | left by clients | failed | wrong | retractions | faults "
-    "| handoffs a request | cached tokens a request | drafts accepted | pools full | seconds |\n|" + "---|" * 13
+    "| handoffs a request | cached tokens a request | left by other prompts | drafts accepted | pools full "
+    "| seconds |\n|" + "---|" * 14
 )
 
 
@@ -69,6 +70,7 @@ def _row(setting: Setting, report: StormReport, faults: Faults, wall_s: float) -
         str(faults.total()),
         f"{report.num_attempts / max(1, report.num_finished):.2f}",
         f"{report.num_cached_tokens / max(1, report.num_finished):.0f}",
+        f"{report.num_shared_tokens} of {report.num_cached_tokens}",
         drafts,
         "yes",
         f"{wall_s:.0f}",

@@ -69,6 +69,21 @@ def test_each_request_ends_once_and_with_its_own_tokens(
     assert (report.num_handed_off < report.num_finished) == setting.prefills_locally
 
 
+def num_alike(said: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+    return next((place for place, (one, other) in enumerate(zip(said, prompt, strict=False)) if one != other), 0)
+
+
+def test_cases_branch_go_on_repeat_prompts_and_stay_apart(cases: list[Case]) -> None:
+    pairs = [(one, other) for other in cases for one in cases[: other.number]]
+    within = [(one, other) for one, other in pairs if one.cache_salt == other.cache_salt]
+    apart = [(one, other) for one, other in pairs if one.cache_salt != other.cache_salt]
+    assert any(3 <= num_alike(one.prompt, other.prompt) < len(one.prompt) for one, other in within)
+    assert any(num_alike((*one.prompt, *one.token_ids), other.prompt) > len(one.prompt) for one, other in within)
+    assert any(one.prompt == other.prompt and one.token_ids != other.token_ids for one, other in within)
+    assert any(num_alike(one.prompt, other.prompt) >= 3 for one, other in apart)
+    assert not all(case.is_cached for case in cases)
+
+
 def test_ends_that_no_fault_explains_are_told() -> None:
     def problems(**changes: Any) -> list[str]:
         as_it_should: dict[str, Any] = {"num_finished": 6, "num_aborted": 2, "ends": SEEN, "num_retractions": 1}
