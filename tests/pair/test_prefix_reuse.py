@@ -264,6 +264,15 @@ def test_what_follows_a_cached_prefix_is_computed_here_in_several_chunks(
     assert all(len(burst.local_chunks) > len(burst.turns) for burst in later)
 
 
+@pytest.mark.parametrize("head", ["", "eagle3-tree"], ids=["no head", "eagle3-tree"])
+def test_and_beside_a_replica_that_would_compute_the_whole_chat(head: str, comparison: Comparison) -> None:
+    options = PairOptions(prefill_caches=False, local_prefill_tokens=8)
+    way = Way(16, at_once=False, overlap=False, temperature=0.8)
+    bursts = comparison.run(head, options, way, turn_tokens=10)
+    later = bursts[len(bursts) // NUM_TURNS :]
+    assert all(len(burst.local_chunks) > 1 for burst in later)
+
+
 @pytest.mark.parametrize(("head", "overlap"), [("eagle3-tree", True), ("nextn-4", False)])
 def test_retracted_requests_come_back_to_what_is_cached(head: str, overlap: bool, comparison: Comparison) -> None:
     way = Way(16, at_once=True, overlap=overlap, temperature=0.0)
