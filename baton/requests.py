@@ -29,7 +29,9 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     n: int | None
-    response_format: str | None
+    json_schema: str | None
+    regex: str | None
+    lark: str | None
     speculate: bool | None
 
 

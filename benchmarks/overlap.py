@@ -86,7 +86,7 @@ def watched(pair: InProcessPair) -> Watch:
 
     def note_marks(self: SpeculativeWorker, batch: ForwardBatch, **keywords: object) -> WorkerOutput:
         output = forward(self, batch, **keywords)  # type: ignore[arg-type]
-        watch.marks.append(output.marks)
+        watch.marks.append(output.marks.get())
         return output
 
     ScheduleBatch.prepare_for_decode = note_prepared  # type: ignore[method-assign]

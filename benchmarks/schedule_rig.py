@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -186,7 +186,9 @@ class PresetWorker:
         marks.append(self._stream.record(scope))
         self._stream.enqueue(extend, scope)
         marks.append(self._stream.record(scope))
-        return replace(output, marks=tuple(marks))
+        begin, drafted, verified, extended = marks
+        output.marks.set((begin, drafted, verified, extended))
+        return output
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 
@@ -35,6 +35,8 @@ from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
+from common.text.grammar_compiler import GrammarCompiler
+from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
 from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
@@ -137,11 +139,16 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         max_context_tokens=size.max_context_tokens,
         eos_token_ids=runtime.model.eos_token_ids,
     )
-    async with Prompts(tokenizer=tokenizer, limits=limits, timeline=runtime.timeline) as prompts:
+    grammars = Grammars(lambda: tokenizer, vocab_size=limits.vocab_size, eos_token_ids=limits.eos_token_ids)
+    async with AsyncExitStack() as stack:
+        prompts = await stack.enter_async_context(
+            Prompts(tokenizer=tokenizer, limits=limits, timeline=runtime.timeline)
+        )
         servicer = InferenceServicer(
             engine=inbox,
             live_requests=live_requests,
             prompts=prompts,
+            new_matcher=stack.enter_context(GrammarCompiler(grammars)).matcher,
             decoder=tokenizer,
             limits=limits,
             model_info=model_info(settings, runtime, size),

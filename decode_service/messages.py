@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.errors import BatonError
+from common.grammar.matcher import Matcher
 from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.wire.handoff import Frame, HandoffRow
@@ -21,6 +22,8 @@ class Submit:
     `deadline_unix_ms` is 0 if there is no deadline. PhaseBegan events of the request are posted only if `is_traced`.
     `client` identifies the client: clients take turns in the waiting queue. `cache_salt` names the namespace of the
     prefix cache that the request uses; "" is the common one. None means that it neither uses nor leaves cached KV.
+    `matcher` follows the output of a request whose sampling has a grammar; it has accepted the output that the request
+    brought along, and belongs to the engine from now on.
     """
 
     request_id: str
@@ -34,6 +37,7 @@ class Submit:
     is_traced: bool = False
     client: str = ""
     cache_salt: str | None = None
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ def parse_chat(body: bytes) -> Plan:
         params={
             "sampling.max_tokens": max_name,
             "sampling.logprobs": "top_logprobs",
+            "sampling.json_schema": "response_format",
             "prompt": "messages",
             "chat": "messages",
         },

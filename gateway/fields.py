@@ -8,10 +8,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import jiter
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from baton.requests import SamplingOptions
 from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS
@@ -47,7 +56,6 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -148,6 +156,36 @@ class _StrictFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class JsonSchema(_StrictFields):
+    """The schema of a `response_format`. What fits it is always all that is generated, so `strict` changes nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, populate_by_name=True)
+
+    name: str = ""
+    description: str | None = None
+    content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_StrictFields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('json_schema goes with the type "json_schema"')
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """The JSON schema that the answer must fit, or None if it may be anything."""
+        if self.type == "text":
+            return None
+        schema = None if self.json_schema is None else self.json_schema.content
+        return json.dumps({"type": "object"} if schema is None else schema)
+
+
 class GenerationFields(_StrictFields):
     """The request fields that both endpoints accept: OpenAI's, and Baton's own."""
 
@@ -163,6 +201,7 @@ class GenerationFields(_StrictFields):
     logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)] | None = None
     max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
     # Fields beyond OpenAI's.
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
@@ -196,6 +235,7 @@ class GenerationFields(_StrictFields):
             logit_bias=_logit_bias(self.logit_bias),
             logprobs=logprobs,
             speculate=self.speculate,
+            json_schema=None if self.response_format is None else self.response_format.schema_text,
             **self.numbers,  # type: ignore[typeddict-item]
         )
         return options

@@ -25,6 +25,9 @@ from common.service.runtime import Runtime, StepMemory, engine_arguments, memory
 from common.service.server import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.step_stats import OnStep
+from common.text.grammar_compiler import GrammarCompiler
+from common.text.grammars import Grammars
+from common.text.tokenizer import TextTokenizer
 from common.wire.framing import FramePayload
 from prefill_service.edge.prefill_edge import PrefillEdge
 from prefill_service.edge.row_checks import ModelLimits
@@ -64,6 +67,11 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
         outlives_the_engine.push_async_callback(lent.close)
         metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
         inbox: EngineInbox[Command] = EngineInbox()
+        grammars = Grammars(
+            partial(TextTokenizer.from_directory, runtime.directory),
+            vocab_size=runtime.model.vocab_size,
+            eos_token_ids=runtime.model.eos_token_ids,
+        )
         servicer = PrefillServicer(
             engine=inbox,
             fingerprint=runtime.fingerprint,
@@ -75,6 +83,7 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
             shared_pool=lent.pool,
             nixl_offer=lent.nixl_offer,
             max_cached_tokens=size.max_kv_tokens if settings.uses(FastPath.PREFIX_CACHE) else 0,
+            new_matcher=outlives_the_engine.enter_context(GrammarCompiler(grammars)).matcher,
         )
 
         def deliver(events: Sequence[Event]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from common.grammar.matcher import Matcher
 from common.wire.handoff import Frame, HandoffRow
 
 
@@ -13,12 +15,14 @@ class OpenCall:
     RowFailed may also follow PrebuiltBatch, if KV cannot be sent.
 
     RowStarted and ChunkComputed are posted only for `traced_rows`. With `shares_memory` the receiver can read the pool.
+    `matchers` has those of rows whose sampling has a grammar, by their index; they belong to the engine from now on.
     """
 
     call_id: str
     rows: tuple[HandoffRow, ...]
     traced_rows: frozenset[int] = frozenset()
     shares_memory: bool = False  # the receiver can read this service's KV pool
+    matchers: Mapping[int, Matcher] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
+from common.grammar.matcher import Matcher
 from common.kv.pool import CacheKey, RowLease
 from common.prompts.awaited_kv import AwaitedKv
 from common.sampling.params import ResolvedSampling
@@ -29,7 +30,7 @@ class Prompt:
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
     cache, and `num_kept_tokens` those whose KV was found or left there; while it is queued, those that it would have
     found when it arrived. `awaited` is the KV of its first tokens that it waits for, because another prompt computes it
-    now.
+    now. If a grammar constrains it, its `matcher` has accepted the output in `row.token_ids`.
     """
 
     call_id: str
@@ -42,6 +43,7 @@ class Prompt:
     num_launched_tokens: int = 0
     num_kept_tokens: int = 0
     awaited: AwaitedKv | None = None
+    matcher: Matcher | None = None
     started_s: float = 0.0
     token_ids: NDArray[np.int64] = field(init=False)  # those of `row`
     cache_key: CacheKey | None = field(init=False)  # None if the prompt uses no cache
@@ -76,6 +78,10 @@ class Prompt:
         """How many tokens are still to compute, or are being computed. For a queued prompt, as far as it is known."""
         num_awaited = 0 if self.awaited is None else self.awaited.num_tokens
         return self.num_tokens - max(self.num_kept_tokens, num_awaited)
+
+    @property
+    def prompt_len(self) -> int:
+        return self.row.prompt_len
 
     @property
     def sampling(self) -> ResolvedSampling:

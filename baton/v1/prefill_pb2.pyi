@@ -227,7 +227,7 @@ Global___PrefillRow: _TypeAlias = PrefillRow  # noqa: Y015
 @_typing.final
 class ResolvedSampling(_message.Message):
     """What the two engines compute with. `params` has every number that there is a default for, a seed and max_tokens. Its
-    `stop`, `ignore_eos`, `n`, `response_format`, `speculate` and `logit_bias` are absent: the first five are the edge's
+    `stop`, `ignore_eos`, `n`, `speculate` and `logit_bias` are absent: the first five are the edge's
     alone, and biases are packed here, so that a row has few fields.
     """
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.device.upload import upload, upload_array
+from common.device.upload import device_copy, upload, upload_array
 from common.draft.extend import NextTokens
+from common.grammar.matcher import Least, Matcher, fill_nodes, num_words
 from common.kv.pool import KvPool, RowLease
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import SamplingBatch
@@ -23,7 +24,9 @@ from common.sampling.state import SamplingBatch
 class ChunkedPrompt(Protocol):
     """A prompt that is computed in chunks: its tokens [N] int64, its row, and how it is sampled.
 
-    `num_launched_tokens` counts its tokens whose KV is cached or was launched.
+    `num_launched_tokens` counts its tokens whose KV is cached or was launched. The first `prompt_len` tokens are the
+    prompt, and those after it output that the request has already. If a grammar constrains it, its `matcher` has
+    accepted that output.
     """
 
     @property
@@ -37,6 +40,12 @@ class ChunkedPrompt(Protocol):
 
     @property
     def num_launched_tokens(self) -> int: ...
+
+    @property
+    def prompt_len(self) -> int: ...
+
+    @property
+    def matcher(self) -> Matcher | None: ...
 
 
 PromptT = TypeVar("PromptT", bound=ChunkedPrompt)
@@ -105,7 +114,8 @@ class ChunkBatch(Generic[PromptT]):
     `sampled_entries` are the indices of the R chunks that end their prompt; for these the forward draws a first token.
     `sampled_rows` [R] int64 are their pool rows, and `sampled_positions` [R] int64 the first tokens' own positions,
     which are the prompts' lengths. `next_tokens` gives the draft head the tokens that follow each token. Past a
-    prompt's end they are 0; the forward fills in the first token when it is drawn.
+    prompt's end they are 0; the forward fills in the first token when it is drawn. `masks` are those of the draws whose
+    tokens grammars constrain, as `draw` takes them, or None if none is constrained.
     """
 
     chunks: tuple[Chunk[PromptT], ...]
@@ -115,10 +125,17 @@ class ChunkBatch(Generic[PromptT]):
     sampled_rows: Tensor
     sampled_positions: Tensor
     sampling: SamplingBatch
+    masks: Tensor | None
 
     @classmethod
     def of(
-        cls, chunks: Sequence[Chunk[PromptT]], *, pool: KvPool, layer_group: str, num_draft_layers: int = 1
+        cls,
+        chunks: Sequence[Chunk[PromptT]],
+        *,
+        pool: KvPool,
+        layer_group: str,
+        vocab_size: int,
+        num_draft_layers: int = 1,
     ) -> ChunkBatch[PromptT]:
         table = pool.rows.req_to_token
         device = table.device
@@ -166,8 +183,22 @@ class ChunkBatch(Generic[PromptT]):
             sampled_rows=tensor([rows[i] for i in entries]),
             sampled_positions=tensor([chunks[i].stop for i in entries]),
             sampling=SamplingBatch.of([chunks[i].prompt.sampling for i in entries]),
+            masks=_masks([chunks[i].prompt for i in entries], vocab_size, device),
         )
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+def _masks(prompts: Sequence[ChunkedPrompt], vocab_size: int, device: torch.device) -> Tensor | None:
+    """Returns the masks of the first tokens of those `prompts` that have a matcher, or None if none has."""
+    constrained = [(prompt, prompt.matcher) for prompt in prompts if prompt.matcher is not None]
+    if not constrained:
+        return None
+    masks = np.empty((len(constrained), 1, num_words(vocab_size)), np.int32)
+    for place, (prompt, matcher) in enumerate(constrained):
+        num_output = len(prompt.token_ids) - prompt.prompt_len
+        least = Least(prompt.sampling.min_tokens - num_output, prompt.sampling.end_token_ids)
+        fill_nodes(matcher, masks[place], least)
+    return device_copy(torch.from_numpy(masks[:, 0]), device)

@@ -123,6 +123,7 @@ class PromptWorker:
                 batch.sampled_positions,
                 self._sampling_state,
                 batch.sampling,
+                masks=batch.masks,
                 found=output.largest,
             )
             columns = {}

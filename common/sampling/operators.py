@@ -1,9 +1,9 @@
 """Draws tokens with PyTorch's operators, on any device.
 
-The steps are, in this order: penalties, logit bias and minimum length, temperature, top_k, top_p, min_p, and argmax
-with Gumbel noise added. top_p keeps the smallest set of most likely tokens whose probability, after temperature and
-top_k, reaches p. min_p then drops tokens that are less likely than min_p times the most likely one. Log-probabilities
-are those of the model's unmodified distribution.
+The steps are, in this order: the mask of a grammar, penalties, logit bias and minimum length, temperature, top_k,
+top_p, min_p, and argmax with Gumbel noise added. top_p keeps the smallest set of most likely tokens whose probability,
+after temperature and top_k, reaches p. min_p then drops tokens that are less likely than min_p times the most likely
+one. Log-probabilities are those of the model's unmodified distribution.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ def sample(
     state: SamplingState,
     batch: SamplingBatch,
     *,
+    masks: Tensor | None = None,
     found: Largest | None = None,
 ) -> Sampled:
     """Draws each row's token at its position, as `draw` does, and adds it to the row's output counts. Rows must be
     distinct.
     """
     if state.kernels is not None:
-        return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, is_counted=True)
-    sampled = draw(logits, rows, positions, state, batch, found=found)
+        return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, masks=masks, is_counted=True)
+    sampled = draw(logits, rows, positions, state, batch, masks=masks, found=found)
     if batch.penalised.size:
         entries = _index(batch.penalised, logits)
         state.count(rows[entries], sampled.token_ids[entries])
@@ -80,21 +81,24 @@ def draw(
     batch: SamplingBatch,
     ancestors: Ancestors | None = None,
     *,
+    masks: Tensor | None = None,
     found: Largest | None = None,
 ) -> Sampled:
     """Draws each row's token at its position, without counting it as output.
 
     Shapes: logits [B, vocab] float32 (may be overwritten), rows and positions [B] int64. `rows` are
     the entries' pool rows. A position is the drawn token's own index in the sequence. Penalties count `ancestors`, the
-    drafts before the token, as output. `found` is the largest logit of each row, or None if it is not known. PyTorch's
-    operators take the tokens from it if `batch.is_greedy`.
+    drafts before the token, as output. `masks` [C, words] int32 has the tokens that grammars allow the C entries in
+    `batch.constrained`: bit t % 32 of word t // 32 is that of token t. None means that no entry has one. `found` is the
+    largest logit of each row, or None if it is not known. PyTorch's operators take the tokens from it if
+    `batch.is_greedy`.
     """
     if state.kernels is not None:
-        return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, ancestors)
+        return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, ancestors, masks=masks)
     if found is not None and batch.is_greedy:
         return Sampled(found.token_ids, found.are_not_finite)
     with torch.inference_mode():  # entered late: entering it costs as much as a small operation
-        return _draw_from(logits, rows, positions, state, batch, ancestors)
+        return _draw_from(logits, rows, positions, state, batch, ancestors, masks)
 
 
 def _draw_from(
@@ -104,8 +108,10 @@ def _draw_from(
     state: SamplingState,
     batch: SamplingBatch,
     ancestors: Ancestors | None,
+    masks: Tensor | None,
 ) -> Sampled:
     raw = logits.clone() if batch.with_logprobs.size else logits
+    _drop_forbidden(logits, batch, masks)
     shaped = shape_logits(logits, rows, positions, state, batch, ancestors)
     token_ids = largest(shaped)
     is_invalid = _are_not_finite(shaped, token_ids)  # on the largest logit, before top_p, which would hide a NaN
@@ -125,11 +131,30 @@ def _draw_by_kernels(
     batch: SamplingBatch,
     ancestors: Ancestors | None = None,
     *,
+    masks: Tensor | None = None,
     is_counted: bool = False,
 ) -> Sampled:
     raw = logits.clone() if batch.with_logprobs.size else logits
+    _drop_forbidden(logits, batch, masks)
     drawn = kernels.draw(logits, rows, positions, state, ancestors, is_counted=is_counted)
     return _with_logprobs(raw, Sampled(*drawn), batch)
+
+
+def _drop_forbidden(logits: Tensor, batch: SamplingBatch, masks: Tensor | None) -> None:
+    """Drops, in place, the logits [B, vocab] that a grammar forbids. `masks` are those of `draw`."""
+    if masks is None:
+        return
+    entries = _index(batch.constrained, logits)
+    logits[entries] = logits[entries].masked_fill_(~_unpacked(masks, logits.shape[1]), _DROPPED)
+
+
+def _unpacked(masks: Tensor, num_bits: int) -> Tensor:
+    """Returns the first `num_bits` bits of each row of `masks` [C, words] int32, lowest first: [C, num_bits] bool."""
+    if masks.device.type == "cpu":
+        bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=num_bits, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+    places = torch.arange(32, device=masks.device, dtype=torch.int32)
+    return (masks.unsqueeze(2) >> places).bitwise_and_(1).bool().flatten(1)[:, :num_bits]
 
 
 def _with_logprobs(raw: Tensor, sampled: Sampled, batch: SamplingBatch) -> Sampled:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from common.grammar.grammar import Grammar
+
 MAX_LOGIT_BIAS_ENTRIES = 512
 MAX_END_TOKEN_IDS = 64
 MAX_LOGPROBS = 64
@@ -89,6 +91,7 @@ class ResolvedSampling:
     frequency_penalty: float = _number(0.0, low=-2.0, high=2.0, help="The same, for each time it is there.")
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -202,6 +202,7 @@ class SamplingBatch:
     penalised: NDArray[np.int64]
     biased: NDArray[np.int64]
     min_length: NDArray[np.int64]
+    constrained: NDArray[np.int64]  # by a grammar: the draw gets a mask for each of them
     with_logprobs: NDArray[np.int64]
     num_top_logprobs: NDArray[np.int64]
 
@@ -212,10 +213,12 @@ class SamplingBatch:
     @classmethod
     def of_needs(cls, needs: NDArray[np.int64]) -> SamplingBatch:
         """Makes the batch from `needs` [B, NUM_NEEDS], which holds a row of `sampling_needs` for each entry."""
-        sampled, truncated, penalised, biased, min_length, with_logprobs = (
+        sampled, truncated, penalised, biased, min_length, constrained, with_logprobs = (
             np.flatnonzero(needs[:, part]) for part in range(NUM_NEEDS - 1)
         )
-        return cls(sampled, truncated, penalised, biased, min_length, with_logprobs, needs[with_logprobs, -1])
+        return cls(
+            sampled, truncated, penalised, biased, min_length, constrained, with_logprobs, needs[with_logprobs, -1]
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -225,6 +228,7 @@ class SamplingBatch:
             or self.penalised.size
             or self.biased.size
             or self.min_length.size
+            or self.constrained.size
             or self.with_logprobs.size
         )
 
@@ -243,6 +247,7 @@ class SamplingBatch:
             penalised=entries(self.penalised),
             biased=entries(self.biased),
             min_length=entries(self.min_length),
+            constrained=entries(self.constrained),
             with_logprobs=entries(self.with_logprobs),
             num_top_logprobs=self.num_top_logprobs.repeat(num_times),
         )
@@ -263,7 +268,8 @@ def sampling_needs(params: Sequence[ResolvedSampling]) -> NDArray[np.int64]:
             p.is_truncated,
             p.has_penalties,
             bool(p.logit_bias),
-            p.min_tokens > 0 and bool(p.end_token_ids),
+            p.min_tokens > 0 and bool(p.end_token_ids) and p.grammar is None,  # masks see to it
+            p.grammar is not None,
             p.num_logprobs is not None,
             p.num_logprobs or 0,
         )

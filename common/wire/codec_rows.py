@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from baton.v1 import prefill_pb2, types_pb2
+from common.grammar.grammar import Grammar, GrammarKind
 from common.peer_text import peer_text
 from common.rpc.messages import require
 from common.sampling.params import (
@@ -19,7 +20,7 @@ from common.sampling.params import (
 )
 from common.wire.handoff import MAX_CACHE_SALT_CHARS, HandoffRow
 
-_EDGE_ONLY = ("stop", "ignore_eos", "n", "response_format", "speculate", "logit_bias")
+_EDGE_ONLY = ("stop", "ignore_eos", "n", "speculate", "logit_bias")
 """Fields of SamplingParams that no row has."""
 
 
@@ -86,6 +87,8 @@ def _encode_sampling(sampling: ResolvedSampling) -> prefill_pb2.ResolvedSampling
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.num_logprobs,
     )
+    if sampling.grammar is not None:
+        setattr(params, sampling.grammar.kind.value, sampling.grammar.text)
     return prefill_pb2.ResolvedSampling(
         params=params,
         eos_token_ids=sampling.eos_token_ids,
@@ -122,5 +125,12 @@ def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
         eos_token_ids=tuple(message.eos_token_ids),
         logit_bias=tuple(zip(bias_ids, bias_values, strict=True)),
         num_logprobs=params.logprobs if params.HasField("logprobs") else None,
+        grammar=grammar_of(params),
         **numbers,
     )
+
+
+def grammar_of(params: types_pb2.SamplingParams) -> Grammar | None:
+    """Returns the grammar in `params`, or None if there is none."""
+    name = params.WhichOneof("grammar")
+    return None if name is None else Grammar(GrammarKind(name), getattr(params, name))

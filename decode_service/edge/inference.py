@@ -14,6 +14,7 @@ from opentelemetry.trace import Tracer
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import BatonError, DeadlineExceeded, EngineFault, RequestCancelled
+from common.grammar.matcher import NewMatcher, no_grammars
 from common.rpc.errors import abort_with
 from common.rpc.server_bounds import BY_ADDRESS, ClientOf
 from common.service.engine_thread import EnginePort
@@ -61,6 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         instance_id: str,
         observer: RequestObserver,
         client_stall_timeout_s: float,
+        new_matcher: NewMatcher = no_grammars,
         client_of: ClientOf = BY_ADDRESS,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
@@ -72,6 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._engine = engine
         self._live_requests = live_requests
         self._prompts = prompts
+        self._new_matcher = new_matcher
         self._decoder = decoder
         self._limits = limits
         self._model_info = model_info
@@ -162,6 +165,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             live.end_at_once(output, len(prompt_token_ids))
             await client.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
             return ending
+        grammar = sampling.grammar
+        matcher = None if grammar is None else await self._new_matcher(grammar, checked.generated_token_ids)
         self._live_requests.submit(
             live,
             output=output,
@@ -172,6 +177,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             deadline_unix_ms=self._deadline_unix_ms(context),
             wants_drafts=checked.sampling.speculates,
             cache_salt=checked.cache_salt,
+            matcher=matcher,
         )
         await client.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
         while True:

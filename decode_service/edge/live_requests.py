@@ -11,6 +11,7 @@ from functools import partial
 import structlog
 
 from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, EngineLost, Overloaded
+from common.grammar.matcher import Matcher
 from common.rpc.fair_places import FairPlaces, Full
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.service.engine_thread import EnginePort
@@ -99,12 +100,13 @@ class LiveRequests:
         deadline_unix_ms: int,
         wants_drafts: bool,
         cache_salt: str | None,
+        matcher: Matcher | None = None,
     ) -> None:
         """Hands the request to the engine. Raises the request's error if it has failed since `admit`.
 
         `generated_token_ids` are the output that the request brought along. `choice_index` is the number of the choice
         among those of a request for several answers. `deadline_unix_ms` is 0 if there is no deadline. `Submit` explains
-        `cache_salt`.
+        `cache_salt` and `matcher`.
         """
         if isinstance(live.ending, BatonError):
             raise live.ending
@@ -121,6 +123,7 @@ class LiveRequests:
                 traceparent=live.trace.traceparent,
                 wants_drafts=wants_drafts,
                 cache_salt=cache_salt,
+                matcher=matcher,
                 client=self._taken[live.engine_id][0],
                 is_traced=live.trace.is_recording,
             )

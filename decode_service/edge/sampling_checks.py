@@ -16,6 +16,7 @@ from common.sampling.params import (
     NumberOption,
     ResolvedSampling,
 )
+from common.wire.codec_rows import grammar_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -44,8 +45,9 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
         raise InvalidRequest(
             "sampling.n", f"only 1 is served, not {params.n}: send several requests, each with a choice_index"
         )
-    if params.HasField("response_format"):
-        raise InvalidRequest("sampling.response_format", "is not served")
+    grammar = grammar_of(params)
+    if grammar is not None and params.ignore_eos:
+        raise InvalidRequest("sampling.ignore_eos", "does not go with a grammar, which says where the output ends")
     max_tokens = params.max_tokens if params.HasField("max_tokens") else None
     if max_tokens == 0:
         raise InvalidRequest("sampling.max_tokens", "must be at least 1")
@@ -58,6 +60,7 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
         eos_token_ids=() if params.ignore_eos else tuple(eos_token_ids),
         logit_bias=_logit_bias(params, vocab_size),
         num_logprobs=_num_logprobs(params, vocab_size),
+        grammar=grammar,
         **{option.name: _number(params, option) for option in given},
     )
     return SamplingRequest(

@@ -72,6 +72,7 @@ class ForwardSide:
             model=model,
             draft=draft,
             spec_info=levels[-1] if levels else None,
+            device=device,
             pool=pool,
             sampling_state=sampling_state,
             stream=stream,
@@ -118,6 +119,7 @@ def new_worker(
     model: Target,
     draft: DraftHead | None,
     spec_info: SpecInfo | None,
+    device: Device,
     pool: KvPool,
     sampling_state: SamplingState,
     stream: Stream,
@@ -135,5 +137,11 @@ def new_worker(
         return PlainWorker(model=model, pool=pool, sampling_state=sampling_state, stream=stream)
     speculative = EagleWorker if draft.layer_group.num_layers == 1 else MultiLayerEagleWorker
     return speculative(
-        model=model, draft=draft, spec_info=spec_info, pool=pool, sampling_state=sampling_state, stream=stream
+        model=model,
+        draft=draft,
+        spec_info=spec_info,
+        device=device,
+        pool=pool,
+        sampling_state=sampling_state,
+        stream=stream,
     )

@@ -1,7 +1,8 @@
 """One step of speculative decoding: draft, verify with the target, extend the draft head's KV.
 
 stream:   resolve ─▶ draft ─▶ verify ─▶ publish ─▶ extend ─▶ (stash, by the scheduler)
-                                          └─▶ the schedule side prepares the next step while extend runs
+                       │                  └─▶ the schedule side prepares the next step while extend runs
+                       └─▶ grammars: it computes masks of the drafts while the target computes; verify draws after that
 
 The target draws its own token after every draft. The noise of a draw depends only on the request and the position, so
 verification needs no rejection rule: a draft is accepted exactly when it equals the target's token, and the target's
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.stream import Measured, Scope, Stream
+from common.device.stream import Device, Measured, Scope, Stream
 from common.device.upload import upload, upload_array
 from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
@@ -30,7 +31,7 @@ from common.sampling.state import NO_SAMPLING, SamplingState
 from decode_service.forward.draft_backlog import DraftBacklog, Unread
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
-from decode_service.forward.worker import OnPublish, WorkerOutput, step_figures, window_input
+from decode_service.forward.worker import HostDrafts, OnPublish, WorkerOutput, step_figures, window_input
 from decode_service.speculate.draft_tree import DraftTree
 from decode_service.speculate.spec_info import SpecInfo
 
@@ -76,11 +77,13 @@ class SpeculativeWorker(ABC):
         model: Target,
         draft: DraftHead,
         spec_info: SpecInfo,
+        device: Device,
         pool: KvPool,
         sampling_state: SamplingState,
         stream: Stream,
     ) -> None:
         self._model = model
+        self._device = device
         self._draft = draft
         self._pool = pool
         self._state = sampling_state
@@ -108,24 +111,38 @@ class SpeculativeWorker(ABC):
         prepared: Cell[_Prepared] = Cell()
         verified: Cell[_Verified] = Cell()
         new_seq_lens: Cell[Tensor] = Cell()
+        computed: Cell[TargetOutput] = Cell()
         output = WorkerOutput.empty()
+        is_constrained = bool(batch.sampling.constrained.size)
 
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)
             relayed.set(inputs)
             output.is_invalid.set(inputs.is_invalid)
             if not batch.has_drafts:
-                nothing = DraftTree.chain(inputs.tokens.new_empty((batch.batch_size, 0)))
-                prepared.set(self._prepare(batch, inputs, nothing))
+                prepare(inputs, DraftTree.chain(inputs.tokens.new_empty((batch.batch_size, 0))))
 
         def draft() -> None:
             inputs = relayed.get()
             with torch.inference_mode():
-                prepared.set(self._prepare(batch, inputs, self.draft_tree(batch, spec_info, inputs)))
+                prepare(inputs, self.draft_tree(batch, spec_info, inputs))
+
+        def prepare(inputs: RelayedInputs, tree: DraftTree) -> None:
+            prepared.set(self._prepare(batch, inputs, tree))
+            if is_constrained:
+                to_host = self._device.to_host
+                output.drafts.set(HostDrafts(to_host(tree.token_ids), to_host(tree.parents)))
 
         def verify() -> None:
             with torch.inference_mode():
-                result = self._verify(batch, prepared.get(), output)
+                computed.set(prepared.get().compute())
+            if not is_constrained:
+                accept()
+
+        def accept() -> None:
+            with torch.inference_mode():
+                masks = output.masks.get() if is_constrained else None
+                result = self._accept(batch, prepared.get(), computed.get(), masks, output)
                 new_seq_lens.set(result.new_seq_lens)
                 if batch.leaves_head_behind:
                     output.payload.set(self._leave_behind(batch, result))
@@ -146,14 +163,28 @@ class SpeculativeWorker(ABC):
         if batch.has_drafts:
             drafted_at = prepared_at
         self._stream.enqueue(Measured(verify, step_figures(batch)), scope)
-        if batch.has_drafts:
-            on_publish(new_seq_lens)
-        extended_at = verified_at = self._stream.record(scope)
-        if not batch.leaves_head_behind:
-            self._stream.enqueue(extend, scope)
-            extended_at = self._stream.record(scope)
-        marks = (begin, drafted_at, verified_at, extended_at)
-        return replace(output, prepared=prepared_at, marks=marks, kept=(relayed, prepared, verified))
+
+        def follow() -> None:
+            if batch.has_drafts:
+                on_publish(new_seq_lens)
+            extended_at = verified_at = self._stream.record(scope)
+            if not batch.leaves_head_behind:
+                self._stream.enqueue(extend, scope)
+                extended_at = self._stream.record(scope)
+            output.marks.set((begin, drafted_at, verified_at, extended_at))
+
+        def draw() -> None:
+            self._stream.enqueue(accept, scope)
+            follow()
+
+        if not is_constrained:
+            follow()
+        return replace(
+            output,
+            prepared=prepared_at,
+            draw=draw if is_constrained else None,
+            kept=(relayed, prepared, computed, verified),
+        )
 
     def _prepare(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree) -> _Prepared:
         nodes = torch.cat([inputs.tokens.unsqueeze(1), tree.token_ids], dim=1)
@@ -167,9 +198,11 @@ class SpeculativeWorker(ABC):
         )
         return _Prepared(tree, window.positions, self._model.prepare(window))
 
-    def _verify(self, batch: ForwardBatch, prepared: _Prepared, output: WorkerOutput) -> _Verified:
+    def _accept(
+        self, batch: ForwardBatch, prepared: _Prepared, target: TargetOutput, masks: Tensor | None, output: WorkerOutput
+    ) -> _Verified:
+        """Draws the target's token after each node, and accepts the drafts that equal it."""
         tree, num_rows, num_nodes = prepared.tree, batch.batch_size, prepared.tree.num_nodes
-        target = prepared.compute()
         assert target.hidden is not None, "the target captures what the head reads"
         sampled = draw(
             target.logits,
@@ -178,6 +211,7 @@ class SpeculativeWorker(ABC):
             self._state,
             batch.sampling.repeated(num_nodes),
             tree.ancestors() if batch.sampling.penalised.size else None,
+            masks=masks,
             found=target.largest,
         )
         accepted = tree.accept(sampled.token_ids.view(num_rows, num_nodes))

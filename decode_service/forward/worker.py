@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,30 +28,47 @@ OnPublish = Callable[[Cell[Tensor]], None]
 
 
 @dataclass(frozen=True, slots=True)
+class HostDrafts:
+    """A step's drafts on the host, as DraftTree has them: `token_ids` and `parents` [B, D] int64."""
+
+    token_ids: Tensor
+    parents: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerOutput:
     """The results of a step, in cells that its pieces (units of work on the stream) fill.
 
     `payload` is stashed for the next step. `sampled` holds the step's tokens: for each entry as many as it can gain.
     `accept_lens` [B] int64 says how many of them count; it is not set if `has_one_each`. `is_invalid` [B] bool marks
     rows whose relayed input was unusable. `prepared` is the event at which the inputs are ready and only the forward
-    remains. `marks` are the events where draft, verify and extend begin and where extend ends; they are empty without
+    remains. `marks` are the events where draft, verify and extend begin and where extend ends; they are not set without
     speculation. `input_ids` is a tensor made at the launch and filled by a piece. `kept` holds objects that must live
     until the step's end.
+
+    If grammars constrain entries, the draw and what follows are not enqueued yet. The schedule side computes the masks
+    while the target computes: it needs the last step's tokens, and the step's `drafts`, which are on the host at
+    `prepared`. It sets `masks`, as `draw` takes them, and calls `draw`. Otherwise `draw` is None.
     """
 
     payload: Cell[RelayPayload]
     sampled: Cell[Sampled]
     accept_lens: Cell[Tensor]
     is_invalid: Cell[Tensor]
+    marks: Cell[tuple[Event, ...]]
+    masks: Cell[Tensor]
+    drafts: Cell[HostDrafts]
     prepared: Event | None = None
-    marks: tuple[Event, ...] = ()
+    draw: Callable[[], None] | None = None
     input_ids: Tensor | None = None
     has_one_each: bool = False
     kept: Sequence[object] = ()
 
     @classmethod
     def empty(cls) -> WorkerOutput:
-        return cls(payload=Cell(), sampled=Cell(), accept_lens=Cell(), is_invalid=Cell())
+        cells: Sequence[Cell[Any]] = [Cell() for _ in range(7)]
+        payload, sampled, accept_lens, is_invalid, marks, masks, drafts = cells
+        return cls(payload, sampled, accept_lens, is_invalid, marks, masks, drafts)
 
 
 class Worker(Protocol):
@@ -100,15 +117,22 @@ class PlainWorker:
             tokens.copy_(inputs.tokens)
             output.is_invalid.set(inputs.is_invalid)
 
+        is_constrained = bool(batch.sampling.constrained.size)
+
         def decode() -> None:
-            target = compute()
-            computed.set(target)
+            computed.set(compute())
+            if not is_constrained:
+                draw()
+
+        def draw() -> None:
+            target = computed.get()
             sampled = sample(
                 target.logits,
                 batch.req_pool_indices,
                 batch.seq_lens,
                 self._sampling_state,
                 batch.sampling,
+                masks=output.masks.get() if is_constrained else None,
                 found=target.largest,
             )
             output.sampled.set(sampled)
@@ -117,7 +141,14 @@ class PlainWorker:
         self._stream.enqueue(resolve, scope)
         prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
-        return replace(output, prepared=prepared, input_ids=tokens, has_one_each=True, kept=(window, compute, computed))
+        return replace(
+            output,
+            prepared=prepared,
+            draw=partial(self._stream.enqueue, draw, scope) if is_constrained else None,
+            input_ids=tokens,
+            has_one_each=True,
+            kept=(window, compute, computed),
+        )
 
     def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
         """Prepares the forward, and returns the function that runs it.

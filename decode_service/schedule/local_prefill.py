@@ -21,6 +21,7 @@ from common.device.stream import Device, Event, Scope, Stream, raise_if_device_f
 from common.draft.head import DraftHead
 from common.draft.seed import column_to_numpy
 from common.errors import EngineFault
+from common.grammar.matcher import Matcher
 from common.kv.pool import KvPool, RowLease
 from common.model.target import TargetModel
 from common.prompts.chunk_batch import ChunkBatch, cut_chunks
@@ -59,6 +60,14 @@ class LocalPrompt:
     @property
     def sampling(self) -> ResolvedSampling:
         return self.req.sampling
+
+    @property
+    def prompt_len(self) -> int:
+        return self.req.prompt_len
+
+    @property
+    def matcher(self) -> Matcher | None:
+        return self.req.matcher
 
     @property
     def num_left(self) -> int:
@@ -156,7 +165,11 @@ class LocalPrefill:
             min_last_tokens=self._num_draft_layers,
         )
         batch = ChunkBatch.of(
-            chunks, pool=self._pool, layer_group=self._layer_group, num_draft_layers=self._num_draft_layers
+            chunks,
+            pool=self._pool,
+            layer_group=self._layer_group,
+            vocab_size=self._sampling_state.vocab_size,
+            num_draft_layers=self._num_draft_layers,
         )
         scope = Scope(f"local prefill {self._num_launched}")
         self._num_launched += 1

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from common.errors import BatonError
+from common.grammar.matcher import Matcher
 from common.kv.pool import CacheKey, RowLease
 from common.prompts.awaited_kv import AwaitedKv
 from common.request_stats import SpeculationCounts, Timings
@@ -97,7 +98,8 @@ class Request:
     left.
 
     `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute. `awaited` is
-    the KV of its first tokens that it waits for in the queue, because it is on its way for another request.
+    the KV of its first tokens that it waits for in the queue, because it is on its way for another request. `matcher`,
+    if a grammar constrains its output, has accepted all of its output.
     """
 
     request_id: str
@@ -131,6 +133,7 @@ class Request:
     running_in: RowTokens | None = None
     speculation: SpeculationTally = field(default_factory=SpeculationTally)
     end_ids: frozenset[int] = field(default_factory=frozenset)
+    matcher: Matcher | None = None
     _past_key: CacheKey | None = None  # of `past_ids`
 
     @classmethod
@@ -151,6 +154,7 @@ class Request:
             cache_salt=submit.cache_salt,
             num_cached_tokens=None if len(submit.token_ids) == submit.prompt_len else 0,
             end_ids=frozenset(submit.sampling.end_token_ids),
+            matcher=submit.matcher,
         )
 
     @property

@@ -53,14 +53,31 @@ class _HostResults:
     is_invalid: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunStep:
+    """A step whose forward is launched. `output.draw` has still to be called, if it is not None.
+
+    `rows` [B] are the pool rows in which `reqs` run, and `serials` [B] the numbers that RunningRows gave them for their
+    stay there; a request that has left its row since the launch gets no results.
+    """
+
+    scope: Scope
+    batch: ForwardBatch
+    reqs: tuple[Request, ...]
+    request_ids: tuple[str, ...]
+    rows: NDArray[np.int64]
+    serials: NDArray[np.int64]
+    output: WorkerOutput
+    launched_s: float
+
+
 @dataclass(frozen=True)
 class StepInFlight:
-    """A launched step whose results are not taken yet.
+    """A launched step, all of which is enqueued, and whose results are not taken yet.
 
     It keeps every tensor and cell of the step alive until the event `end`, after which the results are on the host.
-    `rows` [B] are the pool rows in which `reqs` run, and `serials` [B] the numbers that RunningRows gave them for their
-    stay there; a request that has left its row since the launch gets no results. `previous_end` is the end of the step
-    that was in flight at the launch, or None.
+    `previous_end` is the end of the step that was in flight at the launch, or None. BegunStep explains the other
+    fields.
     """
 
     batch: ForwardBatch
@@ -76,22 +93,11 @@ class StepInFlight:
 
     @classmethod
     def seal(
-        cls,
-        *,
-        device: Device,
-        stream: Stream,
-        scope: Scope,
-        batch: ForwardBatch,
-        reqs: tuple[Request, ...],
-        request_ids: tuple[str, ...],
-        rows: NDArray[np.int64],
-        serials: NDArray[np.int64],
-        output: WorkerOutput,
-        launched_s: float,
-        previous: StepInFlight | None,
+        cls, *, begun: BegunStep, device: Device, stream: Stream, previous_end: StreamEvent | None
     ) -> StepInFlight:
         """Enqueues the copy of the step's results to the host, records the event `end` and builds the StepInFlight."""
         host: Cell[_HostResults] = Cell()
+        output = begun.output
         sampled, is_invalid = output.sampled, output.is_invalid
         accept_lens = None if output.has_one_each else output.accept_lens
 
@@ -104,14 +110,23 @@ class StepInFlight:
                 )
             )
 
-        stream.enqueue(copy_results, scope)
+        stream.enqueue(copy_results, begun.scope)
         if not device.runs_pieces_beside:  # otherwise its thread would stop to free finished objects
             output = replace(output, kept=())
-        previous_end = None if previous is None else previous.end
-        end = stream.record(scope, "the end")
-        return cls(batch, reqs, request_ids, rows, serials, output, host, end, launched_s, previous_end)
+        return cls(
+            batch=begun.batch,
+            reqs=begun.reqs,
+            request_ids=begun.request_ids,
+            rows=begun.rows,
+            serials=begun.serials,
+            output=output,
+            host=host,
+            end=stream.record(begun.scope, "the end"),
+            launched_s=begun.launched_s,
+            previous_end=previous_end,
+        )
 
-    def await_end(self, timeout_s: float, *, followed_by: StepInFlight | None) -> None:
+    def await_end(self, timeout_s: float, *, followed_by: BegunStep | None) -> None:
         """Waits for the step's end. Raises the errors of `Event.synchronize`.
 
         It waits first until the inputs of the step `followed_by` are prepared. Otherwise the Python code that prepares
@@ -126,7 +141,7 @@ class StepInFlight:
         """The step's drafting and verification figures, or None without speculation. Read it only after `end`."""
         if self.batch.spec_info is None:
             return None
-        begin, drafted, verified, extended = self.output.marks
+        begin, drafted, verified, extended = self.output.marks.get()
         relayed_lens = self.host.get().accept_lens
         assert relayed_lens is not None, "who drafts says how many it accepted"
         accept_lens = relayed_lens.numpy()
@@ -229,6 +244,7 @@ class ResultTaker:
         """Gives the first tokens to requests that have just entered their rows."""
         every = np.arange(prebuilt.batch_size)
         self._append(every, prebuilt.rows, prebuilt.reqs, prebuilt.request_ids, results, self._clock())
+        self._follow_grammars(prebuilt.sampling.constrained, every, prebuilt.reqs, results)
 
     def take(self, step: StepInFlight) -> None:
         """Gives an ended step's results to the requests that still hold the rows they ran in."""
@@ -245,8 +261,9 @@ class ResultTaker:
             if step.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted in the meantime
                 self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)
         self._append(entries, rows, step.reqs, step.request_ids, results, now_s, step)
+        self._follow_grammars(step.batch.sampling.constrained, entries, step.reqs, results)
 
-    def still_held(self, step: StepInFlight) -> NDArray[np.bool_]:
+    def still_held(self, step: StepInFlight | BegunStep) -> NDArray[np.bool_]:
         """Returns, for each entry [B] of the step, whether its request still holds the row it ran in."""
         held: NDArray[np.bool_] = self._rows.serials[step.rows] == step.serials
         return held
@@ -291,6 +308,27 @@ class ResultTaker:
         self._post(Tokens(request_ids, tuple(num_added.tolist()), tuple(token_ids[are_added].tolist()), logprobs))
         for i in entries[have_ended].tolist():
             self._finish(reqs[i], now_s)
+
+    def _follow_grammars(
+        self,
+        constrained: NDArray[np.int64],
+        entries: NDArray[np.intp],
+        reqs: Sequence[Request],
+        results: RowResults,
+    ) -> None:
+        """Lets the matchers of requests that go on accept their new tokens. A request fails if its grammar forbids one:
+        some draw did not obey its mask.
+        """
+        if not constrained.size:
+            return
+        for i in np.intersect1d(constrained, entries).tolist():
+            req = reqs[i]
+            if req.matcher is None or req.has_ended:
+                continue
+            token_ids = results.token_ids[i, : results.accept_lens[i]].tolist()
+            if not all(map(req.matcher.accept, token_ids)):
+                error = EngineFault("a token was drawn that the grammar forbids")
+                self._lose([LostRow(req, error, is_retryable=False)])
 
     def _finish(self, req: Request, now_s: float) -> None:
         ending = req.ending()

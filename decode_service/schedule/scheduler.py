@@ -12,9 +12,12 @@ from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from common.device.errors import PieceFailed
-from common.device.stream import Device, Scope, WakeUp, naming_a_lost_device
+from common.device.stream import Device, Scope, WakeUp, naming_a_lost_device, wait_in_order
+from common.device.upload import device_copy
 from common.draft.head import DraftHead
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool
@@ -40,12 +43,13 @@ from decode_service.messages import (
     Submit,
 )
 from decode_service.schedule.dispatcher import PrefillDispatcher
+from decode_service.schedule.grammar_masks import masks_of
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.local_prefill import LocalPrefill, local_chunk_tokens
 from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import Request
-from decode_service.schedule.results import ResultTaker, StepInFlight, first_token_payload, first_tokens
+from decode_service.schedule.results import BegunStep, ResultTaker, StepInFlight, first_token_payload, first_tokens
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
@@ -146,6 +150,7 @@ class DecodeEngine:
         self._outbox = Outbox(deliver, self.track)
         self._debug_checks = debug_checks
         self._max_context_tokens = max_context_tokens
+        self._vocab_size = model.vocab_size
         assert (draft is None) == (depth is None)
         self._depth = depth
         levels = () if depth is None else depth.levels
@@ -258,14 +263,19 @@ class DecodeEngine:
                 self._dispatcher.hand_off()
                 has_chunks = self._local.launch()
                 batch = self._next_batch(ready)
-                launched = self._launch(batch) if batch is not None else None
-                if launched is not None or self._in_flight is not None:
+                begun = self._launch(batch) if batch is not None else None
+                launched = None
+                if begun is not None and (begun.output.draw is None or self._in_flight is None):
+                    launched = self._seal(begun)
+                if begun is not None or self._in_flight is not None:
                     self._num_steps += 1
                 self._outbox.hand_over()
                 self._start_copies(self._in_flight or launched)
                 # Chunks that run before the next step would hold up this step's results.
                 waits_for_next = self._device.runs_pieces_beside and not has_chunks
-                self._finish(self._in_flight, followed_by=launched if waits_for_next else None)
+                self._finish(self._in_flight, followed_by=begun if waits_for_next else None)
+                if begun is not None and launched is None:
+                    launched = self._seal(begun)
                 self._in_flight = launched
                 if launched is None:
                     self._local.await_chunks(_STEP_TIMEOUT_S)
@@ -439,7 +449,8 @@ class DecodeEngine:
     # ---- launching and finishing --------------------------------------------------------------------------------
 
     @recorded("launch")
-    def _launch(self, batch: ScheduleBatch) -> StepInFlight:
+    def _launch(self, batch: ScheduleBatch) -> BegunStep:
+        """Enqueues the step's forward and, unless grammars constrain its draws, what comes after it."""
         scope = Scope(f"step {self._num_steps}")
         forward_batch = batch.snapshot()
         batch.draft_lag = forward_batch.draft_lag_after
@@ -451,10 +462,10 @@ class DecodeEngine:
         if not forward_batch.has_drafts:
             self.future_map.publish_nothing()
         output = self._worker.forward(forward_batch, future_map=self.future_map, scope=scope, on_publish=on_publish)
-        self.future_map.stash(forward_batch.req_pool_indices, output.payload, scope)
-        step = StepInFlight.seal(
-            device=self._device,
-            stream=self._forward_stream,
+        if self._depth is not None and forward_batch.spec_info is not None:
+            self._depth.launched(forward_batch.spec_info)
+        self._rows.num_in_flight[batch.rows] += 1
+        return BegunStep(
             scope=scope,
             batch=forward_batch,
             reqs=tuple(batch.reqs),
@@ -463,16 +474,41 @@ class DecodeEngine:
             serials=self._rows.serials[batch.rows],
             output=output,
             launched_s=self._clock(),
-            previous=self._in_flight,
         )
-        if self._depth is not None and forward_batch.spec_info is not None:
-            self._depth.launched(forward_batch.spec_info)
-        self.pool.use_until(batch.rows, step.end, self._forward_stream)
-        self._rows.num_in_flight[batch.rows] += 1
+
+    @recorded("seal")
+    def _seal(self, begun: BegunStep) -> StepInFlight:
+        """Enqueues the rest of a step: the draws under grammars, the stash, and the copy of the results.
+
+        The masks of the draws follow from the last step's tokens, so that step must be finished. Rows that it released
+        are not reclaimed before this.
+        """
+        if begun.output.draw is not None:
+            if (masks := self._masks(begun)) is not None:
+                begun.output.masks.set(masks)
+                self._forward_stream.wait(self._device.schedule_stream.record())
+            begun.output.draw()
+        self.future_map.stash(begun.batch.req_pool_indices, begun.output.payload, begun.scope)
+        previous_end = None if self._in_flight is None else self._in_flight.end
+        step = StepInFlight.seal(
+            begun=begun, device=self._device, stream=self._forward_stream, previous_end=previous_end
+        )
+        self.pool.use_until(begun.rows, step.end, self._forward_stream)
         return step
 
+    def _masks(self, begun: BegunStep) -> Tensor | None:
+        """Returns the masks of the step's draws, as `draw` takes them, or None if the step has failed before them."""
+        prepared = begun.output.prepared
+        assert prepared is not None
+        wait_in_order(prepared, _STEP_TIMEOUT_S)
+        if prepared.error is not None:
+            return None
+        with self.track.span("masks"):
+            masks = masks_of(begun, self._taker.still_held(begun), vocab_size=self._vocab_size)
+        return device_copy(torch.from_numpy(masks), self._device.torch_device)
+
     @recorded("finish")
-    def _finish(self, step: StepInFlight | None, *, followed_by: StepInFlight | None = None) -> None:
+    def _finish(self, step: StepInFlight | None, *, followed_by: BegunStep | None = None) -> None:
         """Waits for the step's end and hands its results to the requests that still hold the rows they ran in.
 
         If the step failed, these requests fail. Does nothing if `step` is None.

@@ -32,17 +32,18 @@ def check_row(
         message = f"{num_tokens} tokens exceed the {limits.max_context_tokens} that this prefill service takes"
         return RowFailed(row=index, reason=RowFailure.CONTEXT_EXCEEDED, retryable=True, message=message)
     if row.num_held_tokens and {name for name, _ in row.num_held_tokens} != set(group_names):
-        return _invalid(index, f"num_held_tokens: does not name the layer groups {', '.join(sorted(group_names))}")
+        return invalid_row(index, f"num_held_tokens: does not name the layer groups {', '.join(sorted(group_names))}")
     ids = (*row.token_ids, *row.sampling.stop_token_ids, *row.sampling.eos_token_ids)
     largest = max((*ids, *(token_id for token_id, _ in row.sampling.logit_bias)))
     if largest >= limits.vocab_size:
-        return _invalid(index, f"token id {largest} is not below the vocabulary's {limits.vocab_size}")
+        return invalid_row(index, f"token id {largest} is not below the vocabulary's {limits.vocab_size}")
     if (row.sampling.num_logprobs or 0) > limits.vocab_size:
-        return _invalid(index, f"num_logprobs: {row.sampling.num_logprobs} exceed the vocabulary's {limits.vocab_size}")
+        message = f"num_logprobs: {row.sampling.num_logprobs} exceed the vocabulary's {limits.vocab_size}"
+        return invalid_row(index, message)
     return row
 
 
-def _invalid(index: int, message: str) -> RowFailed:
+def invalid_row(index: int, message: str) -> RowFailed:
     return RowFailed(row=index, reason=RowFailure.INVALID_ROW, retryable=False, message=message)
 
 

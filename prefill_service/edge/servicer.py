@@ -27,6 +27,7 @@ from common.errors import (
     InvalidRequest,
     PrefillUnavailable,
 )
+from common.grammar.matcher import Matcher, NewMatcher, no_grammars
 from common.kv.shared_pool import SharedPool
 from common.load import PoolCounts
 from common.rpc.errors import abort_with
@@ -41,7 +42,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import MAX_CALL_ROWS, Accepted, Frame, HandoffRow, KvSegment, RowFailed, frame_figures
 from prefill_service.edge.call import HandoffCall
-from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row
+from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row, invalid_row
 from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import (
     CancelCallRows,
@@ -92,6 +93,7 @@ class PrefillServicer:
         shared_pool: SharedPool | None = None,
         nixl_offer: Callable[[], prefill_pb2.NixlPool | None] = lambda: None,
         max_cached_tokens: int = 0,
+        new_matcher: NewMatcher = no_grammars,
     ) -> None:
         """Creates the servicer. The engine keeps the KV of up to `max_cached_tokens` for later rows.
 
@@ -105,6 +107,7 @@ class PrefillServicer:
         self._frame_track = timeline.track(HANDOFF)
         self._call_track = timeline.track(REQUESTS)
         self._engine = engine
+        self._new_matcher = new_matcher
         self._fingerprint = fingerprint
         self._codec = FrameCodec(fingerprint=fingerprint, vocab_size=model_limits.vocab_size)
         self._model_limits = model_limits
@@ -179,7 +182,9 @@ class PrefillServicer:
         # Not refused earlier: a client that still writes may see INTERNAL instead (grpc/grpc#36066).
         batch = await self._first_command(context)
         with self._edge_track.span("check_rows", rows=len(batch.rows)):
-            numbering = RowNumbering(self._checked_rows(batch))
+            rows = self._checked_rows(batch)
+        rows, matchers = await self._with_matchers(rows)
+        numbering = RowNumbering(rows)
         call = HandoffCall(f"{self._instance_id}/{next(self._call_numbers)}", numbering, RowTraces(self._tracer))
         if not numbering.accepted:
             await self._write_opening(context, call)
@@ -193,6 +198,7 @@ class PrefillServicer:
                 numbering.accepted,
                 frozenset(numbering.for_engine(sorted(traced))),
                 shares_memory=self._can_read_the_pool(batch),
+                matchers={numbering.for_engine([row])[0]: matcher for row, matcher in matchers.items()},
             )
         )
         commands = asyncio.create_task(self._follow_commands(context, call))
@@ -255,6 +261,20 @@ class PrefillServicer:
             check_row(index, row, self._model_limits, group_names=group_names) if isinstance(row, HandoffRow) else row
             for index, row in enumerate(batch.rows)
         ]
+
+    async def _with_matchers(
+        self, rows: list[HandoffRow | RowFailed]
+    ) -> tuple[list[HandoffRow | RowFailed], dict[int, Matcher]]:
+        """Returns the rows, of which those whose grammar is not served have failed, and the matchers of the others."""
+        checked, matchers = rows.copy(), {}
+        for index, row in enumerate(rows):
+            if isinstance(row, HandoffRow) and row.sampling.grammar is not None:
+                try:
+                    output_ids = row.token_ids[row.prompt_len :]
+                    matchers[index] = await self._new_matcher(row.sampling.grammar, output_ids)
+                except InvalidRequest as error:
+                    checked[index] = invalid_row(index, str(error))
+        return checked, matchers
 
     async def _follow_commands(self, context: HandoffContext, call: HandoffCall) -> None:
         """Forwards cancellations and returned segments until the receiver closes its side. An invalid command fails the

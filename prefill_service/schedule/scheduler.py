@@ -276,7 +276,14 @@ class PrefillEngine:
         prompts = self._calls[command.call_id] = {}
         for index, row in enumerate(command.rows):
             is_traced = index in command.traced_rows
-            prompt = Prompt(command.call_id, index, row, arrived_s=self._clock(), is_traced=is_traced)
+            prompt = Prompt(
+                command.call_id,
+                index,
+                row,
+                arrived_s=self._clock(),
+                is_traced=is_traced,
+                matcher=command.matchers.get(index),
+            )
             prompts[index] = prompt
             num_queued = self._lives.num_in(PromptPhase.QUEUED)
             self._lives.admit(prompt)
@@ -338,6 +345,7 @@ class PrefillEngine:
             chunks,
             pool=self.pool,
             layer_group=self._layer_group.name,
+            vocab_size=self._sampling_state.vocab_size,
             num_draft_layers=self._num_draft_layers,
         )
         scope = Scope(f"prefill step {self._num_steps}")

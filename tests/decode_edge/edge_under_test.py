@@ -21,6 +21,8 @@ from common.service.server import ServerLimits, ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.timeline import Timeline
 from common.telemetry.tracing import NO_TRACER
+from common.text.grammar_compiler import GrammarCompiler
+from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
 from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
@@ -116,6 +118,9 @@ async def running_edge(
     )
     decode_edge = DecodeEdge(engine=engine, live_requests=live_requests, replicas=replicas, transport=transport)
     server = ServiceServer(service_name=SERVICE, tokens=tokens, limits=limits)
+    compiler = GrammarCompiler(
+        Grammars(lambda: tokenizer, vocab_size=limits_of_model.vocab_size, eos_token_ids=limits_of_model.eos_token_ids)
+    )
     servicer = InferenceServicer(
         engine=engine,
         live_requests=live_requests,
@@ -127,6 +132,7 @@ async def running_edge(
         instance_id="this process",
         observer=observer,
         client_stall_timeout_s=0.2,
+        new_matcher=compiler.matcher,
         client_of=server.client_of,
         tracer=tracer,
         timeline=timeline,
@@ -141,6 +147,7 @@ async def running_edge(
         )
     )
     async with AsyncExitStack() as stack:
+        stack.enter_context(compiler)
         if serves_chats:
             await stack.enter_async_context(prompts)
         else:  # without rendering processes

@@ -160,7 +160,6 @@ def test_a_request_without_prompt_is_refused() -> None:
         ("stop_token_ids", [[100], list(range(64))]),
         ("logit_bias", [{100: 1.0}, {1: 100.5}, {1: NAN}, {1: -INF}]),
         ("n", [0, 2]),
-        ("response_format", ["json"]),
     ],
 )
 def test_a_sampling_value_out_of_range_is_refused_by_name(field: str, values: list[Any]) -> None:

@@ -248,6 +248,33 @@ async def test_what_does_not_touch_the_output_is_taken(caller: Caller, direct: A
     assert answer.choices[0].message.content == direct.text
 
 
+SHAPE = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["ab", "cd"]}, "size": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "required": ["kind", "size"],
+    "additionalProperties": False,
+}
+
+
+async def test_an_answer_fits_its_schema(caller: Caller) -> None:
+    """The model is random: whatever it would say, JSON of this form comes."""
+    answer = await caller.chat(
+        **{**GREEDY, "max_tokens": 60},
+        response_format={"type": "json_schema", "json_schema": {"name": "shape", "schema": SHAPE, "strict": True}},
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    found = json.loads(answer.choices[0].message.content)
+    assert set(found) == {"kind", "size"} and found["kind"] in ("ab", "cd") and 10 <= found["size"] <= 99
+
+
+async def test_an_answer_is_a_json_object(caller: Caller) -> None:
+    answer = await caller.chat(**{**GREEDY, "max_tokens": 60}, response_format={"type": "json_object"})
+    content = answer.choices[0].message.content
+    assert content.startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(content), dict)
+
+
 async def test_the_request_id_is_the_callers_or_a_new_one(caller: Caller) -> None:
     answer = await caller.chat(**GREEDY, extra_headers={"x-request-id": "mine-7"})
     assert (answer.id, answer._request_id) == ("chatcmpl-mine-7", "mine-7")

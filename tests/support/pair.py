@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from common.attention.choice import new_draw_kernels
 from common.device.stream import Device
 from common.draft.head import DraftHead
 from common.errors import BatonError
+from common.grammar.matcher import Matcher
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.telemetry.step_stats import StepStats
+from common.text.tokenizer import TextTokenizer
 from common.wire.handoff import Frame, HandoffRow, KvSegment
 from decode_service import messages as decode
 from decode_service.handoff.in_process import InProcessTransport
@@ -31,9 +34,11 @@ from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import messages as prefill
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.support.engines import cpu_device, new_decode_engine, new_prefill_engine
+from tests.support.models import END_ID, make_tokenizer
 
 if TYPE_CHECKING:
     from common.sampling.triton_draws import TritonDraws
+    from common.text.grammars import Grammars
 
 _IDLE_STEP_S = 0.001
 
@@ -95,12 +100,18 @@ class PairOptions:
 class _PrefillInbox:
     """Turns a transport's calls into commands for the next step of its prefill engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_matcher: Callable[[ResolvedSampling, Sequence[int]], Matcher]) -> None:
+        self._new_matcher = new_matcher
         self.commands: list[prefill.Command] = []
         self.owed_bytes: dict[str, int] = {}
 
     def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None:
-        self.commands.append(prefill.OpenCall(call_id, rows))
+        matchers = {
+            index: self._new_matcher(row.sampling, row.token_ids[row.prompt_len :])
+            for index, row in enumerate(rows)
+            if row.sampling.grammar is not None
+        }
+        self.commands.append(prefill.OpenCall(call_id, rows, matchers=matchers))
 
     def cancel(self, call_id: str, rows: tuple[int, ...]) -> None:
         self.commands.append(prefill.CancelCallRows(call_id, rows))
@@ -128,6 +139,14 @@ class PrefillReplica:
     inbox: _PrefillInbox
 
 
+@cache
+def grammars_of(vocab_size: int) -> Grammars:
+    """Makes matchers for the tiny tokenizer of this size."""
+    from common.text.grammars import Grammars  # its library is not installed where only tests/gpu runs
+
+    return Grammars(lambda: TextTokenizer(make_tokenizer(vocab_size)), vocab_size=vocab_size, eos_token_ids=[END_ID])
+
+
 class InProcessPair:
     """One decode engine and `options.num_replicas` prefill engines. `prefill` is the first of these.
 
@@ -153,6 +172,7 @@ class InProcessPair:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options = options or PairOptions()
+        self._vocab_size = model.vocab_size
         self._prefill_draft = prefill_draft or draft
         self._prefill_draw_kernels = prefill_draw_kernels
         device = new_device()
@@ -213,7 +233,7 @@ class InProcessPair:
             on_step=self.prefill_steps.append,
             debug_checks=options.debug_checks,
         )
-        inbox = _PrefillInbox()
+        inbox = _PrefillInbox(self._new_matcher)
         transport = InProcessTransport(
             post=self._post_report,
             prefill=inbox,
@@ -223,6 +243,10 @@ class InProcessPair:
         )
         asyncio.run(transport.open())
         return PrefillReplica(address, engine, transport, inbox)
+
+    def _new_matcher(self, sampling: ResolvedSampling, output_ids: Sequence[int]) -> Matcher:
+        assert sampling.grammar is not None
+        return grammars_of(self._vocab_size).matcher(sampling.grammar, output_ids)
 
     @property
     def prefill(self) -> PrefillEngine:
@@ -244,6 +268,7 @@ class InProcessPair:
         earlier stream.
         """
         prompt_len = prompt_len or len(token_ids)
+        matcher = None if sampling.grammar is None else self._new_matcher(sampling, token_ids[prompt_len:])
         self._to_decode.append(
             decode.Submit(
                 request_id,
@@ -254,6 +279,7 @@ class InProcessPair:
                 wants_drafts=wants_drafts,
                 is_traced=is_traced,
                 cache_salt=cache_salt,
+                matcher=matcher,
             )
         )
         self.outcomes[request_id] = Outcome()

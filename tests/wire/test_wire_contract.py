@@ -12,6 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
+from common.grammar.grammar import Grammar, GrammarKind
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.wire.codec_commands import (
@@ -28,28 +29,28 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (11, "cde025c2c2ab7ef3")
+CONTRACT = (12, "80d11c8da6750fc7")
 """The protocol version, and the digest of its fields."""
 SENT = {
     "prefill_batch": (
-        "CrMCCokBCAsSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEg"
-        "dmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSkgEKB2dyw7zDn2UQARgC"
-        "IgQD8KIEKAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpGCjMNAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9lAAAAv2"
-        "0AAEA/eAISAQcaAggJIggAAMC/AAAAQECAgICAgCBKCTAwLTEtMi0wM1IKbWFuZGFudCDDvCIQAAECAwQFBgcICQoLDA0OD3EAAAAAAAAA"
-        "AH0u0jGY"
+        "Cr0CCokBCAwSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEgdmbG"
+        "9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSnAEKB2dyw7zDn2UQARgCIgQD8KIE"
+        "KAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpQCj0NAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9lAAAAv20AAEA/eAKiAQ"
+        "dbw6TDtl0rEgEHGgIICSIIAADAvwAAAEBAgICAgIAgSgkwMC0xLTItMDNSCm1hbmRhbnQgw7wiEAABAgMEBQYHCAkKCwwNDg9xAAAAAAAAAAB9"
+        "exkxuA=="
     ),
     "cancel_rows": "EgYKBAHwogRxAAAAAAAAAAB9KCPUXg==",
     "release_segments": "GgkKBwGAgICAgCBxAAAAAAAAAAB9Rk+SWg==",
     "accepted": (
-        "CpYBCokBCAsSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEg"
-        "dmbG9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSCGluc3RhbmNlcQAAAAAA"
-        "AAAAfRzT6fY="
+        "CpYBCokBCAwSBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEgdmbG"
+        "9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSCGluc3RhbmNlcQAAAAAAAAAAfRGS"
+        "t5g="
     ),
     "kv_segment": "AAECAwQFBgcICQoLDA0ODxIUCAESBnRhcmdldBgBIAEoATABWAFxEAAAAAAAAAB9fIGBbg==",
     "prebuilt_batch": (
-        "GqUBCgIBABICAgIaAgsMIggAAAC/AAAAACoOCgIBAhIIAAAAvwAAwL8qADIRCgZ0YXJnZXQSB4CAgICAIEA6EAAAgD8AAIA/AACAPwAAgD"
-        "9CIAAAAAAAAAAAAQAAAAAAAAACAAAAAAAAAAMAAAAAAAAASgwAAAA8AEAAQgBEAEVSEAAAAAAAAOA/mpmZmZmZuT9aEAAAAAAAANA/mpmZ"
-        "mZmZyT9qAgIBcQAAAAAAAAAAfYHCfps="
+        "GqUBCgIBABICAgIaAgsMIggAAAC/AAAAACoOCgIBAhIIAAAAvwAAwL8qADIRCgZ0YXJnZXQSB4CAgICAIEA6EAAAgD8AAIA/AACAPwAAgD9CIA"
+        "AAAAAAAAAAAQAAAAAAAAACAAAAAAAAAAMAAAAAAAAASgwAAAA8AEAAQgBEAEVSEAAAAAAAAOA/mpmZmZmZuT9aEAAAAAAAANA/mpmZmZmZyT9q"
+        "AgIBcQAAAAAAAAAAfYHCfps="
     ),
     "row_failed": "IhMIARADGAEg+gEqCGdyw7bDn2VycQAAAAAAAAAAfUcqrOs=",
 }
@@ -94,6 +95,7 @@ ROW = HandoffRow(
         frequency_penalty=0.75,
         logit_bias=((8, -1.5), (9, 2.0)),
         num_logprobs=2,
+        grammar=Grammar(GrammarKind.REGEX, "[äö]+"),
     ),
     deadline_unix_ms=2**40,
     traceparent="00-1-2-03",

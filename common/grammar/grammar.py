@@ -1,0 +1,22 @@
+"""What a request's output must look like, as text: a JSON schema, a regular expression or a grammar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class GrammarKind(Enum):
+    """The language of a grammar's text. The values are the names of the fields of `baton.v1.Grammar`."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The text of a grammar. Output that ends by itself is a sentence of it."""
+
+    kind: GrammarKind
+    text: str

@@ -1,0 +1,65 @@
+"""Compiles grammars beside the event loop: a large one delays no other work than compiling."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+from common.errors import InvalidRequest, Overloaded
+from common.grammar.grammar import Grammar
+from common.grammar.matcher import Matcher
+from common.text.grammars import GrammarRefused, Grammars, OutputRefused
+
+_MAX_WAITING = 256
+_RETRY_AFTER_S = 1
+_STACK_BYTES = 512 << 20
+"""The library recurses for each definition that another one refers to. Memory is taken as far as the stack is used."""
+
+
+class GrammarCompiler:
+    """Makes matchers on a thread of its own. For the event loop only, inside a `with`."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._thread = _thread_with_stack(_STACK_BYTES)
+        self._num_waiting = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    async def matcher(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> Matcher:
+        """Returns a matcher that has accepted `output_ids`.
+
+        Raises InvalidRequest, naming the field, for a grammar that is not served and for output that does not fit it;
+        Overloaded if too many grammars wait.
+        """
+        if self._num_waiting >= _MAX_WAITING:
+            raise Overloaded(f"{self._num_waiting} grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._grammars.matcher, grammar, output_ids
+            )
+        except GrammarRefused as error:
+            raise InvalidRequest(f"sampling.{grammar.kind.value}", str(error)) from error
+        except OutputRefused as error:
+            raise InvalidRequest("generated_token_ids", str(error)) from error
+        finally:
+            self._num_waiting -= 1
+
+
+def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
+    """Returns an executor with one thread, which is started now and has a stack of `num_bytes`."""
+    before = threading.stack_size(num_bytes)
+    try:
+        executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        executor.submit(int).result()
+    finally:
+        threading.stack_size(before)
+    return executor

@@ -1,0 +1,166 @@
+"""Turns grammars into matchers for one tokenizer, with the library llguidance.
+
+    Grammar ──compile──▶ prototype, cached by text ──copy──▶ Matcher of one output
+
+llguidance builds masks while an output goes on, so compiling takes little, and its limits bound the work at each token.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.matcher import Mask
+from common.text.tokenizer import TextTokenizer
+
+_MAX_CACHED = 256
+_MAX_CHARS = {GrammarKind.JSON_SCHEMA: 1 << 16, GrammarKind.REGEX: 1 << 14, GrammarKind.LARK: 1 << 14}
+_MAX_MULTIPLE = 10_000
+"""The largest `multipleOf`: llguidance's time for one grows with it, and no limit of its own bounds that."""
+_LIMITS = LLParserLimits(max_grammar_size=50_000, verbose_errors=False)
+_JSON_OPTIONS: Any = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "json_allowed_escapes": 'nrbtf\\"',  # no \u: it would spell a declared key as another one
+    "json_allow_general_unicode_escapes": False,
+    "whitespace_pattern": r"[ \n\r\t]{1,4}",  # else a model may write spaces for ever
+}
+"""They override what a schema's own `x-guidance` says."""
+
+
+class GrammarRefused(Exception):
+    """The grammar is malformed, uses what is not supported, or is too large. The text says why."""
+
+
+class OutputRefused(Exception):
+    """Output that a request brings along does not fit its grammar."""
+
+
+class LlgMatcher:
+    """A Matcher of llguidance. Once a limit of the library is reached, it forbids every token."""
+
+    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._end_ids = end_ids
+
+    def accept(self, token_id: int) -> bool:
+        # The library counts an end token in some states only, so that going back would go wrong.
+        return token_id not in self._end_ids and self._matcher.try_consume_tokens([token_id]) == 1
+
+    def go_back(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+    def fill(self, mask: Mask) -> None:
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():  # else the mask would let the output end
+            mask[:] = 0
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance reads it. It encodes texts that a grammar forces, and allows their tokens only."""
+
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.tokens = [tokenizer.bytes_of(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = [token_id for token_id in range(vocab_size) if tokenizer.is_skipped(token_id)]
+        self.eos_token_id = eos_token_ids[0]
+        self.bos_token_id = None
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, adds_special_tokens=False))
+
+
+class Grammars:
+    """Compiles grammars for one model. Any thread may use it. It is slow, so do not use it on an event loop.
+
+    `tokenizer` is called at the first use: services whose requests have no grammars never need the vocabulary.
+    """
+
+    def __init__(
+        self, tokenizer: Callable[[], TextTokenizer], *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._new_tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._prototypes: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def matcher(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> LlgMatcher:
+        """Returns a matcher that has accepted `output_ids`. Raises GrammarRefused or OutputRefused."""
+        matcher = LlgMatcher(self._prototype(grammar).deep_copy(), frozenset(self._eos_token_ids))
+        for place, token_id in enumerate(output_ids):
+            if not matcher.accept(token_id):
+                raise OutputRefused(f"the grammar forbids token {token_id} at index {place}")
+        return matcher
+
+    def _prototype(self, grammar: Grammar) -> LLMatcher:
+        with self._lock:
+            if (found := self._prototypes.get(grammar)) is not None:
+                self._prototypes.move_to_end(grammar)
+                return found
+            if self._tokenizer is None:
+                if not self._eos_token_ids:
+                    raise GrammarRefused("the model has no token that ends an output")
+                vocabulary = _Vocabulary(self._new_tokenizer(), self._vocab_size, self._eos_token_ids)
+                self._tokenizer = LLTokenizer(
+                    TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                )
+        matcher = _compiled(grammar, self._tokenizer)
+        with self._lock:
+            self._prototypes[grammar] = matcher
+            if len(self._prototypes) > _MAX_CACHED:
+                self._prototypes.popitem(last=False)
+        return matcher
+
+
+def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    if len(grammar.text) > (most := _MAX_CHARS[grammar.kind]):
+        raise GrammarRefused(f"has {len(grammar.text)} characters, more than {most}")
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            text = LLMatcher.grammar_from_json_schema(_checked_schema(grammar.text), overrides=_JSON_OPTIONS)
+        case GrammarKind.REGEX:
+            text = LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            text = LLMatcher.grammar_from_lark(grammar.text)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise GrammarRefused(matcher.get_error())
+    if warnings := matcher.get_grammar_warnings():
+        raise GrammarRefused("; ".join(warnings))  # of keywords that would be ignored
+    return matcher
+
+
+def _checked_schema(text: str) -> dict[str, Any]:
+    """Parses a JSON schema. Raises GrammarRefused for what llguidance would take too long for, or accept wrongly."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused(f"is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise GrammarRefused("is not a JSON object")
+    for part in _objects(schema):
+        multiple = part.get("multipleOf")
+        if isinstance(multiple, int | float) and not 0 < multiple <= _MAX_MULTIPLE:
+            raise GrammarRefused(f"multipleOf: {multiple} is not in (0, {_MAX_MULTIPLE}]")
+        if isinstance(part.get("minProperties"), int) and part["minProperties"] > 1:
+            raise GrammarRefused("minProperties: more than 1 is not supported")  # it would count a repeated key twice
+    return schema
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            yield part
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part

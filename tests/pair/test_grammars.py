@@ -1,0 +1,281 @@
+"""Output under a grammar is that of the masked distribution, token for token, in every mode of the pair."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.matcher import Mask
+from common.sampling.params import ResolvedSampling
+from common.text.grammars import LlgMatcher
+from decode_service.messages import FinishReason
+from decode_service.schedule import grammar_masks, scheduler
+from decode_service.schedule.results import ResultTaker
+from tests.support.drafted import SHAPES, Counts, Drafted
+from tests.support.models import END_ID, SMALL_VOCAB_SIZE, make_tokenizer
+from tests.support.pair import InProcessPair, MakePair, Outcome, PairOptions
+
+NEW_TOKENS = 40
+TOKENIZER = make_tokenizer(SMALL_VOCAB_SIZE)
+END = "<end>"
+PROMPTS = [[4 + (7 * number + 3 * place) % 56 for place in range(6 + number)] for number in range(8)]
+
+
+@dataclass(frozen=True)
+class Language:
+    """A regular expression, and the characters that may follow a text in it, written down independently."""
+
+    regex: str
+    following: Callable[[str], str]
+
+    @property
+    def grammar(self) -> Grammar:
+        return Grammar(GrammarKind.REGEX, self.regex)
+
+
+def _runs(text: str) -> str:
+    return {"b": "c", "d": END}.get(text[-1:], "abd")
+
+
+LANGUAGES = (
+    Language("[abc]{9}z", lambda text: "abc" if len(text) < 9 else "z" if len(text) == 9 else END),
+    Language("(a|bc)*d", _runs),
+    Language("([A-F][a-f])+", lambda text: "abcdef" if len(text) % 2 else "ABCDEF" + (END if text else "")),
+)
+
+
+def sampling_of(number: int, *, temperature: float, is_free: bool = False, **options: Any) -> ResolvedSampling:
+    return ResolvedSampling(
+        seed=number,
+        max_tokens=NEW_TOKENS,
+        temperature=temperature,
+        eos_token_ids=(END_ID,),
+        grammar=None if is_free else LANGUAGES[number % len(LANGUAGES)].grammar,
+        **options,
+    )
+
+
+def text_of(outcome: Outcome) -> str:
+    return "".join(TOKENIZER.convert_ids_to_tokens([token for token in outcome.token_ids if token != END_ID]))
+
+
+def greedy(model: Any, prompt: Sequence[int], language: Language) -> list[int]:
+    """The most likely tokens that the language allows, computed by transformers."""
+    output: list[int] = []
+    text = ""
+    while len(output) < NEW_TOKENS and END_ID not in output:
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
+        following = language.following(text)
+        allowed = [END_ID] if following.endswith(END) else []
+        allowed += TOKENIZER.convert_tokens_to_ids(list(following.removesuffix(END)))
+        token = allowed[int(logits[allowed].argmax())]
+        output.append(token)
+        text += TOKENIZER.convert_ids_to_tokens(token)
+    return output
+
+
+def run(
+    make_pair: MakePair,
+    drafted: Drafted,
+    options: PairOptions,
+    *,
+    has_head: bool = True,
+    temperature: float = 0.0,
+    at_once: bool = True,
+    **sampling: Any,
+) -> InProcessPair:
+    """Every other request is free of a grammar."""
+    pair = make_pair(drafted.target, options, draft=drafted.head if has_head else None)
+    for number, prompt in enumerate(PROMPTS):
+        for is_free in (False, True):
+            name = f"{number} {'free' if is_free else 'bound'}"
+            pair.submit(
+                name, prompt, sampling_of(number, temperature=temperature, is_free=is_free, **sampling), cache_salt=""
+            )
+            if not at_once:
+                pair.run()
+    pair.run()
+    return pair
+
+
+@pytest.fixture(scope="module")
+def model(leaning: Drafted) -> Any:
+    return AutoModelForCausalLM.from_pretrained(str(leaning.directory), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> dict[str, list[int]]:
+    with torch.no_grad():
+        return {
+            f"{number} bound": greedy(model, prompt, LANGUAGES[number % len(LANGUAGES)])
+            for number, prompt in enumerate(PROMPTS)
+        }
+
+
+def check_greedy(make_pair: MakePair, leaning: Drafted, expected: dict[str, list[int]], shape: str = "chain-4") -> None:
+    pair = run(make_pair, leaning, PairOptions(**SHAPES[shape]))
+    for name, token_ids in expected.items():
+        assert pair.outcomes[name].token_ids == token_ids, f"{name} differs: {pair.outcomes[name].error}"
+    counts = Counts.of(pair.outcomes.values())
+    assert counts.num_accepted > 50 and counts.num_rejected > 50
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize("shape", [None, "chain-4", "tree-4x3-15"])
+@pytest.mark.parametrize("local_prefill_tokens", [0, 40])
+def test_greedy_output_is_the_likeliest_that_the_grammar_allows(
+    local_prefill_tokens: int,
+    shape: str | None,
+    overlap: bool,
+    make_pair: MakePair,
+    leaning: Drafted,
+    expected: dict[str, list[int]],
+) -> None:
+    options = PairOptions(overlap=overlap, local_prefill_tokens=local_prefill_tokens, **SHAPES.get(shape or "", {}))
+    pair = run(make_pair, leaning, options, has_head=shape is not None)
+    for name, token_ids in expected.items():
+        assert pair.outcomes[name].token_ids == token_ids, name
+    ended = [outcome for outcome in pair.outcomes.values() if outcome.finished]
+    assert len(ended) == 2 * len(PROMPTS)
+    for name in expected:
+        outcome = pair.outcomes[name]
+        assert outcome.finished is not None
+        if outcome.finished.reason is FinishReason.EOS:
+            assert re.fullmatch(LANGUAGES[int(name.split()[0]) % len(LANGUAGES)].regex, text_of(outcome))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("head", "shape"), [("leaning", "chain-4"), ("leaning", "tree-4x3-15"), ("copying_layers", "chain-5")]
+)
+def test_output_is_the_same_in_every_mode(
+    head: str, shape: str, temperature: float, make_pair: MakePair, request: pytest.FixtureRequest
+) -> None:
+    drafted: Drafted = request.getfixturevalue(head)
+    options = PairOptions(**SHAPES[shape])
+    cold = replace(options, prefill_caches=False, decode_caches=False, overlap=False)
+
+    def outcomes(options: PairOptions, *, has_head: bool = True, at_once: bool = True) -> InProcessPair:
+        return run(
+            make_pair,
+            drafted,
+            options,
+            has_head=has_head,
+            at_once=at_once,
+            temperature=temperature,
+            min_tokens=30,
+        )
+
+    plain = outcomes(cold, has_head=False, at_once=False)
+    modes = {
+        "at once": outcomes(options),
+        "alone": outcomes(options, at_once=False),
+        "without overlap": outcomes(replace(options, overlap=False)),
+    }
+    for mode, pair in modes.items():
+        for name, outcome in plain.outcomes.items():
+            assert pair.outcomes[name].token_ids == outcome.token_ids, (mode, name)
+    assert Counts.of(modes["at once"].outcomes.values()).num_accepted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_retracted_request_goes_on_in_its_grammar(temperature: float, make_pair: MakePair, leaning: Drafted) -> None:
+    def outcomes(decode_tokens: int) -> InProcessPair:
+        pair = make_pair(leaning.target, PairOptions(decode_tokens=decode_tokens), draft=leaning.head)
+        for number, prompt in enumerate(PROMPTS):
+            sampling = sampling_of(2, temperature=temperature, min_tokens=NEW_TOKENS)
+            pair.submit(str(number), prompt, replace(sampling, seed=number))
+        pair.run()
+        return pair
+
+    undisturbed, pair = outcomes(2048), outcomes(128)
+    assert undisturbed.decode.load().num_retractions == 0 < pair.decode.load().num_retractions
+    for name, outcome in undisturbed.outcomes.items():
+        assert pair.outcomes[name].token_ids == outcome.token_ids
+        assert len(outcome.token_ids) == NEW_TOKENS
+
+
+@pytest.mark.parametrize("num_brought", [1, 4])
+def test_a_resumed_request_goes_on_in_its_grammar(
+    num_brought: int, make_pair: MakePair, leaning: Drafted, expected: dict[str, list[int]]
+) -> None:
+    pair = make_pair(leaning.target, PairOptions(), draft=leaning.head)
+    for number, prompt in enumerate(PROMPTS):
+        brought = expected[f"{number} bound"][:num_brought]
+        if END_ID not in brought:
+            pair.submit(
+                f"{number} bound", [*prompt, *brought], sampling_of(number, temperature=0.0), prompt_len=len(prompt)
+            )
+    pair.run()
+    assert len(pair.outcomes) > 4
+    for name, outcome in pair.outcomes.items():
+        assert [*expected[name][:num_brought], *outcome.token_ids] == expected[name]
+
+
+def test_an_output_is_no_shorter_than_asked_for_unless_the_grammar_ends(make_pair: MakePair, leaning: Drafted) -> None:
+    pair = run(make_pair, leaning, PairOptions(), min_tokens=20)
+    for number in range(len(PROMPTS)):
+        outcome, language = pair.outcomes[f"{number} bound"], LANGUAGES[number % len(LANGUAGES)]
+        if END_ID in outcome.token_ids[:20]:
+            assert language.following(text_of(outcome)) == END, "it could have gone on"
+        assert outcome.finished is not None
+
+
+def masks_one_row_off(patch: pytest.MonkeyPatch) -> None:
+    masks_of = scheduler.masks_of
+
+    def mutant(*args: Any, **options: Any) -> Mask:
+        return np.roll(masks_of(*args, **options), 1, axis=0)
+
+    patch.setattr(scheduler, "masks_of", mutant)
+
+
+def first_token_taken_twice(patch: pytest.MonkeyPatch) -> None:
+    take = ResultTaker.take_first_tokens
+
+    def mutant(self: ResultTaker, prebuilt: Any, results: Any) -> None:
+        take(self, prebuilt, results)
+        self._follow_grammars(prebuilt.sampling.constrained, np.arange(prebuilt.batch_size), prebuilt.reqs, results)
+
+    patch.setattr(ResultTaker, "take_first_tokens", mutant)
+
+
+def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
+    """Make the masks from where the matchers were before the last step's tokens."""
+    fill_nodes, accept = grammar_masks.fill_nodes, LlgMatcher.accept
+    last: dict[LlgMatcher, int] = {}
+
+    def noting(self: LlgMatcher, token_id: int) -> bool:
+        last[self] = token_id
+        return accept(self, token_id)
+
+    def mutant(matcher: LlgMatcher, *args: Any) -> None:
+        if (token_id := last.get(matcher)) is not None:
+            matcher.go_back(1)
+        fill_nodes(matcher, *args)
+        if token_id is not None:
+            accept(matcher, token_id)
+
+    patch.setattr(LlgMatcher, "accept", noting)
+    patch.setattr(grammar_masks, "fill_nodes", mutant)
+
+
+@pytest.mark.parametrize("mutant", [masks_one_row_off, first_token_taken_twice, masks_of_the_last_step])
+def test_it_is_seen(
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    make_pair: MakePair,
+    leaning: Drafted,
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="differs"):
+        check_greedy(make_pair, leaning, expected)
