@@ -32,6 +32,8 @@ _JSON_OPTIONS: Any = {
     "whitespace_pattern": r"[ \n\r\t]{1,4}",  # else a model may write spaces for ever
 }
 """They override what a schema's own `x-guidance` says."""
+_BEFORE_FORCED = "\n"
+"""A text that tokenizers keep apart from the text after it. The space that they put before a text comes before it."""
 
 
 class GrammarRefused(Exception):
@@ -71,9 +73,45 @@ class _Vocabulary:
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
         self._tokenizer = tokenizer
+        special = {*self.special_token_ids, *eos_token_ids}
+        self._parts = {each: part for each, part in enumerate(self.tokens) if part and each not in special}
+        self._ids = {part: each for each, part in self._parts.items()}
+        self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, adds_special_tokens=False))
+        """Returns tokens whose joined bytes are exactly `text`, or none if no tokens are: llguidance then gives up.
+
+        Many tokenizers put a space before a text, and some encode the name of a special token as that token.
+        """
+        encoded = text.encode()
+        for before in ("", _BEFORE_FORCED):
+            ids = self._tokenizer.encode(before + text, adds_special_tokens=False)
+            if (found := self._end_of(ids, encoded)) is not None:
+                return found
+        return self._longest_parts(encoded)
+
+    def _end_of(self, ids: Sequence[int], text: bytes) -> list[int] | None:
+        """Returns the last of `ids` whose joined bytes are `text`, if there are such."""
+        place, left = len(ids), len(text)
+        while left > 0 and place > 0:
+            place -= 1
+            part = self._parts.get(ids[place])
+            if part is None or not text.endswith(part, 0, left):
+                return None
+            left -= len(part)
+        return list(ids[place:]) if left == 0 else None
+
+    def _longest_parts(self, text: bytes) -> list[int]:
+        ids, place = [], 0
+        while place < len(text):
+            for end in range(min(len(text), place + self._longest), place, -1):
+                if (token_id := self._ids.get(text[place:end])) is not None:
+                    break
+            else:
+                return []
+            ids.append(token_id)
+            place = end
+        return ids
 
 
 class Grammars:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import random
+from collections.abc import Callable
 
 import grpc
 import numpy as np
@@ -11,9 +12,13 @@ import pytest
 
 from baton.v1 import inference_pb2, types_pb2
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import num_words
+from common.grammar.matcher import Matcher, num_words
+from common.text.grammars import Grammars
+from common.text.tokenizer import TextTokenizer
 from tests.decode_edge.edge_under_test import Edge, error_of, vocab_size
+from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of_pieces, with_space_mark
 
+JSON_SCHEMA, REGEX = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX
 PROMPT = inference_pb2.TokenIds(ids=[1, 2])
 
 
@@ -48,16 +53,10 @@ async def test_a_grammar_does_not_go_with_an_output_that_ignores_its_end(edge: E
 
 async def test_the_engine_gets_a_matcher_that_has_accepted_what_was_brought(edge: Edge) -> None:
     a, b = (edge.tokenizer.encode(letter)[0] for letter in "ab")
-
-    def allowed(matcher: Any) -> set[int]:
-        mask = np.zeros(num_words(vocab_size(edge.tokenizer)), np.int32)
-        matcher.fill(mask)
-        return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
-
     edge.generate(token_ids=PROMPT, generated_token_ids=[a], sampling=types_pb2.SamplingParams(regex="ab"))
     submit = await edge.engine.submitted()
     assert submit.sampling.grammar == Grammar(GrammarKind.REGEX, "ab")
-    assert allowed(submit.matcher) == {b}
+    assert allowed(submit.matcher, edge.tokenizer) == [b]
 
 
 async def test_brought_output_that_the_grammar_forbids_is_refused(edge: Edge) -> None:
@@ -65,3 +64,45 @@ async def test_brought_output_that_the_grammar_forbids_is_refused(edge: Edge) ->
     call = edge.generate(token_ids=PROMPT, generated_token_ids=[a, a], sampling=types_pb2.SamplingParams(regex="ab"))
     assert (await error_of(call))[2] == {"field": "generated_token_ids"}
     assert "the grammar forbids token" in await call.details()
+
+
+@pytest.mark.parametrize("new_tokenizer", [byte_level, byte_fallback, with_space_mark])
+@pytest.mark.parametrize(
+    ("kind", "text", "outputs"),
+    [
+        (REGEX, "yes", ["yes"]),
+        (REGEX, "yes|no", ["yes", "no"]),
+        (REGEX, " yes", [" yes"]),
+        (REGEX, "a<eos>€", ["a<eos>€"]),
+        (JSON_SCHEMA, json.dumps({"const": "stop end"}), ["stop end"]),
+        (JSON_SCHEMA, json.dumps({"enum": ["yes", 12, {"a": "b"}]}), ["yes", 12, {"a": "b"}]),
+    ],
+)
+def test_every_token_that_is_allowed_leads_on_to_an_output_that_fits(
+    new_tokenizer: Callable[[], TextTokenizer], kind: GrammarKind, text: str, outputs: list[object]
+) -> None:
+    tokenizer = new_tokenizer()
+    end = eos_id(tokenizer)
+    grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[end])
+    for seed in range(20):
+        draw, matcher, output = random.Random(seed), grammars.matcher(Grammar(kind, text)), b""
+        while (token_id := draw.choice(allowed(matcher, tokenizer))) != end:
+            assert matcher.accept(token_id)
+            output += tokenizer.bytes_of(token_id)
+        assert (output.decode() if kind is REGEX else json.loads(output)) in outputs
+
+
+def test_a_text_that_is_forced_comes_in_its_usual_tokens() -> None:
+    tokenizer = with_space_mark()
+    grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
+    a, ay, yes = ids_of_pieces(tokenizer, ["a", "ay", "yes"])
+    assert allowed(grammars.matcher(Grammar(REGEX, "ayes|no")), tokenizer)[-1] == ay
+    assert allowed(grammars.matcher(Grammar(REGEX, "ayes")), tokenizer) == [a]
+    assert allowed(grammars.matcher(Grammar(REGEX, "ayes"), [a]), tokenizer) == [yes]
+
+
+def allowed(matcher: Matcher, tokenizer: TextTokenizer) -> list[int]:
+    """Returns the tokens that may come next."""
+    mask = np.zeros(num_words(vocab_size(tokenizer)), np.int32)
+    matcher.fill(mask)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()

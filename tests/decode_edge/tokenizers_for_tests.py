@@ -72,6 +72,17 @@ def metaspace() -> TextTokenizer:
     return _wrapped(tokenizer)
 
 
+def with_space_mark() -> TextTokenizer:
+    """A tokenizer like those of Llama 2 and Mistral, which puts a space before every text that it encodes."""
+    pieces = ["<unk>", "▁", "\n", *'abcdefghijklmnopqrstuvwxyz{}":,0123456789<>€', "ye", "yes", "▁yes", "▁a", "ay"]
+    merges = [("y", "e"), ("ye", "s"), ("▁", "yes"), ("▁", "a"), ("a", "y")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace()
+    return _wrapped(tokenizer)
+
+
 def word_pieces() -> TextTokenizer:
     """A tokenizer like BERT's: a space comes before each word but the first, and none before a continued word."""
     pieces = ["[UNK]", "a", "b", "ab", "##c", "##a", "stop", "##st", "end", ".", ",", "é"]
