@@ -105,6 +105,23 @@ class Event(Protocol):
         """Returns the seconds between `earlier`, another event of the same stream, and this one. Both must be done."""
 
 
+class _NotYet:
+    error: BaseException | None = None
+
+    def is_done(self) -> bool:
+        return False
+
+    def synchronize(self, timeout_s: float) -> None:
+        raise AssertionError("nothing waits for work that is not enqueued yet")
+
+    def seconds_since(self, earlier: Event) -> float:
+        raise AssertionError("the work is not enqueued yet")
+
+
+NOT_YET: Event = _NotYet()
+"""Stands for the end of work that is still being enqueued, where others must know that there will be some."""
+
+
 def wait_in_order(event: Event, timeout_s: float) -> None:
     """Blocks until `event` is done. Ignores the failure of a single piece of work, because it concerns only its step.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from common.errors import InvalidRequest
+
 
 class GrammarKind(Enum):
     """The language of a grammar's text. The values are the names of the fields of `baton.v1.Grammar`."""
@@ -20,3 +22,7 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+
+    def failed(self, why: str) -> InvalidRequest:
+        """Returns the error of a request whose output has reached a limit of the grammar's library."""
+        return InvalidRequest(f"sampling.{self.kind.value}", f"is too large or too ambiguous for this output: {why}")

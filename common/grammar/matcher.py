@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,16 +23,24 @@ _BITS = 32
 
 
 class Matcher(Protocol):
-    """Where one output is in its grammar. It belongs to one thread at a time."""
+    """Follows one output through its grammar. It belongs to one thread at a time.
+
+    `failure` says why it cannot go on: the grammar reached a limit. It is "" as long as it can.
+    """
+
+    @property
+    def failure(self) -> str: ...
+
+    def copy(self) -> Matcher:
+        """Returns another one at the same place."""
 
     def accept(self, token_id: int) -> bool:
         """Goes on by one token. Returns False, and stays where it is, if the grammar forbids the token here."""
 
-    def go_back(self, num_tokens: int) -> None:
-        """Takes back the last tokens that were accepted."""
-
     def fill(self, mask: Mask) -> None:
-        """Writes which tokens may come next. If the output may end here, its end tokens are among them."""
+        """Writes which tokens may come next: none if it has failed. If the output may end here, its end tokens are
+        among them.
+        """
 
 
 NewMatcher = Callable[[Grammar, Sequence[int]], Awaitable[Matcher]]
@@ -39,7 +48,7 @@ NewMatcher = Callable[[Grammar, Sequence[int]], Awaitable[Matcher]]
 
 
 async def no_grammars(grammar: Grammar, output_ids: Sequence[int]) -> Matcher:
-    """The NewMatcher of a service that has no tokenizer."""
+    """Refuses every grammar: the service has no tokenizer."""
     raise InvalidRequest(f"sampling.{grammar.kind.value}", "is not served here")
 
 
@@ -48,8 +57,10 @@ def num_words(vocab_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
-    """The least length of an output: for so many tokens more none of `end_ids` may come, unless nothing else may."""
+class MinLength:
+    """The minimum length of an output: none of `end_ids` may be among its next `num_tokens` tokens, unless the grammar
+    allows nothing else.
+    """
 
     num_tokens: int
     end_ids: tuple[int, ...]
@@ -67,33 +78,24 @@ class Least:
 
 
 def fill_nodes(
-    matcher: Matcher, masks: Mask, least: Least, token_ids: Sequence[int] = (), parents: Sequence[int] = ()
+    matcher: Matcher, masks: Mask, least: MinLength, token_ids: Sequence[int] = (), parents: Sequence[int] = ()
 ) -> None:
-    """Fills the masks of the draws after each node of a tree of drafts, and leaves the matcher where it was.
+    """Fills the masks of the draws after each node of a tree of drafts, and leaves the matcher where it is.
 
     Node 0 is the output so far. Drafts `token_ids` are nodes 1, 2, ...; the parent of each comes before it. `masks` is
     [nodes, words]. After a draft that the grammar forbids nothing is drawn that counts, so its mask, and those of its
-    descendants, stay as they are.
+    descendants, stay as they are. Copies follow the drafts, so that a limit that one of them meets fails only them.
     """
-
-    def fill(node: int) -> None:
-        matcher.fill(masks[node])
-        least.forbid_end(masks[node], len(path) - 1)
-
-    path = [0]  # the nodes that the matcher has accepted
-    fill(0)
-    children: dict[int, list[int]] = {}
-    for draft, parent in enumerate(parents, start=1):
-        children.setdefault(parent, []).append(draft)
-    waiting = [(0, child) for child in reversed(children.get(0, ()))]
-    while waiting:
-        parent, node = waiting.pop()
-        while path[-1] != parent:
-            path.pop()
-            matcher.go_back(1)
-        if matcher.accept(token_ids[node - 1]):
-            path.append(node)
-            fill(node)
-            waiting += [(node, child) for child in reversed(children.get(node, ()))]
-    if len(path) > 1:
-        matcher.go_back(len(path) - 1)
+    matcher.fill(masks[0])
+    least.forbid_end(masks[0], 0)
+    followers, depths = {0: matcher}, {0: 0}
+    num_children = Counter(parents)
+    for node, (token_id, parent) in enumerate(zip(token_ids, parents, strict=True), start=1):
+        if (follower := followers.get(parent)) is None:
+            continue
+        if not parent or num_children[parent] > 1:
+            follower = follower.copy()
+        if follower.accept(token_id):
+            followers[node], depths[node] = follower, depths[parent] + 1
+            follower.fill(masks[node])
+            least.forbid_end(masks[node], depths[node])

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.attention.backend import ForwardInput
 from common.device.upload import device_copy, upload, upload_array
 from common.draft.extend import NextTokens
-from common.grammar.matcher import Least, Matcher, fill_nodes, num_words
+from common.grammar.matcher import Matcher, MinLength, fill_nodes, num_words
 from common.kv.pool import KvPool, RowLease
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import SamplingBatch
@@ -199,6 +199,6 @@ def _masks(prompts: Sequence[ChunkedPrompt], vocab_size: int, device: torch.devi
     masks = np.empty((len(constrained), 1, num_words(vocab_size)), np.int32)
     for place, (prompt, matcher) in enumerate(constrained):
         num_output = len(prompt.token_ids) - prompt.prompt_len
-        least = Least(prompt.sampling.min_tokens - num_output, prompt.sampling.end_token_ids)
+        least = MinLength(prompt.sampling.min_tokens - num_output, prompt.sampling.end_token_ids)
         fill_nodes(matcher, masks[place], least)
     return device_copy(torch.from_numpy(masks[:, 0]), device)

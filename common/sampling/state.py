@@ -145,7 +145,8 @@ class SamplingState:
         signed = sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed
         top_k = min(sampling.top_k, self.vocab_size) if sampling.top_k else self.vocab_size
         min_position = seed.prompt_len + sampling.min_tokens
-        num_ends = len(sampling.end_token_ids) if sampling.min_tokens else 0
+        has_least = sampling.min_tokens and sampling.grammar is None  # masks see to it
+        num_ends = len(sampling.end_token_ids) if has_least else 0
         return signed, seed.choice_index, min_position, top_k, len(sampling.logit_bias), num_ends
 
     def _reset_ragged(self, seed: RowSeed, device: torch.device) -> None:

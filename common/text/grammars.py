@@ -45,18 +45,22 @@ class OutputRefused(Exception):
 
 
 class LlgMatcher:
-    """A Matcher of llguidance. Once a limit of the library is reached, it forbids every token."""
+    """A Matcher of llguidance."""
 
     def __init__(self, matcher: LLMatcher, end_ids: frozenset[int]) -> None:
         self._matcher = matcher
         self._end_ids = end_ids
 
     def accept(self, token_id: int) -> bool:
-        # The library counts an end token in some states only, so that going back would go wrong.
+        # The library takes an end token in some states only.
         return token_id not in self._end_ids and self._matcher.try_consume_tokens([token_id]) == 1
 
-    def go_back(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
+    @property
+    def failure(self) -> str:
+        return self._matcher.get_error() if self._matcher.is_error() else ""
+
+    def copy(self) -> LlgMatcher:
+        return LlgMatcher(self._matcher.deep_copy(), self._end_ids)
 
     def fill(self, mask: Mask) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -132,11 +136,25 @@ class Grammars:
 
     def matcher(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> LlgMatcher:
         """Returns a matcher that has accepted `output_ids`. Raises GrammarRefused or OutputRefused."""
-        matcher = LlgMatcher(self._prototype(grammar).deep_copy(), frozenset(self._eos_token_ids))
+        matcher = LlgMatcher(self._sound_copy(grammar), frozenset(self._eos_token_ids))
         for place, token_id in enumerate(output_ids):
             if not matcher.accept(token_id):
                 raise OutputRefused(f"the grammar forbids token {token_id} at index {place}")
         return matcher
+
+    def _sound_copy(self, grammar: Grammar) -> LLMatcher:
+        """Returns a new matcher that can make its first mask. Raises GrammarRefused.
+
+        All copies of a prototype build up one lexer. An output that took it to its limit must not fail later ones.
+        """
+        for _ in range(2):
+            matcher = self._prototype(grammar).deep_copy()
+            matcher.compute_bitmask()
+            if not matcher.is_error():
+                return matcher
+            with self._lock:
+                self._prototypes.pop(grammar, None)
+        raise GrammarRefused(matcher.get_error())
 
     def _prototype(self, grammar: Grammar) -> LLMatcher:
         with self._lock:

@@ -225,7 +225,11 @@ class LocalPrefill:
         are_invalid = computed.sampled.is_invalid.numpy()
         lost = []
         for place, prompt in ended:
-            if are_invalid[place]:
+            if prompt.matcher is not None and prompt.matcher.failure:
+                assert prompt.sampling.grammar is not None
+                refusal = prompt.sampling.grammar.failed(prompt.matcher.failure)
+                lost.append(LostRow(prompt.req, refusal, is_retryable=False))
+            elif are_invalid[place]:
                 self._pool.forget(prompt.lease)
                 error = EngineFault("the model produced no finite logit")
                 lost.append(LostRow(prompt.req, error, is_retryable=prompt.lease.num_cached > 0))

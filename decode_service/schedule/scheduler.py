@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.device.errors import PieceFailed
-from common.device.stream import Device, Scope, WakeUp, naming_a_lost_device, wait_in_order
+from common.device.stream import NOT_YET, Device, Scope, WakeUp, naming_a_lost_device, wait_in_order
 from common.device.upload import device_copy
 from common.draft.head import DraftHead
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
@@ -464,6 +464,8 @@ class DecodeEngine:
         output = self._worker.forward(forward_batch, future_map=self.future_map, scope=scope, on_publish=on_publish)
         if self._depth is not None and forward_batch.spec_info is not None:
             self._depth.launched(forward_batch.spec_info)
+        if output.draw is not None:
+            self.pool.use_until(batch.rows, NOT_YET, self._forward_stream)  # until `_seal` knows the end
         self._rows.num_in_flight[batch.rows] += 1
         return BegunStep(
             scope=scope,
@@ -504,7 +506,10 @@ class DecodeEngine:
         if prepared.error is not None:
             return None
         with self.track.span("masks"):
-            masks = masks_of(begun, self._taker.still_held(begun), vocab_size=self._vocab_size)
+            masks, failed = masks_of(begun, self._taker.still_held(begun), vocab_size=self._vocab_size)
+        for req in failed:
+            assert req.sampling.grammar is not None and req.matcher is not None
+            self._fail(req, req.sampling.grammar.failed(req.matcher.failure))
         return device_copy(torch.from_numpy(masks), self._device.torch_device)
 
     @recorded("finish")

@@ -17,7 +17,7 @@ from functools import partial
 
 from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
-from common.device.stream import Device, Scope, WakeUp, naming_a_lost_device, raise_if_device_failed
+from common.device.stream import NOT_YET, Device, Scope, WakeUp, naming_a_lost_device, raise_if_device_failed
 from common.device.stream import Event as StreamEvent
 from common.draft.head import DraftHead
 from common.errors import RowFailure
@@ -357,6 +357,9 @@ class PrefillEngine:
                 del self._unseeded[prompt]
         layers_per_event = self._layers_per_event(chunks)
         meanwhile = _Sending(partial(self._sender.queue_layers, chunks, self._layer_group), self._send_while_launching)
+        for chunk in chunks:  # while they are launched, what has ended may give its KV to the cache
+            assert chunk.prompt.lease is not None
+            chunk.prompt.lease.use_until(NOT_YET, stream)
         launched = self._worker.forward(batch, scope, layers_per_event=layers_per_event, meanwhile=meanwhile)
         step = StepInFlight(batch, launched.computed, stream.record(scope), self._clock())
         for chunk in chunks:
@@ -439,6 +442,12 @@ class PrefillEngine:
         by_call: dict[str, list[int]] = {}
         for place, prompt in enumerate(prompts):
             if prompt.phase is PromptPhase.ENDED:
+                continue
+            if prompt.matcher is not None and prompt.matcher.failure:
+                assert prompt.sampling.grammar is not None
+                message = str(prompt.sampling.grammar.failed(prompt.matcher.failure))
+                self._fail(prompt, RowFailure.INVALID_ROW, message, retryable=False)
+                self._end_call_if_done(prompt.call_id)
                 continue
             if invalid[place]:
                 assert prompt.lease is not None

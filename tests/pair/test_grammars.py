@@ -12,12 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Mask
 from common.sampling.params import ResolvedSampling
 from common.text.grammars import LlgMatcher
 from decode_service.messages import FinishReason
 from decode_service.schedule import grammar_masks, scheduler
+from decode_service.schedule.request import Request
 from decode_service.schedule.results import ResultTaker
 from tests.support.drafted import SHAPES, Counts, Drafted
 from tests.support.models import END_ID, SMALL_VOCAB_SIZE, make_tokenizer
@@ -95,7 +97,7 @@ def run(
     """Every other request is free of a grammar."""
     pair = make_pair(drafted.target, options, draft=drafted.head if has_head else None)
     for number, prompt in enumerate(PROMPTS):
-        for is_free in (False, True):
+        for is_free in (True, False):  # what the first leaves in the cache, the second finds
             name = f"{number} {'free' if is_free else 'bound'}"
             pair.submit(
                 name, prompt, sampling_of(number, temperature=temperature, is_free=is_free, **sampling), cache_salt=""
@@ -124,8 +126,8 @@ def check_greedy(make_pair: MakePair, leaning: Drafted, expected: dict[str, list
     pair = run(make_pair, leaning, PairOptions(**SHAPES[shape]))
     for name, token_ids in expected.items():
         assert pair.outcomes[name].token_ids == token_ids, f"{name} differs: {pair.outcomes[name].error}"
-    counts = Counts.of(pair.outcomes.values())
-    assert counts.num_accepted > 50 and counts.num_rejected > 50
+    counts = Counts.of(pair.outcomes[name] for name in expected)
+    assert counts.num_accepted > 20 and counts.num_rejected > 20
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
@@ -183,7 +185,9 @@ def test_output_is_the_same_in_every_mode(
     for mode, pair in modes.items():
         for name, outcome in plain.outcomes.items():
             assert pair.outcomes[name].token_ids == outcome.token_ids, (mode, name)
-    assert Counts.of(modes["at once"].outcomes.values()).num_accepted > 0
+    bound = [outcome for name, outcome in modes["at once"].outcomes.items() if name.endswith("bound")]
+    assert Counts.of(bound).num_accepted > 0
+    assert sum(outcome.finished.timings.num_cached_tokens for outcome in bound if outcome.finished) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -232,8 +236,9 @@ def test_an_output_is_no_shorter_than_asked_for_unless_the_grammar_ends(make_pai
 def masks_one_row_off(patch: pytest.MonkeyPatch) -> None:
     masks_of = scheduler.masks_of
 
-    def mutant(*args: Any, **options: Any) -> Mask:
-        return np.roll(masks_of(*args, **options), 1, axis=0)
+    def mutant(*args: Any, **options: Any) -> tuple[Mask, list[Request]]:
+        masks, failed = masks_of(*args, **options)
+        return np.roll(masks, 1, axis=0), failed
 
     patch.setattr(scheduler, "masks_of", mutant)
 
@@ -251,18 +256,14 @@ def first_token_taken_twice(patch: pytest.MonkeyPatch) -> None:
 def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
     """Make the masks from where the matchers were before the last step's tokens."""
     fill_nodes, accept = grammar_masks.fill_nodes, LlgMatcher.accept
-    last: dict[LlgMatcher, int] = {}
+    before: dict[LlgMatcher, LlgMatcher] = {}
 
     def noting(self: LlgMatcher, token_id: int) -> bool:
-        last[self] = token_id
+        before[self] = self.copy()
         return accept(self, token_id)
 
     def mutant(matcher: LlgMatcher, *args: Any) -> None:
-        if (token_id := last.get(matcher)) is not None:
-            matcher.go_back(1)
-        fill_nodes(matcher, *args)
-        if token_id is not None:
-            accept(matcher, token_id)
+        fill_nodes(before.get(matcher, matcher), *args)
 
     patch.setattr(LlgMatcher, "accept", noting)
     patch.setattr(grammar_masks, "fill_nodes", mutant)
@@ -279,3 +280,31 @@ def test_it_is_seen(
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match="differs"):
         check_greedy(make_pair, leaning, expected)
+
+
+@pytest.mark.parametrize("local_prefill_tokens", [0, 40])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_grammar_that_reaches_a_limit_fails_its_request_alone(
+    has_head: bool, local_prefill_tokens: int, make_pair: MakePair, leaning: Drafted
+) -> None:
+    """It is told as that, not tried again, and nothing is thought to be damaged."""
+    endless = Grammar(GrammarKind.REGEX, "(a{1,1000}){1,1000}")
+    options = PairOptions(local_prefill_tokens=local_prefill_tokens)
+    pair = make_pair(leaning.target, options, draft=leaning.head if has_head else None)
+    failing = [
+        pair.submit(
+            f"endless {number}",
+            PROMPTS[2],
+            replace(sampling_of(number, temperature=0.0), grammar=endless, max_tokens=200, min_tokens=200),
+            cache_salt="",
+        )
+        for number in range(2)
+    ]
+    other = pair.submit("other", PROMPTS[2], sampling_of(1, temperature=0.0), cache_salt="")
+    pair.run()
+    for outcome in failing:
+        assert isinstance(outcome.error, InvalidRequest) and outcome.error.field == "sampling.regex"
+        assert 10 < len(outcome.token_ids) < 200
+    assert other.finished is not None
+    assert pair.decode.load().num_row_retries == 0
+    assert pair.decode.load().slots.cached > 0

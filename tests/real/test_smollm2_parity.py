@@ -25,6 +25,7 @@ from tests.real.conftest import MAX_TOKENS, NEW_TOKENS, ONE_THREAD, SIZES, Promp
 from tests.support.drafted import Counts, Drafted
 from tests.support.fused import assert_all_fused, forwards, fused
 from tests.support.pair import MakePair, PairOptions
+from tests.support.running_pair import HANDS_ALL_OVER
 
 MIN_TOKENS_PER_FORWARD = 1.5
 FUSED_BOUND_S = 180.0
@@ -71,7 +72,7 @@ def test_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
             model=str(model_dir),
             dtype="float32",
             prefill_args=("--chunk-tokens=512", "--disabled-fast-paths=fused_forwards", *ONE_THREAD),
-            decode_args=("--disabled-fast-paths=overlap,fused_forwards", *ONE_THREAD),
+            decode_args=(HANDS_ALL_OVER, "--disabled-fast-paths=overlap,fused_forwards", *ONE_THREAD),
             exposes_metrics=True,
         ) as pair,
     ):
@@ -118,7 +119,7 @@ def test_a_chain_over_grpc_alone_without_overlap(
             model=str(model_dir),
             dtype="float32",
             prefill_args=("--chunk-tokens=512", "--draft=demo", *ONE_THREAD),
-            decode_args=(*chain, *ONE_THREAD),
+            decode_args=(HANDS_ALL_OVER, *chain, *ONE_THREAD),
             exposes_metrics=True,
         ) as pair,
         all_fused(pair),

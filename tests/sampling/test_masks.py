@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import ALL_ALLOWED, Least, fill_nodes, num_words
+from common.grammar.matcher import ALL_ALLOWED, MinLength, fill_nodes, num_words
 from common.sampling.operators import sample
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
@@ -26,7 +26,7 @@ from tests.support.pair import grammars_of
 
 VOCAB = 70
 GRAMMAR = Grammar(GrammarKind.REGEX, "a")  # which one does not matter: the masks are given
-NO_LEAST = Least(0, ())
+NO_MINIMUM = MinLength(0, ())
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "repetition_penalty": 1.5, "num_logprobs": 2},
@@ -130,7 +130,7 @@ def test_masks_of_a_tree_are_those_of_new_matchers(seed: int) -> None:
     matcher = matcher_of(regex)
     assert matcher.accept(letters[0])
     for _ in range(2):  # the second time shows that the matcher is where it was
-        fill_nodes(matcher, masks, NO_LEAST, token_ids, parents)
+        fill_nodes(matcher, masks, NO_MINIMUM, token_ids, parents)
         num_filled = 0
         for node in range(16):
             path, at = [], node
@@ -152,7 +152,7 @@ def test_the_end_is_forbidden_before_the_least_length_unless_nothing_else_is_all
     masks = np.empty((3, num_words(VOCAB_SIZE)), np.int32)
 
     def may_end(regex: str, num_tokens: int) -> list[bool]:
-        fill_nodes(matcher_of(regex), masks, Least(num_tokens, (END_ID,)), [a, a], [0, 1])
+        fill_nodes(matcher_of(regex), masks, MinLength(num_tokens, (END_ID,)), [a, a], [0, 1])
         return [bool(mask[0] >> END_ID & 1) for mask in masks]
 
     assert may_end("a*", 0) == [True, True, True]
