@@ -10,7 +10,7 @@ _EMPTY = object()
 
 
 class Cell(Generic[T]):
-    """A value that one piece (a unit of work on a stream) sets once and later ones read.
+    """A value that one piece (a unit of work on a stream), or the engine's thread, sets once and later pieces read.
 
     Another thread may read it too, after it has seen an event done that was recorded on the stream after that piece. If
     the piece fails, later pieces of the same failure scope are skipped, so none of them reads an empty cell.

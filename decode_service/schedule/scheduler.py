@@ -2,6 +2,8 @@
 
 step:   commands ─▶ landed rows ─▶ hand-offs ─▶ merge, retract, prepare ─▶ launch N+1 ─▶ finish N ─▶ events
 stream:            [ ........... forward N ........... ][ ........... forward N+1 ........... ]
+
+If grammars constrain rows of N+1, its draw is enqueued after "finish N", when its masks are known.
 """
 
 from __future__ import annotations
