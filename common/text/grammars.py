@@ -8,6 +8,7 @@ llguidance builds masks while an output goes on, so compiling takes little, and 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,12 @@ _JSON_OPTIONS: Any = {
     "json_allow_general_unicode_escapes": False,
     "whitespace_pattern": r"[ \n\r\t]{1,4}",  # else a model may write spaces for ever
 }
-"""They override what a schema's own `x-guidance` says."""
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are no schemas."""
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose values are schemas by name. A name may be spelled like a keyword."""
+_PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions|properties)/[^/%]*)*")
+"""A `$ref` that leads to no value of a keyword in `_VALUES`."""
 _BEFORE_FORCED = "\n"
 """A text that tokenizers keep apart from the text after it. The space that they put before a text comes before it."""
 
@@ -181,7 +187,11 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
         raise GrammarRefused(f"has {len(grammar.text)} characters, more than {most}")
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            text = LLMatcher.grammar_from_json_schema(_checked_schema(grammar.text), overrides=_JSON_OPTIONS)
+            schema = _checked_schema(grammar.text)
+            try:
+                text = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+            except ValueError as error:  # of text that is not Unicode: half of a surrogate pair
+                raise GrammarRefused(str(error)) from error
         case GrammarKind.REGEX:
             text = LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
@@ -202,7 +212,9 @@ def _checked_schema(text: str) -> dict[str, Any]:
         raise GrammarRefused(f"is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise GrammarRefused("is not a JSON object")
-    for part in _objects(schema):
+    for part in _schemas_in(schema):
+        if "x-guidance" in part:
+            raise GrammarRefused("x-guidance: is not supported")
         multiple = part.get("multipleOf")
         if isinstance(multiple, int | float) and not 0 < multiple <= _MAX_MULTIPLE:
             raise GrammarRefused(f"multipleOf: {multiple} is not in (0, {_MAX_MULTIPLE}]")
@@ -211,7 +223,28 @@ def _checked_schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
+def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the schema and those inside it, and all objects in values too if a `$ref` may lead there."""
+    has_odd_reference = False
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            yield part
+            for keyword, value in part.items():
+                if keyword in _BY_NAME and isinstance(value, dict):
+                    waiting += value.values()
+                elif keyword not in _VALUES:
+                    waiting.append(value)
+            reference = part.get("$ref")
+            has_odd_reference |= isinstance(reference, str) and not _PLAIN_REFERENCE.fullmatch(reference)
+    if has_odd_reference:
+        yield from _objects_in(schema)
+
+
+def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
     waiting = [value]
     while waiting:
         part = waiting.pop()

@@ -19,6 +19,7 @@ from tests.decode_edge.edge_under_test import Edge, error_of, vocab_size
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of_pieces, with_space_mark
 
 JSON_SCHEMA, REGEX = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX
+SLOW = {"type": "integer", "multipleOf": 999_983}
 PROMPT = inference_pb2.TokenIds(ids=[1, 2])
 
 
@@ -31,9 +32,14 @@ PROMPT = inference_pb2.TokenIds(ids=[1, 2])
         ("json_schema", json.dumps({"type": "banana"}), "banana"),
         ("json_schema", json.dumps({"not": {}}), '"not"'),
         ("json_schema", json.dumps({"type": "array", "uniqueItems": True}), "uniqueItems"),
-        ("json_schema", json.dumps({"type": "integer", "multipleOf": 999_983}), "multipleOf"),
+        ("json_schema", json.dumps(SLOW), "multipleOf"),
         ("json_schema", json.dumps({"type": "object", "minProperties": 2}), "minProperties"),
         ("json_schema", json.dumps({"enum": ["x" * 70_000]}), "characters, more than"),
+        ("json_schema", json.dumps({"const": "\ud800"}), "not JSON serializable"),
+        ("json_schema", json.dumps({"type": "integer", "x-guidance": {}}), "x-guidance"),
+        ("json_schema", json.dumps({"properties": {"const": SLOW}}), "multipleOf"),
+        ("json_schema", json.dumps({"$ref": "#/examples/0", "examples": [SLOW]}), "multipleOf"),
+        ("json_schema", json.dumps({"$ref": "#/$defs/a%2Fdefault", "$defs": {"a": {"default": SLOW}}}), "multipleOf"),
         ("regex", "(a", "regex parse error"),
         ("regex", "a(?=b)", "look-around"),
         ("lark", "start: nothing", "nothing"),
@@ -44,6 +50,21 @@ async def test_a_grammar_that_is_not_served_is_refused_by_name(edge: Edge, field
     code, _, metadata = await error_of(call)
     assert (code, metadata) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": f"sampling.{field}"})
     assert words in await call.details()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": {"multipleOf": 0, "x-guidance": 1}},
+        {"enum": [{"minProperties": 2}]},
+        {"type": "string", "default": {"multipleOf": 0}, "examples": [{"x-guidance": 1}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string", "default": SLOW}}},
+        {"type": "object", "properties": {"x-guidance": {"type": "string"}}},
+    ],
+)
+async def test_a_value_or_a_name_that_looks_like_a_keyword_is_served(edge: Edge, schema: dict[str, object]) -> None:
+    edge.generate(token_ids=PROMPT, sampling=types_pb2.SamplingParams(json_schema=json.dumps(schema)))
+    assert (await edge.engine.submitted()).matcher is not None
 
 
 async def test_a_grammar_does_not_go_with_an_output_that_ignores_its_end(edge: Edge) -> None:
