@@ -9,7 +9,7 @@ from common.errors import InvalidRequest
 
 
 class GrammarKind(Enum):
-    """The language of a grammar's text. The values are the names of the fields of `baton.v1.Grammar`."""
+    """The language of a grammar's text. The values are the names of SamplingParams' fields for it."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"

@@ -15,6 +15,7 @@ from common.text.grammars import GrammarRefused, Grammars, OutputRefused
 
 _MAX_WAITING = 256
 _RETRY_AFTER_S = 1
+TIMEOUT_S = 10.0
 _STACK_BYTES = 512 << 20
 """The library recurses for each definition that another one refers to. Memory is taken as far as the stack is used."""
 
@@ -22,8 +23,10 @@ _STACK_BYTES = 512 << 20
 class GrammarCompiler:
     """Makes matchers on a thread of its own. For the event loop only, inside a `with`."""
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: Grammars, *, timeout_s: float = TIMEOUT_S) -> None:
+        """A caller waits for a grammar for `timeout_s` at most. What runs then goes on, and delays the next ones."""
         self._grammars = grammars
+        self._timeout_s = timeout_s
         self._thread = _thread_with_stack(_STACK_BYTES)
         self._num_waiting = 0
 
@@ -36,18 +39,24 @@ class GrammarCompiler:
     async def matcher(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> Matcher:
         """Returns a matcher that has accepted `output_ids`.
 
-        Raises InvalidRequest, naming the field, for a grammar that is not served and for output that does not fit it;
-        Overloaded if too many grammars wait.
+        Raises InvalidRequest, naming the field, for a grammar that is not served or still compiles at the end of the
+        wait, and for output that does not fit it; Overloaded if too many grammars wait, or one waits too long.
         """
         if self._num_waiting >= _MAX_WAITING:
             raise Overloaded(f"{self._num_waiting} grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
         self._num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._grammars.matcher, grammar, output_ids
-            )
+            future = self._thread.submit(self._grammars.matcher, grammar, output_ids)
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.wrap_future(future)
         except GrammarRefused as error:
             raise InvalidRequest(f"sampling.{grammar.kind.value}", str(error)) from error
+        except TimeoutError as error:
+            if future.cancel():  # it has not begun
+                message = f"grammars wait for more than {self._timeout_s:g} s to be compiled"
+                raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
+            message = f"takes longer than {self._timeout_s:g} s to compile"
+            raise InvalidRequest(f"sampling.{grammar.kind.value}", message) from error
         except OutputRefused as error:
             raise InvalidRequest("generated_token_ids", str(error)) from error
         finally:

@@ -47,6 +47,10 @@ def invalid_row(index: int, message: str) -> RowFailed:
     return RowFailed(row=index, reason=RowFailure.INVALID_ROW, retryable=False, message=message)
 
 
+def no_room_for_row(index: int, message: str) -> RowFailed:
+    return RowFailed(row=index, reason=RowFailure.CAPACITY, retryable=True, message=message)
+
+
 class RowNumbering:
     """Translates row numbers. The frames and commands of a Handoff call count all its rows; the engine counts only
     accepted ones.

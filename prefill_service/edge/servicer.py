@@ -25,6 +25,7 @@ from common.errors import (
     EngineLost,
     FingerprintMismatch,
     InvalidRequest,
+    Overloaded,
     PrefillUnavailable,
 )
 from common.grammar.matcher import Matcher, NewMatcher, no_grammars
@@ -42,7 +43,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import MAX_CALL_ROWS, Accepted, Frame, HandoffRow, KvSegment, RowFailed, frame_figures
 from prefill_service.edge.call import HandoffCall
-from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row, invalid_row
+from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row, invalid_row, no_room_for_row
 from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import (
     CancelCallRows,
@@ -265,7 +266,9 @@ class PrefillServicer:
     async def _with_matchers(
         self, rows: list[HandoffRow | RowFailed]
     ) -> tuple[list[HandoffRow | RowFailed], dict[int, Matcher]]:
-        """Returns the rows, of which those whose grammar is not served have failed, and the matchers of the others."""
+        """Returns the rows and the matchers of those that have one. A row whose grammar is refused, or finds too many
+        waiting, fails alone.
+        """
         checked, matchers = rows.copy(), {}
         for index, row in enumerate(rows):
             if isinstance(row, HandoffRow) and row.sampling.grammar is not None:
@@ -274,6 +277,8 @@ class PrefillServicer:
                     matchers[index] = await self._new_matcher(row.sampling.grammar, output_ids)
                 except InvalidRequest as error:
                     checked[index] = invalid_row(index, str(error))
+                except Overloaded as error:
+                    checked[index] = no_room_for_row(index, str(error))
         return checked, matchers
 
     async def _follow_commands(self, context: HandoffContext, call: HandoffCall) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 import pytest
@@ -13,7 +14,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from common.errors import ContextExceeded, RowFailure, error_for_row_failure
+from common.errors import ContextExceeded, InvalidRequest, Overloaded, RowFailure, error_for_row_failure
+from common.grammar.grammar import Grammar, GrammarKind
 from common.load import EngineLoad, PoolCounts, PrefixCounts
 from common.rpc.grpc_options import channel_options
 from common.service.server import ServerLimits, ServiceServer
@@ -96,7 +98,7 @@ async def refusal(edge: Edge, *rows: HandoffRow) -> grpc.aio.AioRpcError:
 
 
 @asynccontextmanager
-async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20) -> AsyncIterator[Edge]:
+async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20, **options: Any) -> AsyncIterator[Edge]:
     async with (
         running_prefill_edge(
             limits=limits,
@@ -104,6 +106,7 @@ async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20) -> Asyn
             model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256),
             max_cached_tokens=90,
             is_ready=False,
+            **options,
         ) as edge,
         grpc.aio.insecure_channel(edge.address, options=channel_options()) as channel,
     ):
@@ -251,6 +254,35 @@ async def test_rows_beside_an_invalid_one_keep_their_numbers(edge: Edge) -> None
     ]
     assert await bounded(call.read()) is grpc.aio.EOF
     assert edge.prefill.sent_bytes() == 2 * SEGMENT_BYTES, "the cancelled row's segment returns its budget too"
+
+
+async def test_rows_whose_grammars_find_no_matcher_fail_alone() -> None:
+    async def new_matcher(grammar: Grammar, output_ids: Sequence[int]) -> Any:
+        match grammar.text:
+            case "bad":
+                raise InvalidRequest("sampling.regex", "is bad")
+            case "late":
+                raise Overloaded("grammars wait")
+        return grammar.text, list(output_ids)
+
+    def constrained(text: str) -> HandoffRow:
+        brought = replace(row(text), prompt_len=126)
+        return replace(brought, sampling=replace(brought.sampling, grammar=Grammar(GrammarKind.REGEX, text)))
+
+    rows = (constrained("bad"), row("free"), constrained("late"), constrained("good"))
+    async with serve(HandoffLimits(), new_matcher=new_matcher) as edge:
+        call = await edge.open(*rows)
+        assert isinstance(await read(call, rows), Accepted)
+        refused = [await read(call, rows) for _ in range(2)]
+        assert [(each.row, each.reason, each.retryable) for each in refused if isinstance(each, RowFailed)] == [
+            (0, RowFailure.INVALID_ROW, False),
+            (2, RowFailure.CAPACITY, True),
+        ]
+        (opened,) = await asyncio.to_thread(edge.prefill.opened)
+        assert opened.rows == (rows[1], rows[3])
+        assert opened.matchers == {1: ("good", [126, 127])}
+        edge.prefill.finish(opened.call_id)
+        await ends_well(call)
 
 
 # ---- how a call ends ------------------------------------------------------------------------------------------------
