@@ -99,6 +99,8 @@ def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
                 if isinstance(value, str):
                     raise TypeError("give a list, not a string")
                 getattr(params, name).extend(value)
+            elif (other := params.WhichOneof("grammar")) is not None and name in ("json_schema", "regex", "lark"):
+                raise ValueError(f"does not go with {other}")
             else:
                 setattr(params, name, value)
         except (TypeError, ValueError) as error:

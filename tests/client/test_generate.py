@@ -235,6 +235,8 @@ async def test_a_server_that_breaks_the_order_is_an_internal_error(
         ({"prompt": "a", "seed": 2**64}, "sampling.seed"),
         ({"prompt": "a", "stop": "END"}, "sampling.stop"),
         ({"prompt": "a", "logit_bias": {-1: 0.0}}, "sampling.logit_bias"),
+        ({"prompt": "a", "regex": "a", "json_schema": "{}"}, "sampling.json_schema"),
+        ({"prompt": "a", "lark": "start: A", "regex": "a"}, "sampling.regex"),
     ],
 )
 async def test_what_the_wire_cannot_carry_is_refused_by_name(
