@@ -30,7 +30,7 @@ def num_cached(pair: RunningPair, number: int, num_tokens: int) -> int:
 
 
 def known_and_cached(pair: RunningPair) -> list[tuple[int, int]]:
-    """How many tokens each prefill service should have cached, and how many it has."""
+    """Returns how many tokens each prefill service should have cached, and how many it has."""
     known = [replica.num_known_tokens for replica in pair.load().prefill_replicas]
     return list(zip(known, [client.load().slots.cached for client in pair.prefills], strict=True))
 

@@ -127,7 +127,7 @@ def both(loop: LoopThread) -> Iterator[tuple[GatewayHere, list[ScriptedServer]]]
 
 
 def num_asked(servers: list[ScriptedServer]) -> list[int]:
-    """How many calls each service got since the last time."""
+    """Returns how many calls each service got since the last time."""
     nums = []
     for server in servers:
         nums.append(server.inference.requests.qsize())

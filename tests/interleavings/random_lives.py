@@ -37,7 +37,7 @@ BEGINNINGS = ((1, 2, 3, 4, 5), (1, 2, 3), (1, 2, 9, 8), (1, 2, 9), (6,))
 
 SALTS = ("", "", "a", None)
 REPLICAS = ("stays", "stays", "stays", "leaves", "returns", "comes late")
-"""What the replica does. Where it does not stay, the decode service does without it meanwhile."""
+"""The replica's behaviour. Where it does not stay, the decode service does without it meanwhile."""
 
 PREFIX = "random_life-"
 """Prefix of a random life's name; its seed follows."""

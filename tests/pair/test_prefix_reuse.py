@@ -111,7 +111,7 @@ HEADS = {
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How conversations are held: one request at a time or 16 at once, and with which options."""
+    """A way to hold conversations: one request at a time or 16 at once, and with which options."""
 
     chunk_tokens: int
     at_once: bool

@@ -136,7 +136,7 @@ class Reusing(PrefillHalf):
         return failed
 
     def num_computed(self) -> int:
-        """How many tokens were computed since the last call."""
+        """Returns how many tokens were computed since the last call."""
         num_tokens = sum(len(forward.input_ids) for forward in self.model.forwards)
         self.model.forwards.clear()
         return num_tokens

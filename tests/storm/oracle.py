@@ -37,7 +37,7 @@ MIN_SHARED_PROMPT = 6
 
 
 class Relation(Enum):
-    """What a case has in common with an earlier one, in that one's namespace if not said otherwise."""
+    """The beginning that a case shares with an earlier one, in that one's namespace if not said otherwise."""
 
     NONE = auto()
     BEGINNING = auto()  # a third to two thirds of its prompt

@@ -233,7 +233,7 @@ def _burst(pair: InProcessPair, group: Sequence[Talk], turn: int, salt: Callable
 
 
 class Left:
-    """What a service should have in its cache: token sequences, and how many of their tokens have their KV there."""
+    """The expected content of a service's cache: token sequences, and how many of their tokens have their KV there."""
 
     def __init__(self, *, lookahead: int, caches: bool) -> None:
         self._lookahead = lookahead
