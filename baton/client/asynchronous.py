@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2
 from baton.client.channel import ChannelOptions, Tls
 from baton.client.event_order import CompletionBuilder
 from baton.client.generation import Generation, Progress
-from baton.client.servers import AsyncServers, CommonServer, Server
+from baton.client.servers import AsyncServers, CommonServer, Opening, Server
 from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
@@ -42,6 +42,7 @@ class AsyncEventStream(AsyncIterator[Event]):
         self._metadata = trace_metadata()
         self._is_closed = asyncio.Event()
         self._server: Server | None = None  # of the last call
+        self._opening = Opening(self._beginnings)  # of the last call
         self._call: Any = None  # None until a server is ready
         with suppress(Unavailable):  # the first read tries again, and raises it
             if (server := servers.take(self._beginnings, common=self._common)) is not None:
@@ -73,7 +74,7 @@ class AsyncEventStream(AsyncIterator[Event]):
                     if message is grpc.aio.EOF:
                         break
                     if self._server is not None and message.HasField("started"):
-                        self._servers.note_accepted(self._server, self._beginnings)
+                        self._servers.note_accepted(self._server, self._opening)
                     if (event := self._generation.accept(message)) is not None:
                         return event
                     continue
@@ -116,14 +117,15 @@ class AsyncEventStream(AsyncIterator[Event]):
         self._open_call(server)
 
     def _open_call(self, server: Server) -> None:
-        servers, beginnings, self._server = self._servers, self._beginnings, server
+        servers, self._server = self._servers, server
+        opening = self._opening = Opening(self._beginnings)
         try:
             request, timeout_s = self._generation.next_call()
             self._call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         except BaseException:
-            servers.give_back(server, beginnings)
+            servers.give_back(server, opening)
             raise
-        self._call.add_done_callback(lambda _: servers.give_back(server, beginnings))
+        self._call.add_done_callback(lambda _: servers.give_back(server, opening))
 
     def _cancel_call(self) -> None:
         if self._call is not None:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 from baton.client.channel import ChannelOptions, Tls
 from baton.client.event_order import CompletionBuilder
 from baton.client.generation import Generation, Progress
-from baton.client.servers import BlockingServers, CommonServer, Server
+from baton.client.servers import BlockingServers, CommonServer, Opening, Server
 from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
@@ -40,6 +40,7 @@ class EventStream(Iterator[Event]):
         self._metadata = trace_metadata()
         self._is_closed = threading.Event()
         self._server: Server | None = None  # of the last call
+        self._opening = Opening(self._beginnings)  # of the last call
         self._call: Any = None  # None until a server is ready; cancels itself when it is garbage-collected
         with suppress(Unavailable):  # the first read tries again, and raises it
             if (server := servers.take(self._beginnings, common=self._common)) is not None:
@@ -66,7 +67,7 @@ class EventStream(Iterator[Event]):
                     error = failure
                 else:
                     if self._server is not None and message.HasField("started"):
-                        self._servers.note_accepted(self._server, self._beginnings)
+                        self._servers.note_accepted(self._server, self._opening)
                     if (event := self._generation.accept(message)) is not None:
                         return event
                     continue
@@ -109,19 +110,20 @@ class EventStream(Iterator[Event]):
             self._call.cancel()
 
     def _open_call(self, server: Server) -> None:
-        servers, beginnings, self._server = self._servers, self._beginnings, server
+        servers, self._server = self._servers, server
+        opening = self._opening = Opening(self._beginnings)
         try:
             request, timeout_s = self._generation.next_call()
             call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         except ValueError as error:  # another thread has closed the client since the server was chosen
-            servers.give_back(server, beginnings)
+            servers.give_back(server, opening)
             raise Cancelled(f"the client is closed: {error}") from None
         except BaseException:
-            servers.give_back(server, beginnings)
+            servers.give_back(server, opening)
             raise
         # Not add_done_callback, which would keep the call alive, so that dropping it would not cancel it.
-        if not call.add_callback(lambda: servers.give_back(server, beginnings)):
-            servers.give_back(server, beginnings)
+        if not call.add_callback(lambda: servers.give_back(server, opening)):
+            servers.give_back(server, opening)
         self._call = call
 
     def __enter__(self) -> Self:

@@ -92,6 +92,16 @@ class CommonServer:
     server: Server | None = None
 
 
+@dataclass(slots=True)
+class Opening:
+    """The time in which one call asks a server for a request with these beginnings. It ends when the server accepts the
+    request or the call ends.
+    """
+
+    beginnings: Beginnings
+    has_ended: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """The ends of one call's wait for a server, as times of `time.monotonic`: of the wait for look-ups, of the wait for
@@ -229,18 +239,19 @@ class Servers(ABC):
             server.num_open += 1
             return server
 
-    def give_back(self, server: Server, beginnings: Beginnings = NO_BEGINNINGS) -> None:
-        """Call when a call at a server that `take` returned has ended, with the beginnings that `take` was given."""
+    def give_back(self, server: Server, opening: Opening | None = None) -> None:
+        """Call when a call at a server that `take` returned has ended. One without beginnings needs no `opening`."""
         with self._changed:
             server.num_open -= 1
-            self._known.forget_opening(beginnings, server.target)
+            if opening is not None:
+                self._end_opening(server, opening)
             self._close_if_done(server)
 
-    def note_accepted(self, server: Server, beginnings: Beginnings) -> None:
-        """Call when the server has accepted a request with these beginnings."""
+    def note_accepted(self, server: Server, opening: Opening) -> None:
+        """Call when the server has accepted the request of the call that began with `opening`."""
         with self._changed:
-            self._known.note(beginnings, server.target)
-            self._known.forget_opening(beginnings, server.target)
+            self._known.note(opening.beginnings, server.target)
+            self._end_opening(server, opening)
 
     def note_failed(self, server: Server, error: BatonError) -> None:
         """Call when a call at the server has failed. Only errors that say something about the server count."""
@@ -290,6 +301,11 @@ class Servers(ABC):
             if candidates[found].num_open <= least_busy.num_open + max(MIN_MARGIN_CALLS, MARGIN_SHARE * mean):
                 return candidates[found]
         return least_busy
+
+    def _end_opening(self, server: Server, opening: Opening) -> None:
+        if not opening.has_ended:
+            opening.has_ended = True
+            self._known.forget_opening(opening.beginnings, server.target)
 
     def _is_looking(self) -> bool:
         since_s = self._looking_since_s

@@ -29,6 +29,7 @@ from baton.client.servers import (
     AsyncServers,
     BlockingServers,
     CommonServer,
+    Opening,
     Server,
 )
 from baton.events import Started
@@ -96,7 +97,7 @@ def take(
     """Takes the server for a chat of these turns, or for a request without a beginning. The server accepts it."""
     beginnings = servers.beginnings_of(chat(*turns, **fields))
     server = servers.take_when_ready(beginnings, avoided=avoided, common=common, timeout_s=BOUND_S)
-    servers.note_accepted(server, beginnings)
+    servers.note_accepted(server, Opening(beginnings))
     return server
 
 
@@ -289,7 +290,7 @@ def test_a_request_that_no_server_accepted_has_no_home(servers: BlockingServers)
     chosen: set[Server] = set()
     for _ in range(NUM_SERVERS):
         chosen.add(server := servers.take_when_ready(beginnings, timeout_s=BOUND_S))
-        servers.give_back(server, beginnings)
+        servers.give_back(server, Opening(beginnings))
     assert len(chosen) == NUM_SERVERS
 
 
@@ -298,16 +299,27 @@ def test_requests_that_begin_alike_stay_together_before_any_is_accepted(servers:
     taken = [servers.take_when_ready(beginnings, timeout_s=BOUND_S) for _ in range(MIN_MARGIN_CALLS + 2)]
     assert len({*taken[:-1]}) == 1 and taken[-1] is not taken[0], "the bound on imbalance holds"
     for server in taken[1:-1]:
-        servers.give_back(server, beginnings)
-    servers.give_back(taken[-1], beginnings)
+        servers.give_back(server, Opening(beginnings))
+    servers.give_back(taken[-1], Opening(beginnings))
     assert servers.take_when_ready(beginnings, timeout_s=BOUND_S) is taken[0], "one of them still asks there"
 
 
 def test_once_it_is_accepted_the_last_server_that_accepted_it_counts(servers: BlockingServers) -> None:
     home = take(servers, *conversation(0))
     moved_to = take(servers, *conversation(0), avoided=home)
-    servers.give_back(moved_to, servers.beginnings_of(chat(*conversation(0))))
+    servers.give_back(moved_to)
     assert take(servers, *conversation(0)) is moved_to
+
+
+def test_the_end_of_an_accepted_call_forgets_no_other_that_asks(servers: BlockingServers) -> None:
+    beginnings = servers.beginnings_of(chat(*conversation(0)))
+    accepted, asking = (servers.take_when_ready(beginnings, timeout_s=BOUND_S) for _ in range(2))
+    assert accepted is asking
+    opening = Opening(beginnings)
+    servers.note_accepted(accepted, opening)
+    take(servers, *conversation(0), avoided=asking)
+    servers.give_back(accepted, opening)
+    assert servers.take_when_ready(beginnings, timeout_s=BOUND_S) is asking
 
 
 def test_the_choices_of_a_prompt_have_one_server_and_count_there_for_others(servers: BlockingServers) -> None:
