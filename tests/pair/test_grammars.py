@@ -70,7 +70,7 @@ def text_of(outcome: Outcome) -> str:
 
 
 def greedy(model: Any, prompt: Sequence[int], language: Language) -> list[int]:
-    """The most likely tokens that the language allows, computed by transformers."""
+    """Returns the most likely tokens that the language allows, computed by transformers."""
     output: list[int] = []
     text = ""
     while len(output) < NEW_TOKENS and END_ID not in output:

@@ -38,7 +38,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def packed(allowed: Tensor) -> Tensor:
-    """[rows, vocab] bool as masks."""
+    """Packs [rows, vocab] bool into masks."""
     bits = np.zeros((allowed.shape[0], 32 * num_words(allowed.shape[1])), np.uint8)
     bits[:, : allowed.shape[1]] = allowed.numpy()
     return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
