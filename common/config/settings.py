@@ -26,9 +26,10 @@ KvTransport = Literal["auto", "grpc", "shared_memory", "nixl"]
 MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
 
-_SHORT_PROMPT_ON_CPU = 64
-"""With so many tokens local prompts have their first token earlier than those handed over, and running requests their
-tokens no later (`python -m benchmarks.local_prefill`).
+_SHORT_PROMPT_ON_CPU = 128
+"""With so many tokens local prompts have their first token earlier than those handed over, and the longest gaps between
+running requests' tokens are hardly longer (`python -m benchmarks.local_prefill`). The next turns of several chats that
+come together fit, which they do not with half as many (`python -m benchmarks.prefix_reuse`).
 """
 
 DEMO_MODEL = "demo"
@@ -169,7 +170,7 @@ class DecodeSettings(ServiceSettings):
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     """Most requests that may wait while max_rows others are served; more are refused."""
     local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Most tokens left of a prompt that the decode service computes itself; 0: none; unset: 64 on a CPU, 0 on a GPU."""
+    """Most tokens left of a prompt that decode computes itself; 0: none; unset: 128 on a CPU, 0 on a GPU."""
     prefill_fallback: bool = False
     """While no prefill service is ready, computes prompts of any length in the decode service; else they fail."""
     max_handoff_attempts: Positive = 3

@@ -118,7 +118,7 @@ def test_an_unknown_fast_path_is_refused_by_an_error_that_lists_the_known_ones()
 @pytest.mark.parametrize(
     ("flags", "num_tokens"),
     [
-        ((), 64),
+        ((), 128),
         (("--device=cuda",), 0),
         (("--local-prefill-tokens=0",), 0),
         (("--device=cuda:1", "--local-prefill-tokens=7"), 7),

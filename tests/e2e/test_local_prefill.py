@@ -16,7 +16,7 @@ from tests.support.running_pair import BOUND_S, RunningPair, running_pair
 
 NUM_CHATS = 3
 NEW_TOKENS = 12
-LONG, SHORT = 200, 15  # tokens of a turn; by default at most 64 stay in the decode service
+LONG, SHORT = 200, 15  # tokens of a turn; by default at most 128 stay in the decode service
 TURNS = (LONG, SHORT, SHORT, LONG, SHORT, LONG, SHORT)
 KILLED_IN_TURN = 3
 

@@ -247,7 +247,7 @@ def test_the_demo_model_speculates_as_it_is_and_another_by_one_variable(
 
 
 @pytest.mark.parametrize(
-    ("name", "max_short_prompt"), [("compose.yaml", 0), ("compose.cpu.yaml", 64), (DECODE_HOST, 0)]
+    ("name", "max_short_prompt"), [("compose.yaml", 0), ("compose.cpu.yaml", 128), (DECODE_HOST, 0)]
 )
 def test_which_prompts_decode_computes_itself_is_its_default_or_set_by_variables(
     name: str, max_short_prompt: int
