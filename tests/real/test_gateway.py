@@ -44,7 +44,7 @@ def gateway(pair: LocalPair) -> Iterator[GatewayHere]:
 
 def test_a_short_question_is_answered_without_a_handoff(pair: LocalPair) -> None:
     """By default, on a CPU. A question with a long beginning before it is handed over, and the next one is not."""
-    book = "The sea is calm tonight. " * 20
+    book = "The sea is calm tonight. " * 60
     with Client(pair.decode_addresses[0]) as client:
         answers = [
             client.complete(prompt, max_tokens=2, cache_salt="short")
