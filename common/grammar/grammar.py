@@ -1,4 +1,4 @@
-"""What a request's output must look like, as text: a JSON schema, a regular expression or a grammar."""
+"""The grammar of a request's output, as text: a JSON schema, a regular expression or a Lark grammar."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_each_name_reaches_what_it_switches_off(
 async def test_a_prefill_service_says_how_much_it_may_cache(
     disabled: tuple[FastPath, ...], expected: int, begun: list[int], tiny_model_dir: Callable[[str], Path]
 ) -> None:
-    """Of one that caches nothing decode services expect nothing."""
+    """A decode service expects nothing of a prefill service that caches nothing."""
     settings = PrefillSettings(
         model=str(tiny_model_dir("llama")),
         listen=free_address(),

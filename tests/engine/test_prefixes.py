@@ -675,7 +675,7 @@ def check_damaged_kv_is_forgotten() -> None:
 
 
 def test_one_that_holds_only_forgotten_kv_is_not_waited_for() -> None:
-    """What it holds of the prompt was found to be damaged, and it brings no more than the last token."""
+    """A source whose cached KV was found to be damaged brings nobody that KV; only its last token is still to come."""
     scripted = ScriptedEngine()
     serve(scripted, "before", WAITING, 3)
     damage = _Damage(scripted)
