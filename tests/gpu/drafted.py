@@ -13,12 +13,12 @@ from tests.support.models import save_last_token_model
 
 
 def load_drafted(
-    directory: Path, family: str, num_layers: int, *, logits_std: float
+    directory: Path, family: str, num_layers: int, **options: float
 ) -> tuple[Path, TargetModel, DraftHead]:
     """Make and load a target and its copy head in float32. Returns the target's directory, the target (which
-    captures the states its head reads) and the head.
+    captures the states its head reads) and the head. `options` are those of `save_last_token_model`.
     """
-    target_dir = save_last_token_model(directory / "target", logits_std=logits_std)
+    target_dir = save_last_token_model(directory / "target", **options)
     head_dir = save_copy_head(directory / "head", target_dir=target_dir, family=family, num_layers=num_layers)
     target = load_target(target_dir, device="cuda", dtype="float32")
     head = load_draft(head_dir, target=target, device="cuda", dtype="float32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,54 +15,15 @@ from transformers import AutoModelForCausalLM
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Mask
-from common.sampling.params import ResolvedSampling
 from common.text.grammars import LlgMatcher
 from decode_service.messages import FinishReason
 from decode_service.schedule import grammar_masks, scheduler
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import ResultTaker
 from tests.support.drafted import SHAPES, Counts, Drafted
-from tests.support.models import END_ID, SMALL_VOCAB_SIZE, make_tokenizer
+from tests.support.languages import END, LANGUAGES, NEW_TOKENS, PROMPTS, TOKENIZER, Language, sampling_of, submit_all
+from tests.support.models import END_ID
 from tests.support.pair import InProcessPair, MakePair, Outcome, PairOptions
-
-NEW_TOKENS = 40
-TOKENIZER = make_tokenizer(SMALL_VOCAB_SIZE)
-END = "<end>"
-PROMPTS = [[4 + (7 * number + 3 * place) % 56 for place in range(6 + number)] for number in range(8)]
-
-
-@dataclass(frozen=True)
-class Language:
-    """A regular expression, and the characters that may follow a text in it, written down independently."""
-
-    regex: str
-    following: Callable[[str], str]
-
-    @property
-    def grammar(self) -> Grammar:
-        return Grammar(GrammarKind.REGEX, self.regex)
-
-
-def _runs(text: str) -> str:
-    return {"b": "c", "d": END}.get(text[-1:], "abd")
-
-
-LANGUAGES = (
-    Language("[abc]{9}z", lambda text: "abc" if len(text) < 9 else "z" if len(text) == 9 else END),
-    Language("(a|bc)*d", _runs),
-    Language("([A-F][a-f])+", lambda text: "abcdef" if len(text) % 2 else "ABCDEF" + (END if text else "")),
-)
-
-
-def sampling_of(number: int, *, temperature: float, is_free: bool = False, **options: Any) -> ResolvedSampling:
-    return ResolvedSampling(
-        seed=number,
-        max_tokens=NEW_TOKENS,
-        temperature=temperature,
-        eos_token_ids=(END_ID,),
-        grammar=None if is_free else LANGUAGES[number % len(LANGUAGES)].grammar,
-        **options,
-    )
 
 
 def text_of(outcome: Outcome) -> str:
@@ -72,15 +33,10 @@ def text_of(outcome: Outcome) -> str:
 def greedy(model: Any, prompt: Sequence[int], language: Language) -> list[int]:
     """Returns the most likely tokens that the language allows, computed by transformers."""
     output: list[int] = []
-    text = ""
     while len(output) < NEW_TOKENS and END_ID not in output:
         logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
-        following = language.following(text)
-        allowed = [END_ID] if following.endswith(END) else []
-        allowed += TOKENIZER.convert_tokens_to_ids(list(following.removesuffix(END)))
-        token = allowed[int(logits[allowed].argmax())]
-        output.append(token)
-        text += TOKENIZER.convert_ids_to_tokens(token)
+        allowed = language.allowed_after(output)
+        output.append(allowed[int(logits[allowed].argmax())])
     return output
 
 
@@ -90,22 +46,10 @@ def run(
     options: PairOptions,
     *,
     has_head: bool = True,
-    temperature: float = 0.0,
-    at_once: bool = True,
     **sampling: Any,
 ) -> InProcessPair:
-    """Every other request is free of a grammar."""
     pair = make_pair(drafted.target, options, draft=drafted.head if has_head else None)
-    for number, prompt in enumerate(PROMPTS):
-        for is_free in (True, False):  # what the first leaves in the cache, the second finds
-            name = f"{number} {'free' if is_free else 'bound'}"
-            pair.submit(
-                name, prompt, sampling_of(number, temperature=temperature, is_free=is_free, **sampling), cache_salt=""
-            )
-            if not at_once:
-                pair.run()
-    pair.run()
-    return pair
+    return submit_all(pair, **sampling)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from common.attention.choice import new_draw_kernels
 from common.device.stream import Device
 from common.draft.head import DraftHead
 from common.errors import BatonError
+from common.grammar.grammar import Grammar
 from common.grammar.matcher import Matcher
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling, TokenLogprobs
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from common.text.grammars import Grammars
 
 _IDLE_STEP_S = 0.001
+
+NewMatcher = Callable[[Grammar, Sequence[int]], Matcher]
+"""A function that makes a matcher for a grammar that has accepted these tokens of output."""
 
 Tamper = Callable[[Frame], Sequence[Frame]]
 """A function that replaces one frame of a prefill engine by the frames that arrive in its place."""
@@ -139,6 +143,10 @@ class PrefillReplica:
     inbox: _PrefillInbox
 
 
+def _compiles(vocab_size: int) -> NewMatcher:
+    return lambda grammar, output_ids: grammars_of(vocab_size).matcher(grammar, output_ids)
+
+
 @cache
 def grammars_of(vocab_size: int) -> Grammars:
     """Makes matchers for the tiny tokenizer of this size."""
@@ -155,7 +163,8 @@ class InProcessPair:
     those of its device.
 
     `new_device` makes each engine's device. `tamper` maps each frame to the frames that arrive instead; an empty
-    sequence holds it back. All engines share `clock`.
+    sequence holds it back. All engines share `clock`. `new_matcher` makes the matchers, by default
+    with the library that the services use.
     """
 
     def __init__(
@@ -170,9 +179,10 @@ class InProcessPair:
         prefill_draw_kernels: TritonDraws | None = None,
         options: PairOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
+        new_matcher: NewMatcher | None = None,
     ) -> None:
         self._options = options = options or PairOptions()
-        self._vocab_size = model.vocab_size
+        self._matcher_of = new_matcher or _compiles(model.vocab_size)
         self._prefill_draft = prefill_draft or draft
         self._prefill_draw_kernels = prefill_draw_kernels
         device = new_device()
@@ -246,7 +256,7 @@ class InProcessPair:
 
     def _new_matcher(self, sampling: ResolvedSampling, output_ids: Sequence[int]) -> Matcher:
         assert sampling.grammar is not None
-        return grammars_of(self._vocab_size).matcher(sampling.grammar, output_ids)
+        return self._matcher_of(sampling.grammar, output_ids)
 
     @property
     def prefill(self) -> PrefillEngine:
