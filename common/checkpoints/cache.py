@@ -46,10 +46,10 @@ def kernels_cache_dir() -> Path:
 
 
 def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress) -> Path:
-    """Returns the directory `path`. If it does not exist, `make(scratch, out)` fills `out` first; `scratch` is for its
-    work.
+    """Returns the directory `path`. If it does not exist, `make(scratch, out)` fills `out` first, which then becomes
+    `path`; `scratch` is for its work.
 
-    If `make` raises or the process dies, `path` does not exist.
+    If `make` raises or the process dies, `path` does not exist. `progress` is told if another process is waited for.
     """
     if path.is_dir():
         return path

@@ -359,7 +359,8 @@ def read_tokenizer(directory: Path) -> Any | None:
 def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
     """Raises UnsupportedModel, naming the token, if a token's id is not below `vocab_size`.
 
-    Tokens that no file names do not count: some classes of transformers add them, and a prompt that has one is refused.
+    Tokens that are in none of the model's files are not checked: some tokenizer classes of transformers add them, and a
+    prompt that has one is refused later.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     past = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= vocab_size)

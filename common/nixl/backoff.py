@@ -21,7 +21,7 @@ class Backoff:
         self._succeeded_at_s: float | None = None
 
     def succeeded(self) -> None:
-        """Notes that the attempt has succeeded."""
+        """Notes that the attempt has succeeded. If its success lasts, the next wait is the shortest again."""
         self._succeeded_at_s = self._clock_s()
 
     def next_wait_s(self) -> float:

@@ -3,7 +3,7 @@
 step:   commands ─▶ landed rows ─▶ hand-offs ─▶ merge, retract, prepare ─▶ launch N+1 ─▶ finish N ─▶ events
 stream:            [ ........... forward N ........... ][ ........... forward N+1 ........... ]
 
-If grammars constrain rows of N+1, its draw is enqueued after "finish N", when its masks are known.
+If grammars constrain rows of N+1, their tokens are drawn only after "finish N", when the masks are known.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ class KvSender:
     ) -> None:
         """Queues a range of layers of a forward's chunks, to be sent after the event `written`.
 
-        It may be called while the forward is still being launched, before `queue` is called for it.
+        It may be called while the forward is still being launched. `queue`, called after the launch, queues the other
+        layers.
         """
         for chunk in chunks:
             if not (tokens := sent_tokens(chunk)):

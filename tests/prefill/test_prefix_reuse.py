@@ -297,7 +297,7 @@ def test_prompts_that_wait_for_a_failed_one_go_on_alone(make: Make) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_chunk_that_failed_leaves_nothing(make: Make, failing: int) -> None:
-    """KV that earlier chunks left in the cache stays there."""
+    """Its KV is not cached. What earlier chunks left in the cache stays there."""
     prefill = make(overlap=False)
     prefill.ask("failing", PROMPT)
     while len(prefill.model.forwards) < failing:
