@@ -33,6 +33,8 @@ class SamplingOptions(TypedDict, total=False):
     regex: str | None
     lark: str | None
     speculate: bool | None
+    skip_special_tokens: bool | None
+    include_stop_str_in_output: bool | None
 
 
 def generate_request(

@@ -83,7 +83,6 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": ("",),
     "id_slot": (-1,),
     "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -100,7 +99,6 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([], ""),
     "structured_outputs": ({},),
@@ -206,6 +204,8 @@ class GenerationFields(_StrictFields):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     speculate: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     cache_prompt: bool | None = None
     return_token_ids: bool = False
@@ -235,6 +235,8 @@ class GenerationFields(_StrictFields):
             logit_bias=_logit_bias(self.logit_bias),
             logprobs=logprobs,
             speculate=self.speculate,
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
             json_schema=None if self.response_format is None else self.response_format.schema_text,
             **self.numbers,  # type: ignore[typeddict-item]
         )

@@ -93,6 +93,11 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
     def special_ids(self) -> frozenset[int]:
         return self._special_ids
 
+    @property
+    def with_special_tokens(self) -> TokenDecoder:
+        """The same decoder, except that special tokens are text: their names."""
+        return _WithSpecialTokens(self, self._backend)
+
     def is_skipped(self, token_id: int) -> bool:
         return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
 
@@ -151,3 +156,24 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         """
         if len(self._encode(beginning, adds_special_tokens=False)) > max_tokens + max_tokens // 4 + 64:
             raise TextTooLong(f"more than {max_tokens} tokens")
+
+
+class _WithSpecialTokens(TokenDecoder):
+    """Decodes as `tokenizer` does, and special tokens to their names."""
+
+    def __init__(self, tokenizer: TokenDecoder, backend: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = backend
+
+    def is_skipped(self, token_id: int) -> bool:
+        return self._backend.id_to_token(token_id) is None
+
+    @property
+    def byte_of(self) -> Mapping[int, int]:
+        return self._tokenizer.byte_of
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
+
+    def bytes_of(self, token_id: int, *, begins_text: bool = False) -> bytes:
+        return self._tokenizer.bytes_of(token_id, begins_text=begins_text)

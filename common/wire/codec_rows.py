@@ -20,7 +20,15 @@ from common.sampling.params import (
 )
 from common.wire.handoff import MAX_CACHE_SALT_CHARS, HandoffRow
 
-_EDGE_ONLY = ("stop", "ignore_eos", "n", "speculate", "logit_bias")
+_EDGE_ONLY = (
+    "stop",
+    "ignore_eos",
+    "n",
+    "speculate",
+    "logit_bias",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
 """Fields of SamplingParams that no row has."""
 
 

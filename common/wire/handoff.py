@@ -51,8 +51,8 @@ class HandoffRow:
 
     There are such tokens if the decode engine gave up the request's KV (a retraction) or the client resumed the request
     after its stream had broken. `attempt` is the number of the request's handoff, counted from 0. `num_held_tokens`
-    has a pair (layer group, n) for each group: the decode engine has the KV of the first n tokens already, and it is not
-    sent. n is the same for all groups, and less than the number of tokens. If it has none, there are no pairs.
+    has a pair (layer group, n) for each group: the decode engine has the KV of the first n tokens already, and it is
+    not sent. n is the same for all groups, and less than the number of tokens. If it has none, there are no pairs.
 
     `cache_salt` names the namespace of the prefix cache that the row uses; "" is the common one. If it is None, the row
     neither uses cached KV nor leaves any.

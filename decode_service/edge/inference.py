@@ -20,7 +20,7 @@ from common.rpc.server_bounds import BY_ADDRESS, ClientOf
 from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
-from common.text.tokenizer import TokenDecoder
+from common.text.tokenizer import TextTokenizer
 from decode_service.edge.brought_output import ending_of_brought
 from decode_service.edge.client_writes import ClientWrites
 from decode_service.edge.live_request import Ending, LiveRequest
@@ -55,7 +55,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         engine: EnginePort[Command],
         live_requests: LiveRequests,
         prompts: Prompts,
-        decoder: TokenDecoder,
+        decoder: TextTokenizer,
         limits: ModelLimits,
         model_info: inference_pb2.GetModelInfoResponse,
         replicas: ReplicaBoard,
@@ -146,13 +146,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             prompt_token_ids = await self._prompts.encode(checked.prompt)
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
         live.trace.describe(lambda: sampling_attributes(sampling, len(prompt_token_ids)))
+        skips_special_tokens = checked.sampling.skips_special_tokens
         output = await self._replay(
             partial(
                 OutputProcessor,
-                decoder=self._decoder,
+                decoder=self._decoder if skips_special_tokens else self._decoder.with_special_tokens,
                 prompt_token_ids=prompt_token_ids,
                 stop_strings=checked.sampling.stop_strings,
                 end_token_ids=frozenset(sampling.end_token_ids),
+                includes_stop=checked.sampling.includes_stop,
                 min_tokens=sampling.min_tokens,
                 generated_token_ids=checked.generated_token_ids,
             ),

@@ -27,13 +27,16 @@ MAX_BIAS = 100.0
 class SamplingRequest:
     """The checked sampling values of a request. `seed` and `max_tokens` are None if the request does not set them.
 
-    `resolved` has all other values, and placeholders for these two.
+    `skips_special_tokens` and `includes_stop` say what the text has of special tokens and of what ends the output.
+    `resolved` has all other values, and placeholders for the first two.
     """
 
     seed: int | None
     max_tokens: int | None
     speculates: bool
     stop_strings: tuple[str, ...]
+    skips_special_tokens: bool
+    includes_stop: bool
     resolved: ResolvedSampling
 
     def resolve(self, max_tokens: int, seed: int) -> ResolvedSampling:
@@ -68,6 +71,8 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
         max_tokens=max_tokens,
         speculates=params.speculate if params.HasField("speculate") else True,
         stop_strings=_stop_strings(params.stop),
+        skips_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
+        includes_stop=params.include_stop_str_in_output,
         resolved=replace(resolved, top_k=min(resolved.top_k, vocab_size)),
     )
 

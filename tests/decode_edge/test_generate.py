@@ -169,6 +169,38 @@ async def test_an_ending_token_is_in_ids_and_usage_and_not_in_the_text(edge: Edg
     assert events[-1].finished.usage.num_completion_tokens == 2
 
 
+async def test_a_request_chooses_whether_its_text_has_special_tokens_and_what_ended_it(edge: Edge) -> None:
+    eos, pad = eos_id(edge.tokenizer), max(edge.tokenizer.special_ids)
+    texts = []
+    for options in (
+        {},
+        {"skip_special_tokens": True, "include_stop_str_in_output": True},
+        {"skip_special_tokens": False},
+        {"skip_special_tokens": False, "include_stop_str_in_output": True},
+    ):
+        call = edge.generate(sampling=sampling(**options))
+        submit = await edge.engine.submitted(len(texts) + 1)
+        edge.deliver(tokens_of(submit.request_id, (A, pad, B, eos)))
+        edge.deliver(finished(submit.request_id, 4, FinishReason.EOS))
+        events = await events_of(call)
+        texts.append(text_of(events))
+        assert ids_in(events) == [A, pad, B, eos]
+
+    assert texts == ["ab", "ab", "a<pad>b", "a<pad>b<eos>"]
+
+
+async def test_the_text_ends_with_the_stop_string_when_asked_for(edge: Edge) -> None:
+    call = edge.generate(generated_token_ids=[A], sampling=sampling(stop=["bc"], include_stop_str_in_output=True))
+    submit = await edge.engine.submitted()
+    edge.deliver(tokens_of(submit.request_id, (A, B, C, A)))
+    await edge.engine.stopped()
+    edge.deliver(finished(submit.request_id, 4, FinishReason.STOP_STRING))
+
+    events = await events_of(call)
+    assert (ids_in(events), text_of(events)) == ([A, B, C], "abc")
+    assert events[-1].finished.stop_string == "bc"
+
+
 async def test_text_held_back_comes_before_the_end(edge: Edge) -> None:
     call = edge.generate(sampling=sampling(stop=["abc"]))
     submit = await edge.engine.submitted()

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.sampling.params import TokenLogprobs
-from common.text.tokenizer import TextTokenizer
+from common.text.tokenizer import TextTokenizer, TokenDecoder
 from decode_service.edge.text.output import OutputProcessor, StopMatch
 from tests.decode_edge.tokenizers_for_tests import (
     WORDS,
@@ -29,7 +29,7 @@ TOKENIZERS = {
 }
 BYTES = TOKENIZERS["byte_level"]
 REPLACEMENT_PIECE = max(i for i in range(300) if TOKENIZERS["byte_fallback"].decode([i]) == "\ufffd")
-STOP_TEXTS = ("a", "ab", "abc", "bc", " a", "é", "€", "stop", "end", "\n\n", "aé", "b€a", "opst", "cab")
+STOP_TEXTS = ("a", "ab", "abc", "bc", " a", "é", "€", "stop", "end", "\n\n", "aé", "b€a", "opst", "cab", "a<eos>")
 
 
 def every_tokenizer() -> st.SearchStrategy[TextTokenizer]:
@@ -44,7 +44,7 @@ def likely_token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.sampled_from(likely) | st.integers(0, size - 1), max_size=24)
 
 
-def appended(tokenizer: TextTokenizer, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+def appended(tokenizer: TokenDecoder, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
     """The text that `token_ids` add after the prompt, computed by decoding both together and comparing with the
     prompt's own text.
     """
@@ -54,7 +54,12 @@ def appended(tokenizer: TextTokenizer, prompt: Sequence[int], token_ids: Sequenc
 
 
 def reference(
-    tokenizer: TextTokenizer, prompt: Sequence[int], token_ids: Sequence[int], stops: Sequence[str], min_tokens: int
+    tokenizer: TokenDecoder,
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    stops: Sequence[str],
+    min_tokens: int,
+    includes_stop: bool,
 ) -> tuple[int, str, str | None]:
     """The expected (number of ids, text, stop string), computed by decoding everything again after every token."""
 
@@ -72,7 +77,7 @@ def reference(
         ]
         if found:
             _, start, stop = min(found)
-            return num, text[:start], stop
+            return num, text[: start + len(stop) * includes_stop], stop
     return len(token_ids), appended(tokenizer, prompt, token_ids), None
 
 
@@ -80,11 +85,12 @@ def reference(
 def test_joined_texts_are_what_the_ids_append_however_the_tokens_cut_the_characters(data: st.DataObject) -> None:
     tokenizer = data.draw(every_tokenizer())
     prompt, token_ids = data.draw(likely_token_ids(tokenizer)), data.draw(likely_token_ids(tokenizer))
-    output = OutputProcessor(decoder=tokenizer, prompt_token_ids=prompt)
+    decoder = data.draw(st.sampled_from([tokenizer, tokenizer.with_special_tokens]))
+    output = OutputProcessor(decoder=decoder, prompt_token_ids=prompt)
 
     texts = [output.push([token_id]).text for token_id in token_ids] + [output.finish()]
 
-    assert "".join(texts) == appended(tokenizer, prompt, token_ids)
+    assert "".join(texts) == appended(decoder, prompt, token_ids)
 
 
 PARTS = (0xE2, 0xF0, 0x9F, 0xFF, *range(256 + len(WORDS), 256 + len(WORDS) + 4))
@@ -104,13 +110,20 @@ def test_output_ends_at_the_first_stop_string_however_the_tokens_cut_it(data: st
     tokenizer = data.draw(every_tokenizer())
     prompt, token_ids = data.draw(likely_token_ids(tokenizer)), data.draw(likely_token_ids(tokenizer))
     stops = data.draw(st.lists(st.sampled_from(STOP_TEXTS), min_size=1, max_size=3, unique=True))
-    min_tokens = data.draw(st.integers(0, 6))
-    output = OutputProcessor(decoder=tokenizer, prompt_token_ids=prompt, stop_strings=stops, min_tokens=min_tokens)
+    min_tokens, includes_stop = data.draw(st.integers(0, 6)), data.draw(st.booleans())
+    decoder = data.draw(st.sampled_from([tokenizer, tokenizer.with_special_tokens]))
+    output = OutputProcessor(
+        decoder=decoder,
+        prompt_token_ids=prompt,
+        stop_strings=stops,
+        min_tokens=min_tokens,
+        includes_stop=includes_stop,
+    )
 
     pieces = [output.push([token_id]) for token_id in token_ids]
     text = "".join(piece.text for piece in pieces) + output.finish()
 
-    num_ids, expected_text, stop = reference(tokenizer, prompt, token_ids, stops, min_tokens)
+    num_ids, expected_text, stop = reference(decoder, prompt, token_ids, stops, min_tokens, includes_stop)
     assert (sum(len(piece.token_ids) for piece in pieces), text) == (num_ids, expected_text)
     assert (output.match.stop_string if output.match else None) == stop
 
@@ -277,6 +290,31 @@ def test_an_ending_token_is_in_the_ids_and_not_in_the_text() -> None:
     assert piece.token_ids == (ord("a"), stop_token)
     assert piece.text + output.finish() == "a"
     assert output.match is None
+
+
+@pytest.mark.parametrize("stops", [[], ["never"]])
+def test_an_ending_token_is_in_the_text_when_asked_for(stops: list[str]) -> None:
+    end, eos = ids_of(BYTES, "end")[0], eos_id(BYTES)
+    for decoder, token_id, text in (
+        (BYTES, end, "aend"),
+        (BYTES, eos, "a"),
+        (BYTES.with_special_tokens, eos, "a<eos>"),
+    ):
+        output = OutputProcessor(decoder=decoder, stop_strings=stops, end_token_ids={end, eos}, includes_stop=True)
+        assert output.push([ord("a"), token_id]).text + output.finish() == text
+
+
+def test_a_special_token_in_the_text_has_its_place_among_the_others() -> None:
+    output = OutputProcessor(decoder=FALLBACK.with_special_tokens, prompt_token_ids=ids_of_pieces(FALLBACK, ["a"]))
+    token_ids = ids_of_pieces(FALLBACK, ["<pad>", "▁ab", "<eos>", "b"])
+
+    assert [output.push([token_id]).text for token_id in [*token_ids, vocab_size(FALLBACK)]] == [
+        "<pad>",
+        " ab",
+        "<eos>",
+        "b",
+        "",
+    ]
 
 
 def counting(tokenizer: TextTokenizer) -> tuple[TextTokenizer, list[int]]:

@@ -91,6 +91,16 @@ async def test_a_stop_string_ends_the_text_before_it(caller: Caller, direct: Any
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+async def test_the_text_may_have_its_stop_string_and_special_tokens(caller: Caller, direct: Any) -> None:
+    stop = direct.text[8:12]
+    answer = await caller.chat(**GREEDY, stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert answer.choices[0].message.content == direct.text[: direct.text.index(stop) + len(stop)]
+
+    forced = {**GREEDY, "logit_bias": {"2": 100}, "max_tokens": 2}
+    answer = await caller.chat(**forced, extra_body={"ignore_eos": True, "skip_special_tokens": False})
+    assert answer.choices[0].message.content == "<|end|><|end|>"
+
+
 async def test_a_stop_token_id_ends_it(caller: Caller, direct: Any) -> None:
     answer = await caller.chat(**GREEDY, extra_body={"stop_token_ids": [direct.token_ids[3]], **IDS})
     first = direct.token_ids.index(direct.token_ids[3])

@@ -47,7 +47,7 @@ def part(content: Any) -> dict[str, Any]:
         ({"priority": False}, "priority", "unsupported_parameter"),
         ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
         ({"use_beam_search": 0}, "use_beam_search", "unsupported_parameter"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported_parameter"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "unsupported_parameter"),
         ({"length_penalty": 0.5}, "length_penalty", "unsupported_parameter"),
         ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
         ({"guided_json": {}}, "guided_json", "unsupported_parameter"),

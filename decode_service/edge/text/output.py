@@ -55,10 +55,10 @@ class OutputProcessor:
     """Turns a request's output tokens into text and finds stop strings.
 
     The output's ids end with the token that completes a stop string or ends the output. The text ends before the stop
-    string and never contains an ending token's text. If several stop strings match, the one completed first counts,
-    then the one that begins first, however tokens split the text. The first `min_tokens` tokens complete none.
-    `generated_token_ids` were delivered by an earlier stream of the same request: they are replayed and not returned
-    again.
+    string or the ending token's text, or after it if `includes_stop`. If several stop strings match, the one completed
+    first counts, then the one that begins first, however tokens split the text. The first `min_tokens` tokens complete
+    none. `generated_token_ids` were delivered by an earlier stream of the same request: they are replayed and not
+    returned again.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class OutputProcessor:
         prompt_token_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         end_token_ids: Set[int] = frozenset(),
+        includes_stop: bool = False,
         min_tokens: int = 0,
         generated_token_ids: Sequence[int] = (),
     ) -> None:
@@ -75,6 +76,7 @@ class OutputProcessor:
         self._detokenizer = IncrementalDetokenizer(decoder, prompt_token_ids)
         self._stop_strings = tuple(stop_strings)
         self._end_token_ids = end_token_ids
+        self._includes_stop = includes_stop
         self._min_tokens = min_tokens
         self._held = ""  # text that may begin a stop string
         # the text up to here cannot complete a stop string; counted in chars from the start of `_held`
@@ -124,7 +126,7 @@ class OutputProcessor:
     def _push_one(self, token_id: int) -> str:
         self._num_output_tokens += 1
         is_exempt = self._num_output_tokens <= self._min_tokens
-        if token_id in self._end_token_ids and not is_exempt:
+        if token_id in self._end_token_ids and not is_exempt and not self._includes_stop:
             return ""
         decoded = self._detokenizer.push(token_id)
         if not self._stop_strings:
@@ -137,7 +139,7 @@ class OutputProcessor:
             start, stop_string = found
             self._match = StopMatch(stop_string, self._num_output_tokens)
             self._held = ""
-            return visible[:start]
+            return visible[: start + len(stop_string)] if self._includes_stop else visible[:start]
         return self._release(visible)
 
     def _find(self, visible: str) -> tuple[int, str] | None:
