@@ -6,7 +6,7 @@
 
 from baton.client import AsyncClient, Client, Tls
 from baton.events import Completion, Delta, Event, Finished, FinishReason, Started
-from common.text.chat_messages import ChatMessage, ToolCall
+from common.text.chat_messages import ChatMessage, Tool, ToolCall, ToolChoice
 
 __all__ = [
     "AsyncClient",
@@ -19,5 +19,7 @@ __all__ = [
     "Finished",
     "Started",
     "Tls",
+    "Tool",
     "ToolCall",
+    "ToolChoice",
 ]

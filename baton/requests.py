@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from baton.errors import InvalidArgument
 from baton.v1 import inference_pb2, types_pb2
-from common.text.chat_messages import ChatMessage
+from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -42,6 +43,11 @@ def generate_request(
     prompt: str | None,
     token_ids: Iterable[int] | None,
     chat: Iterable[ChatMessage] | None,
+    tools: Iterable[Tool] | None,
+    tool_choice: ToolChoice | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    continue_final_message: bool | None,
+    add_generation_prompt: bool | None,
     request_id: str | None,
     generated_token_ids: Iterable[int],
     choice_index: int | None,
@@ -65,6 +71,22 @@ def generate_request(
         request.chat.SetInParent()
         for message in chat:
             _add_message(request.chat, message)
+    chat_options: dict[str, Any] = {
+        "tools": None if tools is None else list(tools),
+        "tool_choice": tool_choice,
+        "chat_template_kwargs": chat_template_kwargs,
+        "continue_final_message": continue_final_message,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    for name, option in chat_options.items():
+        if option is None:
+            continue
+        if chat is None:
+            raise _invalid(f"chat.{name}", "goes with chat only")
+        try:
+            _set_chat_option(request.chat, name, option)
+        except (TypeError, ValueError) as error:
+            raise _invalid(f"chat.{name}", str(error)) from error
     if request_id is not None:
         request.request_id = request_id
     given = {"choice_index": choice_index, "cache_salt": cache_salt, "cache_prompt": cache_prompt}
@@ -85,6 +107,20 @@ def _add_message(chat: inference_pb2.Chat, message: ChatMessage) -> None:
     )
     for call in message.tool_calls:
         added.tool_calls.add(name=call.name, arguments=call.arguments, id=call.id)
+
+
+def _set_chat_option(chat: inference_pb2.Chat, name: str, value: Any) -> None:
+    if name == "tools":
+        for tool in value:
+            chat.tools.add(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+    elif name == "tool_choice":
+        chat.tool_choice.CopyFrom(
+            inference_pb2.ToolChoice(required=value.required, names=value.names, parallel=value.parallel)
+        )
+    elif name == "chat_template_kwargs":
+        chat.chat_template_kwargs = json.dumps(dict(value))
+    else:
+        setattr(chat, name, value)
 
 
 def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:

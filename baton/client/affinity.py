@@ -67,6 +67,10 @@ def beginnings_of(request: inference_pb2.GenerateRequest) -> Beginnings:
     marker = _Marker(f"{kind}\0{request.HasField('cache_salt')}\0{request.cache_salt}")
     match kind:
         case "chat":
+            for tool in request.chat.tools:
+                marker.add("\0".join((tool.name, tool.description, tool.parameters, "")).encode())
+            if request.chat.chat_template_kwargs:
+                marker.add(f"{request.chat.chat_template_kwargs}\0".encode())
             first_of_last = len(request.chat.messages) - LAST_MESSAGES
             for index, message in enumerate(request.chat.messages):
                 parts = [message.role, message.content, message.name, message.tool_call_id]

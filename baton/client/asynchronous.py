@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -25,7 +25,7 @@ from baton.requests import SamplingOptions, generate_request
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo
 from baton.v1 import inference_pb2
 from common.rpc.reads import whole_read
-from common.text.chat_messages import ChatMessage
+from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 
 
 class AsyncEventStream(AsyncIterator[Event]):
@@ -180,6 +180,11 @@ class AsyncClient:
         *,
         token_ids: Iterable[int] | None = None,
         chat: Iterable[ChatMessage] | None = None,
+        tools: Iterable[Tool] | None = None,
+        tool_choice: ToolChoice | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool | None = None,
+        add_generation_prompt: bool | None = None,
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
         choice_index: int | None = None,
@@ -195,6 +200,11 @@ class AsyncClient:
         after it. Requests with the same `seed` and different `choice_index` (0, 1, ...) draw different tokens. The
         caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
 
+        With `chat` go `tools`, the functions that the model is told of, `tool_choice`, which of them the output may or
+        must call, and `chat_template_kwargs`, more variables for the model's chat template. With
+        `continue_final_message` the output continues the chat's last message, an assistant's. With
+        `add_generation_prompt=False` the prompt ends with the last message.
+
         A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
         with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
 
@@ -205,6 +215,11 @@ class AsyncClient:
             prompt=prompt,
             token_ids=token_ids,
             chat=chat,
+            tools=tools,
+            tool_choice=tool_choice,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
             request_id=request_id,
             generated_token_ids=generated_token_ids,
             choice_index=choice_index,
@@ -226,6 +241,11 @@ class AsyncClient:
         *,
         token_ids: Iterable[int] | None = None,
         chat: Iterable[ChatMessage] | None = None,
+        tools: Iterable[Tool] | None = None,
+        tool_choice: ToolChoice | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool | None = None,
+        add_generation_prompt: bool | None = None,
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
         choice_index: int | None = None,
@@ -240,6 +260,11 @@ class AsyncClient:
             prompt,
             token_ids=token_ids,
             chat=chat,
+            tools=tools,
+            tool_choice=tool_choice,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
             request_id=request_id,
             generated_token_ids=generated_token_ids,
             choice_index=choice_index,

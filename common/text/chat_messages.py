@@ -1,9 +1,9 @@
-"""The messages of a conversation. The client's request brings them, and the model's chat template renders them."""
+"""A conversation and how it is rendered. The client's request brings it, and the model's chat template renders it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,91 @@ class ChatMessage:
             yield from (call.name, call.arguments, call.id)
 
 
-def messages_to_json(messages: Sequence[ChatMessage]) -> str:
-    return json.dumps(messages, default=lambda value: [getattr(value, name) for name in value.__slots__])
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call.
+
+    `parameters` is JSON text: the JSON schema of the arguments, which are an object. "" means that there are none. The
+    arguments of each call of a `strict` tool fit it.
+    """
+
+    name: str
+    description: str = ""
+    parameters: str = ""
+    strict: bool = False
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.name, self.description, self.parameters)
+
+    def as_read(self) -> dict[str, Any]:
+        """Returns the tool in OpenAI's form, which chat templates expect."""
+        said = {"description": self.description} if self.description else {}
+        return {"type": "function", "function": {"name": self.name, **said, "parameters": self.schema}}
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the arguments."""
+        if not self.parameters:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        schema: dict[str, Any] = json.loads(self.parameters)
+        return schema
 
 
-def messages_from_json(entries: Iterable[Any]) -> list[ChatMessage]:
-    """Builds messages from `entries`, the parsed JSON of `messages_to_json`."""
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What an output may call: the functions with these `names`, or any tool if there are none.
+
+    If it is `required`, the output is calls and nothing else, and their arguments fit the tools' schemas. Unless it is
+    `parallel` there is one call at most.
+    """
+
+    required: bool = False
+    names: tuple[str, ...] = ()
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a chat template gets besides the messages.
+
+    `chat_template_kwargs` is JSON text: an object with more variables of the template, or "". With
+    `continue_final_message` the output continues the last message. With `add_generation_prompt` the prompt ends with
+    the beginning of an answer.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    chat_template_kwargs: str = ""
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+    @property
+    def texts(self) -> Iterator[str]:
+        yield self.chat_template_kwargs
+        for tool in self.tools:
+            yield from tool.texts
+
+
+NO_OPTIONS = ChatOptions()
+
+
+def chat_to_json(messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> str:
+    return json.dumps([messages, options], default=lambda value: [getattr(value, name) for name in value.__slots__])
+
+
+def chat_from_json(entries: Iterable[Any]) -> tuple[list[ChatMessage], ChatOptions]:
+    """Builds messages and options from `entries`, the parsed JSON of `chat_to_json`."""
+    messages, (tools, *options) = entries
     return [
         ChatMessage(role, content, tuple(ToolCall(*call) for call in tool_calls), *rest)
-        for role, content, tool_calls, *rest in entries
-    ]
+        for role, content, tool_calls, *rest in messages
+    ], ChatOptions(tuple(Tool(*tool) for tool in tools), *options)
+
+
+def json_object(text: str) -> Mapping[str, Any] | None:
+    """Returns the JSON object in a text, or None if the text is no JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -11,20 +11,22 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, lru_cache
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from common.text.chat_messages import ROLES, ChatMessage, ToolCall
+from common.text.chat_messages import NO_OPTIONS, ROLES, ChatMessage, ChatOptions, Tool, ToolCall, json_object
+from common.text.generic_tools import in_ordinary_messages
 
 _MAX_CACHED_SHAPES = 256
 _MAX_CHARS = 1 << 24
@@ -38,13 +40,18 @@ _PRINTED_PART = re.compile(rf"""text['"]:\s*['"]{_marker(0)}""")
 """Matches a list of parts as Python or JSON prints it: the template printed the list instead of reading it."""
 _PRINTED_ARGUMENT = re.compile(rf"""'{_marker(1)}':""")
 """Matches an object as Python prints it, which is not JSON."""
+_TOOLS, _TOOLS_PLACE = -1, "tools"
 _PROBE_ID = "000000000"  # some templates accept ids of this length only
 _RARE = "\ua66e"
 """A letter that no template has in its own words, so it can be a marker of one character."""
 
 
 class ChatRefused(ValueError):
-    """The template cannot render this conversation, or would leave out some of it."""
+    """The template cannot render this conversation, or would leave out some of it. `field` names the wrong field."""
+
+    def __init__(self, reason: str, field: str = "chat") -> None:
+        super().__init__(reason)
+        self.field = field
 
 
 class TextTooLong(ValueError):
@@ -52,8 +59,11 @@ class TextTooLong(ValueError):
 
 
 class _Said(NamedTuple):
-    place: str
+    """A part of a conversation: of the message with this index, or of the tools if the index is _TOOLS."""
+
+    message: int
     what: str
+    part: str = ""
 
 
 class _CallsForm(NamedTuple):
@@ -78,8 +88,10 @@ class ChatTemplate:
     ) -> None:
         """Compiles and tries the template. Raises ChatRefused if it is invalid, or does not render a user's words."""
         self._special_tokens = special_tokens
+        environment = _environment()
         with _refusing("is none"):
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self._variables = meta.find_undeclared_variables(environment.parse(source))
         self._dropped = lru_cache(_MAX_CACHED_SHAPES)(self._find_dropped)
         self.parts_roles: frozenset[str] = frozenset(parts_roles or ())
         if parts_roles is None:
@@ -87,36 +99,81 @@ class ChatTemplate:
                 self._choose_form(role)
         self._num_dropped = {role: self._find_num_dropped(role) for role in ROLES}
 
-    def render(self, messages: Sequence[ChatMessage], *, max_chars: int = _MAX_CHARS) -> str:
-        """Renders the messages, up to where the assistant's answer begins. Raises ChatRefused or TextTooLong."""
-        text = self._render(messages, max_chars=max_chars)
+    def render(
+        self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS, *, max_chars: int = _MAX_CHARS
+    ) -> str:
+        """Renders the messages, by default up to where an assistant's answer begins. Raises ChatRefused or TextTooLong.
+
+        If the template leaves out tools, the model is told of them, their calls and their answers in ordinary messages.
+        """
+        places = [f"messages[{index}]" for index in range(len(messages))]
+        if self._needs_ordinary(messages, options):
+            messages, places = in_ordinary_messages(messages, options.tools)
+            options = replace(options, tools=())
+        self._check_kwargs(options)
+        text = self._render(messages, options, max_chars=max_chars)
         pieces = [tuple(_pieces(message)) for message in messages]
-        dropped = self._find_short(messages) or self._dropped(_shape(messages, pieces))
+        dropped = self._find_short(messages) or self._dropped(_shape(messages, pieces), options)
         if dropped is not None:
-            raise ChatRefused(f"{dropped.place}: the model's chat template leaves out {dropped.what} here")
+            raise _left_out(dropped, places, "leaves out")
         has_objects = any(message.tool_calls for message in messages) and self._calls_form.has_objects
-        if (missing := _find_missing(messages, pieces, text, has_objects=has_objects)) is not None:
-            place, what = missing
-            raise ChatRefused(f"{place}: the model's chat template leaves out or changes some of {what} here")
+        missing = _find_missing(messages, pieces, options.tools, text, has_objects=has_objects)
+        if missing is not None:
+            raise _left_out(missing, places, "leaves out or changes some of")
         return text
 
+    def _needs_ordinary(self, messages: Sequence[ChatMessage], options: ChatOptions) -> bool:
+        """Whether tools, calls and answers have to be written into ordinary messages."""
+        if options.tools:
+            return not self._writes_tools
+        return any(message.tool_calls for message in messages) and not (self._writes_calls or self._writes_tools)
+
+    def _check_kwargs(self, options: ChatOptions) -> None:
+        """Raises ChatRefused for a variable that the template does not read, or that is not the request's to set."""
+        for name in json_object(options.chat_template_kwargs) or ():
+            if name not in self._variables:
+                reason = f"the model's chat template does not read {name[:64]!r}"
+            elif name in self._special_tokens or name in _OWN_VARIABLES:
+                reason = f"{name!r} is not the request's to set"
+            else:
+                continue
+            raise ChatRefused(reason, "chat.chat_template_kwargs")
+
     def _render(
-        self, messages: Sequence[ChatMessage], *, form: _CallsForm | None = None, max_chars: int = _MAX_CHARS
+        self,
+        messages: Sequence[ChatMessage],
+        options: ChatOptions = NO_OPTIONS,
+        *,
+        form: _CallsForm | None = None,
+        max_chars: int = _MAX_CHARS,
     ) -> str:
         if form is None:
             form = self._calls_form if any(message.tool_calls for message in messages) else _CALLS_FORMS[0]
-        conversation = [self._as_read(message, form) for message in messages]
+        if options.continue_final_message:
+            messages = [*messages[:-1], replace(messages[-1], content=messages[-1].content + _CUT)]
+        variables = {
+            **self._special_tokens,
+            "documents": None,
+            **(json_object(options.chat_template_kwargs) or {}),
+            "messages": [self._as_read(message, form) for message in messages],
+            "tools": [tool.as_read() for tool in options.tools] or None,
+            "add_generation_prompt": options.add_generation_prompt,
+        }
         pieces: list[str] = []
         num_chars = 0
         with _refusing("fails on it"):
-            for piece in self._template.generate(
-                messages=conversation, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            ):
+            for piece in self._template.generate(variables):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > max_chars:
                     raise TextTooLong(f"the rendered conversation has more than {max_chars} characters")
-        return "".join(pieces)
+        text = "".join(pieces)
+        if not options.continue_final_message:
+            return text
+        text, cut, _ = text.rpartition(_CUT)
+        if not cut:
+            raise ChatRefused("the model's chat template changes the last message", "chat.continue_final_message")
+        return text
 
     def _as_read(self, message: ChatMessage, form: _CallsForm) -> dict[str, Any]:
         """Returns the message in the form that templates for transformers expect. Absent fields have no key."""
@@ -182,20 +239,33 @@ class ChatTemplate:
 
         If there is none, this is the first form, and `render` finds what is left out of each conversation.
         """
-        call = ToolCall(_marker(0), json.dumps({_marker(1): _marker(2)}), _PROBE_ID)
-        conversation = [
-            _USER,
-            ChatMessage("assistant", tool_calls=[call]),
-            ChatMessage("tool", "t", tool_call_id=_PROBE_ID, name=call.name),
-        ]
-        for form in _CALLS_FORMS:
-            try:
-                text = self._render(conversation, form=form)
-            except (ChatRefused, TextTooLong):
-                continue
+        for form, text in self._texts_of_calls.items():
             if all(_marker(index) in text for index in range(3)) and not _PRINTED_ARGUMENT.search(text):
                 return form
         return _CALLS_FORMS[0]
+
+    @cached_property
+    def _texts_of_calls(self) -> Mapping[_CallsForm, str]:
+        """The text of a conversation with a call, in each form in which the template renders it."""
+        texts: dict[_CallsForm, str] = {}
+        for form in _CALLS_FORMS:
+            with suppress(ChatRefused, TextTooLong):
+                texts[form] = self._render([_USER, *_MARKED_CALLS], form=form)
+        return texts
+
+    @property
+    def _writes_calls(self) -> bool:
+        return any(_marker(0) in text for text in self._texts_of_calls.values())
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        """Whether the template tells the model of tools, in a conversation with or without a system message."""
+        for before in ([], [ChatMessage("system", "s")]):
+            with suppress(ChatRefused, TextTooLong):
+                text = self._render([*before, _USER], ChatOptions((_MARKED_TOOL,)))
+                if all(marker in text for marker in _TOOL_MARKERS):
+                    return True
+        return False
 
     def _find_short(self, messages: Sequence[ChatMessage]) -> _Said | None:
         """Returns the first content that the template leaves out for being short, or None."""
@@ -204,15 +274,18 @@ class ChatTemplate:
                 return _contents_of(index, message.role)
         return None
 
-    def _find_dropped(self, shape: bytes) -> _Said | None:
+    def _find_dropped(self, shape: bytes, options: ChatOptions) -> _Said | None:
         """Returns the first part that the template leaves out of a conversation of this `_shape`, or None.
 
         It renders a conversation with markers as contents, and looks for the markers in the text. If the template
         refuses that conversation it has read the markers, so nothing counts as left out.
         """
         probes, said = _probes(shape)
+        if options.tools:
+            options = replace(options, tools=(_MARKED_TOOL,))
+            said |= dict.fromkeys(_TOOL_MARKERS, _Said(_TOOLS, "the tools"))
         try:
-            text = self._render(probes)
+            text = self._render(probes, options)
         except (ChatRefused, TextTooLong):
             return None
         found = set(_ANY_MARKER.findall(text))
@@ -220,6 +293,19 @@ class ChatTemplate:
 
 
 _USER = ChatMessage("user", "u")
+_CUT = _marker(1000)
+"""Ends the message that the output continues."""
+_TOOL_MARKERS = tuple(_marker(index) for index in range(1001, 1004))
+_MARKED_TOOL = Tool(
+    _TOOL_MARKERS[0],
+    _TOOL_MARKERS[1],
+    json.dumps({"type": "object", "properties": {_TOOL_MARKERS[2]: {"type": "string"}}}),
+)
+_MARKED_CALLS = (
+    ChatMessage("assistant", tool_calls=[ToolCall(_marker(0), json.dumps({_marker(1): _marker(2)}), _PROBE_ID)]),
+    ChatMessage("tool", "t", tool_call_id=_PROBE_ID, name=_marker(0)),
+)
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 _Around = tuple[Sequence[ChatMessage], Sequence[ChatMessage]]
 _AROUND: Mapping[str, Sequence[_Around]] = {
     "user": (((), ()), ((ChatMessage("system", "s"),), ())),
@@ -309,9 +395,9 @@ def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
         tool_call_id = _PROBE_ID if code & _HAS_ID else ""
         if code & _CALL:
             calls = probes[-1].tool_calls
-            place = f"messages[{len(probes) - 1}].tool_calls[{len(calls)}]"
-            name = marker_of(_Said(place, "the function's name"))
-            words = [marker_of(_Said(place, "the arguments")) for _ in range(4)]
+            index, part = len(probes) - 1, f".tool_calls[{len(calls)}]"
+            name = marker_of(_Said(index, "the function's name", part))
+            words = [marker_of(_Said(index, "the arguments", part)) for _ in range(4)]
             arguments = json.dumps(dict([words[:2], words[2:]])) if code & _IS_OBJECT else " ".join(words)
             probes[-1] = replace(probes[-1], tool_calls=[*calls, ToolCall(name, arguments, tool_call_id)])
             continue
@@ -323,7 +409,16 @@ def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
 
 
 def _contents_of(index: int, role: str) -> _Said:
-    return _Said(f"messages[{index}]", f"what the {role} says")
+    return _Said(index, f"what the {role} says")
+
+
+def _left_out(said: _Said, places: Sequence[str], how: str) -> ChatRefused:
+    """Returns the error for a part that the template leaves out. `places` says where each message comes from."""
+    place = _TOOLS_PLACE if said.message == _TOOLS else places[said.message]
+    what = f"the model's chat template {how} {said.what} here"
+    if place == _TOOLS_PLACE:
+        return ChatRefused(what, f"chat.{place}{said.part}")
+    return ChatRefused(f"{place}{said.part}: {what}")
 
 
 _MAX_SEARCHED_CHARS = 1 << 28  # takes about 0.3 s
@@ -339,7 +434,12 @@ them.
 
 
 def _find_missing(
-    messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]], text: str, *, has_objects: bool
+    messages: Sequence[ChatMessage],
+    pieces: Sequence[Sequence[str]],
+    tools: Sequence[Tool],
+    text: str,
+    *,
+    has_objects: bool,
 ) -> _Said | None:
     """Returns the first part of the conversation that is missing from the text, or None.
 
@@ -352,6 +452,8 @@ def _find_missing(
     calls, because some templates write them last. A system message may be moved before all turns.
     """
     search = _Search(text)
+    if (tool := _find_missing_of_tools(tools, search)) is not None:
+        return tool
     ends = dict.fromkeys(("system", "assistant", "call", "tool"), 0)
     for index, (message, said) in enumerate(zip(messages, pieces, strict=True)):
         kind = "system" if message.role == "developer" else message.role
@@ -363,14 +465,34 @@ def _find_missing(
                 return _contents_of(index, message.role)
         ends |= dict.fromkeys(("assistant", "call", "tool"), end) if kind == "user" else {kind: end}
         for number, call in enumerate(message.tool_calls):
-            place = f"messages[{index}].tool_calls[{number}]"
+            part = f".tool_calls[{number}]"
             words = _InAnyOrder(search, ends["call"])
             if not words.finds(call.name):
-                return _Said(place, "the function's name")
+                return _Said(index, "the function's name", part)
             arguments = _object_of(call.arguments) if has_objects else None
             if not all(map(words.finds, [call.arguments] if arguments is None else _leaves(arguments))):
-                return _Said(place, "the arguments")
+                return _Said(index, "the arguments", part)
             ends["call"] = words.end
+    return None
+
+
+def _find_missing_of_tools(tools: Sequence[Tool], search: _Search) -> _Said | None:
+    """Returns the first name, description or name of a parameter that is missing, or None. Tools come in order.
+
+    What else a schema has is not searched, because some templates write it in a language of types.
+    """
+    start = 0
+    for number, tool in enumerate(tools):
+        properties = tool.schema.get("properties")
+        names = properties if isinstance(properties, dict) else {}
+        said = [
+            (tool.description, "what it says of itself"),
+            *((name, "the names of its parameters") for name in names),
+        ]
+        for words, what in [(tool.name, "the function's name"), *said]:
+            if words.strip() and search.end_of(words, start) < 0:
+                return _Said(_TOOLS, what, f"[{number}]")
+        start = search.end_of(tool.name, start)
     return None
 
 

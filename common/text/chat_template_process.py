@@ -3,9 +3,9 @@
 A template is a program by the model's author, and its input is written by clients. In a process of its own it can be
 stopped, and its memory is limited. Requests are JSON (see `common.host.answering`). The first request has the limits
 and the arguments of ChatTemplate. Its answer is DONE with the template's `parts_roles`, a JSON list. Each later request
-has the messages of one conversation, and its answer is DONE with the rendered text. If a request fails, the answer has
-another status, and the reason. SIGPROF ends the process if a template uses too much CPU time. Clock time is not
-limited, because a busy machine is not the template's fault.
+has one conversation, and its answer is DONE with the rendered text. If a request fails, the answer has another status;
+FAILED comes with a JSON list, of the field at fault and the reason. SIGPROF ends the process if a template uses too
+much CPU time. Clock time is not limited, because a busy machine is not the template's fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from common.host.answering import DONE, FAILED, Asker
 from common.host.cores import leave_service
 from common.peer_text import peer_text
-from common.text.chat_messages import messages_from_json
+from common.text.chat_messages import chat_from_json
 from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
 
 TOO_LONG = FAILED + 1
@@ -51,21 +51,28 @@ def main() -> None:
                     cpu_s = render_cpu_s
                     text = json.dumps(sorted(template.parts_roles))
                 else:
-                    text = template.render(messages_from_json(asked), max_chars=max_chars)
+                    text = template.render(*chat_from_json(asked), max_chars=max_chars)
                 status, content = DONE, text.encode()
             except TextTooLong as error:
                 status, content = TOO_LONG, str(error).encode()
             except ChatRefused as error:
-                status, content = FAILED, peer_text(str(error)).encode()
+                status, content = FAILED, _refusal(error)
             except UnicodeError:
-                status, content = FAILED, b"the model's chat template makes what is no text of it"
+                status, content = FAILED, _refusal(ChatRefused("the model's chat template makes what is no text of it"))
             except MemoryError:
-                status, content = FAILED, b"the model's chat template needs too much memory for it"
+                status, content = (
+                    FAILED,
+                    _refusal(ChatRefused("the model's chat template needs too much memory for it")),
+                )
             signal.setitimer(signal.ITIMER_PROF, 0)
             del command
             asker.answer(status, content)
     except (EOFError, OSError):  # the service has ended
         os._exit(0)
+
+
+def _refusal(error: ChatRefused) -> bytes:
+    return json.dumps([error.field, peer_text(str(error))]).encode()
 
 
 def _bound_memory(num_bytes: int) -> None:

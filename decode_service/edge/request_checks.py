@@ -12,14 +12,24 @@ from dataclasses import dataclass, replace
 from baton.v1 import inference_pb2
 from common.errors import ContextExceeded, InvalidRequest
 from common.sampling.params import ResolvedSampling
-from common.text.chat_messages import ROLES, ChatMessage, ToolCall
+from common.text.chat_messages import (
+    NO_OPTIONS,
+    ROLES,
+    ChatMessage,
+    ChatOptions,
+    Tool,
+    ToolCall,
+    json_object,
+)
 from common.wire.handoff import MAX_CACHE_SALT_CHARS
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CHOICES = 128
-MAX_TOOL_CALLS = 128
+MAX_TOOL_CALLS = MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 256
+MAX_OPTIONS_CHARS = 1 << 18
+"""The most characters of a chat's tools and of its `chat_template_kwargs`. Parsing so much takes a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class TokenIdsPrompt:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: tuple[ChatMessage, ...]
+    options: ChatOptions = NO_OPTIONS
 
 
 Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
@@ -181,8 +192,51 @@ def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
     if not chat.messages:
         raise InvalidRequest("prompt", "chat has no messages")
     return ChatPrompt(
-        tuple(_in_order_of_calls([_message(f"chat.messages[{i}]", each) for i, each in enumerate(chat.messages)]))
+        tuple(_in_order_of_calls([_message(f"chat.messages[{i}]", each) for i, each in enumerate(chat.messages)])),
+        _chat_options(chat),
     )
+
+
+def _chat_options(chat: inference_pb2.Chat) -> ChatOptions:
+    if len(chat.tools) > MAX_TOOLS:
+        raise InvalidRequest("chat.tools", f"more than {MAX_TOOLS}")
+    kwargs = chat.chat_template_kwargs
+    tools = tuple(Tool(each.name, each.description, each.parameters, each.strict) for each in chat.tools)
+    for field, num_chars in (
+        ("tools", sum(len(text) for tool in tools for text in tool.texts)),
+        ("chat_template_kwargs", len(kwargs)),
+    ):
+        if num_chars > MAX_OPTIONS_CHARS:
+            raise InvalidRequest(f"chat.{field}", f"{num_chars} characters are more than {MAX_OPTIONS_CHARS}")
+    if kwargs and json_object(kwargs) is None:
+        raise InvalidRequest("chat.chat_template_kwargs", "is no JSON object")
+    for index, tool in enumerate(tools):
+        place = f"chat.tools[{index}]"
+        if not tool.name:
+            raise InvalidRequest(f"{place}.name", "is empty")
+        _check_name(f"{place}.name", tool.name)
+        if any(tool.name == other.name for other in tools[:index]):
+            raise InvalidRequest(f"{place}.name", "is another tool's too")
+        if tool.strict:
+            raise InvalidRequest(f"{place}.strict", "is not served")
+        if tool.parameters and json_object(tool.parameters) is None:
+            raise InvalidRequest(f"{place}.parameters", "is no JSON object")
+        if tool.schema.get("type", "object") != "object":
+            raise InvalidRequest(f"{place}.parameters", "is no schema of objects")
+    if chat.HasField("tool_choice"):
+        raise InvalidRequest("chat.tool_choice", "is not served")
+    return ChatOptions(tools, kwargs, chat.continue_final_message, add_generation_prompt=_adds_generation_prompt(chat))
+
+
+def _adds_generation_prompt(chat: inference_pb2.Chat) -> bool:
+    if not chat.continue_final_message:
+        return chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    if chat.add_generation_prompt:
+        raise InvalidRequest("chat.add_generation_prompt", "does not go with continue_final_message")
+    last = chat.messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last.content.strip():
+        raise InvalidRequest("chat.continue_final_message", "the last message is no assistant's words")
+    return False
 
 
 def _message(place: str, message: inference_pb2.ChatMessage) -> ChatMessage:

@@ -80,6 +80,18 @@ def test_calls_of_tools_are_part_of_a_message() -> None:
     assert num_shared(called("1"), called("1")) == 3
 
 
+@pytest.mark.parametrize("option", ["tools", "chat_template_kwargs"])
+def test_other_options_of_a_chat_are_another_beginning(option: str) -> None:
+    first, second = (chat(SYSTEM, QUESTION) for _ in range(2))
+    for request, value in ((first, "f"), (second, "g")):
+        if option == "tools":
+            request.chat.tools.add(name=value)
+        else:
+            request.chat.chat_template_kwargs = value
+    assert num_shared(first, first) == 2
+    assert num_shared(first, second) == num_shared(first, chat(SYSTEM, QUESTION)) == 0
+
+
 def test_long_messages_are_equal_as_far_as_their_blocks_are() -> None:
     document = letters(4 * BLOCK_BYTES)
     assert num_shared(chat(("user", document + "What?")), chat(("user", document + "Why is that so?"))) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -10,7 +11,20 @@ import grpc
 import pytest
 from google.rpc import code_pb2
 
-from baton import AsyncClient, ChatMessage, Client, Completion, Delta, Event, Finished, FinishReason, Started, errors
+from baton import (
+    AsyncClient,
+    ChatMessage,
+    Client,
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Started,
+    Tool,
+    ToolChoice,
+    errors,
+)
 from baton.events import PositionLogprobs, TokenLogprob, Usage
 from baton.v1 import inference_pb2, types_pb2
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
@@ -151,6 +165,35 @@ async def test_an_empty_prompt_is_the_servers_to_refuse(
     server.inference.script = [started(), finished()]
     await either.complete(**source)
     assert server.inference.requests.get(timeout=BOUND_S).WhichOneof("prompt") == kind
+
+
+async def test_a_chat_s_options_travel_with_it(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete(
+        chat=[ChatMessage("user", "Hi")],
+        tools=[Tool("f", "does it", '{"type": "object"}', strict=True)],
+        tool_choice=ToolChoice(required=True, names=("f",), parallel=False),
+        chat_template_kwargs={"mood": ["é"]},
+        continue_final_message=False,
+        add_generation_prompt=False,
+    )
+    chat = server.inference.requests.get(timeout=BOUND_S).chat
+    tool = inference_pb2.Tool(name="f", description="does it", parameters='{"type": "object"}', strict=True)
+    choice = inference_pb2.ToolChoice(required=True, names=["f"], parallel=False)
+    assert (list(chat.tools), chat.tool_choice) == ([tool], choice)
+    assert json.loads(chat.chat_template_kwargs) == {"mood": ["é"]}
+    assert (chat.continue_final_message, chat.add_generation_prompt) == (False, False)
+    assert chat.HasField("add_generation_prompt")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"tools": []}, "tools"), ({"add_generation_prompt": True}, "add_generation_prompt")],
+)
+async def test_a_chat_s_options_go_with_chats_only(either: EitherClient, options: Any, field: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as error:
+        await either.complete("Hi", **options)
+    assert error.value.field == f"chat.{field}"
 
 
 async def test_a_chat_travels_with_its_roles(server: ScriptedServer, either: EitherClient) -> None:

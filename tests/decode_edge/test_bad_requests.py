@@ -97,6 +97,56 @@ def test_wrong_calls_of_tools_are_refused_by_their_place(field: str, messages: l
     assert refusal.value.field == f"chat.{field}"
 
 
+TALK = [{"role": "user", "content": "a"}]
+TOOL: dict[str, Any] = {"name": "f", "parameters": '{"type": "object"}'}
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("tools", {"tools": [{**TOOL, "name": f"f{number}"} for number in range(129)]}),
+        ("tools", {"tools": [{**TOOL, "description": "x" * (1 << 18)}]}),
+        ("tools[0].name", {"tools": [{**TOOL, "name": ""}]}),
+        ("tools[0].name", {"tools": [{**TOOL, "name": "f" * 257}]}),
+        ("tools[1].name", {"tools": [TOOL, TOOL]}),
+        ("tools[0].parameters", {"tools": [{**TOOL, "parameters": "[]"}]}),
+        ("tools[0].parameters", {"tools": [{**TOOL, "parameters": "[" * 100_000}]}),
+        ("tools[0].parameters", {"tools": [{**TOOL, "parameters": '{"type": "string"}'}]}),
+        ("tool_choice", {"tool_choice": {"required": True}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": "[1]"}),
+        ("chat_template_kwargs", {"chat_template_kwargs": '{"a": "' + "x" * (1 << 18) + '"}'}),
+        ("continue_final_message", {"continue_final_message": True}),
+        ("continue_final_message", {"messages": [calling(call("x"))], "continue_final_message": True}),
+        ("continue_final_message", {"messages": [calling(content=" ")], "continue_final_message": True}),
+        (
+            "add_generation_prompt",
+            {"messages": [calling(content="a")], "continue_final_message": True, "add_generation_prompt": True},
+        ),
+    ],
+)
+def test_wrong_options_of_a_chat_are_refused_by_name(field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        check(chat={"messages": TALK, **fields})
+
+    assert refusal.value.field == f"chat.{field}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (False, True)),
+        ({"add_generation_prompt": False}, (False, False)),
+        ({"continue_final_message": True}, (True, False)),
+        ({"continue_final_message": True, "add_generation_prompt": False}, (True, False)),
+    ],
+)
+def test_an_answer_is_begun_unless_a_message_is_continued(fields: dict[str, bool], expected: tuple[bool, bool]) -> None:
+    request = inference_pb2.GenerateRequest(chat={"messages": [calling(content="a")], **fields})
+    prompt = check_request(request, LIMITS).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert (prompt.options.continue_final_message, prompt.options.add_generation_prompt) == expected
+
+
 def test_answers_of_tools_are_told_by_the_order_of_the_calls_and_the_names() -> None:
     """Tool answers are matched to calls by order and name, since a chat template need not write ids."""
     messages = [calling(call("x", "f"), call("y", "g")), answer("y", "of y"), answer("x", "of x", name="mine")]

@@ -556,7 +556,6 @@ SAYING = ChatMessage("assistant", "let me see", [SUM])
 @pytest.mark.parametrize(
     ("source", "messages", "dropped"),
     [
-        (STRINGS, ASKED, r"messages\[1\].tool_calls\[0\]: .* the function's name"),
         (NULLS, [USER, SAYING], r"messages\[1\].tool_calls\[0\]: .* the function's name"),
         (CONTENT_ALONE, [USER, SAYING], r"messages\[1\].tool_calls\[0\]: .* the function's name"),
         (CALLS_ALONE, [USER, SAYING], r"messages\[1\]: .* what the assistant says"),
@@ -576,7 +575,6 @@ SAYING = ChatMessage("assistant", "let me see", [SUM])
         ),
     ],
     ids=[
-        "calls",
         "nulls",
         "content",
         "beside calls",

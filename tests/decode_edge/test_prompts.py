@@ -186,8 +186,30 @@ async def test_calls_of_tools_and_their_answers_go_through_the_template() -> Non
         call.cancel()
 
 
+async def test_tools_and_other_options_go_through_the_template() -> None:
+    tool = "{{ t.function.name }}{{ t.function.description }}{{ t.function.parameters.properties | join }}"
+    source = "{{ mood }}{% for t in tools or [] %}" + tool + "{% endfor %}" + EACH
+    async with running_edge([], tokenizer=byte_level(chat_template=source), serves_chats=True) as edge:
+        chat = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"name": "f", "parameters": '{"properties": {"x": {}}}'}],
+            "chat_template_kwargs": '{"mood": "ok "}',
+        }
+        call = edge.generate(chat=chat)
+        submit = await edge.engine.submitted()
+        assert edge.tokenizer.decode(submit.token_ids) == "ok fxhi"
+        call.cancel()
+
+
+async def test_a_refused_option_is_named_on_the_wire() -> None:
+    async with running_edge([], serves_chats=True) as edge:
+        call = edge.generate(chat={"messages": ASKED, "chat_template_kwargs": '{"mood": 1}'})
+        assert (await error_of(call))[2] == {"field": "chat.chat_template_kwargs"}
+
+
 async def test_calls_that_the_template_drops_are_refused_on_the_wire() -> None:
-    async with running_edge([], tokenizer=byte_level(chat_template=EACH), serves_chats=True) as edge:
+    source = EACH + "{% for c in messages[1].tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    async with running_edge([], tokenizer=byte_level(chat_template=source), serves_chats=True) as edge:
         call = edge.generate(chat={"messages": ASKED})
         code, _, metadata = await error_of(call)
         assert (code, metadata) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": "chat"})

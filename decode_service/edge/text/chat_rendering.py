@@ -14,7 +14,7 @@ from common.errors import Overloaded
 from common.host.answering import DONE
 from common.host.asked_process import AskedProcess, ChildEnded, ChildFailed
 from common.text import chat_template_process as protocol
-from common.text.chat_messages import ChatMessage, messages_to_json
+from common.text.chat_messages import NO_OPTIONS, ChatMessage, ChatOptions, chat_to_json
 from common.text.chat_template import ChatRefused, TextTooLong
 from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, WaitingBytes
 
@@ -26,7 +26,7 @@ _MEMORY_BYTES = 256 << 20  # beyond the memory that Python itself has mapped
 _MEMORY_PER_CHAR = 16
 _MAX_ROOMY_CHARS = 64 << 20
 _BYTES_PER_MESSAGE = 64
-"""The bytes that a message or a tool call counts for, besides its text. Rendering an empty one takes about as long."""
+"""The bytes that a message, tool or call counts for, besides its text. Rendering an empty one takes about as long."""
 _MAX_SPARE = 2
 SPARE_S = 60.0
 _RETRY_AFTER_S = 1
@@ -89,15 +89,18 @@ class ChatRendering:
         await asyncio.gather(*renderings, return_exceptions=True)
         await asyncio.gather(*(process.close() for process in self._idle), *self._endings)
 
-    async def render(self, messages: Sequence[ChatMessage], *, num_bytes: int) -> str:
-        """Renders a conversation. `num_bytes` is the size of its contents.
+    async def render(
+        self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS, *, num_bytes: int
+    ) -> str:
+        """Renders a conversation. `num_bytes` is the size of its contents and options.
 
         Raises ChatRefused, TextTooLong or Overloaded. If the caller is cancelled while the conversation waits, the
         conversation is dropped. A rendering that has begun goes on, and counts towards its lane's limits until it ends.
         """
         if self._refusal is not None:
             raise ChatRefused(self._refusal)
-        num_bytes += _BYTES_PER_MESSAGE * sum(1 + len(message.tool_calls) for message in messages)
+        num_parts = len(options.tools) + sum(1 + len(message.tool_calls) for message in messages)
+        num_bytes += _BYTES_PER_MESSAGE * num_parts
         places, waiting = next(
             (places, waiting) for largest, places, waiting in self._lanes if largest is None or num_bytes <= largest
         )
@@ -107,7 +110,7 @@ class ChatRendering:
         except asyncio.CancelledError:
             waiting.give_back(num_bytes)
             raise
-        rendering = asyncio.create_task(self._render(messages_to_json(messages).encode()), name="render_chat")
+        rendering = asyncio.create_task(self._render(chat_to_json(messages, options).encode()), name="render_chat")
         self._renderings.add(rendering)
 
         def over(task: asyncio.Task[str | Exception]) -> None:
@@ -209,4 +212,5 @@ async def _answer(process: AskedProcess, command: bytes, *, cpu_s: float) -> str
         case protocol.TOO_LONG:
             raise TextTooLong(text)
         case _:
-            raise ChatRefused(text)
+            field, reason = json.loads(text)
+            raise ChatRefused(reason, field)

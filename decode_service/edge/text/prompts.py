@@ -8,7 +8,6 @@ from typing import Self, TypeVar
 
 from common.errors import ContextExceeded, InvalidRequest
 from common.telemetry.timeline import Timeline
-from common.text.chat_messages import ChatMessage
 from common.text.chat_template import ChatRefused, TextTooLong
 from common.text.tokenizer import TextTokenizer
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, Prompt, TextPrompt, TokenIdsPrompt
@@ -65,16 +64,16 @@ class Prompts:
                 return token_ids
             case TextPrompt(text):
                 return await self._tokenize("encode", text, adds_special_tokens=True)
-            case ChatPrompt(messages):
-                text = await self._render(messages)
+            case ChatPrompt():
+                text = await self._render(prompt)
                 return await self._tokenize("encode_chat", text, adds_special_tokens=False)
 
-    async def _render(self, messages: Sequence[ChatMessage]) -> str:
-        num_bytes = self._num_bytes(*(text for message in messages for text in message.texts))
+    async def _render(self, chat: ChatPrompt) -> str:
+        num_bytes = self._num_bytes(*(text for message in chat.messages for text in message.texts), *chat.options.texts)
         try:
-            return await self._chats.render(messages, num_bytes=num_bytes)
+            return await self._chats.render(chat.messages, chat.options, num_bytes=num_bytes)
         except ChatRefused as error:
-            raise InvalidRequest("chat", str(error)) from error
+            raise InvalidRequest(error.field, str(error)) from error
         except TextTooLong as error:
             raise self._too_long() from error
 

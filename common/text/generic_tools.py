@@ -1,0 +1,63 @@
+"""A form of tools, calls and answers for models whose chat template has none: they are told in ordinary messages.
+
+system      the tools, and how to call them
+assistant   its words, then <tool_call> blocks
+user        <tool_response> blocks, one for each answer
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from common.text.chat_messages import ChatMessage, Tool, ToolCall
+
+CALL_BEGIN, CALL_END = "<tool_call>\n", "\n</tool_call>"
+ANSWER_BEGIN, ANSWER_END = "<tool_response>\n", "\n</tool_response>"
+_TOLD = """You can call functions. Each line between the tags is one of them, in JSON: its name, what it does, and a
+JSON schema of its arguments.
+<tools>
+{tools}
+</tools>
+To call a function, write only this, with the function's name and its arguments:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>
+For several calls, write it several times. You get the answers between <tool_response> and </tool_response>.
+If you need no function, answer in words."""
+
+
+def in_ordinary_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[list[ChatMessage], list[str]]:
+    """Returns the conversation without tools, calls and messages of tools, and what each message comes from, such as
+    "messages[0]".
+
+    Answers that follow each other become one message, because some templates want users and assistants to take turns.
+    """
+    told = _TOLD.format(tools="\n".join(json.dumps(each.as_read(), ensure_ascii=False) for each in tools))
+    written: list[ChatMessage] = []
+    places: list[str] = []
+    if tools and messages[0].role != "system":
+        written.append(ChatMessage("system", told))
+        places.append("tools")
+    before = ""
+    for index, message in enumerate(messages):
+        role, content = message.role, message.content
+        if role == "tool":
+            content = f"{ANSWER_BEGIN}{content}{ANSWER_END}"
+            if before == "tool":
+                written[-1] = ChatMessage("user", f"{written[-1].content}\n{content}")
+                continue
+            role = "user"
+        elif tools and index == 0 and role == "system":
+            content = f"{content}\n\n{told}" if content.strip() else told
+        elif message.tool_calls:
+            content = "\n".join([*([content] if content.strip() else []), *map(_call, message.tool_calls)])
+        written.append(ChatMessage(role, content))
+        places.append(f"messages[{index}]")
+        before = message.role
+    return written, places
+
+
+def _call(call: ToolCall) -> str:
+    arguments = call.arguments if call.arguments.strip() else "{}"
+    return f'{CALL_BEGIN}{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {arguments}}}{CALL_END}'

@@ -1,0 +1,147 @@
+"""What a chat has besides its messages reaches the model: tools, variables of the template, a message to continue."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from common.text.chat_messages import ChatMessage, ChatOptions, Tool, ToolCall, chat_from_json, chat_to_json
+from common.text.chat_template import ChatRefused, ChatTemplate
+
+USER, SYSTEM, ASSISTANT = ChatMessage("user", "hi"), ChatMessage("system", "be kind"), ChatMessage("assistant", "yes")
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "größe": {"enum": ["C", "F"]}}}
+WEATHER = Tool("get_weather", 'Looks up the "weather".\nFast.', json.dumps(SCHEMA))
+CLOCK = Tool("clock")
+CALLING = ChatMessage("assistant", tool_calls=[ToolCall("clock", "", "x"), ToolCall("get_weather", '{"city": 1}', "y")])
+ANSWERS = [ChatMessage("tool", each, tool_call_id=id) for each, id in (("noon", "x"), ("rain", "y"))]
+EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
+ASKING = EACH + "{% if add_generation_prompt %}<assistant>{% endif %}"
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+
+
+def rendered(source: str, *messages: ChatMessage, **options: Any) -> str:
+    return ChatTemplate(source, {"eos_token": "</s>"}).render(messages, ChatOptions(**options))
+
+
+def refusal(source: str, *messages: ChatMessage, **options: Any) -> ChatRefused:
+    with pytest.raises(ChatRefused) as refused:
+        rendered(source, *messages, **options)
+    return refused.value
+
+
+def test_tools_are_rendered_as_transformers_does() -> None:
+    function = {"name": WEATHER.name, "description": WEATHER.description, "parameters": SCHEMA}
+    (expected,), _ = render_jinja_template(
+        [[{"role": "user", "content": "hi"}]],
+        tools=[{"type": "function", "function": function}],
+        chat_template=TOOLS + EACH,
+        add_generation_prompt=True,
+    )
+    assert rendered(TOOLS + EACH, USER, tools=(WEATHER,)) == expected
+
+
+def test_a_tool_without_description_or_parameters_has_none() -> None:
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    expected = {"type": "function", "function": {"name": "clock", "parameters": nothing}}
+    assert json.loads(rendered(TOOLS + EACH, USER, tools=(CLOCK,)).partition("<")[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "field"),
+    [
+        ("{{ tools[0] | tojson if tools }}", "chat.tools[1]"),
+        ("{% for t in tools or [] %}{{ (t | tojson)[:170] }}{% endfor %}", "chat.tools[0]"),
+        ("{% if messages[0].role == 'user' %}" + TOOLS + "{% endif %}", "chat.tools"),
+    ],
+    ids=["the first", "cut", "without a system message"],
+)
+def test_tools_that_a_template_leaves_out_are_refused_by_name(source: str, field: str) -> None:
+    error = refusal(source + EACH, SYSTEM, USER, tools=(WEATHER, CLOCK))
+    assert (error.field, "leaves out" in str(error)) == (field, True)
+
+
+@pytest.mark.parametrize("before", [[], [SYSTEM]], ids=["no system message", "a system message"])
+def test_a_template_without_tools_tells_them_in_a_system_message(before: list[ChatMessage]) -> None:
+    text = rendered(ASKING, *before, USER, CALLING, *ANSWERS, ChatMessage("user", "so?"), tools=(WEATHER, CLOCK))
+    system, *rest = text.removeprefix("<system>").split("<user>")
+    assert system.startswith("be kind\n\nYou can call functions" if before else "You can call functions")
+    lines = system.partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()
+    assert [json.loads(line) for line in lines] == [WEATHER.as_read(), CLOCK.as_read()]
+    assert rest == [
+        'hi<assistant><tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": 1}}\n</tool_call>',
+        "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>",
+        "so?<assistant>",
+    ]
+
+
+def test_calls_of_a_history_are_told_so_even_without_tools_in_the_request() -> None:
+    text = rendered(ASKING, USER, CALLING, *ANSWERS)
+    assert "<system>" not in text
+    assert '<assistant><tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n' in text
+
+
+def test_a_template_that_drops_the_message_with_the_tools_is_refused() -> None:
+    source = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    assert refusal(source, USER, tools=(CLOCK,)).field == "chat.tools"
+    error = refusal(source, SYSTEM, USER, tools=(CLOCK,))
+    assert (error.field, str(error)[:12]) == ("chat", "messages[0]:")
+
+
+def test_a_message_that_is_dropped_is_named_by_its_place_in_the_request() -> None:
+    source = "{% for m in messages if m.content != 'no' %}{{ m.content }}{% endfor %}"
+    error = refusal(source, USER, CALLING, *ANSWERS, ChatMessage("assistant", "no"), USER, tools=(CLOCK,))
+    assert str(error).startswith("messages[4]: the model's chat template leaves out")
+
+
+def test_a_request_sets_variables_of_the_template() -> None:
+    source = EACH + "{% if thinks is defined and not thinks %}[no thoughts]{% endif %}{{ documents | tojson }}"
+    assert rendered(source, USER) == "<user>hinull"
+    kwargs = json.dumps({"thinks": False, "documents": ["é"]})
+    assert rendered(source, USER, chat_template_kwargs=kwargs) == '<user>hi[no thoughts]["é"]'
+
+
+@pytest.mark.parametrize("name", ["thinks", "messages", "tools", "add_generation_prompt", "eos_token"])
+def test_a_variable_that_is_not_read_or_not_the_request_s_is_refused(name: str) -> None:
+    error = refusal(TOOLS + ASKING + "{{ eos_token }}", USER, chat_template_kwargs=json.dumps({name: 1}))
+    assert (error.field, repr(name) in str(error)) == ("chat.chat_template_kwargs", True)
+
+
+def test_a_template_is_tried_with_the_variables_that_the_request_sets() -> None:
+    source = "A helpful assistant.{% for m in messages if not short or m.role != 'system' %}{{ m.content }}{% endfor %}"
+    said = [ChatMessage("system", "help"), USER]
+    rendered(source, *said)
+    assert str(refusal(source, *said, chat_template_kwargs='{"short": true}')).startswith("messages[0]: ")
+
+
+@pytest.mark.parametrize(("words", "text"), [("The sky is", "The sky is"), ("The sky is ", "The sky is "), ("a", "a")])
+@pytest.mark.parametrize("written", ["m.content", "m.content | trim"])
+def test_the_prompt_ends_in_the_message_that_the_output_continues(words: str, text: str, written: str) -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ " + written + " }}</s>{% endfor %}"
+    source += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    said = ChatMessage("assistant", words)
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    assert rendered(source, USER, ASSISTANT, USER, said, **options) == (
+        f"<user>hi</s><assistant>yes</s><user>hi</s><assistant>{text}"
+    )
+
+
+def test_a_message_that_a_template_cuts_cannot_be_continued() -> None:
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    said = ChatMessage("assistant", "y" * 20)
+    error = refusal("{% for m in messages %}{{ m.content[:20] }}{% endfor %}", USER, said, **options)
+    assert error.field == "chat.continue_final_message"
+
+
+def test_the_prompt_ends_with_the_last_message_if_no_answer_is_begun() -> None:
+    assert rendered(ASKING, USER, add_generation_prompt=False) == "<user>hi"
+
+
+def test_a_chat_s_json_has_all_of_it() -> None:
+    options = ChatOptions((WEATHER, CLOCK), '{"a": 1}', continue_final_message=True, add_generation_prompt=False)
+    messages, read = chat_from_json(json.loads(chat_to_json([SYSTEM, CALLING, *ANSWERS], options)))
+    assert (messages[:1], messages[2:], read) == ([SYSTEM], ANSWERS, options)
+    assert list(messages[1].tool_calls) == list(CALLING.tool_calls)
