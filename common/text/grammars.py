@@ -36,8 +36,14 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are no schemas."""
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name. A name may be spelled like a keyword."""
+_JSON = json.JSONDecoder()
 _PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions|properties)/[^/%]*)*")
 """A `$ref` that leads to no value of a keyword in `_VALUES`."""
+_LARK_PART = re.compile(
+    r'"(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|[^"\\\x00-\x1f\x7f])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>'
+    r"|%(json|llguidance|regex)[ \t\r\n]*"
+)
+"""Matches the parts of a Lark grammar in which a keyword would be no keyword, and the keywords that JSON follows."""
 _BEFORE_FORCED = "\n"
 """A text that tokenizers keep apart from the text after it. The space that they put before a text comes before it."""
 
@@ -79,7 +85,8 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.tokens = [tokenizer.bytes_of(token_id) for token_id in range(vocab_size)]
-        self.special_token_ids = [token_id for token_id in range(vocab_size) if tokenizer.is_skipped(token_id)]
+        # An id without a token must not be among them: its empty name would be a beginning of every special token.
+        self.special_token_ids = [each for each, part in enumerate(self.tokens) if part and tokenizer.is_skipped(each)]
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
         self._tokenizer = tokenizer
@@ -183,8 +190,8 @@ class Grammars:
 
 
 def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    if len(grammar.text) > (most := _MAX_CHARS[grammar.kind]):
-        raise GrammarRefused(f"has {len(grammar.text)} characters, more than {most}")
+    if grammar.kind is not GrammarKind.LARK:
+        _check_length(len(grammar.text), grammar.kind)
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             schema = _checked_schema(grammar.text)
@@ -195,7 +202,7 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
         case GrammarKind.REGEX:
             text = LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
-            text = LLMatcher.grammar_from_lark(grammar.text)
+            text = LLMatcher.grammar_from_lark(_checked_lark(grammar.text))
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise GrammarRefused(matcher.get_error())
@@ -210,6 +217,10 @@ def _checked_schema(text: str) -> dict[str, Any]:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(f"is not JSON: {error}") from error
+    return _check_schema(schema)
+
+
+def _check_schema(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise GrammarRefused("is not a JSON object")
     for part in _schemas_in(schema):
@@ -221,6 +232,33 @@ def _checked_schema(text: str) -> dict[str, Any]:
         if isinstance(part.get("minProperties"), int) and part["minProperties"] > 1:
             raise GrammarRefused("minProperties: more than 1 is not supported")  # it would count a repeated key twice
     return schema
+
+
+def _checked_lark(text: str) -> str:
+    """Returns a Lark grammar in which the JSON schemas have the options of all others. Raises GrammarRefused."""
+    parts: list[str] = []
+    done = place = num_schema_chars = 0
+    while (found := _LARK_PART.search(text, place)) is not None:
+        place = found.end()
+        if found[1] is None:
+            continue
+        try:
+            value, place = _JSON.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            raise GrammarRefused(f"%{found[1]}: is not JSON: {error}") from error
+        if found[1] == "json":
+            _check_length(place - found.end(), GrammarKind.JSON_SCHEMA)
+            num_schema_chars += place - found.end()
+            schema = json.dumps({**_check_schema(value), "x-guidance": _JSON_OPTIONS})
+            parts += (text[done : found.start()], "%json ", schema)
+            done = place
+    _check_length(len(text) - num_schema_chars, GrammarKind.LARK)
+    return "".join([*parts, text[done:]])
+
+
+def _check_length(num_chars: int, kind: GrammarKind) -> None:
+    if num_chars > (most := _MAX_CHARS[kind]):
+        raise GrammarRefused(f"has {num_chars} characters, more than {most}")
 
 
 def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

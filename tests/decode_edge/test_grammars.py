@@ -18,7 +18,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
 from common.text.grammar_compiler import GrammarCompiler
-from common.text.grammars import Grammars
+from common.text.grammars import Grammars, OutputRefused
 from common.text.tokenizer import TextTokenizer
 from tests.decode_edge.edge_under_test import Edge, error_of, vocab_size
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of_pieces, with_space_mark
@@ -48,6 +48,11 @@ PROMPT = inference_pb2.TokenIds(ids=[1, 2])
         ("regex", "(a", "regex parse error"),
         ("regex", "a(?=b)", "look-around"),
         ("lark", "start: nothing", "nothing"),
+        ("lark", 'start: "{" %json ' + json.dumps(SLOW), "multipleOf"),
+        ("lark", 'start: %json {"x-guidance": {}}', "x-guidance"),
+        ("lark", "start: %json [", "is not JSON"),
+        ("lark", 'start: %json {"enum": ["' + "x" * 70_000 + '"]}', "characters, more than"),
+        ("lark", "start: " + '"a" ' * 5000, "characters, more than"),
     ],
 )
 async def test_a_grammar_that_is_not_served_is_refused_by_name(edge: Edge, field: str, text: str, words: str) -> None:
@@ -70,6 +75,37 @@ async def test_a_grammar_that_is_not_served_is_refused_by_name(edge: Edge, field
 async def test_a_value_or_a_name_that_looks_like_a_keyword_is_served(edge: Edge, schema: dict[str, object]) -> None:
     edge.generate(token_ids=PROMPT, sampling=types_pb2.SamplingParams(json_schema=json.dumps(schema)))
     assert (await edge.engine.submitted()).matcher is not None
+
+
+@pytest.mark.parametrize(
+    "text", ['start: "%json {"', "start: /%json [{]/", 'start: "a" # %json {', 'start: "a" // %json {']
+)
+async def test_what_looks_like_a_schema_in_a_grammar_is_served(edge: Edge, text: str) -> None:
+    edge.generate(token_ids=PROMPT, sampling=types_pb2.SamplingParams(lark=text))
+    assert (await edge.engine.submitted()).matcher is not None
+
+
+async def test_a_schema_in_a_grammar_has_bounded_spaces(edge: Edge) -> None:
+    grammar = Grammar(
+        GrammarKind.LARK, 'start: %json {"type": "object", "properties": {}, "additionalProperties": false}'
+    )
+    grammars = Grammars(
+        lambda: edge.tokenizer, vocab_size=vocab_size(edge.tokenizer), eos_token_ids=[eos_id(edge.tokenizer)]
+    )
+    assert grammars.matcher(grammar, edge.tokenizer.encode("{    }")) is not None
+    with pytest.raises(OutputRefused):
+        grammars.matcher(grammar, edge.tokenizer.encode("{     }"))
+
+
+def test_an_id_without_a_token_is_not_allowed_where_a_special_token_is() -> None:
+    tokenizer = byte_level()
+    size, end = vocab_size(tokenizer), eos_id(tokenizer)
+    pad = Grammar(GrammarKind.LARK, f"start: /a*/ <[{end + 1}]>")
+    matcher = Grammars(lambda: tokenizer, vocab_size=size + 1, eos_token_ids=[end]).matcher(pad)
+    mask = np.zeros(num_words(size + 1), np.int32)
+    matcher.fill(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert (bits[end + 1], bits[size]) == (1, 0)
 
 
 async def test_a_grammar_does_not_go_with_an_output_that_ignores_its_end(edge: Edge) -> None:
