@@ -39,7 +39,9 @@ def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:
     match message.WhichOneof("event"):
         case "started":
             started = message.started
-            return Started(peer_text(started.request_id), started.num_prompt_tokens, started.seed)
+            return Started(
+                peer_text(started.request_id), started.num_prompt_tokens, started.seed, started.is_reasoning_open
+            )
         case "delta":
             delta = message.delta
             return Delta(tuple(delta.token_ids), delta.text, tuple(map(_position_logprobs, delta.logprobs)))
@@ -100,6 +102,7 @@ def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:
             * _DTYPE_BYTES.get(group.dtype, 0)
             for group in info.fingerprint.layer_groups
         },
+        output_format=peer_text(info.output_format),
     )
 
 

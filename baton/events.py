@@ -57,12 +57,14 @@ def tokens_per_forward(counts: Iterable[SpeculationCounts]) -> float:
 class Started:
     """The first event: the request was admitted.
 
-    `seed` is the seed in use; the server draws one if the request has none.
+    `seed` is the seed in use; the server draws one if the request has none. `is_reasoning_open` says that the prompt
+    has opened the reasoning that the output begins with.
     """
 
     request_id: str
     num_prompt_tokens: int
     seed: int
+    is_reasoning_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ class ModelInfo:
     """The served model.
 
     `layer_groups` maps the name of each group of KV layers to its KV bytes per token. `digest` covers the model's
-    configuration, weights and tokenizer; the services compare theirs.
+    configuration, weights and tokenizer; the services compare theirs. `output_format` names the form in which the model
+    writes reasoning and tool calls, as the decode service derives it from the chat template.
     """
 
     model: str
@@ -30,6 +31,7 @@ class ModelInfo:
     version: str
     digest: str
     layer_groups: dict[str, int]
+    output_format: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
             new_matcher=stack.enter_context(GrammarCompiler(grammars)).matcher,
             decoder=tokenizer,
             limits=limits,
-            model_info=model_info(settings, runtime, size),
+            model_info=model_info(settings, runtime, size, tokenizer),
             replicas=replicas,
             instance_id=process.instance_id,
             observer=observer,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.events import Completion, Delta, Finished, FinishReason, Started
+from common.text.output_formats import OutputFormat
 from gateway.plan import Plan
 
 
@@ -19,15 +20,18 @@ class Choice(Protocol):
     def part(self, delta: Delta) -> dict[str, Any] | None:
         """Returns the chunk for a piece of output, or None if it has nothing that the request asked for."""
 
-    def ending(self, finished: Finished) -> dict[str, Any]: ...
+    def ending(self, finished: Finished) -> dict[str, Any]:
+        """Returns the last chunk. It has what `part` held back."""
 
-    def whole(self, completion: Completion) -> dict[str, Any]: ...
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """Returns the whole choice, for a request that is not streamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
     """Describes one of OpenAI's generating endpoints. `parse` turns a request's body into a plan,
-    or raises ApiError.
+    or raises ApiError. `new_choice` gets the choice's index, the plan, the format of the model's output, and the
+    choice's first event.
     """
 
     path: str
@@ -35,7 +39,7 @@ class Api:
     whole_object: str
     chunk_object: str
     parse: Callable[[bytes], Plan]
-    new_choice: Callable[[int, Plan], Choice]
+    new_choice: Callable[[int, Plan, OutputFormat, Started], Choice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

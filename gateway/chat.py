@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+import uuid
+from collections.abc import Iterable, Sequence, Set
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from baton.events import Completion, Delta, Finished
+from baton.events import Completion, Delta, Finished, FinishReason, Started
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.text.chat_messages import ChatMessage, ToolCall
+from common.text.output_formats import OutputFormat
 from gateway.answer import Api, finish_reason, with_token_ids
 from gateway.errors import ApiError, invalid, not_served
 from gateway.fields import GenerationFields, parse_fields
 from gateway.logprobs import chat_logprobs
+from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
+from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatPrompt, Plan
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -22,6 +26,7 @@ _MESSAGE_FIELDS = {"role", "content", "name"}
 _FIELDS_OF_ROLES = {"assistant": {"refusal", "tool_calls"}, "tool": {"tool_call_id"}}
 _CALL_FIELDS, _FUNCTION_FIELDS = {"id", "type", "function", "index"}, {"name", "arguments"}
 _MAX_NAME_CHARS = 64
+_CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
 MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
 """The most messages in a request. Each has at least two fields in the gRPC request, whose
 number of fields is limited.
@@ -47,29 +52,41 @@ class ChatFields(GenerationFields):
 class ChatChoice:
     """Builds the JSON of one choice of a chat answer, as chunks of a stream or whole."""
 
-    def __init__(self, index: int, plan: Plan) -> None:
+    def __init__(self, index: int, plan: Plan, form: OutputFormat, started: Started) -> None:
         self._index = index
         self._plan = plan
+        self._parser = OutputParser(form, functions=plan.functions, is_reasoning_open=started.is_reasoning_open)
 
     def opening(self) -> dict[str, Any] | None:
         return self._chunk({"role": "assistant", "content": ""})
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
-        if not (delta.text or delta.logprobs or self._plan.returns_token_ids):
-            return None  # the text may come later than the token ids
-        return self._chunk({"content": delta.text}, logprobs=chat_logprobs(delta.logprobs), token_ids=delta.token_ids)
+        spoken = _delta(self._parser.push(delta.text))
+        if not (spoken or delta.logprobs or self._plan.returns_token_ids):
+            return None  # the text comes later than the token ids
+        return self._chunk(spoken or {"content": ""}, logprobs=chat_logprobs(delta.logprobs), token_ids=delta.token_ids)
 
     def ending(self, finished: Finished) -> dict[str, Any]:
-        return self._chunk({}, reason=finish_reason(finished.reason))
+        rest = _delta(self._parser.end())
+        return self._chunk(rest, reason=self._finish_reason(finished.reason))
 
     def whole(self, completion: Completion) -> dict[str, Any]:
+        spoken = _delta([*self._parser.push(completion.text), *self._parser.end()])
+        calls = spoken.pop("tool_calls", [])
+        message = {"role": "assistant", "content": None if calls else "", "refusal": None, **spoken}
+        if calls:
+            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
         choice = {
             "index": self._index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": message,
             "logprobs": chat_logprobs(completion.logprobs),
-            "finish_reason": finish_reason(completion.finish_reason),
+            "finish_reason": self._finish_reason(completion.finish_reason),
         }
         return with_token_ids(choice, completion.token_ids, self._plan)
+
+    def _finish_reason(self, reason: FinishReason) -> str:
+        has_ended = reason is not FinishReason.LENGTH
+        return "tool_calls" if has_ended and self._parser.num_calls else finish_reason(reason)
 
     def _chunk(
         self,
@@ -81,6 +98,26 @@ class ChatChoice:
     ) -> dict[str, Any]:
         chunk = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return with_token_ids(chunk, token_ids, self._plan)
+
+
+def _delta(events: Iterable[OutputEvent]) -> dict[str, Any]:
+    """Returns the `delta` object of a chunk. A call's first piece has its id and its function's name."""
+    texts: dict[str, str] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        match event:
+            case ReasoningText(text):
+                texts["reasoning_content"] = texts.get("reasoning_content", "") + text
+            case ContentText(text):
+                texts["content"] = texts.get("content", "") + text
+            case CallBegun(index, name):
+                call_id = uuid.uuid4().hex[:_CALL_ID_CHARS]
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
+            case CallArguments(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    return {**texts, "tool_calls": list(calls.values())} if calls else dict(texts)
 
 
 def parse_chat(body: bytes) -> Plan:

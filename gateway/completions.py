@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from baton.events import Completion, Delta, Finished
+from baton.events import Completion, Delta, Finished, Started
+from common.text.output_formats import OutputFormat
 from gateway.answer import Api, finish_reason, with_token_ids
 from gateway.errors import invalid
 from gateway.fields import GenerationFields, parse_fields
@@ -34,7 +35,7 @@ class CompletionFields(GenerationFields):
 class TextChoice:
     """Writes one choice of a completion as JSON, in chunks or whole."""
 
-    def __init__(self, index: int, plan: Plan) -> None:
+    def __init__(self, index: int, plan: Plan, _form: OutputFormat, _started: Started) -> None:
         self._index = index
         self._plan = plan
         self._logprobs = CompletionLogprobs()

@@ -17,7 +17,7 @@ from baton.client import AsyncEventStream
 from baton.client.event_order import CompletionBuilder
 from baton.errors import BatonError
 from baton.events import Delta, Event, Finished, Started
-from gateway.answer import Api, Envelope, usage
+from gateway.answer import Api, Choice, Envelope, usage
 from gateway.choices import Choices
 from gateway.errors import CLIENT_LEFT_STATUS, ApiError, ClientLeft, api_error_of, internal, invalid
 from gateway.limits import HttpLimits
@@ -141,7 +141,8 @@ class _Answering:
         self._plan = plan
         self._record = record
         self._metrics = metrics
-        self._choices = [api.new_choice(index, plan) for index in range(plan.num_choices)]
+        self._form = card.output_format
+        self._choices: list[Choice] = []
         self._num_tokens = [0] * plan.num_choices
         self._num_cached = [0] * plan.num_choices
         self._envelope = Envelope(
@@ -211,6 +212,7 @@ class _Answering:
         started = await choices.started()
         self._record.num_prompt_tokens = sum(each.num_prompt_tokens for each in started[:: self._plan.n])
         self._metrics.on_prompt(self._record.num_prompt_tokens)
+        self._choices = [self._api.new_choice(i, self._plan, self._form, each) for i, each in enumerate(started)]
         return started
 
     def _part(self, index: int, event: Event) -> dict[str, object] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.requests import SamplingOptions
@@ -60,7 +60,8 @@ Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
 class Plan:
     """A parsed request: `n` choices of each prompt, ordered by prompt.
 
-    `params` maps a field's name in the gRPC request to its name in the HTTP request, where the two differ.
+    `functions` maps the names of the functions that the model may call to the JSON schemas of their arguments. `params`
+    maps a field's name in the gRPC request to its name in the HTTP request, where the two differ.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Plan:
     has_usage_in_chunks: bool
     returns_token_ids: bool
     params: Mapping[str, str]
+    functions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_choices(self) -> int:

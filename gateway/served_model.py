@@ -10,6 +10,7 @@ from typing import Any
 
 from baton import AsyncClient
 from baton.errors import BatonError
+from common.text.output_formats import FORMATS, NONE, OutputFormat
 from gateway.errors import ApiError
 
 _MAX_AGE_S = 30.0
@@ -20,6 +21,7 @@ class ModelCard:
     name: str
     system_fingerprint: str
     max_context_tokens: int
+    output_format: OutputFormat
     created: int
 
     def check(self, name: str) -> None:
@@ -42,7 +44,8 @@ class ModelCard:
 class ServedModel:
     """Knows which model the decode service serves, and asks again when the answer is old, because the model may change.
 
-    Concurrent callers share one call. A `name` replaces the model's own name.
+    Concurrent callers share one call. A `name` replaces the model's own name, and an `output_format` the one that the
+    decode service derives from the chat template.
     """
 
     def __init__(
@@ -50,12 +53,14 @@ class ServedModel:
         client: AsyncClient,
         *,
         name: str = "",
+        output_format: OutputFormat | None = None,
         max_age_s: float = _MAX_AGE_S,
         clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
         self._name = name
+        self._output_format = output_format
         self._max_age_s = max_age_s
         self._clock = clock
         self._created = int(unix_time())
@@ -98,6 +103,7 @@ class ServedModel:
             name=self._name or info.model,
             system_fingerprint=f"fp_{info.digest[:16]}",
             max_context_tokens=info.max_context_tokens,
+            output_format=self._output_format or FORMATS.get(info.output_format, NONE),
             created=self._created,
         )
         return self._card

@@ -358,19 +358,23 @@ class Started(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    IS_REASONING_OPEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
     seed: _builtins.int
+    is_reasoning_open: _builtins.bool
+    """The prompt has opened the reasoning that the output begins with."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         num_prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
+        is_reasoning_open: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_reasoning_open", b"is_reasoning_open", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -599,6 +603,7 @@ class GetModelInfoResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
     vocab_size: _builtins.int
@@ -606,6 +611,8 @@ class GetModelInfoResponse(_message.Message):
     device: _builtins.str
     dtype: _builtins.str
     version: _builtins.str
+    output_format: _builtins.str
+    """The form of the model's reasoning and tool calls: none, hermes, llama3, mistral, harmony, json."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -622,10 +629,11 @@ class GetModelInfoResponse(_message.Message):
         dtype: _builtins.str = ...,
         version: _builtins.str = ...,
         fingerprint: _types_pb2.Fingerprint | None = ...,
+        output_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "model", b"model", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "model", b"model", "output_format", b"output_format", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

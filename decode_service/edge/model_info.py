@@ -8,12 +8,17 @@ from baton.v1 import inference_pb2
 from common.config.settings import DecodeSettings
 from common.kv.pool_size import PoolSize
 from common.service.runtime import Runtime
+from common.text.chat_template import ChatRefused
+from common.text.output_formats import NONE, OutputFormat, format_of_template
+from common.text.tokenizer import TextTokenizer
 from common.wire.codec_fingerprint import encode_fingerprint
 
 DISTRIBUTION = "baton-serve"
 
 
-def model_info(settings: DecodeSettings, runtime: Runtime, size: PoolSize) -> inference_pb2.GetModelInfoResponse:
+def model_info(
+    settings: DecodeSettings, runtime: Runtime, size: PoolSize, tokenizer: TextTokenizer
+) -> inference_pb2.GetModelInfoResponse:
     return inference_pb2.GetModelInfoResponse(
         model=settings.model,
         architecture=runtime.architecture,
@@ -24,4 +29,13 @@ def model_info(settings: DecodeSettings, runtime: Runtime, size: PoolSize) -> in
         dtype=settings.dtype,
         version=version(DISTRIBUTION),
         fingerprint=encode_fingerprint(runtime.fingerprint),
+        output_format=_output_format(tokenizer).name,
     )
+
+
+def _output_format(tokenizer: TextTokenizer) -> OutputFormat:
+    try:
+        source, _ = tokenizer.chat_template()
+    except ChatRefused:
+        return NONE
+    return format_of_template(source)

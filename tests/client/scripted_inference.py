@@ -32,6 +32,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
     def __init__(self) -> None:
         self.scripts: deque[Sequence[Any]] = deque()
         self.script: Sequence[Any] = ()
+        self.output_format = "hermes"
         self.requests: queue.Queue[inference_pb2.GenerateRequest] = queue.Queue()
         self.deadlines_s: queue.Queue[float | None] = queue.Queue()
         self.metadata: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -72,6 +73,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             dtype="bfloat16",
             version="0.1.0",
             fingerprint=types_pb2.Fingerprint(layer_groups=[group]),
+            output_format=self.output_format,
         )
 
     def GetLoad(self, request: Any, context: Any) -> inference_pb2.GetInferenceLoadResponse:

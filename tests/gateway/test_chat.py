@@ -42,6 +42,10 @@ async def test_an_answer_has_the_tokens_the_grpc_client_gets(caller: Caller, dir
     }
 
 
+def test_the_decode_service_says_how_its_model_writes_calls(pair: Client) -> None:
+    assert pair.model_info().output_format == "hermes", "its template has no tools"
+
+
 async def test_a_stream_has_the_same_tokens_in_chunks(caller: Caller, direct: Any) -> None:
     chunks = await caller.chat_chunks(**GREEDY, extra_body=IDS)
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}

@@ -1,0 +1,82 @@
+"""The forms in which families of models write reasoning and tool calls, and how a chat template tells the family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The markers around a part of an output. `closes` is "" if nothing ends the part but its own syntax."""
+
+    opens: str
+    closes: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFormat:
+    """How a family of models marks the parts of an output.
+
+    An output may begin with `reasoning`. In the answer after it, `calls` are the markers around a tool call, or around
+    several. With `has_bare_calls` the answer may also begin with a call that has no marker. With `has_channels` an
+    output is a sequence of messages instead, and the header of each names its channel.
+    """
+
+    name: str
+    reasoning: Section | None = None
+    calls: Section | None = None
+    has_bare_calls: bool = False
+    has_channels: bool = False
+    inner_markers: Sequence[str] = ()
+    """Markers that occur inside calls and messages only."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All markers. In the vocabularies of some models they are special tokens."""
+        around = [mark for each in (self.reasoning, self.calls) if each for mark in (each.opens, each.closes) if mark]
+        return (*around, *self.inner_markers)
+
+    def is_reasoning_open(self, prompt: str) -> bool:
+        """Whether `prompt`, or the end of one, has opened the reasoning that the output then begins with."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.opens)
+
+
+CALL_ID, ARGUMENTS = "[CALL_ID]", "[ARGS]"
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+_THINK = Section("<think>", "</think>")
+
+NONE = OutputFormat(name="none")
+HERMES = OutputFormat(name="hermes", reasoning=_THINK, calls=Section("<tool_call>", "</tool_call>"))
+LLAMA3 = OutputFormat(name="llama3", reasoning=_THINK, calls=Section("<|python_tag|>"), has_bare_calls=True)
+MISTRAL = OutputFormat(
+    name="mistral",
+    reasoning=Section("[THINK]", "[/THINK]"),
+    calls=Section("[TOOL_CALLS]"),
+    inner_markers=(CALL_ID, ARGUMENTS),
+)
+HARMONY = OutputFormat(
+    name="harmony", has_channels=True, inner_markers=(START, CHANNEL, CONSTRAIN, MESSAGE, *MESSAGE_ENDS)
+)
+JSON = OutputFormat(name="json", reasoning=_THINK, has_bare_calls=True)
+
+FORMATS: Mapping[str, OutputFormat] = {each.name: each for each in (NONE, HERMES, LLAMA3, MISTRAL, HARMONY, JSON)}
+
+_SIGNS: Sequence[tuple[Sequence[str], OutputFormat]] = (
+    ((CHANNEL, MESSAGE), HARMONY),
+    (("[TOOL_CALLS]",), MISTRAL),
+    (("<tool_call>",), HERMES),
+    (("<|python_tag|>",), LLAMA3),
+    (("<|start_header_id|>", '"parameters"'), LLAMA3),
+)
+"""What the chat templates of a family contain. The first match counts."""
+
+
+def format_of_template(source: str) -> OutputFormat:
+    """Returns the format of the models with this chat template.
+
+    A template without tools counts as Hermes', because models are told to write calls in that form then.
+    """
+    return next((form for signs, form in _SIGNS if all(sign in source for sign in signs)), HERMES)

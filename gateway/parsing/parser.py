@@ -1,0 +1,410 @@
+"""Takes the output of a model apart while it arrives, for all families of models.
+
+output ─▶ reasoning ─▶ words ─▶ marker ─▶ name ─▶ arguments ─▶ end
+                       ▲ ▲                  │                   │
+                       │ └─ no call: words ◀┘                   │
+                       └────────────────────────────────────────┘
+
+A call begins when its function's name is known to be declared, and its arguments have begun. Until then what was read
+is held back. If it turns out to be no call, it is words, exactly as it was written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from common.text.output_formats import (
+    ARGUMENTS,
+    CALL_ID,
+    CHANNEL,
+    CONSTRAIN,
+    MESSAGE,
+    MESSAGE_ENDS,
+    START,
+    OutputFormat,
+    Section,
+)
+from gateway.parsing.cursor import SPACE, Cursor, Mismatch, Reading, TextEnded
+from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
+
+_ARGUMENTS_KEYS = ("arguments", "parameters")
+_IGNORED_KEYS = ("id", "type")
+_ANY_RUN = re.compile(r"(?s:.)+")
+_NAME_RUN = re.compile(r'[^\s\[\]{}<>"]+')
+_BETWEEN_MESSAGES = (START, CHANNEL, *MESSAGE_ENDS)
+_MAX_HEADER_CHARS = 256
+_HEADER = re.compile(
+    rf"(?:{re.escape(START)}assistant)?(?:\s*to=(?P<early>[^\s<]+))?\s*"
+    rf"(?:{re.escape(CHANNEL)}(?P<channel>analysis|commentary|final))?(?:\s*to=(?P<late>[^\s<]+))?\s*"
+    rf"(?:{re.escape(CONSTRAIN)})?(?:json)?\s*{re.escape(MESSAGE)}"
+)
+
+
+class OutputParser:
+    """Parses one output. Its events do not depend on how the output's text is cut into pieces.
+
+    `functions` maps the names of the declared functions to the JSON schemas of their arguments. A call of another
+    function is words. `is_reasoning_open` says that the prompt has opened the reasoning that the output begins with.
+    White space beside markers is dropped.
+    """
+
+    def __init__(self, form: OutputFormat, *, functions: Mapping[str, Any], is_reasoning_open: bool = False) -> None:
+        self._form = form
+        self._functions = functions
+        self._cursor = Cursor()
+        self._events: list[OutputEvent] = []
+        self._reasoning = _Text(lambda text: self._events.append(ReasoningText(text)), at_border=True)
+        self._content = _Text(lambda text: self._events.append(ContentText(text)), at_border=False)
+        self._num_calls = 0
+        self._machine = self._messages() if form.has_channels else self._output(is_reasoning_open)
+        next(self._machine)
+
+    @property
+    def num_calls(self) -> int:
+        """The number of calls that have begun."""
+        return self._num_calls
+
+    def push(self, text: str) -> list[OutputEvent]:
+        """Returns the events that `text` makes certain."""
+        if not text:
+            return []
+        self._cursor.add(text)
+        next(self._machine)
+        return self._new_events()
+
+    def end(self) -> list[OutputEvent]:
+        """Returns the last events. Call it once, after the last `push`."""
+        self._cursor.end()
+        for _ in self._machine:
+            raise AssertionError("waits for text after the end")
+        self._reasoning.finish()
+        self._content.finish()
+        return self._new_events()
+
+    def _new_events(self) -> list[OutputEvent]:
+        """Returns the new events, with neighbours of the same kind as one."""
+        events, self._events = self._events, []
+        joined: list[OutputEvent] = []
+        for event in events:
+            match joined[-1:], event:
+                case [ReasoningText(before)], ReasoningText(text):
+                    joined[-1] = ReasoningText(before + text)
+                case [ContentText(before)], ContentText(text):
+                    joined[-1] = ContentText(before + text)
+                case [CallArguments(index, before)], CallArguments(_, text):
+                    joined[-1] = CallArguments(index, before + text)
+                case _:
+                    joined.append(event)
+        return joined
+
+    # ---- families whose output has sections ---------------------------------------------------------------------
+
+    def _output(self, is_reasoning_open: bool) -> Reading[None]:
+        if self._form.reasoning is not None:
+            yield from self._read_reasoning(self._form.reasoning, is_open=is_reasoning_open)
+        calls = self._form.calls if self._functions else None
+        if self._functions and self._form.has_bare_calls:
+            yield from self._try_bare_calls()
+        if calls is None:
+            self._content.finish()
+            yield from self._cursor.run(_ANY_RUN, self._content.add)
+            return
+        while marker := (yield from self._cursor.until((calls.opens,), self._content.add)):
+            self._cursor.hold(marker)
+            yield from self._try_calls(calls.closes)
+
+    def _read_reasoning(self, section: Section, *, is_open: bool) -> Reading[None]:
+        """Reads the reasoning at the output's beginning, if there is any. A prompt's marker may be repeated."""
+        self._cursor.hold()
+        try:
+            yield from self._cursor.space()
+            yield from self._cursor.literal(section.opens)
+        except Mismatch:
+            (self._reasoning if is_open else self._content).add(self._cursor.give_back())
+            if not is_open:
+                return
+        self._cursor.release()
+        yield from self._cursor.until((section.closes,), self._reasoning.add)
+        self._reasoning.cut()
+        self._content.cut()
+
+    def _try_bare_calls(self) -> Reading[None]:
+        self._cursor.hold()
+        yield from self._cursor.space()
+        if (yield from self._cursor.peek()) in ("{", "["):
+            yield from self._try_calls("")
+        else:
+            self._content.add(self._cursor.give_back())
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+
+    def _try_calls(self, closes: str) -> Reading[None]:
+        """Reads calls and the marker after them. What is neither is words, from the held place on."""
+        num_before = self._num_calls
+        try:
+            yield from self._read_calls(closes)
+        except Mismatch as failure:
+            rest = self._cursor.give_back()
+            # What ends in the middle of the marks after a call's arguments is a whole call.
+            is_whole = isinstance(failure, TextEnded) and self._num_calls > num_before
+            if not (is_whole and closes.startswith(rest.lstrip(f"{SPACE}}}];"))):
+                self._content.add(rest)
+        else:
+            self._cursor.release()
+
+    def _read_calls(self, closes: str) -> Reading[None]:
+        cursor = self._cursor
+        yield from cursor.space()
+        match (yield from cursor.peek()):
+            case "[":
+                yield from self._read_list()
+            case "{":
+                yield from self._read_objects()
+            case "<":
+                yield from self._read_tags()
+            case _:
+                yield from self._read_named()
+        cursor.hold()
+        yield from cursor.space()
+        yield from cursor.literal(closes)
+
+    def _read_list(self) -> Reading[None]:
+        """Reads [{...}, {...}]."""
+        cursor = self._cursor
+        yield from cursor.literal("[")
+        while True:
+            yield from cursor.space()
+            yield from self._read_object()
+            cursor.hold()
+            yield from cursor.space()
+            if (yield from cursor.one_of(",]")) == "]":
+                return
+
+    def _read_objects(self) -> Reading[None]:
+        """Reads {...}; {...}, where the semicolon may be missing."""
+        cursor = self._cursor
+        while True:
+            yield from self._read_object()
+            cursor.hold()
+            yield from cursor.space()
+            match (yield from cursor.peek()):
+                case ";":
+                    yield from cursor.literal(";")
+                    yield from cursor.space()
+                case "{":
+                    pass
+                case _:
+                    return
+
+    def _read_object(self) -> Reading[None]:
+        """Reads {"name": ..., "arguments": {...}}, in any order. Without arguments they count as {}."""
+        cursor = self._cursor
+        name: str | None = None
+        arguments: str | None = None
+        yield from cursor.literal("{")
+        while True:
+            yield from cursor.space()
+            key = yield from cursor.json_string()
+            yield from cursor.space()
+            yield from cursor.literal(":")
+            yield from cursor.space()
+            if key == "name" and name is None:
+                name = self._declared((yield from cursor.json_string()))
+                if arguments is not None:
+                    self._call(name, arguments)
+            elif key in _ARGUMENTS_KEYS and arguments is None:
+                arguments = ""
+                if name is None:
+                    parts: list[str] = []
+                    yield from cursor.json_object(parts.append)
+                    arguments = "".join(parts)
+                else:
+                    yield from self._read_arguments(name)
+            elif key in _IGNORED_KEYS:
+                yield from cursor.json_string()
+            else:
+                raise Mismatch
+            yield from cursor.space()
+            if (yield from cursor.one_of(",}")) == "}":
+                break
+        if name is None:
+            raise Mismatch
+        if arguments is None:
+            self._call(name, "{}")
+
+    def _read_tags(self) -> Reading[None]:
+        """Reads <function=NAME><parameter=KEY>VALUE</parameter>...</function>. Only then the call begins."""
+        cursor = self._cursor
+        yield from cursor.literal("<function=")
+        name = self._declared((yield from cursor.text_before(">")))
+        members: dict[str, str] = {}
+        while True:
+            yield from cursor.space()
+            yield from cursor.literal("<")
+            if (yield from cursor.peek()) == "/":
+                yield from cursor.literal("/function>")
+                break
+            yield from cursor.literal("parameter=")
+            key = yield from cursor.text_before(">")
+            value = yield from cursor.text_before("</parameter>")
+            if key in members:
+                raise Mismatch
+            members[key] = _as_json(value.removeprefix("\n").removesuffix("\n"), self._functions[name], key)
+        written = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items())
+        self._call(name, "{" + ", ".join(written) + "}")
+
+    def _read_named(self) -> Reading[None]:
+        """Reads NAME[CALL_ID]ID[ARGS]{...}, where both markers may be missing."""
+        cursor = self._cursor
+        parts: list[str] = []
+        yield from cursor.run(_NAME_RUN, parts.append)
+        name = self._declared("".join(parts))
+        if (yield from cursor.peek()) == "[":
+            yield from cursor.literal("[")
+            if (yield from cursor.peek()) == CALL_ID[1]:
+                yield from cursor.literal(CALL_ID[1:])
+                yield from cursor.run(_NAME_RUN, parts.append)
+                yield from cursor.literal("[")
+            yield from cursor.literal(ARGUMENTS[1:])
+        yield from cursor.space()
+        yield from self._read_arguments(name)
+
+    def _read_arguments(self, name: str) -> Reading[None]:
+        """Reads the arguments of a call and passes them on as they come. Then holds what follows them."""
+        if (yield from self._cursor.peek()) != "{":
+            raise Mismatch
+        self._call(name, "")
+        self._cursor.release()
+        yield from self._cursor.json_object(self._add_arguments)
+        self._cursor.hold()
+
+    def _declared(self, name: str) -> str:
+        """Returns the name of a function. Raises Mismatch if no such function is declared."""
+        if name not in self._functions:
+            raise Mismatch
+        return name
+
+    def _call(self, name: str, arguments: str) -> None:
+        """Begins a call. What was held is part of it."""
+        self._cursor.hold()
+        self._content.cut()
+        self._events.append(CallBegun(self._num_calls, name))
+        self._num_calls += 1
+        if arguments:
+            self._add_arguments(arguments)
+
+    def _add_arguments(self, text: str) -> None:
+        self._events.append(CallArguments(self._num_calls - 1, text))
+
+    # ---- families whose output is messages in channels ----------------------------------------------------------
+
+    def _messages(self) -> Reading[None]:
+        marker = yield from self._cursor.until(_BETWEEN_MESSAGES, self._content.add)
+        while marker:
+            try:
+                if marker not in MESSAGE_ENDS:
+                    self._cursor.hold(marker)
+                    marker = yield from self._read_message(marker)
+                    continue
+            except Mismatch:
+                self._content.add(self._cursor.give_back())
+            marker = yield from self._cursor.until(_BETWEEN_MESSAGES, self._content.add)
+
+    def _read_message(self, marker: str) -> Reading[str]:
+        """Reads a message whose header begins with `marker`. Returns the next marker, or "" at the end of the text."""
+        cursor = self._cursor
+        header = marker
+        while not header.endswith(MESSAGE):
+            if len(header) > _MAX_HEADER_CHARS or header.endswith(MESSAGE_ENDS):
+                raise Mismatch
+            header += yield from cursor.next()
+        read = _HEADER.fullmatch(header)
+        if read is None:
+            raise Mismatch
+        recipient = read["early"] or read["late"]
+        if recipient is not None:
+            name = self._declared(recipient.removeprefix("functions."))
+            yield from cursor.space()
+            yield from self._read_arguments(name)
+            cursor.release()
+            return (yield from cursor.until(_BETWEEN_MESSAGES, self._content.add))
+        cursor.release()
+        text = self._reasoning if read["channel"] == "analysis" else self._content
+        text.cut()
+        following = yield from cursor.until(_BETWEEN_MESSAGES, text.add)
+        if following:
+            text.cut()
+        return following
+
+
+class _Text:
+    """The text of one kind, without the white space at its borders with other parts of the output.
+
+    A line end comes in the place of the parts between two texts.
+    """
+
+    def __init__(self, emit: Callable[[str], None], *, at_border: bool) -> None:
+        self._emit = emit
+        self._at_border = at_border
+        self._has_text = False
+        self._may_be_cut = True
+        self._space = ""  # what was added last; held back, because a border may follow
+
+    def add(self, text: str) -> None:
+        if self._at_border:
+            text = text.lstrip(SPACE)
+            if not text:
+                return
+            self._at_border = False
+            if self._has_text:
+                text = f"\n{text}"
+        text = self._space + text
+        shown = text.rstrip(SPACE) if self._may_be_cut else text
+        self._space = text[len(shown) :]
+        if shown:
+            self._has_text = True
+            self._emit(shown)
+
+    def cut(self) -> None:
+        """Says that another part of the output begins or ends here."""
+        self._space = ""
+        self._at_border = True
+
+    def finish(self) -> None:
+        """Says that no border follows."""
+        self._may_be_cut = False
+        if self._space:
+            self._emit(self._space)
+            self._space = ""
+
+
+def _as_json(written: str, parameters: Any, key: str) -> str:
+    """Returns an argument as JSON. It is a string if the function's schema says so, or if it is no JSON."""
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    types = set(_types(properties.get(key) if isinstance(properties, Mapping) else None))
+    if "string" not in types or (written == "null" and "null" in types):
+        try:
+            json.loads(written, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return written.strip()
+    return json.dumps(written, ensure_ascii=False)
+
+
+def _types(schema: Any) -> Iterator[str]:
+    """Yields the types that a schema allows, as far as it says so plainly."""
+    if not isinstance(schema, Mapping):
+        return
+    types = schema.get("type")
+    yield from (each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str))
+    for branches in (schema.get("anyOf"), schema.get("oneOf")):
+        for branch in branches if isinstance(branches, list) else ():
+            yield from _types(branch)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,273 @@
+"""Outputs are taken apart in the same way however they are cut, and nothing in them is lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.config.fields import OutputFormatName
+from common.text.output_formats import FORMATS, HARMONY, HERMES, JSON, LLAMA3, MISTRAL, OutputFormat
+from gateway.parsing.events import CallArguments, CallBegun, ContentText
+from gateway.parsing.parser import OutputParser
+from tests.gateway.parsing.transcripts import FUNCTIONS, ROME, TRANSCRIPTS, Said, Transcript, parsed
+
+_BY_NAME = {each.name: each for each in TRANSCRIPTS}
+each_transcript = pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=_BY_NAME)
+
+
+@each_transcript
+def test_what_an_output_says(transcript: Transcript) -> None:
+    assert parsed(transcript.form, [transcript.text], is_open=transcript.is_open) == transcript.said
+
+
+@each_transcript
+def test_an_output_says_the_same_cut_at_any_character(transcript: Transcript) -> None:
+    text = transcript.text
+    for cut in range(len(text)):
+        assert parsed(transcript.form, [text[:cut], text[cut:]], is_open=transcript.is_open) == transcript.said
+    assert parsed(transcript.form, text, is_open=transcript.is_open) == transcript.said, "each character by itself"
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> list[str]:
+    text = draw(texts)
+    cuts = sorted(draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@each_transcript
+def test_an_output_says_the_same_in_any_pieces(transcript: Transcript) -> None:
+    @settings(max_examples=30)
+    @given(cut_texts(st.just(transcript.text)))
+    def check(pieces: list[str]) -> None:
+        assert parsed(transcript.form, pieces, is_open=transcript.is_open) == transcript.said
+
+    check()
+
+
+@each_transcript
+def test_an_output_that_ends_early_says_the_beginning(transcript: Transcript) -> None:
+    """Names and arguments of calls that have begun are not taken back."""
+    text, said = transcript.text, transcript.said
+    for end in range(len(text)):
+        beginning = parsed(transcript.form, [text[:end]], is_open=transcript.is_open)
+        assert len(beginning.calls) <= len(said.calls)
+        for (name, arguments), (whole_name, whole) in zip(beginning.calls, said.calls, strict=False):
+            assert name == whole_name
+            assert whole.startswith(arguments)
+        assert all(beginning.calls[place] == said.calls[place] for place in range(len(beginning.calls) - 1))
+
+
+# ---- what is no call, and what is malformed ---------------------------------------------------------------------
+
+
+def marks_of(form: OutputFormat) -> list[str]:
+    """The pieces of this format's transcripts without what is different in each: markers, syntax and names."""
+    return sorted({piece for each in TRANSCRIPTS if each.form is form for piece in each.pieces if piece != ROME})
+
+
+_WORD = re.compile(r"w\d+w")
+
+
+def words(text: str) -> list[str]:
+    return sorted(_WORD.findall(text))
+
+
+def words_of(said: Said) -> list[str]:
+    return words(" ".join([said.reasoning, said.content, *(part for call in said.calls for part in call)]))
+
+
+@st.composite
+def soups(draw: st.DrawFn, form: OutputFormat) -> str:
+    """Marks of a format in any order, with words between and inside them, each of which occurs once."""
+    marks = [mark for mark in marks_of(form) if mark not in ('"id"', '"type"', "[CALL_ID]")]
+    kinds = st.sampled_from([*marks, *marks, "{w}", '"{w}"', '{{"a": "{w}"', '{{"a": [{w}]}}', "}", "]", "\\"])
+    drawn = draw(st.lists(kinds, max_size=24))
+    return "".join(_filled(piece, number) for number, piece in enumerate(drawn))
+
+
+def _filled(piece: str, number: int) -> str:
+    return piece.replace("{w}", f"w{number}w").replace("{{", "{").replace("}}", "}") if "{w}" in piece else piece
+
+
+@st.composite
+def mutated(draw: st.DrawFn, transcript: Transcript) -> str:
+    """A transcript in which pieces are missing, doubled, swapped or replaced by others. Each word occurs once."""
+    pieces = [piece.replace("Rome", "w0w") for piece in transcript.pieces]
+    marks = marks_of(transcript.form)
+    for number in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, len(pieces) - 1))
+        match draw(st.sampled_from(["drop", "word", "mark", "swap", "cut"])):
+            case "drop" if "w0w" not in pieces[place] and len(pieces) > 1:
+                del pieces[place]
+            case "word":
+                pieces.insert(place, f" w{number + 1}w ")
+            case "mark":
+                pieces.insert(place, draw(st.sampled_from(marks)))
+            case "swap":
+                other = draw(st.integers(0, len(pieces) - 1))
+                pieces[place], pieces[other] = pieces[other], pieces[place]
+            case "cut":
+                pieces = pieces[: place + 1]
+            case _:
+                pass
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_no_word_of_any_output_is_lost(form: OutputFormat) -> None:
+    @given(cut_texts(soups(form)), st.booleans())
+    def check(pieces: list[str], is_open: bool) -> None:
+        text = "".join(pieces)
+        said = parsed(form, pieces, is_open=is_open)
+        assert said == parsed(form, [text], is_open=is_open)
+        assert words_of(said) == words(text)
+
+    check()
+
+
+@each_transcript
+def test_no_word_of_a_malformed_output_is_lost(transcript: Transcript) -> None:
+    @settings(max_examples=50)
+    @given(cut_texts(mutated(transcript)))
+    def check(pieces: list[str]) -> None:
+        text = "".join(pieces)
+        said = parsed(transcript.form, pieces, is_open=transcript.is_open)
+        assert said == parsed(transcript.form, [text], is_open=transcript.is_open)
+        assert words_of(said) == words(text)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        pytest.param(HERMES, '<tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call>', id="undeclared"),
+        pytest.param(HERMES, "<tool_call>\nlook_up(city='Rome')\n</tool_call>", id="no JSON"),
+        pytest.param(HERMES, '<tool_call>\n{"name": "look_up", "arguments": [1]}\n</tool_call>', id="a list"),
+        pytest.param(HERMES, '<tool_call>\n{"name": "look_up", "other": {}}\n</tool_call>', id="another key"),
+        pytest.param(HERMES, '<tool_call>\n{"arguments": {}}\n</tool_call>', id="no name"),
+        pytest.param(HERMES, '<tool_call>\n{"name": "look_up"', id="unfinished"),
+        pytest.param(HERMES, '<tool_call>\n{"name": "look\nup"}', id="no string"),
+        pytest.param(HERMES, "Say <tool_call> to call.", id="a marker alone"),
+        pytest.param(HERMES, "<tool_cal", id="half a marker"),
+        pytest.param(HERMES, " <thin", id="half a marker of reasoning"),
+        pytest.param(
+            HERMES,
+            "<tool_call><function=look_up><parameter=city>a</parameter><parameter=city>b</parameter></function>",
+            id="a parameter twice",
+        ),
+        pytest.param(HERMES, "<tool_call><function=look_up><parameter=city>a</parameter>", id="an unfinished tag"),
+        pytest.param(LLAMA3, '{"name": "Rome", "parameters": 3}', id="an object that is no call"),
+        pytest.param(LLAMA3, '{"title": "a name", "name": "look_up"}', id="an object with other keys"),
+        pytest.param(LLAMA3, '<|python_tag|>brave.call(query="x")', id="code"),
+        pytest.param(LLAMA3, 'So: {"name": "stop", "parameters": {}}', id="JSON after words"),
+        pytest.param(MISTRAL, "[TOOL_CALLS]nobody[ARGS]{}", id="an undeclared name"),
+        pytest.param(MISTRAL, "[TOOL_CALLS]stop[OTHER]{}", id="another marker"),
+        pytest.param(MISTRAL, "[TOOL_CALLS]stop now", id="no arguments"),
+        pytest.param(JSON, "[1](http://x) is a link.", id="a link"),
+        pytest.param(HARMONY, '<|channel|>commentary to=functions.nobody json<|message|>{"a": 1}', id="a recipient"),
+        pytest.param(HARMONY, "<|channel|>weather<|message|>Sun.", id="a channel"),
+        pytest.param(HARMONY, "<|start|>user<|message|>Sun.", id="a role"),
+        pytest.param(HARMONY, f"<|channel|>{300 * 'a'}<|message|>Sun.", id="a long header"),
+        pytest.param(HARMONY, "Sun.", id="no header"),
+    ],
+)
+def test_what_is_no_call_is_words(form: OutputFormat, text: str) -> None:
+    assert parsed(form, [text]) == parsed(form, text) == Said(content=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param(
+            '<tool_call>{"name": "stop", "arguments": {"a": [1}}</tool_call>',
+            Said(content="}}</tool_call>", calls=(("stop", '{"a": [1'),)),
+            id="a bracket that closes nothing",
+        ),
+        pytest.param(
+            '<tool_call>{"name": "stop", "arguments": {"a": "b',
+            Said(calls=(("stop", '{"a": "b'),)),
+            id="unfinished arguments",
+        ),
+        pytest.param(
+            '<tool_call>{"name": "stop", "arguments": {}}</tool',
+            Said(calls=(("stop", "{}"),)),
+            id="an unfinished end",
+        ),
+        pytest.param(
+            '<tool_call>{"name": "stop", "arguments": {}} Bye.',
+            Said(content="Bye.", calls=(("stop", "{}"),)),
+            id="no end",
+        ),
+        pytest.param(
+            '<tool_call>{"name": "stop", "arguments": {}, "why": 1}</tool_call>',
+            Said(content=', "why": 1}</tool_call>', calls=(("stop", "{}"),)),
+            id="another key after the arguments",
+        ),
+        pytest.param(
+            '<tool_call>{"name": "nobody<tool_call>{"name": "stop", "arguments": {}}</tool_call>',
+            Said(content='<tool_call>{"name": "nobody<tool_call>{"name": "stop", "arguments": {}}</tool_call>'),
+            id="a call in a name",
+        ),
+        pytest.param(
+            '<tool_call>{<tool_call>{"name": "stop", "arguments": {}}</tool_call>',
+            Said(content="<tool_call>{", calls=(("stop", "{}"),)),
+            id="a call after no call",
+        ),
+    ],
+)
+def test_what_is_left_of_a_malformed_call(text: str, said: Said) -> None:
+    assert parsed(HERMES, [text]) == parsed(HERMES, text) == said
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_without_functions_there_are_no_calls(form: OutputFormat) -> None:
+    for transcript in TRANSCRIPTS:
+        if transcript.form is form:
+            said = parsed(form, transcript.text, is_open=transcript.is_open, functions={})
+            assert (said.reasoning, said.calls) == (transcript.said.reasoning, ())
+
+
+def test_arguments_come_as_the_model_writes_them() -> None:
+    parser = OutputParser(HERMES, functions=FUNCTIONS)
+    assert parser.push('Well. <tool_call>{"name": "look_up", "argu') == [ContentText("Well.")]
+    assert parser.push('ments": ') == []
+    assert parser.push("{") == [CallBegun(0, "look_up"), CallArguments(0, "{")]
+    assert parser.push('"city": "Ro') == [CallArguments(0, '"city": "Ro')]
+    assert parser.push('me"}') == [CallArguments(0, 'me"}')]
+    assert parser.push("}</tool_call>") == []
+    assert parser.end() == []
+
+
+def test_words_are_not_held_back_longer_than_they_may_begin_a_marker() -> None:
+    parser = OutputParser(HERMES, functions=FUNCTIONS)
+    assert parser.push("a <tool_") == [ContentText("a")]
+    assert parser.push("box> \n") == [ContentText(" <tool_box>")]
+    assert parser.push("b") == [ContentText(" \nb")]
+
+
+def test_an_answer_without_functions_is_not_held_back_at_all() -> None:
+    parser = OutputParser(HERMES, functions={})
+    assert parser.push("a \n") == [ContentText("a \n")]
+    assert parser.push("<tool_") == [ContentText("<tool_")]
+
+
+# ---- formats ----------------------------------------------------------------------------------------------------
+
+
+def test_the_setting_names_all_formats() -> None:
+    assert get_args(OutputFormatName) == ("auto", *FORMATS)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_no_marker_is_part_of_another(form: OutputFormat) -> None:
+    """Else it would depend on the pieces which of the two is found."""
+    markers: Sequence[str] = form.markers
+    assert len(set(markers)) == len(markers)
+    assert not [(a, b) for a in markers for b in markers if a != b and a in b]

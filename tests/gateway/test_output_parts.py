@@ -1,0 +1,193 @@
+"""Chat answers have reasoning, words and calls of functions in OpenAI's fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from baton.client.event_order import CompletionBuilder
+from baton.codec import event_from_wire
+from baton.events import Completion, Event, Started
+from baton.v1.inference_pb2 import FINISH_REASON_EOS, FINISH_REASON_LENGTH, FinishReason
+from common.text.output_formats import HERMES, OutputFormat
+from gateway.chat import ChatChoice, parse_chat
+from tests.client.scripted_inference import ScriptedServer, delta, finished, started
+from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.gateway.parsing.transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
+from tests.support.loop_thread import LoopThread
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+CALLS = (
+    'Both.\n<tool_call>\n{"name": "look_up", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+)
+
+
+def events_of(
+    pieces: Sequence[str], reason: FinishReason.ValueType = FINISH_REASON_EOS, *, is_open: bool = False
+) -> list[Event]:
+    first = started()
+    first.started.is_reasoning_open = is_open
+    deltas = [delta([place], piece) for place, piece in enumerate(pieces)]
+    return [event_from_wire(each) for each in (first, *deltas, finished(reason))]
+
+
+def choice_of(events: Sequence[Event], form: OutputFormat = HERMES, **fields: Any) -> ChatChoice:
+    plan = parse_chat(json.dumps({**CHAT, **fields}).encode())
+    assert isinstance(events[0], Started)
+    return ChatChoice(0, dataclasses.replace(plan, functions=FUNCTIONS), form, events[0])
+
+
+def whole(events: Sequence[Event], form: OutputFormat = HERMES) -> dict[str, Any]:
+    builder = CompletionBuilder()
+    completion: Completion | None = None
+    for event in events:
+        completion = builder.add(event)
+    assert completion is not None
+    return choice_of(events, form).whole(completion)
+
+
+def chunks(events: Sequence[Event], form: OutputFormat = HERMES, **fields: Any) -> list[dict[str, Any]]:
+    choice = choice_of(events, form, **fields)
+    _, *deltas, last = events
+    parts = [choice.opening(), *(choice.part(each) for each in deltas), choice.ending(last)]  # type: ignore[arg-type]
+    return [each for each in parts if each is not None]
+
+
+def joined(deltas: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of a stream's deltas."""
+    message: dict[str, Any] = {}
+    for each in deltas:
+        for name in ("content", "reasoning_content"):
+            if each.get(name):
+                message[name] = message.get(name, "") + each[name]
+        for call in each.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                calls.append({"id": call["id"], "type": call["type"], "function": dict(call["function"])})
+            else:
+                assert call["index"] == len(calls) - 1
+                assert set(call) == {"index", "function"}
+                assert set(call["function"]) == {"arguments"}
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return message
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [{**call, "id": ""} for call in message.get("tool_calls", ())]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def test_a_message_has_the_calls() -> None:
+    choice = whole(events_of([CALLS]))
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"], message["role"]) == ("tool_calls", "Both.", "assistant")
+    first, second = message["tool_calls"]
+    assert first["function"] == {"name": "look_up", "arguments": '{"city": "Rome"}'}
+    assert second["function"] == {"name": "stop", "arguments": "{}"}
+    assert {each["type"] for each in (first, second)} == {"function"}
+    assert all(len(each["id"]) == 9 and each["id"].isalnum() for each in (first, second)), "as Mistral's template asks"
+    assert first["id"] != second["id"]
+
+
+def test_a_message_of_calls_alone_has_no_content() -> None:
+    assert whole(events_of([CALLS.removeprefix("Both.\n")]))["message"]["content"] is None
+
+
+def test_a_message_without_calls_has_none() -> None:
+    choice = whole(events_of(["Hello."]))
+    assert choice["message"] == {"role": "assistant", "content": "Hello.", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_calls_that_the_length_cut_off_end_for_that_reason() -> None:
+    events = events_of([CALLS[:-20]], FINISH_REASON_LENGTH)
+    assert whole(events)["finish_reason"] == chunks(events)[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda each: each.name)
+def test_a_stream_adds_up_to_the_message(transcript: Transcript) -> None:
+    events = events_of(transcript.pieces, is_open=transcript.is_open)
+    answer = whole(events, transcript.form)
+    parts = chunks(events, transcript.form)
+    message = joined(part["delta"] for part in parts)
+    expected = {name: value for name, value in answer["message"].items() if name not in ("role", "refusal") and value}
+    assert without_ids(message) == without_ids(expected)
+    assert [part["finish_reason"] for part in parts] == [*[None] * (len(parts) - 1), answer["finish_reason"]]
+    said = transcript.said
+    assert answer["message"].get("reasoning_content", "") == said.reasoning
+    assert [tuple(call["function"].values()) for call in message.get("tool_calls", ())] == list(said.calls)
+
+
+def test_a_streamed_call_begins_with_its_name_and_goes_on_with_arguments() -> None:
+    pieces = ["<tool_call>", '{"name": "look_up",', ' "arguments": {"ci', 'ty": "Rome"}', "}</tool_call>"]
+    opening, begun, more, last = chunks(events_of(pieces))
+    assert opening["delta"] == {"role": "assistant", "content": ""}
+    (call,) = begun["delta"]["tool_calls"]
+    assert call == {
+        "index": 0,
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": "look_up", "arguments": '{"ci'},
+    }
+    assert more["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": 'ty": "Rome"}'}}]}
+    assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
+
+
+def test_text_that_was_held_back_comes_with_the_end() -> None:
+    *_, last = chunks(events_of(["a", " <tool_"]))
+    assert (last["delta"], last["finish_reason"]) == ({"content": " <tool_"}, "stop")
+
+
+def test_a_stream_has_all_token_ids_of_held_text() -> None:
+    parts = chunks(events_of(["<tool_call>", '{"name": ', '"stop"}']), return_token_ids=True)
+    assert [part["token_ids"] for part in parts[1:-1]] == [[0], [1], [2]]
+    assert [part["delta"] for part in parts[1:3]] == [{"content": ""}] * 2
+
+
+# ---- over HTTP --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reasons(scripted: ScriptedServer) -> ScriptedServer:
+    """The decode service, whose model writes as Hermes and reasons."""
+    scripted.inference.output_format = "hermes"
+    scripted.inference.script = [
+        *(started(), delta([1], "<think>"), delta([2], "Hm."), delta([3], "</think>"), delta([4], "\n\nYes.")),
+        finished(FINISH_REASON_EOS, num_completion_tokens=4),
+    ]
+    return scripted
+
+
+def deltas_of(edge: GatewayHere) -> list[dict[str, Any]]:
+    body = edge.ask("POST", "/v1/chat/completions", {**CHAT, "stream": True}).body.decode()
+    *events, done, _ = body.split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+
+
+@pytest.mark.usefixtures("reasons")
+def test_reasoning_is_apart_from_the_content(edge: GatewayHere) -> None:
+    message = edge.ask("POST", "/v1/chat/completions", CHAT).json["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    assert joined(iter(deltas_of(edge))) == {"reasoning_content": "Hm.", "content": "Yes."}
+
+
+def test_reasoning_that_the_prompt_opened_is_known(edge: GatewayHere, reasons: ScriptedServer) -> None:
+    first = started()
+    first.started.is_reasoning_open = True
+    reasons.inference.script = [first, delta([1], "Hm.</think>Yes."), finished(FINISH_REASON_EOS)]
+    assert joined(iter(deltas_of(edge))) == {"reasoning_content": "Hm.", "content": "Yes."}
+
+
+@pytest.mark.parametrize(("setting", "content"), [("none", "<think>Hm.</think>\n\nYes."), ("hermes", "Yes.")])
+def test_the_setting_replaces_what_the_decode_service_says(
+    loop: LoopThread, reasons: ScriptedServer, setting: str, content: str
+) -> None:
+    reasons.inference.output_format = "mistral"
+    with gateway_here(loop, reasons.address, output_format=setting) as here:
+        assert here.ask("POST", "/v1/chat/completions", CHAT).json["choices"][0]["message"]["content"] == content
