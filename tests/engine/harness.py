@@ -34,7 +34,7 @@ from decode_service.messages import (
 from decode_service.speculate.depth import Depth, depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.tag_head import DRAFT, Drafting, TagHead, draft_kv_of, drafting_of, first_seed
-from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
+from tests.engine.tags import CONTEXT_TOKENS, GROUP, TAG_GRAMMAR, TagMatcher, TagModel, kv_of, oracle
 from tests.support.engines import new_decode_engine
 
 REPLICA = "replica"
@@ -199,12 +199,25 @@ class ScriptedEngine:
         stop_token_ids: tuple[int, ...] = (),
         client: str = "",
         cache_salt: str | None = None,
+        is_constrained: bool = False,
     ) -> Outcome:
         sampling = ResolvedSampling(
-            seed=seed, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids,
+            grammar=TAG_GRAMMAR if is_constrained else None,
         )
         self._posted.append(
-            Submit(request_id, tuple(prompt), len(prompt), sampling, client=client, cache_salt=cache_salt)
+            Submit(
+                request_id,
+                tuple(prompt),
+                len(prompt),
+                sampling,
+                client=client,
+                cache_salt=cache_salt,
+                matcher=TagMatcher(prompt[-1]) if is_constrained else None,
+            )
         )
         self.outcomes[request_id] = Outcome(tuple(prompt), sampling, cache_salt)
         return self.outcomes[request_id]

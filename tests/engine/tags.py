@@ -19,6 +19,8 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.attention.torch_attention import TorchAttention
+from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.matcher import Mask, num_words
 from common.kv.layer_group import LayerGroupSpec
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetOutput
@@ -67,6 +69,40 @@ def is_argmax(sampling: ResolvedSampling) -> bool:
     return sampling == ResolvedSampling(seed=sampling.seed, max_tokens=sampling.max_tokens, temperature=0.0)
 
 
+TAG_GRAMMAR = Grammar(GrammarKind.REGEX, "tags")
+"""The grammar of TagMatcher. It stands for any grammar."""
+
+
+class TagMatcher:
+    """A Matcher that forbids a third of all tokens: which ones depends on the token before, of prompt or output."""
+
+    failure = ""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def copy(self) -> TagMatcher:
+        return TagMatcher(self._last)
+
+    def accept(self, token_id: int) -> bool:
+        if (self._last + token_id) % 3 == 0:
+            return False
+        self._last = token_id
+        return True
+
+    def fill(self, mask: Mask) -> None:
+        mask[:] = _TAG_MASKS[self._last % 3]
+
+
+def _mask_after(last: int) -> Mask:
+    bits = np.zeros(num_words(VOCAB_SIZE) * 32, np.bool_)
+    bits[:VOCAB_SIZE] = (last + np.arange(VOCAB_SIZE)) % 3 != 0
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+_TAG_MASKS = [_mask_after(last) for last in range(3)]
+
+
 def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling) -> list[int]:
     """The `num_tokens` tokens that follow `token_ids`, computed one at a time in a batch of one."""
     if is_argmax(sampling):
@@ -80,7 +116,8 @@ def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling
     sequence = list(token_ids)
     for _ in range(num_tokens):
         logits = logits_of(choose(kv_of(sequence), sequence[-1])).unsqueeze(0)
-        drawn = sample(logits, torch.tensor([1]), torch.tensor([len(sequence)]), state, batch)
+        masks = None if sampling.grammar is None else torch.from_numpy(_mask_after(sequence[-1])).unsqueeze(0)
+        drawn = sample(logits, torch.tensor([1]), torch.tensor([len(sequence)]), state, batch, masks=masks)
         sequence.append(int(drawn.token_ids[0]))
     return sequence[len(token_ids) :]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from tests.engine.mutants import (
     batches,
     bootstrap,
+    grammars,
     lengths,
     local_prefill,
     memory,
@@ -89,6 +90,12 @@ _continued_lost = Scenario(scenarios.continued_after_a_handoff_lost, 2, 14, head
 _continued_lost_chain = Scenario(scenarios.continued_after_a_handoff_lost, 2, 30, CHAIN, local_prefill_tokens=3)
 _replica_lost = Scenario(scenarios.continued_beside_a_replica_lost, 2, 24, headroom_tokens=1, prefill_fallback=True)
 
+_constrained = Scenario(scenarios.constrained_beside_a_free_one, 2, 60)
+_constrained_chain = Scenario(scenarios.constrained_beside_a_free_one, 2, 60, CHAIN)
+_constrained_stopped = Scenario(scenarios.constrained_and_stopped, 2, 60)
+_constrained_short = Scenario(scenarios.constrained_when_short, 2, 5, headroom_tokens=1)
+_constrained_chunk = Scenario(scenarios.constrained_in_a_chunk, 2, 24, headroom_tokens=1, local_prefill_tokens=4)
+
 EXHAUSTIVE: dict[AnyScenario, int] = {
     _relay: 2,
     Scenario(scenarios.one_request, 1, 16): 7,
@@ -107,6 +114,7 @@ EXHAUSTIVE: dict[AnyScenario, int] = {
     _chunks_aborted: 81,
     _chunk_retracted: 3,
     _continued_lost: 222,
+    Scenario(scenarios.one_constrained, 1, 16): 7,
     _prompt: 154,
     PrefillScenario(prefill_scenarios.one_prompt, 1, 8, 2): 70,
     PrefillScenario(prefill_scenarios.two_prompts, 1, 8, 2): 1584,
@@ -158,6 +166,12 @@ LARGE: tuple[AnyScenario, ...] = (
     _chunk_aborted_tree,
     _continued_lost_chain,
     _replica_lost,
+    _constrained,
+    _constrained_chain,
+    Scenario(scenarios.constrained_and_aborted, 1, 24, CHAIN, lags=True),
+    _constrained_stopped,
+    _constrained_short,
+    _constrained_chunk,
 )
 
 CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
@@ -219,6 +233,14 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (local_prefill.given_up_prompts_are_computed_on, _chunk_retracted, "the prefix was let go"),
     (prefixes.half_landed_kv_is_kept, _continued_lost, "decoded wrongly"),
     (prefixes.held_tokens_are_asked_for, _replica_lost, "the handoff broke the protocol"),
+    (grammars.masks_of_the_last_step, _constrained, "the grammar forbids|decoded wrongly"),
+    (grammars.masks_of_another_row, _constrained_chain, "the grammar forbids|decoded wrongly"),
+    (grammars.first_token_not_accepted, _constrained_chunk, "the grammar forbids|decoded wrongly"),
+    (
+        grammars.rows_not_held_until_their_draw,
+        _constrained_stopped,
+        "a race for .*token table|not conserved|decoded wrongly",
+    ),
 )
 """(mutant, scenario, symptom): with the mutant, some order of the scenario fails with a message that matches the
 symptom.
@@ -251,6 +273,8 @@ SOME_ORDER_HAS: dict[AnyScenario, frozenset[str]] = {
     _continued_lost: frozenset({RETRIED, REUSED, COMPUTED_HERE, LAUNCHED_BESIDE_A_CHUNK}),
     _continued_lost_chain: frozenset({RETRIED, REUSED, COMPUTED_HERE}),
     _replica_lost: frozenset({RETRIED, REUSED, COMPUTED_HERE}),
+    _constrained_short: frozenset({RETRACTED}),
+    _constrained_chunk: frozenset({REUSED, COMPUTED_HERE, LAUNCHED_BESIDE_A_CHUNK}),
 }
 """Things that some order of each scenario must show. They prove that the engine does not simply wait for everything:
 such an engine would be right in every order too.

@@ -5,7 +5,7 @@ share KV, who computes their prompts, and what runs short.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from common.sampling.params import ResolvedSampling
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.speculating import CHAIN, TREE
-from tests.engine.tags import oracle
+from tests.engine.tags import TAG_GRAMMAR, oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.scenarios import (
     BOOTSTRAPPED_BEFORE_DRAFT_EXTEND,
@@ -47,7 +47,7 @@ PREFIX = "random_life-"
 class Request:
     """A request of a life. `ending` is one of ENDINGS ("lost" loses its first handoff), or None if the request decodes
     to its end. If it `goes_on`, it comes after the end of the request before it, and its prompt is that one's prompt
-    and output, and then `prompt`.
+    and output, and then `prompt`. A grammar constrains its output if it `is_constrained`.
     """
 
     prompt: tuple[int, ...]
@@ -56,6 +56,7 @@ class Request:
     after_tokens: int
     cache_salt: str | None
     goes_on: bool
+    is_constrained: bool
 
     @classmethod
     def draw(cls, numbers: random.Random) -> Request:
@@ -67,6 +68,7 @@ class Request:
             after_tokens=numbers.randint(0, 3),
             cache_salt=numbers.choice(SALTS),
             goes_on=numbers.random() < 0.3,
+            is_constrained=False,
         )
 
 
@@ -87,7 +89,7 @@ class Life:
 
     @classmethod
     def draw(cls, numbers: random.Random) -> Life:
-        return cls(
+        life = cls(
             requests=tuple(Request.draw(numbers) for _ in range(numbers.randint(2, len(NAMES)))),
             max_rows=numbers.randint(1, 3),
             spec_info=numbers.choice([None, None, CHAIN, TREE]),
@@ -97,13 +99,21 @@ class Life:
             local_prefill_tokens=numbers.choice([0, 0, 2, 4]),
             replica=numbers.choice(REPLICAS),
         )
+        return replace(
+            life, requests=tuple(replace(each, is_constrained=numbers.random() < 0.25) for each in life.requests)
+        )
 
     def prompts(self) -> list[tuple[int, ...]]:
         prompts: list[tuple[int, ...]] = []
         said: tuple[int, ...] = ()
         for each in self.requests:
             prompts.append((*said, *each.prompt) if each.goes_on else each.prompt)
-            greedy = ResolvedSampling(seed=0, max_tokens=each.max_tokens, temperature=0.0)
+            greedy = ResolvedSampling(
+                seed=0,
+                max_tokens=each.max_tokens,
+                temperature=0.0,
+                grammar=TAG_GRAMMAR if each.is_constrained else None,
+            )
             said = (*prompts[-1], *oracle(prompts[-1], each.max_tokens, greedy))
         return prompts
 
@@ -140,7 +150,7 @@ class Life:
 
 
 def _begin(engine: ExploredEngine, name: str, each: Request, prompt: tuple[int, ...]) -> None:
-    engine.submit(name, prompt, each.max_tokens, cache_salt=each.cache_salt)
+    engine.submit(name, prompt, each.max_tokens, cache_salt=each.cache_salt, is_constrained=each.is_constrained)
     if each.ending == "abort":
         engine.abort_some_time(name, after_tokens=each.after_tokens)
     elif each.ending == "stop":

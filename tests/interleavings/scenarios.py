@@ -17,6 +17,7 @@ from torch import Tensor
 from common.device.scripted import ScriptedDevice
 from common.errors import PrefillUnavailable
 from common.kv.pool import KvPool
+from common.sampling.params import ResolvedSampling
 from decode_service.forward.future_map import FutureMap
 from decode_service.messages import (
     Abort,
@@ -41,6 +42,7 @@ from tests.engine.harness import REPLICA, ScriptedEngine
 from tests.engine.relay_rig import make_batch, make_relay
 from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected
 from tests.engine.tag_head import DRAFT
+from tests.engine.tags import TAG_GRAMMAR, oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.footprint import Shared
 
@@ -49,6 +51,7 @@ READY, NOT_READY = (ReplicasChanged((Replica(REPLICA, is_ready),)) for is_ready 
 INBOX = "inbox"
 SALT = "salt"
 FALLBACK_CHUNK_TOKENS = 4
+_EARLY = (FinishReason.STOP_STRING, FinishReason.STOP_TOKEN)
 
 LAUNCHED_BEFORE_DRAFT_EXTEND = "a request's next step was launched while its draft-extend had not run"
 BOOTSTRAPPED_BEFORE_DRAFT_EXTEND = "a row was bootstrapped and launched beside another whose draft-extend had not run"
@@ -308,7 +311,7 @@ class Scenario:
             device.witnessed.add(EVICTED)
         drafts_fit = self._drafts_fit(engine)
         for request_id, outcome in engine.outcomes.items():
-            is_cut = outcome.is_abandoned or (outcome.finished and outcome.finished.reason is FinishReason.STOP_STRING)
+            is_cut = outcome.is_abandoned or (outcome.finished and outcome.finished.reason in _EARLY)
             wanted = outcome.expected[: len(outcome.token_ids)] if is_cut else outcome.expected
             assert outcome.error is None, f"{request_id} failed: {outcome.error}"
             assert outcome.token_ids == wanted, f"{request_id} was decoded wrongly: {outcome.token_ids}, not {wanted}"
@@ -448,6 +451,50 @@ def one_stopped(engine: ExploredEngine) -> None:
     engine.submit("a", [1, 2], 3)
     engine.submit("b", [5, 6, 7], 3)
     engine.stop_some_time("a")
+
+
+def one_constrained(engine: ExploredEngine) -> None:
+    engine.submit("a", [1, 2, 3], 4, is_constrained=True)
+
+
+def constrained_beside_a_free_one(engine: ExploredEngine) -> None:
+    """A grammar constrains one of two requests: its draws wait for their masks, and the other's with them."""
+    engine.submit("a", [1, 2], 4, is_constrained=True)
+    engine.submit("b", [5, 6, 7], 3)
+
+
+def constrained_and_aborted(engine: ExploredEngine) -> None:
+    """A request with a grammar is aborted at any time, even between the launch of its step and its draws. Another one
+    takes its row.
+    """
+    engine.submit("a", [1, 2], 3, is_constrained=True)
+    engine.submit("b", [5, 6, 7], 3, is_constrained=True)
+    engine.abort_some_time("a")
+
+
+def constrained_and_stopped(engine: ExploredEngine) -> None:
+    """Two requests of one prompt and grammar end at a stop token, while their next step is launched and not drawn. The
+    cache keeps the KV of one of them.
+    """
+    prompt, greedy = [1, 2], ResolvedSampling(seed=0, max_tokens=6, temperature=0.0, grammar=TAG_GRAMMAR)
+    ends = (oracle(prompt, 3, greedy)[-1],)
+    engine.submit("a", prompt, 6, stop_token_ids=ends, cache_salt=SALT, is_constrained=True)
+    engine.submit("b", prompt, 6, stop_token_ids=ends, cache_salt=SALT, is_constrained=True)
+
+
+def constrained_when_short(engine: ExploredEngine) -> None:
+    """The younger of two requests with grammars is retracted, and goes on in its grammar when it returns."""
+    engine.submit("a", [1], 4, is_constrained=True)
+    engine.submit("b", [5], 4, is_constrained=True)
+
+
+def constrained_in_a_chunk(engine: ExploredEngine) -> None:
+    """Prompts of requests with grammars are computed in the decode service beside decode steps. One is aborted at any
+    time.
+    """
+    engine.submit("a", [1, 2], 5, cache_salt=SALT, is_constrained=True)
+    engine.submit("b", [1, 2, 7], 3, cache_salt=SALT, is_constrained=True)
+    engine.abort_some_time("b", after_tokens=1, of="a")
 
 
 def reused_beside_an_abort(engine: ExploredEngine) -> None:

@@ -37,6 +37,7 @@ def requests() -> st.SearchStrategy[Request]:
         after_tokens=st.integers(0, 3),
         cache_salt=st.sampled_from(SALTS),
         goes_on=st.sampled_from([False, False, True]),
+        is_constrained=st.sampled_from([False, False, False, True]),
     )
 
 

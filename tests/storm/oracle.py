@@ -13,8 +13,10 @@ from enum import Enum, auto
 from pathlib import Path
 
 from baton.requests import SamplingOptions
+from common.grammar.grammar import Grammar, GrammarKind
 from common.model.loader import load_target
 from common.sampling.params import ResolvedSampling
+from tests.support.models import END_ID
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.reference import generate_greedily
 
@@ -26,8 +28,12 @@ KINDS: tuple[SamplingOptions, ...] = (
     {"temperature": 0.0},
     {"temperature": 0.75, "repetition_penalty": 1.25, "presence_penalty": 0.5, "frequency_penalty": 0.25},
     {"temperature": 1.25, "min_p": 0.03125, "top_k": 40, "logit_bias": {9: 2.0, 11: -3.0}, "logprobs": 0},
+    {"temperature": 0.0, "regex": "([A-F][a-f])+"},
+    {"temperature": 1.0, "top_p": 0.875, "regex": "(a|bc)*d", "logprobs": 1},
 )
-"""Sampling options whose numbers a float on the wire holds exactly."""
+"""Sampling options whose numbers a float on the wire holds exactly. Where there is a grammar, the output has all its
+tokens unless the grammar ends it.
+"""
 
 SALTS = (None, "a", None, "b")
 """The namespaces of new conversations, in turn. None leaves the choice to the service."""
@@ -123,6 +129,9 @@ def make_cases(
                 "seed": (1 << 62) + number,
                 **KINDS[number % len(KINDS)],
             }
+            if "regex" in sampling:
+                sampling["ignore_eos"] = False
+                sampling["min_tokens"] = sampling["max_tokens"]
             own = tuple(draw.randrange(FIRST_ID, target.vocab_size) for _ in range(draw.choice(prompt_lens)))
             case = Case(number, own, sampling, (), (), cache_salt=SALTS[number // len(RELATIONS) % len(SALTS)])
             case = _related(case, cases, RELATIONS[number % len(RELATIONS)], draw, max_tokens=2 * prompt_lens[-1])
@@ -166,7 +175,11 @@ def _run(pair: InProcessPair, model_dir: Path, case: Case) -> Case | None:
     pair.run()
     pair.outcomes.clear()
     assert outcome.error is None, outcome.error
-    if sampling == {**sampling, **KINDS[0]} and not _is_generates(model_dir, prompt, outcome.token_ids):
+    if (
+        sampling == {**sampling, **KINDS[0]}
+        and "regex" not in sampling
+        and not _is_generates(model_dir, prompt, outcome.token_ids)
+    ):
         return None
     logprobs = tuple(entry.chosen for entry in outcome.logprobs)
     return replace(case, token_ids=tuple(outcome.token_ids), logprobs=logprobs)
@@ -186,9 +199,13 @@ def _is_generates(model_dir: Path, prompt: list[int], token_ids: list[int]) -> b
 
 def _resolved(sampling: SamplingOptions) -> ResolvedSampling:
     """The options as the edge resolves them for the engine."""
-    values = {name: value for name, value in sampling.items() if name not in ("ignore_eos", "logprobs", "logit_bias")}
+    resolved = ("ignore_eos", "logprobs", "logit_bias", "regex")
+    values = {name: value for name, value in sampling.items() if name not in resolved}
+    regex = sampling.get("regex")
     return ResolvedSampling(
         **values,  # type: ignore[arg-type]
+        eos_token_ids=() if sampling["ignore_eos"] else (END_ID,),
+        grammar=None if regex is None else Grammar(GrammarKind.REGEX, regex),
         num_logprobs=sampling.get("logprobs"),
         logit_bias=tuple(sorted((sampling.get("logit_bias") or {}).items())),
     )

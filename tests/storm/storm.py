@@ -71,6 +71,7 @@ class StormReport:
     num_shared_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_constrained: int = 0
 
     @property
     def num_ended(self) -> int:
@@ -80,8 +81,9 @@ class StormReport:
         for entry in fields(self):
             setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
-    def count(self, finished: Finished, *, is_first: bool) -> None:
+    def count(self, finished: Finished, *, is_first: bool, is_constrained: bool) -> None:
         self.num_finished += 1
+        self.num_constrained += is_constrained
         self.num_retractions += finished.timings.num_retractions
         self.num_attempts += finished.timings.num_handoff_attempts
         self.num_handed_off += finished.timings.num_handoff_attempts > 0
@@ -174,7 +176,7 @@ async def _send(
     if finished is None:
         report.num_aborted += 1
     else:
-        report.count(finished, is_first=is_first)
+        report.count(finished, is_first=is_first, is_constrained="regex" in case.sampling)
         if not case.is_cached and finished.timings.num_cached_tokens:
             report.wrong.append(f"case {case.number}: cached KV was used, and it asked for none")
     _check(case, token_ids, logprobs, finished, report)

@@ -89,7 +89,7 @@ def test_ends_that_no_fault_explains_are_told() -> None:
         as_it_should: dict[str, Any] = {"num_finished": 6, "num_aborted": 2, "ends": SEEN, "num_retractions": 1}
         as_it_should |= {"failed": Counter({"INTERNAL ENGINE_FAULT": 2}), "texts": [TWICE] * 2}
         as_it_should |= {"num_attempts": 8, "num_handed_off": 6, "num_accepted": 3}
-        as_it_should |= {"num_cached_tokens": 5, "num_shared_tokens": 2}
+        as_it_should |= {"num_cached_tokens": 5, "num_shared_tokens": 2, "num_constrained": 1}
         return problems_of(
             StormReport(**{**as_it_should, **changes}), LOGGED, faults, num_requests=len(SEEN), speculates=True
         )
@@ -107,6 +107,7 @@ def test_ends_that_no_fault_explains_are_told() -> None:
         ({"num_attempts": 6}, "no request was handed over again"),
         ({"num_cached_tokens": 0}, "no request began with cached KV"),
         ({"num_shared_tokens": 0}, "no request began with KV of another prompt"),
+        ({"num_constrained": 0}, "no request ended in its grammar"),
     ):
         (problem,) = problems(**changes)
         assert re.search(told, problem)

@@ -144,6 +144,7 @@ def problems_of(
         "began with cached KV": report.num_cached_tokens,
         "began with KV of another prompt": report.num_shared_tokens,
         "met a fault": faults.total(),
+        "ended in its grammar": report.num_constrained,
         "had a draft accepted": report.num_accepted or not speculates,
     }
     return problems + [f"no request {what}" for what, number in happened.items() if not number]
