@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self, TypedDict, TypeVar
 
 from baton.errors import InvalidArgument
 from baton.v1 import inference_pb2, types_pb2
 from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 
+_GRAMMARS = ("json_schema", "regex", "choice", "ebnf", "lark")
 
-class SamplingOptions(TypedDict, total=False):
-    """The sampling options of `generate` and `complete`. If a key is absent or None, the server's default applies."""
+
+class SchemaModel(Protocol):
+    """The interface of classes that describe the JSON of their objects, such as pydantic's models."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]: ...
+
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> Self: ...
+
+
+ModelT = TypeVar("ModelT", bound=SchemaModel)
+
+JsonSchema = str | Mapping[str, Any] | type[SchemaModel]
+"""A JSON schema: its text, the object that it is, or a class that has one."""
+
+
+class UnparsedOptions(TypedDict, total=False):
+    """The sampling options but `json_schema`, which says as what an answer is parsed.
+
+    If a key is absent or None, the server's default applies.
+    """
 
     temperature: float | None
     top_p: float | None
@@ -30,12 +51,37 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     n: int | None
-    json_schema: str | None
     regex: str | None
+    choice: Sequence[str] | None
+    ebnf: str | None
     lark: str | None
     speculate: bool | None
     skip_special_tokens: bool | None
     include_stop_str_in_output: bool | None
+
+
+class SamplingOptions(UnparsedOptions, total=False):
+    """The sampling options of `generate` and `complete`. If a key is absent or None, the server's default applies."""
+
+    json_schema: JsonSchema | None
+
+
+class CompleteOptions(UnparsedOptions, total=False):
+    """The arguments of `complete` beside the prompt and `json_schema`. `generate` of the client explains them."""
+
+    token_ids: Iterable[int] | None
+    chat: Iterable[ChatMessage] | None
+    tools: Iterable[Tool] | None
+    tool_choice: ToolChoice | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    continue_final_message: bool | None
+    add_generation_prompt: bool | None
+    request_id: str | None
+    generated_token_ids: Iterable[int]
+    choice_index: int | None
+    cache_salt: str | None
+    cache_prompt: bool | None
+    timeout_s: float | None
 
 
 def generate_request(
@@ -134,16 +180,46 @@ def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
             if name == "logit_bias":
                 params.logit_bias.update(value)  # type: ignore[call-overload]
             elif name in ("stop", "stop_token_ids"):
-                if isinstance(value, str):
-                    raise TypeError("give a list, not a string")
-                getattr(params, name).extend(value)
-            elif (other := params.WhichOneof("grammar")) is not None and name in ("json_schema", "regex", "lark"):
-                raise ValueError(f"does not go with {other}")
+                getattr(params, name).extend(_no_string(value))
+            elif name in _GRAMMARS:
+                _set_grammar(params, name, value)
             else:
                 setattr(params, name, value)
         except (TypeError, ValueError) as error:
             raise _invalid(f"sampling.{name}", str(error)) from error
     return params
+
+
+def _set_grammar(params: types_pb2.SamplingParams, name: str, value: Any) -> None:
+    if (other := params.WhichOneof("grammar")) is not None:
+        raise ValueError(f"does not go with {other}")
+    if name == "choice":
+        params.choice.CopyFrom(types_pb2.Choice(texts=_no_string(value)))
+    else:
+        setattr(params, name, _schema_text(value) if name == "json_schema" else value)
+
+
+def _schema_text(schema: JsonSchema) -> str:
+    if isinstance(schema, str):
+        return schema
+    return json.dumps(dict(schema) if isinstance(schema, Mapping) else schema.model_json_schema(), allow_nan=False)
+
+
+def parser_of(json_schema: JsonSchema | None) -> Callable[[str], Any] | None:
+    """Returns the function that turns an answer's whole text into an object; None without a schema.
+
+    The object is of the schema's class, if the schema is one. Then the function raises what the class raises.
+    """
+    if json_schema is None:
+        return None
+    return json.loads if isinstance(json_schema, str | Mapping) else json_schema.model_validate_json
+
+
+def _no_string(values: Any) -> Any:
+    """Returns `values`, a list. Raises TypeError for a string, which would pass for a list of characters."""
+    if isinstance(values, str):
+        raise TypeError("give a list, not a string")
+    return values
 
 
 def _fill(field: str, repeated: object, ids: Iterable[int]) -> None:

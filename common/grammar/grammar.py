@@ -1,7 +1,9 @@
-"""The grammar of a request's output, as text: a JSON schema, a regular expression or a Lark grammar."""
+"""The grammar of a request's output, as text: a JSON schema, a regular expression, a grammar, or a list of texts."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,6 +16,9 @@ class GrammarKind(Enum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     LARK = "lark"
+    CHOICE = "choice"
+    """The text is a JSON list of the texts to choose from."""
+    EBNF = "ebnf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,16 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+
+    @classmethod
+    def of_choices(cls, texts: Iterable[str]) -> Grammar:
+        return cls(GrammarKind.CHOICE, json.dumps(list(texts), ensure_ascii=False))
+
+    @property
+    def choices(self) -> list[str]:
+        """The texts to choose from, of a grammar that `of_choices` made."""
+        texts: list[str] = json.loads(self.text)
+        return texts
 
     def failed(self, why: str) -> InvalidRequest:
         """Returns the error of a request whose output has reached a limit of the grammar's library."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,10 +19,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Mask
+from common.text.ebnf import EbnfRefused, ebnf_to_lark
 from common.text.tokenizer import TextTokenizer
 
 _MAX_CACHED = 256
-_MAX_CHARS = {GrammarKind.JSON_SCHEMA: 1 << 16, GrammarKind.REGEX: 1 << 14, GrammarKind.LARK: 1 << 14}
+_MAX_CHARS = {
+    GrammarKind.JSON_SCHEMA: 1 << 16,
+    GrammarKind.REGEX: 1 << 14,
+    GrammarKind.LARK: 1 << 14,
+    GrammarKind.CHOICE: 1 << 16,
+    GrammarKind.EBNF: 1 << 14,
+}
 _MAX_MULTIPLE = 10_000
 """The largest `multipleOf`: llguidance's time for one grows with it, and no limit of its own bounds that."""
 _LIMITS = LLParserLimits(max_grammar_size=50_000, verbose_errors=False)
@@ -135,12 +143,21 @@ class Grammars:
     """Compiles grammars for one model. Any thread may use it. It is slow, so do not use it on an event loop.
 
     `tokenizer` is called at the first use: services whose requests have no grammars never need the vocabulary.
+    `on_found` is called for each grammar that is cached, and `on_compiled` with the seconds that compiling one took.
     """
 
     def __init__(
-        self, tokenizer: Callable[[], TextTokenizer], *, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        tokenizer: Callable[[], TextTokenizer],
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        on_found: Callable[[], None] = lambda: None,
+        on_compiled: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._new_tokenizer = tokenizer
+        self._on_found = on_found
+        self._on_compiled = on_compiled
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()
@@ -173,6 +190,7 @@ class Grammars:
         with self._lock:
             if (found := self._prototypes.get(grammar)) is not None:
                 self._prototypes.move_to_end(grammar)
+                self._on_found()
                 return found
             if self._tokenizer is None:
                 if not self._eos_token_ids:
@@ -181,7 +199,11 @@ class Grammars:
                 self._tokenizer = LLTokenizer(
                     TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
                 )
-        matcher = _compiled(grammar, self._tokenizer)
+        start_s = time.perf_counter()
+        try:
+            matcher = _compiled(grammar, self._tokenizer)
+        finally:
+            self._on_compiled(time.perf_counter() - start_s)
         with self._lock:
             self._prototypes[grammar] = matcher
             if len(self._prototypes) > _MAX_CACHED:
@@ -203,12 +225,27 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
             text = LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
             text = LLMatcher.grammar_from_lark(_checked_lark(grammar.text))
+        case GrammarKind.CHOICE:
+            text = LLMatcher.grammar_from_lark(_choice_as_lark(grammar.choices))
+        case GrammarKind.EBNF:
+            try:
+                text = LLMatcher.grammar_from_lark(ebnf_to_lark(grammar.text))
+            except EbnfRefused as error:
+                raise GrammarRefused(str(error)) from error
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise GrammarRefused(matcher.get_error())
     if warnings := matcher.get_grammar_warnings():
         raise GrammarRefused("; ".join(warnings))  # of keywords that would be ignored
     return matcher
+
+
+def _choice_as_lark(texts: Sequence[str]) -> str:
+    if not texts:
+        raise GrammarRefused("has no text")
+    if not all(texts):
+        raise GrammarRefused("a text is empty")
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, texts))}"
 
 
 def _checked_schema(text: str) -> dict[str, Any]:

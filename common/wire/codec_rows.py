@@ -96,7 +96,7 @@ def _encode_sampling(sampling: ResolvedSampling) -> prefill_pb2.ResolvedSampling
         logprobs=sampling.num_logprobs,
     )
     if sampling.grammar is not None:
-        setattr(params, sampling.grammar.kind.value, sampling.grammar.text)
+        _set_grammar(params, sampling.grammar)
     return prefill_pb2.ResolvedSampling(
         params=params,
         eos_token_ids=sampling.eos_token_ids,
@@ -141,4 +141,15 @@ def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
 def grammar_of(params: types_pb2.SamplingParams) -> Grammar | None:
     """Returns the grammar in `params`, or None if there is none."""
     name = params.WhichOneof("grammar")
-    return None if name is None else Grammar(GrammarKind(name), getattr(params, name))
+    if name is None:
+        return None
+    if name == GrammarKind.CHOICE.value:
+        return Grammar.of_choices(params.choice.texts)
+    return Grammar(GrammarKind(name), getattr(params, name))
+
+
+def _set_grammar(params: types_pb2.SamplingParams, grammar: Grammar) -> None:
+    if grammar.kind is GrammarKind.CHOICE:
+        params.choice.CopyFrom(types_pb2.Choice(texts=grammar.choices))
+    else:
+        setattr(params, grammar.kind.value, grammar.text)

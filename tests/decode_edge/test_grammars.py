@@ -18,14 +18,15 @@ from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
 from common.text.grammar_compiler import GrammarCompiler
-from common.text.grammars import Grammars, OutputRefused
+from common.text.grammars import GrammarRefused, Grammars, OutputRefused
 from common.text.tokenizer import TextTokenizer
 from tests.decode_edge.edge_under_test import Edge, error_of, vocab_size
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of_pieces, with_space_mark
 
-JSON_SCHEMA, REGEX = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX
+JSON_SCHEMA, REGEX, CHOICE, EBNF = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.EBNF
 SLOW = {"type": "integer", "multipleOf": 999_983}
 PROMPT = inference_pb2.TokenIds(ids=[1, 2])
+ODD_TEXTS = ['a"b', "a\\n", "a\nb", "a<eos>€", "a|b", "/a/", "😀", " a", "a\t\x00", "a", "ab", "// a", "%ignore /a/"]
 
 
 @pytest.mark.parametrize(
@@ -53,9 +54,14 @@ PROMPT = inference_pb2.TokenIds(ids=[1, 2])
         ("lark", "start: %json [", "is not JSON"),
         ("lark", 'start: %json {"enum": ["' + "x" * 70_000 + '"]}', "characters, more than"),
         ("lark", "start: " + '"a" ' * 5000, "characters, more than"),
+        ("choice", types_pb2.Choice(), "has no text"),
+        ("choice", types_pb2.Choice(texts=["a", ""]), "a text is empty"),
+        ("choice", types_pb2.Choice(texts=["x" * 70_000]), "characters, more than"),
+        ("ebnf", 'root ::= "a" b', "needs b"),
+        ("ebnf", 'root ::= root "a"', "root has no sentence"),
     ],
 )
-async def test_a_grammar_that_is_not_served_is_refused_by_name(edge: Edge, field: str, text: str, words: str) -> None:
+async def test_a_grammar_that_is_not_served_is_refused_by_name(edge: Edge, field: str, text: Any, words: str) -> None:
     call = edge.generate(token_ids=PROMPT, sampling=types_pb2.SamplingParams(**{field: text}))
     code, _, metadata = await error_of(call)
     assert (code, metadata) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": f"sampling.{field}"})
@@ -138,6 +144,12 @@ async def test_brought_output_that_the_grammar_forbids_is_refused(edge: Edge) ->
         (REGEX, "a<eos>€", ["a<eos>€"]),
         (JSON_SCHEMA, json.dumps({"const": "stop end"}), ["stop end"]),
         (JSON_SCHEMA, json.dumps({"enum": ["yes", 12, {"a": "b"}]}), ["yes", 12, {"a": "b"}]),
+        (CHOICE, json.dumps(["yes", "no", " yes", "a<eos>€"]), ["yes", "no", " yes", "a<eos>€"]),
+        (
+            EBNF,
+            'root ::= "(" root ")" | "yes" | "<eos>"',
+            [f"{'(' * n}{a}{')' * n}" for n in range(99) for a in ("yes", "<eos>")],
+        ),
     ],
 )
 def test_every_token_that_is_allowed_leads_on_to_an_output_that_fits(
@@ -151,7 +163,17 @@ def test_every_token_that_is_allowed_leads_on_to_an_output_that_fits(
         while (token_id := draw.choice(allowed(matcher, tokenizer))) != end:
             assert matcher.accept(token_id)
             output += tokenizer.bytes_of(token_id)
-        assert (output.decode() if kind is REGEX else json.loads(output)) in outputs
+        assert (json.loads(output) if kind is JSON_SCHEMA else output.decode()) in outputs
+
+
+def test_a_text_to_choose_is_written_as_it_is() -> None:
+    tokenizer = byte_level()
+    end = eos_id(tokenizer)
+    grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[end])
+    for text in (*ODD_TEXTS, "a.b", "b", "a|", "", "aa"):
+        matcher = grammars.matcher(Grammar.of_choices(ODD_TEXTS))
+        fits = all(map(matcher.accept, text.encode())) and end in allowed(matcher, tokenizer)
+        assert fits == (text in ODD_TEXTS), text
 
 
 def test_a_text_that_is_forced_comes_in_its_usual_tokens() -> None:
@@ -161,6 +183,25 @@ def test_a_text_that_is_forced_comes_in_its_usual_tokens() -> None:
     assert allowed(grammars.matcher(Grammar(REGEX, "ayes|no")), tokenizer)[-1] == ay
     assert allowed(grammars.matcher(Grammar(REGEX, "ayes")), tokenizer) == [a]
     assert allowed(grammars.matcher(Grammar(REGEX, "ayes"), [a]), tokenizer) == [yes]
+
+
+def test_a_grammar_is_compiled_once_and_then_found() -> None:
+    tokenizer = byte_level()
+    compiled_s: list[float] = []
+    found: list[None] = []
+    grammars = Grammars(
+        lambda: tokenizer,
+        vocab_size=vocab_size(tokenizer),
+        eos_token_ids=[eos_id(tokenizer)],
+        on_found=lambda: found.append(None),
+        on_compiled=compiled_s.append,
+    )
+    for text in ("ab", "ab", "a", "ab"):
+        grammars.matcher(Grammar(REGEX, text))
+    assert (len(compiled_s), len(found)) == (2, 2)
+    with pytest.raises(GrammarRefused):
+        grammars.matcher(Grammar(REGEX, "(a"))
+    assert len(compiled_s) == 3 and min(compiled_s) > 0
 
 
 class BlockedGrammars:

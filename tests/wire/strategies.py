@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from common.errors import RowFailure
+from common.grammar.grammar import Grammar, GrammarKind
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
@@ -64,6 +65,10 @@ def number(option: NumberOption) -> st.SearchStrategy[float]:
     return values | st.just(0.0) if option.takes_zero else values
 
 
+grammars = st.builds(
+    Grammar, st.sampled_from([kind for kind in GrammarKind if kind is not GrammarKind.CHOICE]), st.text(max_size=8)
+) | st.lists(st.text(max_size=4), max_size=4).map(Grammar.of_choices)
+
 sampling = st.builds(
     ResolvedSampling,
     seed=_uint64,
@@ -72,6 +77,7 @@ sampling = st.builds(
     eos_token_ids=st.lists(_uint32, max_size=4).map(tuple),
     logit_bias=st.dictionaries(_uint32, _float32, max_size=4).map(lambda bias: tuple(sorted(bias.items()))),
     num_logprobs=st.none() | st.integers(0, 64),
+    grammar=st.none() | grammars,
     **{name: number(option) for name, option in NUMBER_OPTIONS.items()},
 )
 
