@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Generic
+
+from typing_extensions import TypeVar
 
 from common.request_stats import SpeculationCounts, Timings
+
+ParsedT = TypeVar("ParsedT", default=Any)
 
 
 class FinishReason(Enum):
@@ -93,9 +98,13 @@ Event = Started | Delta | Finished
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Generic[ParsedT]):
     """The whole output of a generation. `logprobs` has one entry per token id if they were asked
     for, else it is empty.
+
+    `parsed` is the object that the text is, if the request had a JSON schema: an object of the schema's class, if it is
+    one, else what `json.loads` returns. It is None if the output was cut before the model ended it, if the request
+    brought a part of it along, and with `include_stop_str_in_output`, because then the text has more.
     """
 
     request_id: str
@@ -108,3 +117,4 @@ class Completion:
     usage: Usage
     timings: Timings
     speculation: SpeculationCounts | None
+    parsed: ParsedT | None = None

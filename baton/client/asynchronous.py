@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 import grpc
 import grpc.aio
@@ -21,7 +21,7 @@ from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
 from baton.events import Completion, Event
-from baton.requests import SamplingOptions, generate_request
+from baton.requests import CompleteOptions, JsonSchema, ModelT, SamplingOptions, generate_request, parser_of
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo
 from baton.v1 import inference_pb2
 from common.rpc.reads import whole_read
@@ -235,44 +235,27 @@ class AsyncClient:
         )
         return AsyncEventStream(generation, self._servers, same_server_as=same_server_as)
 
+    @overload
     async def complete(
-        self,
-        prompt: str | None = None,
-        *,
-        token_ids: Iterable[int] | None = None,
-        chat: Iterable[ChatMessage] | None = None,
-        tools: Iterable[Tool] | None = None,
-        tool_choice: ToolChoice | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool | None = None,
-        add_generation_prompt: bool | None = None,
-        request_id: str | None = None,
-        generated_token_ids: Iterable[int] = (),
-        choice_index: int | None = None,
-        cache_salt: str | None = None,
-        cache_prompt: bool | None = None,
-        timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        self, prompt: str | None = None, *, json_schema: type[ModelT], **options: Unpack[CompleteOptions]
+    ) -> Completion[ModelT]: ...
+
+    @overload
+    async def complete(
+        self, prompt: str | None = None, *, json_schema: JsonSchema | None = None, **options: Unpack[CompleteOptions]
+    ) -> Completion: ...
+
+    async def complete(
+        self, prompt: str | None = None, *, json_schema: JsonSchema | None = None, **options: Unpack[CompleteOptions]
     ) -> Completion:
-        """Run `generate` to its end and return all its output as one Completion."""
-        builder = CompletionBuilder()
-        async with self.generate(
-            prompt,
-            token_ids=token_ids,
-            chat=chat,
-            tools=tools,
-            tool_choice=tool_choice,
-            chat_template_kwargs=chat_template_kwargs,
-            continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-            request_id=request_id,
-            generated_token_ids=generated_token_ids,
-            choice_index=choice_index,
-            cache_salt=cache_salt,
-            cache_prompt=cache_prompt,
-            timeout_s=timeout_s,
-            **sampling,
-        ) as events:
+        """Run `generate` to its end and return all its output as one Completion.
+
+        With a `json_schema`, `Completion.parsed` is the object that the model wrote. If the schema is a class, that
+        class may refuse the object, and its error is raised.
+        """
+        async with self.generate(prompt, json_schema=json_schema, **options) as events:
+            is_all = not (events.progress.generated_token_ids or options.get("include_stop_str_in_output"))
+            builder = CompletionBuilder(parser_of(json_schema) if is_all else None)
             async for event in events:
                 if (completion := builder.add(event)) is not None:
                     return completion

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from baton.codec import event_from_wire
 from baton.errors import Internal
-from baton.events import Completion, Delta, Event, Finished, PositionLogprobs, Started
+from baton.events import Completion, Delta, Event, Finished, FinishReason, PositionLogprobs, Started
 from baton.v1 import inference_pb2
 
 
@@ -34,16 +37,23 @@ class EventOrder:
 
 
 class CompletionBuilder:
-    """Collects the events of one generation into a Completion."""
+    """Collects the events of one generation into a Completion.
 
-    def __init__(self) -> None:
+    `parse` turns the text into the completion's `parsed`, if the model ended it.
+    """
+
+    def __init__(self, parse: Callable[[str], Any] | None = None) -> None:
+        self._parse = parse
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
         self._started: Started | None = None
 
     def add(self, event: Event) -> Completion | None:
-        """Adds an event. Returns the completion if `event` is Finished, else None."""
+        """Adds an event. Returns the completion if `event` is Finished, else None.
+
+        Raises what `parse` raises.
+        """
         match event:
             case Started():
                 self._started = event
@@ -53,10 +63,12 @@ class CompletionBuilder:
                 self._logprobs.extend(event.logprobs)
             case Finished():
                 assert self._started is not None
+                text = "".join(self._text)
+                is_whole = event.reason is FinishReason.EOS
                 return Completion(
                     request_id=self._started.request_id,
                     seed=self._started.seed,
-                    text="".join(self._text),
+                    text=text,
                     token_ids=tuple(self._token_ids),
                     logprobs=tuple(self._logprobs),
                     finish_reason=event.reason,
@@ -64,5 +76,6 @@ class CompletionBuilder:
                     usage=event.usage,
                     timings=event.timings,
                     speculation=event.speculation,
+                    parsed=self._parse(text) if is_whole and self._parse is not None else None,
                 )
         return None

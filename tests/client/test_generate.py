@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_type
 
 import grpc
+import pydantic
 import pytest
 from google.rpc import code_pb2
 
@@ -98,6 +99,87 @@ async def test_complete_adds_the_deltas_up(server: ScriptedServer, either: Eithe
 async def test_a_stop_token_id_is_reported_as_a_number(server: ScriptedServer, either: EitherClient) -> None:
     server.inference.script = [started(), finished(inference_pb2.FINISH_REASON_STOP_TOKEN, stop_token_id=0)]
     assert (await either.complete("Hi")).matched_stop == 0
+
+
+class Even(pydantic.BaseModel):
+    number: int
+
+    @pydantic.field_validator("number")
+    @classmethod
+    def _is_even(cls, number: int) -> int:
+        if number % 2:
+            raise ValueError("is odd")
+        return number
+
+
+WROTE_2 = [started(), delta([5], '{"numb'), delta([6], 'er": 2}'), finished(inference_pb2.FINISH_REASON_EOS, 2)]
+WROTE_3 = [started(), delta([5], '{"number": 3}'), finished(inference_pb2.FINISH_REASON_EOS, 1)]
+
+
+@pytest.mark.parametrize(
+    ("json_schema", "sent", "parsed"),
+    [
+        ({"type": "object"}, '{"type": "object"}', {"number": 2}),
+        ("{}", "{}", {"number": 2}),
+        (Even, json.dumps(Even.model_json_schema()), Even(number=2)),
+        (None, "", None),
+    ],
+    ids=["object", "text", "class", "none"],
+)
+async def test_an_answer_is_parsed_as_its_schema_says(
+    server: ScriptedServer, either: EitherClient, json_schema: Any, sent: str, parsed: object
+) -> None:
+    server.inference.script = WROTE_2
+    completion = await either.complete("Hi", json_schema=json_schema)
+    assert (completion.parsed, completion.text) == (parsed, '{"number": 2}')
+    assert server.inference.requests.get(timeout=BOUND_S).sampling.json_schema == sent
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        inference_pb2.FINISH_REASON_LENGTH,
+        inference_pb2.FINISH_REASON_STOP_STRING,
+        inference_pb2.FINISH_REASON_STOP_TOKEN,
+    ],
+)
+async def test_an_answer_that_was_cut_is_not_parsed(server: ScriptedServer, either: EitherClient, reason: Any) -> None:
+    server.inference.script = [started(), delta([5], "12"), finished(reason, 1)]
+    completion = await either.complete("Hi", json_schema={"type": "integer"})
+    assert (completion.text, completion.parsed) == ("12", None)
+
+
+@pytest.mark.parametrize("options", [{"generated_token_ids": [4]}, {"include_stop_str_in_output": True}])
+async def test_a_text_that_is_not_just_the_answer_is_not_parsed(
+    server: ScriptedServer, either: EitherClient, options: dict[str, Any]
+) -> None:
+    server.inference.script = WROTE_2
+    assert (await either.complete("Hi", json_schema={}, **options)).parsed is None
+
+
+async def test_a_class_may_refuse_an_answer(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = WROTE_3
+    with pytest.raises(pydantic.ValidationError, match="is odd"):
+        await either.complete("Hi", json_schema=Even)
+
+
+def test_the_type_of_an_answer_is_its_schemas(server: ScriptedServer, client: Client) -> None:
+    """The checker of types reads this too."""
+    server.inference.script = WROTE_2
+    answer = assert_type(client.complete("Hi", json_schema=Even), Completion[Even])
+    assert answer.parsed is not None and answer.parsed.number == 2
+    assert_type(client.complete("Hi", json_schema={}), Completion[Any])
+    assert_type(client.complete("Hi"), Completion[Any])
+
+
+async def test_texts_to_choose_from_and_a_grammar_travel(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete("Hi", choice=["a", "b"])
+    assert server.inference.requests.get(timeout=BOUND_S).sampling.choice.texts == ["a", "b"]
+    await either.complete("Hi", choice=[])
+    assert server.inference.requests.get(timeout=BOUND_S).sampling.WhichOneof("grammar") == "choice"
+    await either.complete("Hi", ebnf='root ::= "a"')
+    assert server.inference.requests.get(timeout=BOUND_S).sampling.ebnf == 'root ::= "a"'
 
 
 async def test_absent_options_stay_absent_and_zero_travels(server: ScriptedServer, either: EitherClient) -> None:
@@ -288,6 +370,10 @@ async def test_a_server_that_breaks_the_order_is_an_internal_error(
         ({"prompt": "a", "logit_bias": {-1: 0.0}}, "sampling.logit_bias"),
         ({"prompt": "a", "regex": "a", "json_schema": "{}"}, "sampling.json_schema"),
         ({"prompt": "a", "lark": "start: A", "regex": "a"}, "sampling.regex"),
+        ({"prompt": "a", "choice": ["a"], "ebnf": "a"}, "sampling.ebnf"),
+        ({"prompt": "a", "choice": "ab"}, "sampling.choice"),
+        ({"prompt": "a", "json_schema": {"a": {1}}}, "sampling.json_schema"),
+        ({"prompt": "a", "json_schema": {"a": float("nan")}}, "sampling.json_schema"),
     ],
 )
 async def test_what_the_wire_cannot_carry_is_refused_by_name(
