@@ -142,7 +142,7 @@ def parse_chat(body: bytes) -> Plan:
         params={
             "sampling.max_tokens": max_name,
             "sampling.logprobs": "top_logprobs",
-            "sampling.json_schema": "response_format",
+            **fields.grammar_params,
             "prompt": "messages",
             "chat": "messages",
         },

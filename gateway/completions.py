@@ -81,7 +81,7 @@ def parse_completion(body: bytes) -> Plan:
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
-        params={"token_ids": "prompt", "sampling.json_schema": "response_format"},
+        params={"token_ids": "prompt", **fields.grammar_params},
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import jiter
 from pydantic import (
@@ -19,12 +19,12 @@ from pydantic import (
     SkipValidation,
     ValidationError,
     create_model,
-    model_validator,
 )
 
 from baton.requests import SamplingOptions
 from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS
 from gateway.errors import ApiError, invalid, not_served
+from gateway.grammar_fields import GrammarFields, StrictFields, without_null
 
 MAX_FIELDS = 256
 """The most fields in a request. It is high because clients of some servers send every known field with its default."""
@@ -33,6 +33,7 @@ _REPEATED = re.compile('Detected duplicate key "(.*)" at line ')
 """Matches the JSON parser's error message for a name that comes twice in one object."""
 _HARMLESS = frozenset(
     {
+        "guided_decoding_backend",
         "metadata",
         "parallel_tool_calls",
         "prompt_cache_key",
@@ -45,7 +46,7 @@ _HARMLESS = frozenset(
         "user",
     }
 )
-"""Fields that are accepted and ignored: they concern billing, caching and storage, and do not change the output."""
+"""Fields that are accepted and ignored: they concern billing, caching, storage and libraries, not the output."""
 _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's fields
     "audio": (),
@@ -73,14 +74,8 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "early_stopping": (False,),
-    "ebnf": ("",),
     "enable_thinking": (),  # no value is neutral, because each model's template treats it differently
     "extra_body": ({},),
-    "grammar": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json": (),
-    "guided_regex": ("",),
     "id_slot": (-1,),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
@@ -94,14 +89,12 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "priority": (0,),
     "prompt_logprobs": (),
     "reasoning": ({}, {"effort": "none"}),
-    "regex": ("",),
     "repeat_penalty": (1,),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (False,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([], ""),
-    "structured_outputs": ({},),
     "tfs_z": (1,),
     "thinking": (),
     "timings_per_token": (False,),
@@ -138,10 +131,6 @@ def _all_tokens(value: Any) -> Any:
     return 0 if type(value) is int and value == -1 else value
 
 
-def _without_null(value: Any) -> Any:
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-
-
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -150,41 +139,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False  # accepted, because no stream of the gateway is obfuscated
 
 
-class _StrictFields(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class JsonSchema(_StrictFields):
-    """The schema of a `response_format`. What fits it is always all that is generated, so `strict` changes nothing."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, populate_by_name=True)
-
-    name: str = ""
-    description: str | None = None
-    content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
-
-
-class ResponseFormat(_StrictFields):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError('json_schema goes with the type "json_schema"')
-        return self
-
-    @property
-    def schema_text(self) -> str | None:
-        """The JSON schema that the answer must fit, or None if it may be anything."""
-        if self.type == "text":
-            return None
-        schema = None if self.json_schema is None else self.json_schema.content
-        return json.dumps({"type": "object"} if schema is None else schema)
-
-
-class GenerationFields(_StrictFields):
+class GenerationFields(GrammarFields):
     """The request fields that both endpoints accept: OpenAI's, and Baton's own."""
 
     asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -192,14 +147,13 @@ class GenerationFields(_StrictFields):
 
     model: str
     stream: bool = False
-    stream_options: Annotated[StreamOptions, BeforeValidator(_without_null)] | None = None
+    stream_options: Annotated[StreamOptions, BeforeValidator(without_null)] | None = None
     n: Annotated[int, Field(ge=1)] = 1
     best_of: int | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)] | None = None
     max_tokens: int | None = None
-    response_format: ResponseFormat | None = None
     # Fields beyond OpenAI's.
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
@@ -209,7 +163,7 @@ class GenerationFields(_StrictFields):
     cache_salt: str | None = None
     cache_prompt: bool | None = None
     return_token_ids: bool = False
-    numbers: SkipValidation[Mapping[str, float]] = {}
+    numbers: SkipValidation[Mapping[str, float]] = Field(default_factory=dict)
     """The given options among NUMBER_OPTIONS, by name. In the request body each is a field of its own."""
 
     @property
@@ -219,6 +173,12 @@ class GenerationFields(_StrictFields):
     @property
     def has_usage_in_chunks(self) -> bool:
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def grammar_params(self) -> Mapping[str, str]:
+        """The name of the field that says what the output must be, by its name in the gRPC request."""
+        constraint = self.constraint
+        return {} if constraint is None else {f"sampling.{constraint.option}": constraint.field}
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
         """Returns the sampling options for the decode service. Raises ApiError, which names the wrong field."""
@@ -237,9 +197,10 @@ class GenerationFields(_StrictFields):
             speculate=self.speculate,
             skip_special_tokens=self.skip_special_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
-            json_schema=None if self.response_format is None else self.response_format.schema_text,
             **self.numbers,  # type: ignore[typeddict-item]
         )
+        if (constraint := self.constraint) is not None:
+            options[constraint.option] = constraint.value
         return options
 
 
@@ -249,7 +210,7 @@ _NUMBER_TYPES: Mapping[str, Any] = {
 _NUMBER_FIELDS: dict[str, Any] = {
     name: (_NUMBER_TYPES.get(name, option.kind), None) for name, option in NUMBER_OPTIONS.items()
 }
-_Numbers = create_model("_Numbers", __base__=_StrictFields, **_NUMBER_FIELDS)
+_Numbers = create_model("_Numbers", __base__=StrictFields, **_NUMBER_FIELDS)
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 

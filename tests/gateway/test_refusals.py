@@ -50,7 +50,6 @@ def part(content: Any) -> dict[str, Any]:
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "unsupported_parameter"),
         ({"length_penalty": 0.5}, "length_penalty", "unsupported_parameter"),
         ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
-        ({"guided_json": {}}, "guided_json", "unsupported_parameter"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "unsupported_parameter"),
         ({"enable_thinking": False}, "enable_thinking", "unsupported_parameter"),
         ({"enable_thinking": True}, "enable_thinking", "unsupported_parameter"),

@@ -1,0 +1,136 @@
+"""The fields by which a request says what its output must be: OpenAI's, and those of vLLM, SGLang and llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from gateway.errors import invalid
+
+_EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_OBJECT = json.dumps({"type": "object"})
+
+
+def _as_text(value: Any) -> Any:
+    """Returns a JSON schema as text, if it is an object."""
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
+def without_null(value: Any) -> Any:
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+SchemaText = Annotated[str, BeforeValidator(_as_text)]
+"""A JSON schema, which comes as an object or as its text."""
+
+
+class StrictFields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class JsonSchema(StrictFields):
+    """The schema of a `response_format`. What fits it is always all that is generated, so `strict` changes nothing."""
+
+    name: str = ""
+    description: str | None = None
+    content: Annotated[SchemaText | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictFields):
+    """OpenAI's form, and llama.cpp's, which has the schema beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    content: Annotated[SchemaText | None, Field(alias="schema")] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.json_schema is not None and (self.type != "json_schema" or self.content is not None):
+            raise ValueError('json_schema goes with the type "json_schema" alone')
+        if self.type == "json_schema" and self.json_schema is None and self.content is None:
+            raise ValueError('the type "json_schema" needs json_schema')
+        if self.type == "text" and self.content is not None:
+            raise ValueError('a schema does not go with the type "text"')
+        return self
+
+    @property
+    def schema_text(self) -> str:
+        """The JSON schema that the answer must fit; empty if it may be anything."""
+        if self.type == "text":
+            return ""
+        return (self.content if self.json_schema is None else self.json_schema.content) or _OBJECT
+
+
+class StructuredOutputs(StrictFields):
+    """vLLM's field. The switches are of its libraries; at their defaults they ask for nothing."""
+
+    schema_text: Annotated[SchemaText, Field(alias="json")] = ""
+    regex: str = ""
+    choice: list[str] = []
+    grammar: str = ""
+    json_object: bool = False
+    disable_any_whitespace: Literal[False] = False
+    disable_additional_properties: Literal[False] = False
+    disable_fallback: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the output must be: an option of SamplingOptions with its value, and the `field` that asked for it."""
+
+    option: Literal["json_schema", "regex", "choice", "ebnf", "lark"]
+    value: Any
+    field: str
+
+
+class GrammarFields(StrictFields):
+    """The fields of which at most one may say what the output must be. Empty texts and lists say nothing."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(without_null)] | None = None
+    guided_json: SchemaText = ""
+    guided_regex: str = ""
+    guided_choice: list[str] = []
+    guided_grammar: str = ""
+    json_schema: SchemaText = ""
+    regex: str = ""
+    ebnf: str = ""
+    grammar: str = ""
+
+    @cached_property
+    def constraint(self) -> Constraint | None:
+        """What the output must be, or None. Raises ApiError, naming a field, if two ask for something."""
+        found = [each for each in self._constraints() if each.value]
+        if len(found) > 1:
+            raise invalid(found[1].field, f"does not go with {found[0].field}")
+        return found[0] if found else None
+
+    def _constraints(self) -> Iterator[Constraint]:
+        if self.response_format is not None:
+            yield Constraint("json_schema", self.response_format.schema_text, "response_format")
+        yield Constraint("json_schema", self.json_schema, "json_schema")
+        yield Constraint("json_schema", self.guided_json, "guided_json")
+        yield Constraint("regex", self.regex, "regex")
+        yield Constraint("regex", self.guided_regex, "guided_regex")
+        yield Constraint("choice", self.guided_choice, "guided_choice")
+        yield Constraint("ebnf", self.ebnf, "ebnf")
+        yield Constraint(_language(self.grammar), self.grammar, "grammar")
+        yield Constraint(_language(self.guided_grammar), self.guided_grammar, "guided_grammar")
+        if (asked := self.structured_outputs) is not None:
+            yield Constraint("json_schema", asked.schema_text, "structured_outputs.json")
+            yield Constraint("json_schema", _OBJECT if asked.json_object else "", "structured_outputs.json_object")
+            yield Constraint("regex", asked.regex, "structured_outputs.regex")
+            yield Constraint("choice", asked.choice, "structured_outputs.choice")
+            yield Constraint(_language(asked.grammar), asked.grammar, "structured_outputs.grammar")
+
+
+def _language(grammar: str) -> Literal["ebnf", "lark"]:
+    """Returns which of the two languages that vLLM takes in one field this is."""
+    return "ebnf" if _EBNF_RULE.search(grammar) else "lark"
