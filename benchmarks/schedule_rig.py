@@ -28,6 +28,7 @@ from common.device.cpu import CpuDevice
 from common.device.inline import InlineStream
 from common.device.stream import OnEvent, Scope, Stream, StreamKind, Work
 from common.draft.head import DraftHead
+from common.grammar.grammar import GrammarKind
 from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec, SeedColumnSpec
 from common.kv.pool import CacheKey
 from common.load import EngineLoad
@@ -284,7 +285,7 @@ class ScheduleRig:
         self._live = LiveRequests(
             engine=self._port,
             max_live=2 * num_rows,
-            observer=RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason)),
+            observer=RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason, grammar_kinds=GrammarKind)),
         )
         self._router = EventRouter(
             loop=cast(asyncio.AbstractEventLoop, self._loop),

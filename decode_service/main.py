@@ -20,6 +20,7 @@ from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings
 from common.device.errors import PieceFailed
 from common.errors import StartupError
+from common.grammar.grammar import GrammarKind
 from common.host.descriptors import max_connections
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
 from common.rpc.bearer_tokens import authorization, read_tokens
@@ -32,6 +33,7 @@ from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, engine_arguments, memory_beside
 from common.service.server import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
@@ -82,7 +84,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
     if runtime.draft is None:
         _log.info("no_draft_head", model=settings.model)
     metrics = EngineMetrics(process.registry)
-    observer = RequestObserver(RequestMetrics(process.registry, finish_reasons=FinishReason))
+    observer = RequestObserver(RequestMetrics(process.registry, finish_reasons=FinishReason, grammar_kinds=GrammarKind))
     spec_info = speculation_of(settings, runtime.draft) if runtime.draft else None
     size = runtime.size_pool(
         settings,
@@ -139,7 +141,14 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         max_context_tokens=size.max_context_tokens,
         eos_token_ids=runtime.model.eos_token_ids,
     )
-    grammars = Grammars(lambda: tokenizer, vocab_size=limits.vocab_size, eos_token_ids=limits.eos_token_ids)
+    grammar_metrics = GrammarMetrics(process.registry)
+    grammars = Grammars(
+        lambda: tokenizer,
+        vocab_size=limits.vocab_size,
+        eos_token_ids=limits.eos_token_ids,
+        on_found=grammar_metrics.on_found,
+        on_compiled=grammar_metrics.on_compiled,
+    )
     async with AsyncExitStack() as stack:
         prompts = await stack.enter_async_context(
             Prompts(tokenizer=tokenizer, limits=limits, timeline=runtime.timeline)
@@ -173,13 +182,13 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
 
 
 def _on_step(metrics: EngineMetrics, process: Process) -> OnStep:
-    if process.runtime.draft is None:
-        return metrics.on_step
-    speculation_metrics = SpeculationMetrics(process.registry)
+    observers = [metrics.on_step, MaskMetrics(process.registry).on_step]
+    if process.runtime.draft is not None:
+        observers.append(SpeculationMetrics(process.registry).on_step)
 
     def on_step(stats: StepStats) -> None:
-        metrics.on_step(stats)
-        speculation_metrics.on_step(stats)
+        for observe in observers:
+            observe(stats)
 
     return on_step
 

@@ -24,6 +24,7 @@ from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, engine_arguments, memory_beside
 from common.service.server import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.grammar_metrics import GrammarMetrics
 from common.telemetry.step_stats import OnStep
 from common.text.grammar_compiler import GrammarCompiler
 from common.text.grammars import Grammars
@@ -67,10 +68,13 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
         outlives_the_engine.push_async_callback(lent.close)
         metrics, handoff_metrics = EngineMetrics(process.registry), HandoffMetrics(process.registry)
         inbox: EngineInbox[Command] = EngineInbox()
+        grammar_metrics = GrammarMetrics(process.registry)
         grammars = Grammars(
             partial(TextTokenizer.from_directory, runtime.directory),
             vocab_size=runtime.model.vocab_size,
             eos_token_ids=runtime.model.eos_token_ids,
+            on_found=grammar_metrics.on_found,
+            on_compiled=grammar_metrics.on_compiled,
         )
         servicer = PrefillServicer(
             engine=inbox,

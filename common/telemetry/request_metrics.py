@@ -22,13 +22,20 @@ class RequestMetrics:
     first scrape of an outcome as an increase.
     """
 
-    def __init__(self, registry: CollectorRegistry, *, finish_reasons: Iterable[Enum]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, *, finish_reasons: Iterable[Enum], grammar_kinds: Iterable[Enum]
+    ) -> None:
         self.requests = Counter("baton_requests", "Requests ended, by outcome.", ["outcome"], registry=registry)
         for outcome in (
             *(reason.value for reason in finish_reasons),
             *(reason.lower() for reason in request_reasons()),
         ):
             self.requests.labels(outcome)
+        self.constrained = Counter(
+            "baton_constrained_requests", "Requests with a grammar, by its kind.", ["kind"], registry=registry
+        )
+        for kind in grammar_kinds:
+            self.constrained.labels(kind.value)
         self.phases = {
             phase: Histogram(f"baton_{phase}_seconds", f"Phase: {phase}.", buckets=PHASE_S, registry=registry)
             for phase in PHASES

@@ -25,16 +25,31 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskStats:
+    """A step in which grammars constrain the draws of `num_rows` rows.
+
+    Computing the masks took `mask_s`. The draws of the step came `wait_s` after its forward had ended, because they
+    waited for masks.
+    """
+
+    num_rows: int
+    mask_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """One forward: how many rows it had, how many tokens it computed, and the seconds from its launch to its result.
 
-    `speculation` is None in a prefill service, and without a draft head.
+    `speculation` is None in a prefill service, and without a draft head. `masks` is None in a prefill service, and
+    without grammars.
     """
 
     batch_size: int
     num_tokens: int
     step_s: float
     speculation: SpeculationStats | None = None
+    masks: MaskStats | None = None
 
 
 OnStep = Callable[[StepStats], None]

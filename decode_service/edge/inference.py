@@ -167,8 +167,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             live.end_at_once(output, len(prompt_token_ids))
             await client.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
             return ending
-        grammar = sampling.grammar
-        matcher = None if grammar is None else await self._new_matcher(grammar, checked.generated_token_ids)
+        matcher = None
+        if (grammar := sampling.grammar) is not None:
+            self._observer.on_grammar(grammar.kind)
+            with live.trace.grammar(grammar.kind.value):
+                matcher = await self._new_matcher(grammar, checked.generated_token_ids)
         self._live_requests.submit(
             live,
             output=output,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import structlog
 
 from common.errors import BatonError, RequestCancelled
+from common.grammar.grammar import GrammarKind
 from common.telemetry.request_metrics import RequestMetrics
 from decode_service.edge.live_request import Ending, LiveRequest
 
@@ -35,6 +36,9 @@ class RequestObserver:
 
     def on_refused(self, error: BatonError) -> None:
         self._metrics.requests.labels(error.reason.lower()).inc()
+
+    def on_grammar(self, kind: GrammarKind) -> None:
+        self._metrics.constrained.labels(kind.value).inc()
 
     def on_end(self, live: LiveRequest, end: Ending | BatonError | None) -> None:
         """Records how the request's stream ended: with an ending, an error, or None if the client left."""

@@ -3,13 +3,15 @@
 Generate ├ tokenize ┼ queue ┼ prefill ┼ transfer ┼ bootstrap ┼ first_decode ┼ decode ┼ delivery ┤
                                                              ├ first_token ┤
 
-`first_token` runs from the engine posting the first token until the client's stream has taken output.
+`first_token` runs from the engine posting the first token until the client's stream has taken output. `grammar` lies in
+`tokenize`, while the request waits for its grammar.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -78,6 +80,18 @@ class RequestTrace:
             self._phase.set_attributes({"baton.replica": began.replica, "baton.attempt": began.attempt})
         if began.phase in (Phase.PREFILL, Phase.LOCAL_PREFILL):
             self._phase.set_attribute("baton.num_held_tokens", began.num_held_tokens)
+
+    @contextmanager
+    def grammar(self, kind: str) -> Iterator[None]:
+        """Writes the `grammar` span around the wait for a grammar of this kind."""
+        start_s = self._clock()
+        try:
+            yield
+        finally:
+            if self.is_recording:
+                span = self._child("grammar", start_s)
+                span.set_attribute("baton.grammar.kind", kind)
+                span.end(self._unix_clock.unix_ns(self._clock()))
 
     def output_written(self) -> None:
         """Notes that the client's stream has taken some output. The first time, it writes the `first_token` span."""

@@ -163,6 +163,7 @@ class SpeculativeWorker(ABC):
         if batch.has_drafts:
             drafted_at = prepared_at
         self._stream.enqueue(Measured(verify, step_figures(batch)), scope)
+        computed_at = self._stream.record(scope) if is_constrained else None
 
         def follow() -> None:
             if batch.has_drafts:
@@ -174,6 +175,8 @@ class SpeculativeWorker(ABC):
             output.marks.set((begin, drafted_at, verified_at, extended_at))
 
         def draw() -> None:
+            assert computed_at is not None
+            output.draw_marks.set((computed_at, self._stream.record(scope)))
             self._stream.enqueue(accept, scope)
             follow()
 

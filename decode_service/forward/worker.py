@@ -48,7 +48,8 @@ class WorkerOutput:
 
     If grammars constrain entries, the draw and what follows are not enqueued yet. The schedule side computes the masks
     while the target computes: it needs the last step's tokens, and the step's `drafts`, which are on the host at
-    `prepared`. It sets `masks`, as `draw` takes them, and calls `draw`. Otherwise `draw` is None.
+    `prepared`. It sets `masks`, as `draw` takes them, and `mask_s`, the seconds that they took, and calls `draw`. Then
+    `draw_marks` are the events where the forward ends and where the draw begins. Otherwise `draw` is None.
     """
 
     payload: Cell[RelayPayload]
@@ -57,6 +58,8 @@ class WorkerOutput:
     is_invalid: Cell[Tensor]
     marks: Cell[tuple[Event, ...]]
     masks: Cell[Tensor]
+    mask_s: Cell[float]
+    draw_marks: Cell[tuple[Event, Event]]
     drafts: Cell[HostDrafts]
     prepared: Event | None = None
     draw: Callable[[], None] | None = None
@@ -66,9 +69,9 @@ class WorkerOutput:
 
     @classmethod
     def empty(cls) -> WorkerOutput:
-        cells: Sequence[Cell[Any]] = [Cell() for _ in range(7)]
-        payload, sampled, accept_lens, is_invalid, marks, masks, drafts = cells
-        return cls(payload, sampled, accept_lens, is_invalid, marks, masks, drafts)
+        cells: Sequence[Cell[Any]] = [Cell() for _ in range(9)]
+        payload, sampled, accept_lens, is_invalid, marks, masks, mask_s, draw_marks, drafts = cells
+        return cls(payload, sampled, accept_lens, is_invalid, marks, masks, mask_s, draw_marks, drafts)
 
 
 class Worker(Protocol):
@@ -141,10 +144,17 @@ class PlainWorker:
         self._stream.enqueue(resolve, scope)
         prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
+        computed_at = self._stream.record(scope) if is_constrained else None
+
+        def draw_later() -> None:
+            assert computed_at is not None
+            output.draw_marks.set((computed_at, self._stream.record(scope)))
+            self._stream.enqueue(draw, scope)
+
         return replace(
             output,
             prepared=prepared,
-            draw=partial(self._stream.enqueue, draw, scope) if is_constrained else None,
+            draw=draw_later if is_constrained else None,
             input_ids=tokens,
             has_one_each=True,
             kept=(window, compute, computed),

@@ -19,7 +19,7 @@ from common.errors import EngineFault
 from common.sampling.logprobs import unpack_logprobs
 from common.sampling.operators import Sampled, sampled_to_host
 from common.sampling.params import TokenLogprobs
-from common.telemetry.step_stats import SpeculationStats
+from common.telemetry.step_stats import MaskStats, SpeculationStats
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayPayload
 from decode_service.forward.worker import WorkerOutput
@@ -158,6 +158,15 @@ class StepInFlight:
             extend_s=extended.seconds_since(verified),
             idle_s=None if self.previous_end is None else begin.seconds_since(self.previous_end),
         )
+
+    @property
+    def masks(self) -> MaskStats | None:
+        """What the step's masks cost, or None if no grammar constrains its draws. Read it only after `end`."""
+        num_rows = int(self.batch.sampling.constrained.size)
+        if not num_rows:
+            return None
+        computed, drawn = self.output.draw_marks.get()
+        return MaskStats(num_rows, self.output.mask_s.get(), drawn.seconds_since(computed))
 
     def results(self) -> RowResults:
         """Returns the step's results as columns. Call this only after `end`."""

@@ -507,8 +507,10 @@ class DecodeEngine:
         wait_in_order(prepared, _STEP_TIMEOUT_S)
         if prepared.error is not None:
             return None
-        with self.track.span("masks"):
+        start_s = self._clock()
+        with self.track.span("masks", rows=int(begun.batch.sampling.constrained.size)):
             masks, failed = masks_of(begun, self._taker.still_held(begun), vocab_size=self._vocab_size)
+        begun.output.mask_s.set(self._clock() - start_s)
         for req in failed:
             assert req.sampling.grammar is not None and req.matcher is not None
             self._fail(req, req.sampling.grammar.failed(req.matcher.failure))
@@ -537,7 +539,7 @@ class DecodeEngine:
         if self._depth is not None and spec_info is not None and speculation is not None:
             self._depth.observe(spec_info, draft_lag=step.batch.draft_lag, stats=speculation)
         num_tokens = len(step.reqs) * step.batch.num_tokens
-        self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s, speculation))
+        self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s, speculation, step.masks))
 
     def _fail(self, req: Request, error: BatonError) -> None:
         if not req.has_ended:

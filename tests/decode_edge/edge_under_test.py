@@ -16,6 +16,7 @@ from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.grammar.grammar import GrammarKind
 from common.sampling.params import TokenLogprobs
 from common.service.server import ServerLimits, ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
@@ -107,7 +108,9 @@ async def running_edge(
     tokenizer = tokenizer or byte_level()
     engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard(serves_alone=serves_alone)
     registry = CollectorRegistry()
-    observer = RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason), clock=clock)
+    observer = RequestObserver(
+        RequestMetrics(registry, finish_reasons=FinishReason, grammar_kinds=GrammarKind), clock=clock
+    )
     live_requests = LiveRequests(engine=engine, max_live=MAX_LIVE, observer=observer, timeline=timeline)
     limits_of_model = ModelLimits(
         vocab_size=vocab_size(tokenizer), max_context_tokens=CONTEXT, eos_token_ids=(eos_id(tokenizer),)

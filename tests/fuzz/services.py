@@ -18,6 +18,7 @@ from structlog.processors import format_exc_info
 from structlog.typing import EventDict
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.grammar.grammar import GrammarKind
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.engine_thread import EngineInbox, EngineThread
@@ -195,7 +196,9 @@ async def start_decode(
         receive_budget_bytes=1 << 20,
         timeouts=timeouts,
     )
-    observer = RequestObserver(RequestMetrics(CollectorRegistry(), finish_reasons=decode.FinishReason))
+    observer = RequestObserver(
+        RequestMetrics(CollectorRegistry(), finish_reasons=decode.FinishReason, grammar_kinds=GrammarKind)
+    )
     live_requests = LiveRequests(engine=inbox, max_live=MAX_ROWS, observer=observer)
     router = EventRouter(
         loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from common.device.stream import Device
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Mask
@@ -19,8 +21,9 @@ from common.text.grammars import LlgMatcher
 from decode_service.messages import FinishReason
 from decode_service.schedule import grammar_masks, scheduler
 from decode_service.schedule.request import Request
-from decode_service.schedule.results import ResultTaker
+from decode_service.schedule.results import BegunStep, ResultTaker
 from tests.support.drafted import SHAPES, Counts, Drafted
+from tests.support.engines import cpu_device
 from tests.support.languages import END, LANGUAGES, NEW_TOKENS, PROMPTS, TOKENIZER, Language, sampling_of, submit_all
 from tests.support.models import END_ID
 from tests.support.pair import InProcessPair, MakePair, Outcome, PairOptions
@@ -46,9 +49,10 @@ def run(
     options: PairOptions,
     *,
     has_head: bool = True,
+    new_device: Callable[[], Device] = cpu_device,
     **sampling: Any,
 ) -> InProcessPair:
-    pair = make_pair(drafted.target, options, draft=drafted.head if has_head else None)
+    pair = make_pair(drafted.target, options, draft=drafted.head if has_head else None, new_device=new_device)
     return submit_all(pair, **sampling)
 
 
@@ -175,6 +179,39 @@ def test_an_output_is_no_shorter_than_asked_for_unless_the_grammar_ends(make_pai
         if END_ID in outcome.token_ids[:20]:
             assert language.following(text_of(outcome)) == END, "it could have gone on"
         assert outcome.finished is not None
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_step_says_what_its_masks_cost(
+    has_head: bool, make_pair: MakePair, leaning: Drafted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The masks are computed after the forward here, so that the draw waits for all of it."""
+    devices: list[Device] = []
+    took: list[tuple[int, float]] = []
+    masks_of = scheduler.masks_of
+
+    def new_device() -> Device:
+        devices.append(cpu_device())
+        return devices[-1]
+
+    def after_the_forward(begun: BegunStep, *args: Any, **options: Any) -> tuple[Mask, list[Request]]:
+        while any(stream.is_busy for stream in devices[0].progress()):
+            time.sleep(0)
+        start_s = time.perf_counter()
+        found = masks_of(begun, *args, **options)
+        took.append((begun.batch.sampling.constrained.size, time.perf_counter() - start_s))
+        return found
+
+    monkeypatch.setattr(scheduler, "masks_of", after_the_forward)
+    pair = run(make_pair, leaning, PairOptions(), has_head=has_head, new_device=new_device)
+    masks = [step.masks for step in pair.decode_steps if step.masks is not None]
+    assert len(masks) == len(took) > 0
+    for stats, (num_rows, seconds) in zip(masks, took, strict=True):
+        assert stats.num_rows == num_rows
+        assert min(stats.mask_s, stats.wait_s) >= seconds
+    pair.submit("another", PROMPTS[0], sampling_of(0, temperature=0.0, is_free=True))
+    pair.run()
+    assert pair.decode_steps[-1].masks is None
 
 
 def masks_one_row_off(patch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 import common.errors
 from common.errors import BatonError, RowFailure
+from common.grammar.grammar import GrammarKind
 from common.load import EngineLoad, PoolCounts
 from decode_service.messages import FinishReason
 from tests.platform.pages import CODE_PACKAGES, DOCS, ROOT, all_pages, code_spans, module_name, sources, table_rows
@@ -24,7 +25,7 @@ from tests.platform.pages import CODE_PACKAGES, DOCS, ROOT, all_pages, code_span
 PAGE = DOCS / "operations.md"
 METRIC_KINDS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
 NOTHING = EngineLoad(rows=PoolCounts(1, 1), slots=PoolCounts(1, 1), num_queued=0, num_running=0, num_steps=0)
-BUILT_WITH: dict[str, Any] = {"finish_reasons": FinishReason}
+BUILT_WITH: dict[str, Any] = {"finish_reasons": FinishReason, "grammar_kinds": GrammarKind}
 WATCHED: dict[str, Any] = {"load": lambda: NOTHING, "is_ready": lambda: True}
 LOG_CALL = re.compile(
     r"log(?:ger)?\.(?:(?:debug|info|warning|error|exception|critical)\(|log\([^\"()]+,)\s*\"([^\"]+)\""

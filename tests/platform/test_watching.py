@@ -11,11 +11,13 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from common.grammar.grammar import GrammarKind
 from common.load import EngineLoad, PoolCounts
 from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
-from common.telemetry.step_stats import SpeculationStats, StepStats
+from common.telemetry.step_stats import MaskStats, SpeculationStats, StepStats
 from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import FinishReason
 from gateway.metrics import GatewayMetrics
@@ -27,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 RULES = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())
 PANELS = read_panels(ROOT / "deploy/grafana/dashboards")
 LOAD = EngineLoad(PoolCounts(total=1, free=1), PoolCounts(total=1, free=1), num_queued=0, num_running=0, num_steps=0)
-STEP = StepStats(1, 1, 0.1, SpeculationStats(num_levels=1, accept_lens=(1,), draft_s=0.1, verify_s=0.1, extend_s=0.1))
+SPECULATION = SpeculationStats(num_levels=1, accept_lens=(1,), draft_s=0.1, verify_s=0.1, extend_s=0.1)
+STEP = StepStats(1, 1, 0.1, SPECULATION, MaskStats(num_rows=1, mask_s=0.1, wait_s=0.1))
 SCRAPED = {"job", "instance"}
 """Labels that Prometheus adds itself."""
 
@@ -42,11 +45,13 @@ def exported() -> Exports:
         engine = EngineMetrics(registry)
         engine.watch(lambda: LOAD, is_ready=lambda: True)
         engine.on_step(STEP)
+        GrammarMetrics(registry)
     rows = np.array([0], np.int64)
     batch = PrebuiltBatch(rows, rows, rows, {"target": rows}, np.array([0.1]), np.array([0.1]), 0 * rows, (None,))
     HandoffMetrics(prefill).on_frames([batch])
     SpeculationMetrics(decode).on_step(STEP)
-    requests = RequestMetrics(decode, finish_reasons=FinishReason)
+    MaskMetrics(decode).on_step(STEP)
+    requests = RequestMetrics(decode, finish_reasons=FinishReason, grammar_kinds=GrammarKind)
     requests.requests.labels("eos").inc()
     requests.drafted_at.labels(1).inc()
     requests.accepted_at.labels(1).inc()
@@ -150,7 +155,7 @@ def outcomes_named(expressions: Iterable[str]) -> set[str]:
     }
 
 
-OF_DECODE = outcomes(lambda registry: RequestMetrics(registry, finish_reasons=FinishReason))
+OF_DECODE = outcomes(lambda registry: RequestMetrics(registry, finish_reasons=FinishReason, grammar_kinds=GrammarKind))
 OF_PREFILL = outcomes(HandoffMetrics)
 SERVED = {reason.value for reason in FinishReason} | {"prebuilt"}
 

@@ -74,6 +74,7 @@ class ServiceHere:
     model: FaultyTarget
     terminated: asyncio.Event
     lives: list[ServiceLife]
+    registry: CollectorRegistry
 
     async def health(self, service: str | None = None) -> HealthStatus | None:
         """Health of the named service, by default of `ready_service`. None while nobody answers."""
@@ -124,7 +125,9 @@ async def serving_here(
     serving = asyncio.create_task(serve())
     try:
         async with AsyncClient(settings.listen) as client:
-            yield ServiceHere(settings.listen, client, ready_service, serving, hang, model, terminated, lives)
+            yield ServiceHere(
+                settings.listen, client, ready_service, serving, hang, model, terminated, lives, process.registry
+            )
     finally:
         hang.release()
         terminated.set()

@@ -12,14 +12,16 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from common.errors import ConfigError, RowFailure
+from common.grammar.grammar import GrammarKind
 from common.load import EngineLoad, PoolCounts
 from common.telemetry import exposition
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
+from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
 from common.telemetry.histogram import OneWriterHistogram
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
-from common.telemetry.step_stats import SpeculationStats, StepStats
+from common.telemetry.step_stats import MaskStats, SpeculationStats, StepStats
 from common.wire.handoff import Accepted, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import FinishReason
 from prefill_service.handoff.handoff_metrics import HandoffMetrics
@@ -120,6 +122,25 @@ def test_a_speculative_steps_rows_are_counted_by_what_they_committed(registry: C
     assert registry.get_sample_value("baton_accept_length_count") == 4
 
 
+def test_steps_without_a_grammar_observe_no_masks(registry: CollectorRegistry) -> None:
+    metrics = MaskMetrics(registry)
+    metrics.on_step(StepStats(4, 20, 0.3))
+    metrics.on_step(StepStats(4, 20, 0.3, masks=MaskStats(num_rows=3, mask_s=0.002, wait_s=0.25)))
+    sums = {"baton_masked_rows": 3, "baton_mask_seconds": 0.002, "baton_mask_wait_seconds": 0.25}
+    assert {name: registry.get_sample_value(f"{name}_sum") for name in sums} == sums
+    assert {registry.get_sample_value(f"{name}_count") for name in sums} == {1}
+
+
+def test_grammars_are_counted_by_whether_they_had_to_be_compiled(registry: CollectorRegistry) -> None:
+    metrics = GrammarMetrics(registry)
+    metrics.on_compiled(0.5)
+    metrics.on_found()
+    metrics.on_found()
+    assert registry.get_sample_value("baton_cached_grammars_total") == 2
+    assert registry.get_sample_value("baton_grammar_compile_seconds_count") == 1
+    assert registry.get_sample_value("baton_grammar_compile_seconds_sum") == 0.5
+
+
 def test_a_prefill_counts_rows_by_outcome_and_bytes(registry: CollectorRegistry) -> None:
     two = np.array([0, 1], np.int64)
     prebuilt = PrebuiltBatch(
@@ -144,7 +165,7 @@ def outcomes(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def test_a_decode_service_exposes_every_outcome_before_the_first_request(registry: CollectorRegistry) -> None:
-    RequestMetrics(registry, finish_reasons=FinishReason)
+    RequestMetrics(registry, finish_reasons=FinishReason, grammar_kinds=GrammarKind)
 
     expected = {"eos", "stop_token", "stop_string", "length"}
     expected |= {"invalid_field", "context_exceeded", "duplicate_request_id", "queue_full", "unauthenticated"}

@@ -53,6 +53,28 @@ def assert_they_fill(parent: ReceivedSpan, parts: Sequence[ReceivedSpan]) -> Non
     assert sum(part.seconds for part in parts) == pytest.approx(parent.seconds, rel=0.05)
 
 
+async def test_a_grammar_shows_in_the_trace_and_in_the_metrics_of_both_services(
+    model: Path, receiver: OtlpReceiver
+) -> None:
+    async with traced_pair(model, endpoint=receiver.endpoint) as pair:
+        for _ in range(2):
+            with pair.tracer.start_as_current_span("asking"):
+                await pair.client.complete("a", regex="[ab]{6}", max_tokens=9)
+        of_both = [service.registry.get_sample_value for service in (pair.prefill, pair.decode)]
+        assert [value("baton_grammar_compile_seconds_count") for value in of_both] == [1, 1]
+        assert [value("baton_cached_grammars_total") for value in of_both] == [1, 1]
+        of_decode = of_both[1]
+        assert of_decode("baton_constrained_requests_total", {"kind": "regex"}) == 2
+        assert of_decode("baton_constrained_requests_total", {"kind": "choice"}) == 0
+        num_steps = of_decode("baton_masked_rows_count")
+        assert num_steps == of_decode("baton_mask_seconds_count") == of_decode("baton_mask_wait_seconds_count")
+        assert num_steps is not None and num_steps >= 2
+    spans = receiver.spans
+    grammars = [span for span in spans if span.name == "grammar"]
+    assert [span.attributes for span in grammars] == [{"baton.grammar.kind": "regex"}] * 2
+    assert {span.parent_id for span in grammars} == {span.span_id for span in spans if span.name == "Generate"}
+
+
 async def test_a_request_is_one_trace_of_the_caller_and_both_services(model: Path, receiver: OtlpReceiver) -> None:
     async with traced_pair(model, endpoint=receiver.endpoint) as pair:
         with pair.tracer.start_as_current_span("asking"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from opentelemetry.trace import StatusCode
 
-from common.errors import EngineFault
+from common.errors import EngineFault, InvalidRequest
 from decode_service.edge.request_trace import RequestTrace, RequestTraces
 from decode_service.messages import Phase, PhaseBegan
 from tests.tracing.spans import Clock, EndedSpans, parent_ids, seconds
@@ -65,6 +65,20 @@ def test_the_first_token_is_a_span_from_the_engine_to_the_clients_stream(spans: 
             trace.output_written()
 
     assert seconds(spans.named("first_token")) == pytest.approx(0.5)
+
+
+def test_the_wait_for_a_grammar_is_a_span_while_the_request_is_tokenised(spans: EndedSpans, clock: Clock) -> None:
+    with RequestTraces(spans.tracer, clock=clock).begin([]) as trace:
+        clock.now_s = 1001.0
+        with pytest.raises(InvalidRequest), trace.grammar("regex"):
+            clock.now_s = 1003.0
+            raise InvalidRequest("sampling.regex", "is refused")
+        clock.now_s = 1004.0
+        trace.submitted()
+
+    assert (seconds(spans.named("grammar")), seconds(spans.named("tokenize"))) == (2.0, 4.0)
+    assert spans.named("grammar").attributes == {"baton.grammar.kind": "regex"}
+    assert parent_ids([spans.named("grammar")]) == {spans.named("Generate").context.span_id}
 
 
 def test_a_lost_handoff_and_a_retraction_show_as_further_stages(spans: EndedSpans, clock: Clock) -> None:

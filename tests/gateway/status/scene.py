@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.errors import Unavailable
 from baton.server_info import InferenceLoad, PoolLoad, PrefillReplica
+from common.grammar.grammar import GrammarKind
 from common.load import EngineLoad, PoolCounts
 from common.rpc.name_lookup import LookUp
 from common.telemetry.engine_metrics import EngineMetrics
@@ -69,7 +70,7 @@ class Exposed:
 
 class ExposedDecode(Exposed):
     def _register(self, registry: CollectorRegistry) -> None:
-        self.requests = RequestMetrics(registry, finish_reasons=FinishReason)
+        self.requests = RequestMetrics(registry, finish_reasons=FinishReason, grammar_kinds=GrammarKind)
         self.speculation = SpeculationMetrics(registry)
 
 
