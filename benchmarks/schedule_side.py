@@ -6,7 +6,7 @@ It measures the engine's thread alone (requests, rows, slots, launching, results
 edge's thread on a step's tokens, before gRPC. There are six cases: without and with drafts (chains of 4, of which a
 random number is accepted), each with rows that stay, with rows that end after 128 tokens and are replaced, and with
 such rows and a prefix cache that has all slots. Then it measures the operations of the prefix tree by themselves
-(tree_costs.py). Writes a dated table into benchmarks/results.
+(tree_costs.py), and the masks of a step under a grammar (mask_costs.py). Writes a dated table into benchmarks/results.
 
 The exit status is 1 if, in one of the cases, a step at the largest batch takes more than 1 ms of the engine's thread in
 the median, or the time does not grow less than linearly with the batch size; or if an operation of the tree takes more
@@ -27,6 +27,7 @@ import torch
 from baton.load_generator import percentile
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.machine import CoreSpeed
+from benchmarks.mask_costs import mask_table, measure_masks
 from benchmarks.schedule_rig import STEPS_A_TURN, ScheduleRig
 from benchmarks.tree_costs import CACHED_TOKENS, measure_tree, tree_table
 from decode_service.speculate.spec_info import SpecInfo
@@ -182,7 +183,7 @@ def main() -> None:
         lines += ["", verdict]
         is_met &= is_kept
     tree_lines, is_kept = tree_table(measure_tree(args.steps))
-    lines += tree_lines
+    lines += [*tree_lines, *mask_table(measure_masks(args.steps // 4))]
     is_met &= is_kept
     table = "\n".join(lines)
     print(table)
