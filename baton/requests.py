@@ -57,6 +57,7 @@ class UnparsedOptions(TypedDict, total=False):
     lark: str | None
     speculate: bool | None
     skip_special_tokens: bool | None
+    shown_special_tokens: Sequence[str] | None
     include_stop_str_in_output: bool | None
 
 
@@ -179,7 +180,7 @@ def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
         try:
             if name == "logit_bias":
                 params.logit_bias.update(value)  # type: ignore[call-overload]
-            elif name in ("stop", "stop_token_ids"):
+            elif name in ("stop", "stop_token_ids", "shown_special_tokens"):
                 getattr(params, name).extend(_no_string(value))
             elif name in _GRAMMARS:
                 _set_grammar(params, name, value)

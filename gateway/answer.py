@@ -29,9 +29,10 @@ class Choice(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
-    """Describes one of OpenAI's generating endpoints. `parse` turns a request's body into a plan,
-    or raises ApiError. `new_choice` gets the choice's index, the plan, the format of the model's output, and the
-    choice's first event.
+    """Describes one of OpenAI's generating endpoints. `parse` turns a request's body into a plan, or raises ApiError.
+
+    `new_choice` gets the choice's index, the plan, the format of the model's output, and the choice's first event. If
+    the endpoint `parses_output`, the text has the format's markers that are special tokens.
     """
 
     path: str
@@ -39,6 +40,7 @@ class Api:
     whole_object: str
     chunk_object: str
     parse: Callable[[bytes], Plan]
+    parses_output: bool
     new_choice: Callable[[int, Plan, OutputFormat, Started], Choice]
 
 

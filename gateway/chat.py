@@ -155,6 +155,7 @@ CHAT = Api(
     whole_object="chat.completion",
     chunk_object="chat.completion.chunk",
     parse=parse_chat,
+    parses_output=True,
     new_choice=ChatChoice,
 )
 

@@ -91,6 +91,7 @@ COMPLETIONS = Api(
     whole_object="text_completion",
     chunk_object="text_completion",
     parse=parse_completion,
+    parses_output=False,
     new_choice=TextChoice,
 )
 

@@ -82,7 +82,7 @@ class GenerationEndpoint:
         card.check(plan.model)
         check_prompts(plan, card)
         try:
-            async with Choices(plan.num_choices, self._opener(plan, record)) as choices:
+            async with Choices(plan.num_choices, self._opener(plan, card, record)) as choices:
                 open_request.fails_by(choices.fail)
                 answering = _Answering(self._api, plan, card, self._unix_time(), record, self._metrics)
                 work = answering.stream(choices, send) if plan.is_streamed else answering.whole(choices, send)
@@ -103,7 +103,7 @@ class GenerationEndpoint:
         except BatonError as error:
             raise api_error_of(error, {}) from None
 
-    def _opener(self, plan: Plan, record: RequestRecord) -> Callable[[int], AsyncEventStream]:
+    def _opener(self, plan: Plan, card: ModelCard, record: RequestRecord) -> Callable[[int], AsyncEventStream]:
         """Returns a function that starts the Generate call of a choice, given the choice's index.
 
         Each call's id extends the request's id by random digits and the index: callers may send the same x-request-id
@@ -111,6 +111,9 @@ class GenerationEndpoint:
         its KV, unless they may not share any.
         """
         prefix = f"{record.request_id}-{uuid.uuid4().hex[:8]}"
+        sampling = plan.sampling.copy()
+        if self._api.parses_output:
+            sampling["shown_special_tokens"] = card.output_format.markers
         firsts: dict[int, AsyncEventStream] = {}
 
         def open_stream(index: int) -> AsyncEventStream:
@@ -123,7 +126,7 @@ class GenerationEndpoint:
                 cache_prompt=plan.cache_prompt,
                 same_server_as=None if plan.cache_prompt is False else firsts.get(prompt),
                 timeout_s=self._limits.request_timeout_s,
-                **plan.sampling,
+                **sampling,
             )
             firsts.setdefault(prompt, stream)
             return stream

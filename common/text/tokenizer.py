@@ -5,7 +5,7 @@ Any member may be used from any thread, because nothing changes after constructi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,10 +93,16 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
     def special_ids(self) -> frozenset[int]:
         return self._special_ids
 
-    @property
-    def with_special_tokens(self) -> TokenDecoder:
-        """The same decoder, except that special tokens are text: their names."""
-        return _WithSpecialTokens(self, self._backend)
+    def showing(self, names: Collection[str] | None) -> TokenDecoder:
+        """Returns the same decoder, except that the special tokens with these names are text: their names. None means
+        all special tokens. A name that is no special token's counts for nothing.
+        """
+        shown = self._special_ids if names is None else self._special_ids.intersection(map(self._id_of, names))
+        return _ShowingSpecialTokens(self, self._backend, shown) if shown else self
+
+    def _id_of(self, name: str) -> int | None:
+        token_id: int | None = self._backend.token_to_id(name)
+        return token_id
 
     def is_skipped(self, token_id: int) -> bool:
         return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
@@ -158,22 +164,24 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
             raise TextTooLong(f"more than {max_tokens} tokens")
 
 
-class _WithSpecialTokens(TokenDecoder):
-    """Decodes as `tokenizer` does, and special tokens to their names."""
+class _ShowingSpecialTokens(TokenDecoder):
+    """Decodes as `tokenizer` does, and the special tokens in `shown` to their names."""
 
-    def __init__(self, tokenizer: TokenDecoder, backend: Any) -> None:
+    def __init__(self, tokenizer: TokenDecoder, backend: Any, shown: Set[int]) -> None:
         self._tokenizer = tokenizer
         self._backend = backend
+        self._shown = shown
 
     def is_skipped(self, token_id: int) -> bool:
-        return self._backend.id_to_token(token_id) is None
+        return token_id not in self._shown and self._tokenizer.is_skipped(token_id)
 
     @property
     def byte_of(self) -> Mapping[int, int]:
         return self._tokenizer.byte_of
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
+        kept = [token_id for token_id in token_ids if not self.is_skipped(token_id)]
+        return str(self._backend.decode(kept, skip_special_tokens=False))
 
     def bytes_of(self, token_id: int, *, begins_text: bool = False) -> bytes:
         return self._tokenizer.bytes_of(token_id, begins_text=begins_text)

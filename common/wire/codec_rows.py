@@ -27,6 +27,7 @@ _EDGE_ONLY = (
     "speculate",
     "logit_bias",
     "skip_special_tokens",
+    "shown_special_tokens",
     "include_stop_str_in_output",
 )
 """Fields of SamplingParams that no row has."""

@@ -146,11 +146,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             prompt_token_ids = await self._prompts.encode(checked.prompt)
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
         live.trace.describe(lambda: sampling_attributes(sampling, len(prompt_token_ids)))
-        skips_special_tokens = checked.sampling.skips_special_tokens
+        shown = checked.sampling.shown_special_tokens if checked.sampling.skips_special_tokens else None
         output = await self._replay(
             partial(
                 OutputProcessor,
-                decoder=self._decoder if skips_special_tokens else self._decoder.with_special_tokens,
+                decoder=self._decoder.showing(shown),
                 prompt_token_ids=prompt_token_ids,
                 stop_strings=checked.sampling.stop_strings,
                 end_token_ids=frozenset(sampling.end_token_ids),

@@ -20,6 +20,7 @@ from common.wire.codec_rows import grammar_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_SHOWN_SPECIAL_TOKENS = 32
 MAX_BIAS = 100.0
 
 
@@ -27,8 +28,8 @@ MAX_BIAS = 100.0
 class SamplingRequest:
     """The checked sampling values of a request. `seed` and `max_tokens` are None if the request does not set them.
 
-    `skips_special_tokens` and `includes_stop` say what the text has of special tokens and of what ends the output.
-    `resolved` has all other values, and placeholders for the first two.
+    `skips_special_tokens`, `shown_special_tokens` and `includes_stop` say what the text has of special tokens and of
+    what ends the output. `resolved` has all other values, and placeholders for the first two.
     """
 
     seed: int | None
@@ -36,6 +37,7 @@ class SamplingRequest:
     speculates: bool
     stop_strings: tuple[str, ...]
     skips_special_tokens: bool
+    shown_special_tokens: tuple[str, ...]
     includes_stop: bool
     resolved: ResolvedSampling
 
@@ -72,6 +74,7 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
         speculates=params.speculate if params.HasField("speculate") else True,
         stop_strings=_stop_strings(params.stop),
         skips_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
+        shown_special_tokens=_shown_special_tokens(params.shown_special_tokens),
         includes_stop=params.include_stop_str_in_output,
         resolved=replace(resolved, top_k=min(resolved.top_k, vocab_size)),
     )
@@ -99,6 +102,12 @@ def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
         if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
             raise InvalidRequest("sampling.stop", f"each must have 1 to {MAX_STOP_STRING_CHARS} characters")
     return tuple(dict.fromkeys(stop))
+
+
+def _shown_special_tokens(names: Sequence[str]) -> tuple[str, ...]:
+    if len(names) > MAX_SHOWN_SPECIAL_TOKENS:
+        raise InvalidRequest("sampling.shown_special_tokens", f"more than {MAX_SHOWN_SPECIAL_TOKENS} names")
+    return tuple(names)
 
 
 def _stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int, num_eos: int) -> tuple[int, ...]:

@@ -195,10 +195,12 @@ async def test_absent_options_stay_absent_and_zero_travels(server: ScriptedServe
 
 async def test_what_the_text_has_travels(server: ScriptedServer, either: EitherClient) -> None:
     server.inference.script = [started(), finished()]
-    await either.complete("Hi", skip_special_tokens=False, include_stop_str_in_output=True)
+    shown = ["[ARGS]", "[THINK]"]
+    await either.complete("Hi", skip_special_tokens=False, shown_special_tokens=shown, include_stop_str_in_output=True)
     sampling = server.inference.requests.get(timeout=BOUND_S).sampling
     assert (sampling.HasField("skip_special_tokens"), sampling.skip_special_tokens) == (True, False)
     assert sampling.include_stop_str_in_output
+    assert list(sampling.shown_special_tokens) == shown
 
 
 async def test_token_ids_and_a_resumed_output_travel(server: ScriptedServer, either: EitherClient) -> None:

@@ -85,7 +85,7 @@ def reference(
 def test_joined_texts_are_what_the_ids_append_however_the_tokens_cut_the_characters(data: st.DataObject) -> None:
     tokenizer = data.draw(every_tokenizer())
     prompt, token_ids = data.draw(likely_token_ids(tokenizer)), data.draw(likely_token_ids(tokenizer))
-    decoder = data.draw(st.sampled_from([tokenizer, tokenizer.with_special_tokens]))
+    decoder = data.draw(st.sampled_from([tokenizer, tokenizer.showing(None), tokenizer.showing(["<pad>"])]))
     output = OutputProcessor(decoder=decoder, prompt_token_ids=prompt)
 
     texts = [output.push([token_id]).text for token_id in token_ids] + [output.finish()]
@@ -111,7 +111,7 @@ def test_output_ends_at_the_first_stop_string_however_the_tokens_cut_it(data: st
     prompt, token_ids = data.draw(likely_token_ids(tokenizer)), data.draw(likely_token_ids(tokenizer))
     stops = data.draw(st.lists(st.sampled_from(STOP_TEXTS), min_size=1, max_size=3, unique=True))
     min_tokens, includes_stop = data.draw(st.integers(0, 6)), data.draw(st.booleans())
-    decoder = data.draw(st.sampled_from([tokenizer, tokenizer.with_special_tokens]))
+    decoder = data.draw(st.sampled_from([tokenizer, tokenizer.showing(None), tokenizer.showing(["<pad>"])]))
     output = OutputProcessor(
         decoder=decoder,
         prompt_token_ids=prompt,
@@ -298,14 +298,14 @@ def test_an_ending_token_is_in_the_text_when_asked_for(stops: list[str]) -> None
     for decoder, token_id, text in (
         (BYTES, end, "aend"),
         (BYTES, eos, "a"),
-        (BYTES.with_special_tokens, eos, "a<eos>"),
+        (BYTES.showing(None), eos, "a<eos>"),
     ):
         output = OutputProcessor(decoder=decoder, stop_strings=stops, end_token_ids={end, eos}, includes_stop=True)
         assert output.push([ord("a"), token_id]).text + output.finish() == text
 
 
 def test_a_special_token_in_the_text_has_its_place_among_the_others() -> None:
-    output = OutputProcessor(decoder=FALLBACK.with_special_tokens, prompt_token_ids=ids_of_pieces(FALLBACK, ["a"]))
+    output = OutputProcessor(decoder=FALLBACK.showing(None), prompt_token_ids=ids_of_pieces(FALLBACK, ["a"]))
     token_ids = ids_of_pieces(FALLBACK, ["<pad>", "▁ab", "<eos>", "b"])
 
     assert [output.push([token_id]).text for token_id in [*token_ids, vocab_size(FALLBACK)]] == [

@@ -13,9 +13,9 @@ from baton.client.event_order import CompletionBuilder
 from baton.codec import event_from_wire
 from baton.events import Completion, Event, Started
 from baton.v1.inference_pb2 import FINISH_REASON_EOS, FINISH_REASON_LENGTH, FinishReason
-from common.text.output_formats import HERMES, OutputFormat
+from common.text.output_formats import HERMES, MISTRAL, OutputFormat
 from gateway.chat import ChatChoice, parse_chat
-from tests.client.scripted_inference import ScriptedServer, delta, finished, started
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.gateway.parsing.transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
 from tests.support.loop_thread import LoopThread
@@ -182,6 +182,16 @@ def test_reasoning_that_the_prompt_opened_is_known(edge: GatewayHere, reasons: S
     first.started.is_reasoning_open = True
     reasons.inference.script = [first, delta([1], "Hm.</think>Yes."), finished(FINISH_REASON_EOS)]
     assert joined(iter(deltas_of(edge))) == {"reasoning_content": "Hm.", "content": "Yes."}
+
+
+def test_the_text_of_chats_has_the_markers_that_are_special_tokens(edge: GatewayHere, reasons: ScriptedServer) -> None:
+    reasons.inference.output_format = "mistral"
+    for path, body, shown in (
+        ("/v1/chat/completions", CHAT, list(MISTRAL.markers)),
+        ("/v1/completions", {"model": "demo", "prompt": "hi"}, []),
+    ):
+        edge.ask("POST", path, body)
+        assert list(reasons.inference.requests.get(timeout=BOUND_S).sampling.shown_special_tokens) == shown
 
 
 @pytest.mark.parametrize(("setting", "content"), [("none", "<think>Hm.</think>\n\nYes."), ("hermes", "Yes.")])

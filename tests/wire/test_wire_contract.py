@@ -29,7 +29,7 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (13, "57cfe24b41c747f5")
+CONTRACT = (13, "73dcb527088768f9")
 """The protocol version, and the digest of its fields."""
 SENT = {
     "prefill_batch": (
