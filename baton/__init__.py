@@ -6,6 +6,7 @@
 
 from baton.client import AsyncClient, Client, Tls
 from baton.events import Completion, Delta, Event, Finished, FinishReason, Started
+from common.grammar.reasoning import Reasoning
 from common.text.chat_messages import ChatMessage, Tool, ToolCall, ToolChoice
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Event",
     "FinishReason",
     "Finished",
+    "Reasoning",
     "Started",
     "Tls",
     "Tool",

@@ -67,7 +67,11 @@ def _finished(finished: inference_pb2.Finished) -> Finished:
     return Finished(
         reason=reason,
         matched_stop=getattr(finished, matched) if matched else None,
-        usage=Usage(finished.usage.num_prompt_tokens, finished.usage.num_completion_tokens),
+        usage=Usage(
+            num_prompt_tokens=finished.usage.num_prompt_tokens,
+            num_completion_tokens=finished.usage.num_completion_tokens,
+            num_reasoning_tokens=finished.usage.num_reasoning_tokens,
+        ),
         timings=_stats_of(Timings, finished.timings),
         speculation=_stats_of(SpeculationCounts, finished.speculation) if finished.HasField("speculation") else None,
     )

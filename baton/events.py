@@ -45,8 +45,11 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """The tokens of a generation. The first `num_reasoning_tokens` of the completion's are its reasoning."""
+
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_reasoning_tokens: int = 0
 
 
 def tokens_per_forward(counts: Iterable[SpeculationCounts]) -> float:

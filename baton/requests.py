@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self, TypedDict, TypeVar
 
 from baton.errors import InvalidArgument
 from baton.v1 import inference_pb2, types_pb2
+from common.grammar.reasoning import Reasoning
 from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 
 _GRAMMARS = ("json_schema", "regex", "choice", "ebnf", "lark")
@@ -55,6 +57,7 @@ class UnparsedOptions(TypedDict, total=False):
     choice: Sequence[str] | None
     ebnf: str | None
     lark: str | None
+    reasoning: Reasoning | None
     speculate: bool | None
     skip_special_tokens: bool | None
     shown_special_tokens: Sequence[str] | None
@@ -182,6 +185,8 @@ def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
                 params.logit_bias.update(value)  # type: ignore[call-overload]
             elif name in ("stop", "stop_token_ids", "shown_special_tokens"):
                 getattr(params, name).extend(_no_string(value))
+            elif name == "reasoning":
+                params.reasoning.CopyFrom(types_pb2.Reasoning(**dataclasses.asdict(value)))  # type: ignore[call-overload]
             elif name in _GRAMMARS:
                 _set_grammar(params, name, value)
             else:

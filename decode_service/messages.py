@@ -22,7 +22,7 @@ class Submit:
     `deadline_unix_ms` is 0 if there is no deadline. PhaseBegan events of the request are posted only if `is_traced`.
     `client` identifies the client: clients take turns in the waiting queue. `cache_salt` names the namespace of the
     prefix cache that the request uses; "" is the common one. None means that it neither uses nor leaves cached KV.
-    `matcher` follows the output of a request whose sampling has a grammar; it has accepted the output that the request
+    `matcher` follows the output of a request whose sampling is constrained; it has accepted the output that the request
     brought along, and belongs to the engine from now on.
     """
 

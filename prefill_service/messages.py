@@ -15,7 +15,7 @@ class OpenCall:
     RowFailed may also follow PrebuiltBatch, if KV cannot be sent.
 
     RowStarted and ChunkComputed are posted only for `traced_rows`. With `shares_memory` the receiver can read the pool.
-    `matchers` has those of rows whose sampling has a grammar, by their index; they belong to the engine from now on.
+    `matchers` has those of rows whose sampling is constrained, by their index; they belong to the engine from now on.
     """
 
     call_id: str

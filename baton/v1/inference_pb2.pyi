@@ -460,17 +460,21 @@ class Usage(_message.Message):
 
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_completion_tokens: _builtins.int
+    num_reasoning_tokens: _builtins.int
+    """of the completion's, those up to the end of its reasoning"""
     def __init__(
         self,
         *,
         num_prompt_tokens: _builtins.int = ...,
         num_completion_tokens: _builtins.int = ...,
+        num_reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_reasoning_tokens", b"num_reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar
+from common.grammar.reasoning import Reasoning
 
 Mask = NDArray[np.int32]
-"""One bit for each token of the vocabulary: bit t % 32 of word t // 32. 1 means that the grammar allows the token."""
+"""One bit for each token of the vocabulary: bit t % 32 of word t // 32. 1 means that the token is allowed."""
 
 ALL_ALLOWED = -1
 """A word of a mask that forbids nothing."""
@@ -23,7 +24,7 @@ _BITS = 32
 
 
 class Matcher(Protocol):
-    """Follows one output through its grammar. It belongs to one thread at a time.
+    """Follows one output and says which tokens may come next. It belongs to one thread at a time.
 
     `failure` says why it cannot go on: the grammar reached a limit. It is "" as long as it can.
     """
@@ -35,7 +36,7 @@ class Matcher(Protocol):
         """Returns another one at the same place."""
 
     def accept(self, token_id: int) -> bool:
-        """Goes on by one token. Returns False, and stays where it is, if the grammar forbids the token here."""
+        """Goes on by one token. Returns False, and stays where it is, if the token is forbidden here."""
 
     def fill(self, mask: Mask) -> None:
         """Writes which tokens may come next: none if it has failed. If the output may end here, its end tokens are
@@ -43,17 +44,42 @@ class Matcher(Protocol):
         """
 
 
-NewMatcher = Callable[[Grammar, Sequence[int]], Awaitable[Matcher]]
-"""Makes a matcher for a grammar that has accepted these tokens of output. Raises InvalidRequest, naming the field."""
+NewMatcher = Callable[[Grammar | None, Sequence[int], Reasoning | None], Awaitable[Matcher]]
+"""Makes a matcher for a grammar that has accepted these tokens of output, with this reasoning before what must fit the
+grammar. One of both may be None. Raises InvalidRequest, naming the field.
+"""
 
 
-async def no_grammars(grammar: Grammar, output_ids: Sequence[int]) -> Matcher:
-    """Refuses every grammar: the service has no tokenizer."""
-    raise InvalidRequest(f"sampling.{grammar.kind.value}", "is not served here")
+async def no_matchers(grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None) -> Matcher:
+    """Refuses everything that needs a matcher: the service has no tokenizer."""
+    field = "reasoning" if grammar is None else grammar.kind.value
+    raise InvalidRequest(f"sampling.{field}", "is not served here")
 
 
 def num_words(vocab_size: int) -> int:
     return -(-vocab_size // _BITS)
+
+
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
+    """Returns a mask that allows these tokens only."""
+    bits = np.zeros(num_words(vocab_size) * _BITS, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def allows(mask: Mask, token_id: int) -> bool:
+    return bool(mask.view(np.uint8)[token_id // 8] >> token_id % 8 & 1)
+
+
+def allow(mask: Mask, token_id: int) -> None:
+    mask.view(np.uint8)[token_id // 8] |= 1 << token_id % 8  # the words are little-endian
+
+
+def forbid(mask: Mask, token_ids: Iterable[int]) -> None:
+    """Takes these tokens out of the mask."""
+    bits = mask.view(np.uint8)
+    for token_id in token_ids:
+        bits[token_id // 8] &= 0xFF ^ (1 << token_id % 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +96,7 @@ class MinLength:
         if num_drafts >= self.num_tokens:
             return
         others = mask.copy()
-        bits = others.view(np.uint8)
-        for token_id in self.end_ids:
-            bits[token_id // 8] &= 0xFF ^ (1 << token_id % 8)  # the words are little-endian
+        forbid(others, self.end_ids)
         if others.any():
             mask[:] = others
 

@@ -25,7 +25,7 @@ class ChunkedPrompt(Protocol):
     """A prompt that is computed in chunks: its tokens [N] int64, its row, and how it is sampled.
 
     `num_launched_tokens` counts its tokens whose KV is cached or was launched. The first `prompt_len` tokens are the
-    prompt, and those after it output that the request has already. If a grammar constrains it, its `matcher` has
+    prompt, and those after it output that the request has already. If its output is constrained, its `matcher` has
     accepted that output.
     """
 

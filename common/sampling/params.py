@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from common.grammar.grammar import Grammar
+from common.grammar.reasoning import Reasoning
 
 MAX_LOGIT_BIAS_ENTRIES = 512
 MAX_END_TOKEN_IDS = 64
@@ -62,7 +63,8 @@ class ResolvedSampling:
 
     `seed` is an unsigned 64-bit number; the edge draws one if the request has none. `eos_token_ids` is empty if EOS is
     ignored. `num_logprobs` is None without logprobs, else the number of top entries besides the chosen token.
-    `logit_bias` holds (token id, value) pairs in ascending order of id.
+    `logit_bias` holds (token id, value) pairs in ascending order of id. With `reasoning`, the `grammar` is that of the
+    answer after it.
     """
 
     seed: int
@@ -92,6 +94,7 @@ class ResolvedSampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
     grammar: Grammar | None = None
+    reasoning: Reasoning | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -105,6 +108,11 @@ class ResolvedSampling:
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a matcher says which tokens may be drawn: for a grammar, or a limit on reasoning."""
+        return self.grammar is not None or (self.reasoning is not None and self.reasoning.max_tokens is not None)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

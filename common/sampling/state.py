@@ -145,7 +145,7 @@ class SamplingState:
         signed = sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed
         top_k = min(sampling.top_k, self.vocab_size) if sampling.top_k else self.vocab_size
         min_position = seed.prompt_len + sampling.min_tokens
-        has_least = sampling.min_tokens and sampling.grammar is None  # masks see to it
+        has_least = sampling.min_tokens and not sampling.is_constrained  # masks see to it
         num_ends = len(sampling.end_token_ids) if has_least else 0
         return signed, seed.choice_index, min_position, top_k, len(sampling.logit_bias), num_ends
 
@@ -203,7 +203,7 @@ class SamplingBatch:
     penalised: NDArray[np.int64]
     biased: NDArray[np.int64]
     min_length: NDArray[np.int64]
-    constrained: NDArray[np.int64]  # by a grammar: the draw gets a mask for each of them
+    constrained: NDArray[np.int64]  # the draw gets a mask for each of them
     with_logprobs: NDArray[np.int64]
     num_top_logprobs: NDArray[np.int64]
 
@@ -269,8 +269,8 @@ def sampling_needs(params: Sequence[ResolvedSampling]) -> NDArray[np.int64]:
             p.is_truncated,
             p.has_penalties,
             bool(p.logit_bias),
-            p.min_tokens > 0 and bool(p.end_token_ids) and p.grammar is None,  # masks see to it
-            p.grammar is not None,
+            p.min_tokens > 0 and bool(p.end_token_ids) and not p.is_constrained,  # masks see to it
+            p.is_constrained,
             p.num_logprobs is not None,
             p.num_logprobs or 0,
         )

@@ -11,7 +11,8 @@ from typing import Self
 from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar
 from common.grammar.matcher import Matcher
-from common.text.grammars import GrammarRefused, Grammars, OutputRefused
+from common.grammar.reasoning import Reasoning
+from common.text.grammars import GrammarRefused, Grammars, OutputRefused, ReasoningRefused
 
 _MAX_WAITING = 256
 _RETRY_AFTER_S = 1
@@ -36,27 +37,33 @@ class GrammarCompiler:
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    async def matcher(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> Matcher:
-        """Returns a matcher that has accepted `output_ids`.
+    async def matcher(
+        self, grammar: Grammar | None, output_ids: Sequence[int] = (), reasoning: Reasoning | None = None
+    ) -> Matcher:
+        """Returns a matcher that has accepted `output_ids`. Either of `grammar` and `reasoning` may be None.
 
         Raises InvalidRequest, naming the field, for a grammar that is not served or still compiles at the end of the
-        wait, and for output that does not fit it; Overloaded if too many grammars wait, or one waits too long.
+        wait, for a marker of reasoning that the model cannot write, and for output that does not fit; Overloaded if too
+        many grammars wait, or one waits too long.
         """
+        field = "sampling.reasoning" if grammar is None else f"sampling.{grammar.kind.value}"
         if self._num_waiting >= _MAX_WAITING:
             raise Overloaded(f"{self._num_waiting} grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
         self._num_waiting += 1
         try:
-            future = self._thread.submit(self._grammars.matcher, grammar, output_ids)
+            future = self._thread.submit(self._grammars.matcher, grammar, output_ids, reasoning)
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.wrap_future(future)
         except GrammarRefused as error:
-            raise InvalidRequest(f"sampling.{grammar.kind.value}", str(error)) from error
+            raise InvalidRequest(field, str(error)) from error
+        except ReasoningRefused as error:
+            raise InvalidRequest("sampling.reasoning.end", str(error)) from error
         except TimeoutError as error:
             if future.cancel():  # it has not begun
                 message = f"grammars wait for more than {self._timeout_s:g} s to be compiled"
                 raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
             message = f"takes longer than {self._timeout_s:g} s to compile"
-            raise InvalidRequest(f"sampling.{grammar.kind.value}", message) from error
+            raise InvalidRequest(field, message) from error
         except OutputRefused as error:
             raise InvalidRequest("generated_token_ids", str(error)) from error
         finally:

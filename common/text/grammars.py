@@ -1,6 +1,6 @@
 """Turns grammars into matchers for one tokenizer, with the library llguidance.
 
-    Grammar ──compile──▶ prototype, cached by text ──copy──▶ Matcher of one output
+    Grammar ──compile──▶ prototype, cached by text ──copy──▶ Matcher of one output, or of its answer after the reasoning
 
 llguidance builds masks while an output goes on, so compiling takes little, and its limits bound the work at each token.
 """
@@ -13,16 +13,21 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import Mask
+from common.grammar.matcher import Mask, Matcher
+from common.grammar.reasoning import Reasoning
+from common.grammar.reasoning_matcher import MarkerTokens, MarkerUnspeakable, ReasoningMatcher
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
 from common.text.tokenizer import TextTokenizer
 
 _MAX_CACHED = 256
+_MAX_CACHED_MARKERS = 16
+"""Markers take 20 KiB a byte, with a vocabulary of 150,000 tokens."""
 _MAX_CHARS = {
     GrammarKind.JSON_SCHEMA: 1 << 16,
     GrammarKind.REGEX: 1 << 14,
@@ -60,8 +65,12 @@ class GrammarRefused(Exception):
     """The grammar is malformed, uses what is not supported, or is too large. The text says why."""
 
 
+class ReasoningRefused(Exception):
+    """The model's tokens cannot spell the end marker of the reasoning. The text says so."""
+
+
 class OutputRefused(Exception):
-    """Output that a request brings along does not fit its grammar."""
+    """Output that a request brings along does not fit its grammar, or its reasoning is too long."""
 
 
 class LlgMatcher:
@@ -95,7 +104,7 @@ class _Vocabulary:
         self.tokens = [tokenizer.bytes_of(token_id) for token_id in range(vocab_size)]
         # An id without a token must not be among them: its empty name would be a beginning of every special token.
         self.special_token_ids = [each for each, part in enumerate(self.tokens) if part and tokenizer.is_skipped(each)]
-        self.eos_token_id = eos_token_ids[0]
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self.bos_token_id = None
         self._tokenizer = tokenizer
         special = {*self.special_token_ids, *eos_token_ids}
@@ -114,6 +123,18 @@ class _Vocabulary:
             if (found := self._end_of(ids, encoded)) is not None:
                 return found
         return self._longest_parts(encoded)
+
+    def spell(self, text: bytes) -> list[int]:
+        """Returns tokens whose joined bytes are exactly `text`, or none if no tokens are. The name of a special token
+        is that token.
+        """
+        try:
+            decoded = text.decode()
+        except UnicodeDecodeError:  # a part of a character
+            return self._longest_parts(text)
+        ids = list(self._tokenizer.encode(decoded, adds_special_tokens=False))
+        is_spelled = all(each < len(self.tokens) for each in ids) and b"".join(self.tokens[i] for i in ids) == text
+        return ids if is_spelled else self(decoded)
 
     def _end_of(self, ids: Sequence[int], text: bytes) -> list[int] | None:
         """Returns the last of `ids` whose joined bytes are `text`, if there are such."""
@@ -161,16 +182,55 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()
+        self._vocabulary: _Vocabulary | None = None
         self._tokenizer: LLTokenizer | None = None
+        self._marker_tokens: OrderedDict[Reasoning, MarkerTokens] = OrderedDict()
         self._prototypes: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
-    def matcher(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> LlgMatcher:
-        """Returns a matcher that has accepted `output_ids`. Raises GrammarRefused or OutputRefused."""
-        matcher = LlgMatcher(self._sound_copy(grammar), frozenset(self._eos_token_ids))
+    def matcher(
+        self, grammar: Grammar | None, output_ids: Sequence[int] = (), reasoning: Reasoning | None = None
+    ) -> Matcher:
+        """Returns a matcher that has accepted `output_ids`. Either of `grammar` and `reasoning` may be None.
+
+        Raises GrammarRefused, ReasoningRefused or OutputRefused.
+        """
+        matcher = self._new_matcher(grammar, reasoning)
         for place, token_id in enumerate(output_ids):
             if not matcher.accept(token_id):
-                raise OutputRefused(f"the grammar forbids token {token_id} at index {place}")
+                what = "the grammar" if reasoning is None else "the grammar or the limit on reasoning"
+                raise OutputRefused(f"{what} forbids token {token_id} at index {place}")
         return matcher
+
+    def _new_matcher(self, grammar: Grammar | None, reasoning: Reasoning | None) -> Matcher:
+        end_ids = frozenset(self._eos_token_ids)
+        answer = None if grammar is None else LlgMatcher(self._sound_copy(grammar), end_ids)
+        if answer is not None and (reasoning is None or not reasoning.may_begin):
+            return answer
+        assert reasoning is not None, "nothing constrains the output"
+        return ReasoningMatcher(self._tokens_of_markers(reasoning), reasoning, answer, end_ids)
+
+    def _tokens_of_markers(self, reasoning: Reasoning) -> MarkerTokens:
+        key = replace(reasoning, max_tokens=None)
+        with self._lock:
+            if (found := self._marker_tokens.get(key)) is not None:
+                self._marker_tokens.move_to_end(key)
+                return found
+            vocabulary = self._open_vocabulary()
+        try:
+            made = MarkerTokens(reasoning, vocabulary.tokens, vocabulary.spell)
+        except MarkerUnspeakable as error:
+            raise ReasoningRefused("the model has no tokens for this text") from error
+        with self._lock:
+            self._marker_tokens[key] = made
+            if len(self._marker_tokens) > _MAX_CACHED_MARKERS:
+                self._marker_tokens.popitem(last=False)
+        return made
+
+    def _open_vocabulary(self) -> _Vocabulary:
+        """Returns the vocabulary. Call it with the lock held."""
+        if self._vocabulary is None:
+            self._vocabulary = _Vocabulary(self._new_tokenizer(), self._vocab_size, self._eos_token_ids)
+        return self._vocabulary
 
     def _sound_copy(self, grammar: Grammar) -> LLMatcher:
         """Returns a new matcher that can make its first mask. Raises GrammarRefused.
@@ -195,9 +255,8 @@ class Grammars:
             if self._tokenizer is None:
                 if not self._eos_token_ids:
                     raise GrammarRefused("the model has no token that ends an output")
-                vocabulary = _Vocabulary(self._new_tokenizer(), self._vocab_size, self._eos_token_ids)
                 self._tokenizer = LLTokenizer(
-                    TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                    TokenizerWrapper(self._open_vocabulary()), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
                 )
         start_s = time.perf_counter()
         try:

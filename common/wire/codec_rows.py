@@ -9,8 +9,9 @@ from typing import Any
 
 from baton.v1 import prefill_pb2, types_pb2
 from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.reasoning import Reasoning
 from common.peer_text import peer_text
-from common.rpc.messages import require
+from common.rpc.messages import ProtocolError, require
 from common.sampling.params import (
     MAX_END_TOKEN_IDS,
     MAX_LOGIT_BIAS_ENTRIES,
@@ -98,6 +99,12 @@ def _encode_sampling(sampling: ResolvedSampling) -> prefill_pb2.ResolvedSampling
     )
     if sampling.grammar is not None:
         _set_grammar(params, sampling.grammar)
+    if (reasoning := sampling.reasoning) is not None:
+        params.reasoning.CopyFrom(
+            types_pb2.Reasoning(
+                start=reasoning.start, end=reasoning.end, is_open=reasoning.is_open, max_tokens=reasoning.max_tokens
+            )
+        )
     return prefill_pb2.ResolvedSampling(
         params=params,
         eos_token_ids=sampling.eos_token_ids,
@@ -127,6 +134,10 @@ def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
     is_ascending = all(one < other for one, other in pairwise(bias_ids))
     require(is_ascending, "sampling.logit_bias_ids", "is not in ascending order")
     require(all(map(math.isfinite, bias_values)), "sampling.logit_bias_values", "is not finite")
+    reasoning = reasoning_of(params)
+    if reasoning is not None and (wrong := reasoning.fault()) is not None:
+        raise ProtocolError(f"sampling.reasoning.{wrong[0]}", wrong[1])
+    require(reasoning is None or reasoning.is_open is not None, "sampling.reasoning.is_open", "is absent")
     return ResolvedSampling(
         seed=params.seed,
         max_tokens=params.max_tokens,
@@ -135,6 +146,7 @@ def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
         logit_bias=tuple(zip(bias_ids, bias_values, strict=True)),
         num_logprobs=params.logprobs if params.HasField("logprobs") else None,
         grammar=grammar_of(params),
+        reasoning=reasoning,
         **numbers,
     )
 
@@ -147,6 +159,19 @@ def grammar_of(params: types_pb2.SamplingParams) -> Grammar | None:
     if name == GrammarKind.CHOICE.value:
         return Grammar.of_choices(params.choice.texts)
     return Grammar(GrammarKind(name), getattr(params, name))
+
+
+def reasoning_of(params: types_pb2.SamplingParams) -> Reasoning | None:
+    """Returns where the output's reasoning is, or None if the request does not say. The values are not checked."""
+    if not params.HasField("reasoning"):
+        return None
+    message = params.reasoning
+    return Reasoning(
+        message.start,
+        message.end,
+        is_open=message.is_open if message.HasField("is_open") else None,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+    )
 
 
 def _set_grammar(params: types_pb2.SamplingParams, grammar: Grammar) -> None:

@@ -43,6 +43,7 @@ def ending_of_brought(
         reason=reason,
         num_prompt_tokens=num_prompt_tokens,
         num_completion_tokens=num_output_tokens,
+        num_reasoning_tokens=output.num_reasoning_tokens,
         timings=Timings(),
         stop_token_id=stop_token_id,
         stop_string=stop_string,

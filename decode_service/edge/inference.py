@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,9 +15,11 @@ from opentelemetry.trace import Tracer
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import BatonError, DeadlineExceeded, EngineFault, RequestCancelled
-from common.grammar.matcher import NewMatcher, no_grammars
+from common.grammar.matcher import Matcher, NewMatcher, no_matchers
+from common.grammar.reasoning import NUM_LAST_TOKENS
 from common.rpc.errors import abort_with
 from common.rpc.server_bounds import BY_ADDRESS, ClientOf
+from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
@@ -62,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         instance_id: str,
         observer: RequestObserver,
         client_stall_timeout_s: float,
-        new_matcher: NewMatcher = no_grammars,
+        new_matcher: NewMatcher = no_matchers,
         client_of: ClientOf = BY_ADDRESS,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
@@ -145,6 +148,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._request_track.task("tokenize", live.request_id):
             prompt_token_ids = await self._prompts.encode(checked.prompt)
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
+        if sampling.reasoning is not None:
+            last_bytes = b"".join(map(self._decoder.bytes_of, prompt_token_ids[-NUM_LAST_TOKENS:]))
+            sampling = replace(sampling, reasoning=sampling.reasoning.after_prompt(last_bytes))
         live.trace.describe(lambda: sampling_attributes(sampling, len(prompt_token_ids)))
         shown = checked.sampling.shown_special_tokens if checked.sampling.skips_special_tokens else None
         output = await self._replay(
@@ -156,6 +162,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 end_token_ids=frozenset(sampling.end_token_ids),
                 includes_stop=checked.sampling.includes_stop,
                 min_tokens=sampling.min_tokens,
+                reasoning=sampling.reasoning,
                 generated_token_ids=checked.generated_token_ids,
             ),
             num_tokens=len(checked.generated_token_ids),
@@ -168,10 +175,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await client.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
             return ending
         matcher = None
-        if (grammar := sampling.grammar) is not None:
-            self._observer.on_grammar(grammar.kind)
-            with live.trace.grammar(grammar.kind.value):
-                matcher = await self._new_matcher(grammar, checked.generated_token_ids)
+        if sampling.is_constrained:
+            matcher = await self._matcher(live, sampling, checked.generated_token_ids)
         self._live_requests.submit(
             live,
             output=output,
@@ -192,6 +197,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             with self._request_track.task("write", live.request_id, tokens=len(news.token_ids)):
                 await client.write(delta_event(news))
             live.trace.output_written()
+
+    async def _matcher(self, live: LiveRequest, sampling: ResolvedSampling, output_ids: Sequence[int]) -> Matcher:
+        if (grammar := sampling.grammar) is None:
+            return await self._new_matcher(None, output_ids, sampling.reasoning)
+        self._observer.on_grammar(grammar.kind)
+        with live.trace.grammar(grammar.kind.value):
+            return await self._new_matcher(grammar, output_ids, sampling.reasoning)
 
     def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
         """Starts and returns a timer that fails the request at its deadline, or returns None if it has no deadline.

@@ -21,6 +21,7 @@ class Ending:
     reason: FinishReason
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_reasoning_tokens: int
     timings: Timings
     speculation: SpeculationCounts | None = None
     stop_token_id: int | None = None
@@ -87,6 +88,7 @@ class LiveRequest:
                 reason=finished.reason if match is None else FinishReason.STOP_STRING,
                 num_prompt_tokens=finished.num_prompt_tokens,
                 num_completion_tokens=finished.num_completion_tokens if match is None else match.num_output_tokens,
+                num_reasoning_tokens=self._output.num_reasoning_tokens,
                 timings=finished.timings,
                 speculation=finished.speculation,
                 stop_token_id=finished.stop_token_id if match is None else None,
@@ -101,8 +103,8 @@ class LiveRequest:
         """
         if self._ending is not None:
             return
-        match = self._output.match if self._output is not None else None
-        if match is None:
+        output = self._output
+        if output is None or (match := output.match) is None:
             self._end(error)
             return
         self._end(
@@ -110,6 +112,7 @@ class LiveRequest:
                 reason=FinishReason.STOP_STRING,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_completion_tokens=match.num_output_tokens,
+                num_reasoning_tokens=output.num_reasoning_tokens,
                 timings=Timings(),
                 stop_string=match.stop_string,
             )

@@ -55,6 +55,7 @@ class RequestObserver:
         if live.trace.trace_id:
             fields["trace_id"] = live.trace.trace_id
         if ending:
+            fields["num_reasoning_tokens"] = ending.num_reasoning_tokens
             self._observe(ending)
             for stats in (ending.timings, ending.speculation):
                 if stats is not None:

@@ -39,7 +39,9 @@ def finished_event(ending: Ending) -> inference_pb2.GenerateEvent:
     finished = inference_pb2.Finished(
         reason=_REASONS[ending.reason],
         usage=inference_pb2.Usage(
-            num_prompt_tokens=ending.num_prompt_tokens, num_completion_tokens=ending.num_completion_tokens
+            num_prompt_tokens=ending.num_prompt_tokens,
+            num_completion_tokens=ending.num_completion_tokens,
+            num_reasoning_tokens=ending.num_reasoning_tokens,
         ),
         timings=inference_pb2.Timings(**dataclasses.asdict(ending.timings)),
     )

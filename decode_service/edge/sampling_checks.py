@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.v1 import types_pb2
 from common.errors import InvalidRequest
+from common.grammar.reasoning import Reasoning
 from common.sampling.params import (
     MAX_END_TOKEN_IDS,
     MAX_LOGIT_BIAS_ENTRIES,
@@ -16,7 +17,7 @@ from common.sampling.params import (
     NumberOption,
     ResolvedSampling,
 )
-from common.wire.codec_rows import grammar_of
+from common.wire.codec_rows import grammar_of, reasoning_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -66,6 +67,7 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
         logit_bias=_logit_bias(params, vocab_size),
         num_logprobs=_num_logprobs(params, vocab_size),
         grammar=grammar,
+        reasoning=_reasoning(params),
         **{option.name: _number(params, option) for option in given},
     )
     return SamplingRequest(
@@ -93,6 +95,13 @@ def _number(params: types_pb2.SamplingParams, option: NumberOption) -> Any:
     if (fault := option.fault(value)) is not None:
         raise InvalidRequest(f"sampling.{option.name}", fault)
     return value
+
+
+def _reasoning(params: types_pb2.SamplingParams) -> Reasoning | None:
+    reasoning = reasoning_of(params)
+    if reasoning is not None and (fault := reasoning.fault()) is not None:
+        raise InvalidRequest(f"sampling.reasoning.{fault[0]}", fault[1])
+    return reasoning
 
 
 def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ def ending_attributes(ending: Ending) -> Attributes:
         "gen_ai.usage.input_tokens": ending.num_prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": timings.num_cached_tokens,
         "gen_ai.usage.output_tokens": ending.num_completion_tokens,
+        "baton.num_reasoning_tokens": ending.num_reasoning_tokens,
         "baton.kv_bytes": timings.kv_bytes,
         "baton.num_handoff_attempts": timings.num_handoff_attempts,
         "baton.num_retractions": timings.num_retractions,

@@ -99,7 +99,7 @@ class Request:
 
     `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute. `awaited` is
     the KV of its first tokens that it waits for in the queue, because it is on its way for another request. `matcher`,
-    if a grammar constrains its output, has accepted all of its output.
+    if its output is constrained, has accepted all of it.
     """
 
     request_id: str

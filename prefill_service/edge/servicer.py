@@ -28,7 +28,7 @@ from common.errors import (
     Overloaded,
     PrefillUnavailable,
 )
-from common.grammar.matcher import Matcher, NewMatcher, no_grammars
+from common.grammar.matcher import Matcher, NewMatcher, no_matchers
 from common.kv.shared_pool import SharedPool
 from common.load import PoolCounts
 from common.rpc.errors import abort_with
@@ -94,7 +94,7 @@ class PrefillServicer:
         shared_pool: SharedPool | None = None,
         nixl_offer: Callable[[], prefill_pb2.NixlPool | None] = lambda: None,
         max_cached_tokens: int = 0,
-        new_matcher: NewMatcher = no_grammars,
+        new_matcher: NewMatcher = no_matchers,
     ) -> None:
         """Creates the servicer. The engine keeps the KV of up to `max_cached_tokens` for later rows.
 
@@ -266,15 +266,15 @@ class PrefillServicer:
     async def _with_matchers(
         self, rows: list[HandoffRow | RowFailed]
     ) -> tuple[list[HandoffRow | RowFailed], dict[int, Matcher]]:
-        """Returns the rows and the matchers of those that have one. A row whose grammar is refused, or finds too many
+        """Returns the rows and the matchers of those that need one. A row whose grammar is refused, or finds too many
         waiting, fails alone.
         """
         checked, matchers = rows.copy(), {}
         for index, row in enumerate(rows):
-            if isinstance(row, HandoffRow) and row.sampling.grammar is not None:
+            if isinstance(row, HandoffRow) and row.sampling.is_constrained:
                 try:
-                    output_ids = row.token_ids[row.prompt_len :]
-                    matchers[index] = await self._new_matcher(row.sampling.grammar, output_ids)
+                    output_ids, sampling = row.token_ids[row.prompt_len :], row.sampling
+                    matchers[index] = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning)
                 except InvalidRequest as error:
                     checked[index] = invalid_row(index, str(error))
                 except Overloaded as error:

@@ -21,6 +21,7 @@ from baton import (
     Event,
     Finished,
     FinishReason,
+    Reasoning,
     Started,
     Tool,
     ToolChoice,
@@ -203,6 +204,17 @@ async def test_what_the_text_has_travels(server: ScriptedServer, either: EitherC
     assert list(sampling.shown_special_tokens) == shown
 
 
+async def test_reasoning_travels_and_its_tokens_come_back(server: ScriptedServer, either: EitherClient) -> None:
+    end = finished(num_completion_tokens=3)
+    end.finished.usage.num_reasoning_tokens = 2
+    server.inference.script = [started(), end]
+    answer = await either.complete("Hi", reasoning=Reasoning("<r>", "</r>", max_tokens=0))
+    assert server.inference.requests.get(timeout=BOUND_S).sampling == types_pb2.SamplingParams(
+        reasoning=types_pb2.Reasoning(start="<r>", end="</r>", max_tokens=0)
+    )
+    assert answer.usage == Usage(num_prompt_tokens=3, num_completion_tokens=3, num_reasoning_tokens=2)
+
+
 async def test_token_ids_and_a_resumed_output_travel(server: ScriptedServer, either: EitherClient) -> None:
     server.inference.script = [started(), finished()]
     await either.complete(token_ids=[1, 2], generated_token_ids=[3], request_id="mine")
@@ -376,6 +388,8 @@ async def test_a_server_that_breaks_the_order_is_an_internal_error(
         ({"prompt": "a", "choice": "ab"}, "sampling.choice"),
         ({"prompt": "a", "json_schema": {"a": {1}}}, "sampling.json_schema"),
         ({"prompt": "a", "json_schema": {"a": float("nan")}}, "sampling.json_schema"),
+        ({"prompt": "a", "reasoning": "</r>"}, "sampling.reasoning"),
+        ({"prompt": "a", "reasoning": Reasoning("<r>", "</r>", max_tokens=-1)}, "sampling.reasoning"),
     ],
 )
 async def test_what_the_wire_cannot_carry_is_refused_by_name(

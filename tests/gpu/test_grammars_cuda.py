@@ -36,7 +36,7 @@ def test_output_is_the_same_in_every_mode(
             new_device=lambda: open_device("cuda", num_threads=1),
             draft=draft,
             options=options,
-            new_matcher=LanguageMatcher,
+            new_matcher=LanguageMatcher.of,
         )
         try:
             submit_all(pair, temperature=temperature, at_once=at_once, min_tokens=30)

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from common.errors import ContextExceeded, InvalidRequest, Overloaded, RowFailure, error_for_row_failure
 from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.reasoning import Reasoning
 from common.load import EngineLoad, PoolCounts, PrefixCounts
 from common.rpc.grpc_options import channel_options
 from common.service.server import ServerLimits, ServiceServer
@@ -257,19 +258,23 @@ async def test_rows_beside_an_invalid_one_keep_their_numbers(edge: Edge) -> None
 
 
 async def test_rows_whose_grammars_find_no_matcher_fail_alone() -> None:
-    async def new_matcher(grammar: Grammar, output_ids: Sequence[int]) -> Any:
-        match grammar.text:
+    async def new_matcher(grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None) -> Any:
+        match grammar.text if grammar else "":
             case "bad":
                 raise InvalidRequest("sampling.regex", "is bad")
             case "late":
                 raise Overloaded("grammars wait")
-        return grammar.text, list(output_ids)
+        return grammar, reasoning, list(output_ids)
 
     def constrained(text: str) -> HandoffRow:
         brought = replace(row(text), prompt_len=126)
         return replace(brought, sampling=replace(brought.sampling, grammar=Grammar(GrammarKind.REGEX, text)))
 
-    rows = (constrained("bad"), row("free"), constrained("late"), constrained("good"))
+    def limited(max_tokens: int | None) -> HandoffRow:
+        reasoning = Reasoning("<r>", "</r>", is_open=False, max_tokens=max_tokens)
+        return replace(row("limited"), sampling=replace(row("limited").sampling, reasoning=reasoning))
+
+    rows = (constrained("bad"), row("free"), constrained("late"), constrained("good"), limited(None), limited(3))
     async with serve(HandoffLimits(), new_matcher=new_matcher) as edge:
         call = await edge.open(*rows)
         assert isinstance(await read(call, rows), Accepted)
@@ -279,8 +284,11 @@ async def test_rows_whose_grammars_find_no_matcher_fail_alone() -> None:
             (2, RowFailure.CAPACITY, True),
         ]
         (opened,) = await asyncio.to_thread(edge.prefill.opened)
-        assert opened.rows == (rows[1], rows[3])
-        assert opened.matchers == {1: ("good", [126, 127])}
+        assert opened.rows == (rows[1], *rows[3:])
+        assert opened.matchers == {
+            1: (Grammar(GrammarKind.REGEX, "good"), None, [126, 127]),
+            3: (None, Reasoning("<r>", "</r>", is_open=False, max_tokens=3), []),
+        }
         edge.prefill.finish(opened.call_id)
         await ends_well(call)
 

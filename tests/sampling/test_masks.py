@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import ALL_ALLOWED, MinLength, fill_nodes, num_words
+from common.grammar.matcher import ALL_ALLOWED, Matcher, MinLength, fill_nodes, num_words
 from common.sampling.operators import sample
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
 from common.sampling.triton_draws import TritonDraws
-from common.text.grammars import LlgMatcher
 from tests.support.goodness_of_fit import chi_square_p_value
 from tests.support.models import END_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.pair import grammars_of
@@ -107,7 +106,7 @@ def test_a_row_whose_grammar_allows_nothing_is_invalid() -> None:
     assert sample(torch.zeros(1, VOCAB), one, one, state, SamplingBatch.of([request]), masks=masks).is_invalid.all()
 
 
-def matcher_of(text: str, *, kind: GrammarKind = GrammarKind.REGEX) -> LlgMatcher:
+def matcher_of(text: str, *, kind: GrammarKind = GrammarKind.REGEX) -> Matcher:
     return grammars_of(VOCAB_SIZE).matcher(Grammar(kind, text))
 
 

@@ -86,6 +86,11 @@ class LanguageMatcher:
         self._language = next(language for language in LANGUAGES if language.grammar == grammar)
         self._output_ids = list(output_ids)
 
+    @classmethod
+    def of(cls, sampling: ResolvedSampling, output_ids: Sequence[int]) -> LanguageMatcher:
+        assert sampling.grammar is not None
+        return cls(sampling.grammar, output_ids)
+
     def copy(self) -> LanguageMatcher:
         return LanguageMatcher(self._grammar, self._output_ids)
 

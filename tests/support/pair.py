@@ -19,7 +19,6 @@ from common.attention.choice import new_draw_kernels
 from common.device.stream import Device
 from common.draft.head import DraftHead
 from common.errors import BatonError
-from common.grammar.grammar import Grammar
 from common.grammar.matcher import Matcher
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling, TokenLogprobs
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 
 _IDLE_STEP_S = 0.001
 
-NewMatcher = Callable[[Grammar, Sequence[int]], Matcher]
-"""A function that makes a matcher for a grammar that has accepted these tokens of output."""
+NewMatcher = Callable[[ResolvedSampling, Sequence[int]], Matcher]
+"""A function that makes the matcher of a constrained request that has accepted these tokens of output."""
 
 Tamper = Callable[[Frame], Sequence[Frame]]
 """A function that replaces one frame of a prefill engine by the frames that arrive in its place."""
@@ -104,7 +103,7 @@ class PairOptions:
 class _PrefillInbox:
     """Turns a transport's calls into commands for the next step of its prefill engine."""
 
-    def __init__(self, new_matcher: Callable[[ResolvedSampling, Sequence[int]], Matcher]) -> None:
+    def __init__(self, new_matcher: NewMatcher) -> None:
         self._new_matcher = new_matcher
         self.commands: list[prefill.Command] = []
         self.owed_bytes: dict[str, int] = {}
@@ -113,7 +112,7 @@ class _PrefillInbox:
         matchers = {
             index: self._new_matcher(row.sampling, row.token_ids[row.prompt_len :])
             for index, row in enumerate(rows)
-            if row.sampling.grammar is not None
+            if row.sampling.is_constrained
         }
         self.commands.append(prefill.OpenCall(call_id, rows, matchers=matchers))
 
@@ -144,7 +143,9 @@ class PrefillReplica:
 
 
 def _compiles(vocab_size: int) -> NewMatcher:
-    return lambda grammar, output_ids: grammars_of(vocab_size).matcher(grammar, output_ids)
+    return lambda sampling, output_ids: grammars_of(vocab_size).matcher(
+        sampling.grammar, output_ids, sampling.reasoning
+    )
 
 
 @cache
@@ -182,7 +183,7 @@ class InProcessPair:
         new_matcher: NewMatcher | None = None,
     ) -> None:
         self._options = options = options or PairOptions()
-        self._matcher_of = new_matcher or _compiles(model.vocab_size)
+        self._new_matcher = new_matcher or _compiles(model.vocab_size)
         self._prefill_draft = prefill_draft or draft
         self._prefill_draw_kernels = prefill_draw_kernels
         device = new_device()
@@ -254,10 +255,6 @@ class InProcessPair:
         asyncio.run(transport.open())
         return PrefillReplica(address, engine, transport, inbox)
 
-    def _new_matcher(self, sampling: ResolvedSampling, output_ids: Sequence[int]) -> Matcher:
-        assert sampling.grammar is not None
-        return self._matcher_of(sampling.grammar, output_ids)
-
     @property
     def prefill(self) -> PrefillEngine:
         return self.replicas[0].engine
@@ -278,7 +275,7 @@ class InProcessPair:
         earlier stream.
         """
         prompt_len = prompt_len or len(token_ids)
-        matcher = None if sampling.grammar is None else self._new_matcher(sampling, token_ids[prompt_len:])
+        matcher = self._new_matcher(sampling, token_ids[prompt_len:]) if sampling.is_constrained else None
         self._to_decode.append(
             decode.Submit(
                 request_id,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import RowFailure
 from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.reasoning import Reasoning
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
@@ -69,6 +70,13 @@ grammars = st.builds(
     Grammar, st.sampled_from([kind for kind in GrammarKind if kind is not GrammarKind.CHOICE]), st.text(max_size=8)
 ) | st.lists(st.text(max_size=4), max_size=4).map(Grammar.of_choices)
 
+reasoning = st.builds(
+    Reasoning,
+    start=st.text(min_size=1, max_size=32).filter(lambda text: not text[0].isspace()),
+    end=st.text(min_size=1, max_size=32),
+    is_open=st.booleans(),
+    max_tokens=st.none() | _uint32,
+)
 sampling = st.builds(
     ResolvedSampling,
     seed=_uint64,
@@ -78,6 +86,7 @@ sampling = st.builds(
     logit_bias=st.dictionaries(_uint32, _float32, max_size=4).map(lambda bias: tuple(sorted(bias.items()))),
     num_logprobs=st.none() | st.integers(0, 64),
     grammar=st.none() | grammars,
+    reasoning=st.none() | reasoning,
     **{name: number(option) for name, option in NUMBER_OPTIONS.items()},
 )
 

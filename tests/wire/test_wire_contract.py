@@ -13,6 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
 from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.reasoning import Reasoning
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.wire.codec_commands import (
@@ -29,15 +30,15 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (13, "73dcb527088768f9")
+CONTRACT = (13, "6862932e9dc585ff")
 """The protocol version, and the digest of its fields."""
 SENT = {
     "prefill_batch": (
-        "Cr0CCokBCA0SBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEgdmbG"
-        "9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSnAEKB2dyw7zDn2UQARgCIgQD8KIE"
-        "KAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpQCj0NAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9lAAAAv20AAEA/eAKiAQ"
-        "dbw6TDtl0rEgEHGgIICSIIAADAvwAAAEBAgICAgIAgSgkwMC0xLTItMDNSCm1hbmRhbnQgw7wiEAABAgMEBQYHCAkKCwwNDg9xAAAAAAAAAAB9"
-        "86vIBA=="
+        "CtECCokBCA0SBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEgdmbG"
+        "9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSsAEKB2dyw7zDn2UQARgCIgQD8KIE"
+        "KAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpkClENAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9lAAAAv20AAEA/eAKiAQ"
+        "dbw6TDtl0rwgERCgQ8w7w+EgU8L8O8PhgBIAMSAQcaAggJIggAAMC/AAAAQECAgICAgCBKCTAwLTEtMi0wM1IKbWFuZGFudCDDvCIQAAECAwQF"
+        "BgcICQoLDA0OD3EAAAAAAAAAAH2NeQ77"
     ),
     "cancel_rows": "EgYKBAHwogRxAAAAAAAAAAB9KCPUXg==",
     "release_segments": "GgkKBwGAgICAgCBxAAAAAAAAAAB9Rk+SWg==",
@@ -96,6 +97,7 @@ ROW = HandoffRow(
         logit_bias=((8, -1.5), (9, 2.0)),
         num_logprobs=2,
         grammar=Grammar(GrammarKind.REGEX, "[äö]+"),
+        reasoning=Reasoning("<ü>", "</ü>", is_open=True, max_tokens=3),
     ),
     deadline_unix_ms=2**40,
     traceparent="00-1-2-03",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from common.grammar.reasoning import Reasoning, ReasoningCount, len_of_begun
 from common.sampling.params import TokenLogprobs
 from common.text.tokenizer import TokenDecoder
 from decode_service.edge.text.detokenizer import IncrementalDetokenizer
@@ -57,8 +58,9 @@ class OutputProcessor:
     The output's ids end with the token that completes a stop string or ends the output. The text ends before the stop
     string or the ending token's text, or after it if `includes_stop`. If several stop strings match, the one completed
     first counts, then the one that begins first, however tokens split the text. The first `min_tokens` tokens complete
-    none. `generated_token_ids` were delivered by an earlier stream of the same request: they are replayed and not
-    returned again.
+    none. `num_reasoning_tokens` counts the output's tokens up to the one that ends its `reasoning`.
+    `generated_token_ids` were delivered by an earlier stream of the same request: they are replayed and not returned
+    again.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class OutputProcessor:
         end_token_ids: Set[int] = frozenset(),
         includes_stop: bool = False,
         min_tokens: int = 0,
+        reasoning: Reasoning | None = None,
         generated_token_ids: Sequence[int] = (),
     ) -> None:
         self._decoder = decoder
@@ -83,6 +86,7 @@ class OutputProcessor:
         self._num_exempt_chars = 0
         self._num_output_tokens = 0
         self._match: StopMatch | None = None
+        self._reasoning = None if reasoning is None else ReasoningCount(reasoning, decoder.bytes_of)
         self.push(generated_token_ids)
 
     @property
@@ -93,6 +97,10 @@ class OutputProcessor:
     @property
     def num_output_tokens(self) -> int:
         return self._num_output_tokens
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> OutputPiece:
         texts: list[str] = []
@@ -125,6 +133,8 @@ class OutputProcessor:
 
     def _push_one(self, token_id: int) -> str:
         self._num_output_tokens += 1
+        if self._reasoning is not None:
+            self._reasoning.add(token_id)
         is_exempt = self._num_output_tokens <= self._min_tokens
         if token_id in self._end_token_ids and not is_exempt and not self._includes_stop:
             return ""
@@ -151,16 +161,8 @@ class OutputProcessor:
         return None if best is None else (best[1], best[2])
 
     def _release(self, visible: str) -> str:
-        num_kept = max(_len_of_begun_stop(visible, stop) for stop in self._stop_strings)
+        num_kept = max(len_of_begun(visible, stop) for stop in self._stop_strings)
         num_released = min(len(self._held), len(visible) - num_kept)
         released, self._held = self._held[:num_released], self._held[num_released:]
         self._num_exempt_chars = max(0, self._num_exempt_chars - num_released)
         return released
-
-
-def _len_of_begun_stop(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`, or 0."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -1,0 +1,141 @@
+"""The reasoning of an output: a section at its beginning that a marker ends. The rest is the answer.
+
+BEFORE ──start marker──▶ REASONING ──end marker──▶ ANSWER
+   └──any other text──▶ UNREASONED: all of the output is the answer
+
+Only the text's bytes decide, however tokens split it. A special token stands in it by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import AnyStr
+
+MAX_MARKER_CHARS = 32
+NUM_LAST_TOKENS = 4 * MAX_MARKER_CHARS + 32
+"""How many of a prompt's last tokens decide whether its end opens the reasoning: a marker's bytes, and white space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Where an output's reasoning is, and how long it may be.
+
+    If `is_open`, the prompt ends inside the reasoning, so it begins with the output. Otherwise it begins with the text
+    `start`, if that comes first in the output, after white space at most. It ends with the text `end`. If `is_open` is
+    None, the end of the prompt decides: `after_prompt` says what it is.
+
+    Once the output has `max_tokens` tokens and is still in its reasoning, it goes on with `end`. None is no limit. With
+    0 there is no reasoning: `start` cannot be drawn, unless a grammar asks for it, and then it means nothing.
+    """
+
+    start: str
+    end: str
+    is_open: bool | None = None
+    max_tokens: int | None = None
+
+    def after_prompt(self, last_bytes: bytes) -> Reasoning:
+        """Returns the same with `is_open` set, for a prompt that ends with this text, of NUM_LAST_TOKENS tokens."""
+        if self.is_open is not None:
+            return self
+        return replace(self, is_open=last_bytes.rstrip().endswith(self.start.encode()))
+
+    @property
+    def may_begin(self) -> bool:
+        return self.is_open is True or self.max_tokens != 0
+
+    def fault(self) -> tuple[str, str] | None:
+        """Returns the name of a wrong field, and what is wrong with it; None if all are right."""
+        if not self.end:
+            return "end", "is empty"
+        if not self.start and not self.is_open:
+            return "start", "is empty, and is_open is not set"
+        if self.start[:1].isspace():
+            return "start", "begins with white space"
+        for name, marker in (("start", self.start), ("end", self.end)):
+            if len(marker) > MAX_MARKER_CHARS:
+                return name, f"has {len(marker)} characters, more than {MAX_MARKER_CHARS}"
+        return None
+
+
+class Part(Enum):
+    BEFORE = auto()  # nothing yet but white space and a beginning of the start marker
+    REASONING = auto()
+    ANSWER = auto()
+    UNREASONED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far an output is: its part, and how many bytes of the marker that ends this part are its last bytes."""
+
+    part: Part
+    num_matched: int = 0
+
+
+class Markers:
+    """Follows the text of outputs from part to part."""
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        self.start = b"" if reasoning.is_open else reasoning.start.encode()
+        self.end = reasoning.end.encode()
+
+    @property
+    def beginning(self) -> Place:
+        return Place(Part.BEFORE if self.start else Part.REASONING)
+
+    def after(self, place: Place, text: bytes) -> tuple[Place, int]:
+        """Returns the place after `text`, and how many bytes at the end of `text` belong to the answer."""
+        match place.part:
+            case Part.BEFORE:
+                return self._after_before(place.num_matched, text)
+            case Part.REASONING:
+                return self._after_reasoning(self.end[: place.num_matched] + text)
+            case Part.ANSWER | Part.UNREASONED:
+                return place, len(text)
+
+    def _after_before(self, num_matched: int, text: bytes) -> tuple[Place, int]:
+        begun = self.start[:num_matched] + text if num_matched else text.lstrip()
+        if begun.startswith(self.start):
+            return self._after_reasoning(begun[len(self.start) :])
+        if self.start.startswith(begun):
+            return Place(Part.BEFORE, len(begun)), 0
+        return Place(Part.UNREASONED), len(text)
+
+    def _after_reasoning(self, text: bytes) -> tuple[Place, int]:
+        """Takes the bytes of the reasoning that may belong to its end marker."""
+        if (found := text.find(self.end)) >= 0:
+            return Place(Part.ANSWER), len(text) - found - len(self.end)
+        return Place(Part.REASONING, len_of_begun(text, self.end)), 0
+
+
+def len_of_begun(text: AnyStr, marker: AnyStr) -> int:
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `marker`, or 0."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+class ReasoningCount:
+    """Counts the tokens of one output's reasoning: from its first token to the one that completes the end marker.
+
+    `num_tokens` is 0 as long as no reasoning has begun.
+    """
+
+    def __init__(self, reasoning: Reasoning, bytes_of: Callable[[int], bytes]) -> None:
+        """`bytes_of` returns the bytes of a token."""
+        self.num_tokens = 0
+        self._markers = Markers(reasoning)
+        self._bytes_of = bytes_of
+        self._place = self._markers.beginning if reasoning.may_begin else Place(Part.UNREASONED)
+        self._num_output_tokens = 0
+
+    def add(self, token_id: int) -> None:
+        if self._place.part in (Part.ANSWER, Part.UNREASONED):
+            return
+        self._num_output_tokens += 1
+        self._place, _ = self._markers.after(self._place, self._bytes_of(token_id))
+        if self._place.part in (Part.REASONING, Part.ANSWER):
+            self.num_tokens = self._num_output_tokens

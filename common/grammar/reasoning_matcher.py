@@ -1,0 +1,176 @@
+"""A matcher that leaves the reasoning free but for its length, and hands the answer on to a grammar's matcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
+
+from common.grammar.matcher import ALL_ALLOWED, Mask, Matcher, allow, allows, forbid, mask_of
+from common.grammar.reasoning import Markers, Part, Place, Reasoning
+
+Spell = Callable[[bytes], Sequence[int]]
+"""Returns tokens whose joined bytes are exactly these, or none if no tokens are."""
+
+
+class MarkerUnspeakable(Exception):
+    """No tokens spell the end marker."""
+
+
+class MarkerTokens:
+    """What the tokens of a vocabulary do at each place of an output up to its answer. It never changes.
+
+    `bytes_of` has the bytes of each token. `past_end` are masks of the tokens that complete the end marker and go on
+    after it. Of places before the reasoning, `opening` are masks of the tokens that go on with the start marker or
+    complete it, without going past the end marker too, and `completing` of those after which the reasoning has begun.
+    `closing` has the next token of the end marker, by the number of its bytes that are there.
+    """
+
+    def __init__(self, reasoning: Reasoning, bytes_of: Sequence[bytes], spell: Spell) -> None:
+        """Raises MarkerUnspeakable."""
+        self.markers = markers = Markers(reasoning)
+        self.bytes_of = bytes_of
+        self.past_end: dict[Place, Mask] = {}
+        self.opening: dict[Place, Mask] = {}
+        self.completing: dict[Place, Mask] = {}
+        start_parts = _that_touch(markers.start, bytes_of) if markers.start else []
+        for num_matched in range(len(markers.start)):
+            place = Place(Part.BEFORE, num_matched)
+            after = {each: markers.after(place, bytes_of[each]) for each in start_parts}
+            past_end = [each for each, (to, num_answer) in after.items() if to.part is Part.ANSWER and num_answer]
+            completing = [each for each, (to, _) in after.items() if to.part in (Part.REASONING, Part.ANSWER)]
+            opening = {each for each, (to, _) in after.items() if to.part is not Part.UNREASONED}
+            if not num_matched:
+                opening = {each for each in opening if not bytes_of[each][:1].isspace()}
+            self.past_end[place] = self._mask(past_end)
+            self.opening[place] = self._mask(opening.difference(past_end))
+            self.completing[place] = self._mask(completing)
+        end_parts = _that_touch(markers.end, bytes_of)
+        for num_matched in range(len(markers.end)):
+            place = Place(Part.REASONING, num_matched)
+            self.past_end[place] = self._mask(each for each in end_parts if markers.after(place, bytes_of[each])[1])
+        self.closing = _closing(markers.end, bytes_of, spell)
+
+    def _mask(self, token_ids: Iterable[int]) -> Mask:
+        return mask_of(token_ids, len(self.bytes_of))
+
+
+def _that_touch(marker: bytes, bytes_of: Sequence[bytes]) -> list[int]:
+    """Returns the tokens that begin with some part of `marker`, after white space at most, or contain all of it."""
+    ends = tuple(marker[place:] for place in range(len(marker)))
+
+    def touches(text: bytes) -> bool:
+        return bool(text) and (text in marker or text.startswith(ends) or marker in text)
+
+    return [token_id for token_id, text in enumerate(bytes_of) if touches(text) or touches(text.lstrip())]
+
+
+def _closing(marker: bytes, bytes_of: Sequence[bytes], spell: Spell) -> tuple[int, ...]:
+    usual = spell(marker)
+    if not usual:
+        raise MarkerUnspeakable
+    closing = [next(iter(spell(marker[place:])), usual[0]) for place in range(len(marker))]
+    place = 0
+    for token_id in usual:
+        closing[place] = token_id
+        place += len(bytes_of[token_id])
+    return tuple(closing)
+
+
+class ReasoningMatcher:
+    """A Matcher that allows all but too much reasoning before the answer, and there what `grammar` allows, if given.
+
+    `grammar` must not change: copies of it follow outputs. With a grammar the reasoning must end, so no end token may
+    come before, and its end marker must end with a token, because the grammar begins with the next one. An output whose
+    reasoning is not open may begin with its answer.
+    """
+
+    def __init__(
+        self, tokens: MarkerTokens, reasoning: Reasoning, grammar: Matcher | None, end_ids: Collection[int]
+    ) -> None:
+        """`end_ids` are the tokens that end an output under a grammar."""
+        self._tokens = tokens
+        self._reasoning = reasoning
+        self._grammar = grammar
+        self._end_ids = end_ids
+        self._place = tokens.markers.beginning
+        self._num_tokens = 0
+        # Follows the answer, or what may be one before the reasoning. None without a grammar, or where nothing may be.
+        self._answer = grammar.copy() if grammar is not None and self._place.part is Part.BEFORE else None
+
+    @property
+    def failure(self) -> str:
+        return "" if self._answer is None else self._answer.failure
+
+    def copy(self) -> ReasoningMatcher:
+        other = copy(self)
+        if self._answer is not None:
+            other._answer = self._answer.copy()
+        return other
+
+    def accept(self, token_id: int) -> bool:
+        match self._place.part:
+            case Part.BEFORE:
+                is_allowed = self._accept_before(token_id)
+            case Part.REASONING:
+                is_allowed = self._may_go_on_with(token_id)
+            case Part.ANSWER | Part.UNREASONED:
+                return self._grammar is None or (self._answer is not None and self._answer.accept(token_id))
+        if not is_allowed:
+            return False
+        self._num_tokens += 1
+        self._place, _ = self._tokens.markers.after(self._place, self._tokens.bytes_of[token_id])
+        if self._place.part is Part.REASONING:
+            self._answer = None
+        elif self._place.part is Part.ANSWER and self._grammar is not None:
+            self._answer = self._grammar.copy()
+        return True
+
+    def fill(self, mask: Mask) -> None:
+        match self._place.part:
+            case Part.BEFORE:
+                self._fill_before(mask)
+            case Part.REASONING if self._is_used_up:
+                mask[:] = 0
+                allow(mask, self._tokens.closing[self._place.num_matched])
+            case Part.REASONING if self._grammar is not None:
+                mask[:] = ~self._tokens.past_end[self._place]
+                forbid(mask, self._end_ids)
+            case _ if self._answer is not None:
+                self._answer.fill(mask)
+            case _:
+                mask[:] = ALL_ALLOWED
+
+    @property
+    def _is_used_up(self) -> bool:
+        return self._reasoning.max_tokens is not None and self._num_tokens >= self._reasoning.max_tokens
+
+    def _may_go_on_with(self, token_id: int) -> bool:
+        """Whether this token may come next in the reasoning."""
+        if self._is_used_up:
+            return token_id == self._tokens.closing[self._place.num_matched]
+        if self._grammar is None:
+            return True
+        return token_id not in self._end_ids and not allows(self._tokens.past_end[self._place], token_id)
+
+    def _accept_before(self, token_id: int) -> bool:
+        if self._grammar is None:
+            return self._reasoning.may_begin or not allows(self._tokens.completing[self._place], token_id)
+        if allows(self._tokens.past_end[self._place], token_id):
+            return False
+        if self._answer is not None and self._answer.accept(token_id):
+            return True
+        if not allows(self._tokens.opening[self._place], token_id):
+            return False
+        self._answer = None
+        return True
+
+    def _fill_before(self, mask: Mask) -> None:
+        if self._grammar is None:
+            mask[:] = ALL_ALLOWED if self._reasoning.may_begin else ~self._tokens.completing[self._place]
+            return
+        if self._answer is None:
+            mask[:] = 0
+        else:
+            self._answer.fill(mask)
+        mask |= self._tokens.opening[self._place]
+        mask &= ~self._tokens.past_end[self._place]

@@ -1,0 +1,198 @@
+"""Reasoning before an answer: text decides where it ends, and its matcher allows what the definition here allows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.matcher import Matcher, allows, num_words
+from common.grammar.reasoning import Markers, Part, Reasoning, ReasoningCount
+from common.grammar.reasoning_matcher import MarkerTokens
+from common.text.grammars import Grammars, OutputRefused, ReasoningRefused
+from common.text.tokenizer import TextTokenizer
+from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, ids_of_pieces, vocab_size, with_space_mark
+
+OPEN = Reasoning("", "bcb", is_open=True)
+CLOSED = Reasoning("ab", "abab")
+BYTES = byte_level()
+VOCAB = vocab_size(BYTES)
+EOS = eos_id(BYTES)
+TOKENS = [BYTES.bytes_of(token_id) for token_id in range(VOCAB)]
+GRAMMARS = Grammars(lambda: BYTES, vocab_size=VOCAB, eos_token_ids=[EOS])
+
+
+def part_of(reasoning: Reasoning, text: bytes) -> tuple[Part, bytes]:
+    """Returns the part in which an output with this text is, and its answer so far."""
+    if not reasoning.is_open:
+        stripped = text.lstrip()
+        if not stripped.startswith(reasoning.start.encode()):
+            is_begun = reasoning.start.encode().startswith(stripped)
+            return (Part.BEFORE, b"") if is_begun else (Part.UNREASONED, text)
+        text = stripped.removeprefix(reasoning.start.encode())
+    _, end, answer = text.partition(reasoning.end.encode())
+    return (Part.ANSWER, answer) if end else (Part.REASONING, b"")
+
+
+texts = st.lists(st.sampled_from(["a", "b", "c", "ab", "bc", "abab", "bcb", "€", " ", "\n\n"]), max_size=9).map(
+    lambda parts: "".join(parts).encode()
+)
+
+
+@given(texts, st.sampled_from([OPEN, CLOSED]), st.data())
+def test_only_the_text_decides_which_part_it_is(text: bytes, reasoning: Reasoning, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
+    markers = Markers(reasoning)
+    place, answer = markers.beginning, b""
+    for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        place, num_answer = markers.after(place, text[start:stop])
+        answer += text[start:stop][stop - start - num_answer :]
+    part, expected = part_of(reasoning, text)
+    assert place.part is part
+    assert expected.endswith(answer) if part is Part.UNREASONED else answer == expected
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), max_size=12), st.sampled_from([OPEN, CLOSED]))
+def test_reasoning_tokens_are_those_up_to_its_end(token_ids: list[int], reasoning: Reasoning) -> None:
+    count = ReasoningCount(reasoning, BYTES.bytes_of)
+    expected = 0
+    for number, token_id in enumerate(token_ids, start=1):
+        before = part_of(reasoning, b"".join(TOKENS[each] for each in token_ids[: number - 1]))[0]
+        after = part_of(reasoning, b"".join(TOKENS[each] for each in token_ids[:number]))[0]
+        count.add(token_id)
+        if before in (Part.BEFORE, Part.REASONING) and after in (Part.REASONING, Part.ANSWER):
+            expected = number
+        assert count.num_tokens == expected
+
+
+def is_allowed(reasoning: Reasoning, has_grammar: bool, output: list[int], token_id: int) -> bool:
+    """Says whether this token may come before the answer of `output`, by the definition. The answer is (b|c)+."""
+    text = b"".join(TOKENS[each] for each in output)
+    part, _ = part_of(reasoning, text)
+    after, answer = part_of(reasoning, text + TOKENS[token_id])
+    if part is Part.REASONING and reasoning.max_tokens is not None and len(output) >= reasoning.max_tokens:
+        end = reasoning.end.encode()
+        begun = next(n for n in range(len(end) - 1, -1, -1) if text.endswith(end[:n]))
+        return TOKENS[token_id] != b"" and end[begun:].startswith(TOKENS[token_id])  # only one of them is
+    if not has_grammar:
+        return part is not Part.BEFORE or reasoning.max_tokens != 0 or after not in (Part.REASONING, Part.ANSWER)
+    if after is Part.ANSWER and answer:
+        return False
+    if part is Part.REASONING:
+        return token_id != EOS
+    is_answer = bool(TOKENS[token_id]) and set(text + TOKENS[token_id]) <= set(b"bc")
+    is_start = bool(TOKENS[token_id]) and not (text + TOKENS[token_id])[:1].isspace() and after is not Part.UNREASONED
+    return is_answer or is_start
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "max_tokens", "has_grammar"),
+    [
+        *[(OPEN, max_tokens, has_grammar) for max_tokens in (None, 0, 3) for has_grammar in (True, False)],
+        *[(CLOSED, max_tokens, has_grammar) for max_tokens in (None, 3) for has_grammar in (True, False)],
+        (CLOSED, 0, False),
+    ],
+)
+def test_masks_and_matchers_allow_what_the_definition_allows(
+    reasoning: Reasoning, max_tokens: int | None, has_grammar: bool
+) -> None:
+    reasoning = Reasoning(reasoning.start, reasoning.end, reasoning.is_open, max_tokens)
+    grammar = Grammar(GrammarKind.REGEX, "[bc]+") if has_grammar else None
+    likely = ids_of_pieces(BYTES, ["a", "b", "c", "ab", "bc", "abc"])
+    mask = np.empty(num_words(VOCAB), np.int32)
+    num_ended = 0
+    for seed in range(25):
+        draw, output = random.Random(seed), list[int]()
+        matcher = GRAMMARS.matcher(grammar, (), reasoning)
+        while part_of(reasoning, b"".join(TOKENS[each] for each in output))[0] in (Part.BEFORE, Part.REASONING):
+            if len(output) == 12:
+                break
+            matcher.fill(mask)
+            allowed = [each for each in range(VOCAB) if allows(mask, each)]
+            expected = [each for each in range(VOCAB) if is_allowed(reasoning, has_grammar, output, each)]
+            part, _ = part_of(reasoning, b"".join(TOKENS[each] for each in output))
+            if part is Part.REASONING and max_tokens is not None and len(output) >= max_tokens:
+                assert len(allowed) == 1 and set(allowed) <= set(expected)
+            else:
+                assert allowed == expected, output
+            accepted = [each for each in range(VOCAB) if matcher.copy().accept(each)]
+            assert accepted == allowed
+            output.append(draw.choice([each for each in allowed if each in likely] or allowed))
+            assert matcher.accept(output[-1])
+        num_ended += len(output) < 12
+        if has_grammar and part_of(reasoning, b"".join(TOKENS[each] for each in output))[0] is Part.ANSWER:
+            matcher.fill(mask)
+            assert {TOKENS[each] for each in range(VOCAB) if allows(mask, each)} == {b"b", b"c", b"bc"}
+        assert_same_as_replayed(matcher, GRAMMARS.matcher(grammar, output, reasoning))
+    assert num_ended > 5
+
+
+def assert_same_as_replayed(matcher: Matcher, replayed: Matcher) -> None:
+    masks = np.empty((2, num_words(VOCAB)), np.int32)
+    matcher.fill(masks[0])
+    replayed.fill(masks[1])
+    assert masks[0].tolist() == masks[1].tolist()
+
+
+def forced(matcher: Matcher, size: int) -> list[int]:
+    """Returns the tokens that come next as long as only one may."""
+    token_ids, mask = list[int](), np.empty(num_words(size), np.int32)
+    while True:
+        matcher.fill(mask)
+        allowed = [each for each in range(size) if allows(mask, each)]
+        if len(allowed) > 1:
+            return token_ids
+        assert matcher.accept(allowed[0])
+        token_ids += allowed
+
+
+@pytest.mark.parametrize(
+    ("new_tokenizer", "end", "brought", "expected"),
+    [
+        (byte_level, "<eos>", [], ["<eos>"]),
+        (byte_level, "abc", [], ["a", "b", "c"]),
+        (byte_level, "abc", ["ab"], ["c"]),
+        (byte_level, "abc", ["a", "ab"], ["c"]),
+        (byte_level, "b€", ["b", "âĤ"], ["¬"]),
+        (with_space_mark, "ayes", [], ["a", "yes"]),
+        (with_space_mark, "ayes", ["ay"], ["e", "s"]),
+    ],
+)
+def test_a_limit_leads_to_the_end_marker_from_where_the_text_is(
+    new_tokenizer: Callable[[], TextTokenizer], end: str, brought: list[str], expected: list[str]
+) -> None:
+    tokenizer = new_tokenizer()
+    size = vocab_size(tokenizer)
+    grammars = Grammars(lambda: tokenizer, vocab_size=size, eos_token_ids=[])
+    reasoning = Reasoning("", end, is_open=True, max_tokens=len(brought))
+    matcher = grammars.matcher(None, ids_of_pieces(tokenizer, brought), reasoning)
+    assert forced(matcher, size) == ids_of_pieces(tokenizer, expected)
+
+
+def test_output_with_too_much_reasoning_is_refused() -> None:
+    a, b = ids_of_pieces(BYTES, ["a", "b"])
+    limited = Reasoning("", "b", is_open=True, max_tokens=2)
+    GRAMMARS.matcher(None, [a, a, b, a], limited)
+    with pytest.raises(OutputRefused, match="the grammar or the limit on reasoning forbids token 97 at index 2"):
+        GRAMMARS.matcher(None, [a, a, a], limited)
+
+
+def test_a_marker_that_no_tokens_spell_is_refused() -> None:
+    with pytest.raises(ReasoningRefused):
+        Grammars(with_space_mark, vocab_size=40, eos_token_ids=[]).matcher(None, (), Reasoning("", "[", True, 1))
+
+
+def test_tokens_that_go_past_the_end_of_the_reasoning_are_known() -> None:
+    """The last byte of the marker may be any byte of a token."""
+    tokens = [b"</", b"t>", b"t>\n", b"</t>", b"x</t>", b"x</t>x", b">x", b"/t>x", b"t"]
+    made = MarkerTokens(Reasoning("", "</t>", is_open=True), tokens, lambda text: [3])
+    past = {
+        place.num_matched: [each for each in range(len(tokens)) if allows(mask, each)]
+        for place, mask in made.past_end.items()
+    }
+    assert past == {0: [5], 1: [5, 7], 2: [2, 5], 3: [5, 6]}
