@@ -40,11 +40,12 @@ from common.telemetry.step_stats import OnStep, StepStats
 from common.text.grammar_compiler import GrammarCompiler
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
+from common.text.tool_grammars import ToolGrammars
 from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
-from decode_service.edge.model_info import model_info
+from decode_service.edge.model_info import model_info, output_format_of
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
@@ -158,6 +159,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
             live_requests=live_requests,
             prompts=prompts,
             new_matcher=stack.enter_context(GrammarCompiler(grammars)).matcher,
+            tool_grammars=ToolGrammars(output_format_of(tokenizer), tokenizer.special_tokens),
             decoder=tokenizer,
             limits=limits,
             model_info=model_info(settings, runtime, size, tokenizer),

@@ -20,6 +20,7 @@ from gateway.logprobs import chat_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatPrompt, Plan
+from gateway.tools import parse_tools
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MESSAGE_FIELDS = {"role", "content", "name"}
@@ -33,15 +34,28 @@ number of fields is limited.
 """
 
 
-def _few(messages: Any) -> Any:
-    """Raises ValueError for a list of too many messages, before pydantic validates any of them."""
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise ValueError(f"more than {MAX_MESSAGES}")
-    return messages
+def _at_most(num: int) -> BeforeValidator:
+    """Returns a validator that raises ValueError for a longer list, before pydantic validates any of its entries."""
+
+    def check(entries: Any) -> Any:
+        if isinstance(entries, list) and len(entries) > num:
+            raise ValueError(f"more than {num}")
+        return entries
+
+    return BeforeValidator(check)
+
+
+MAX_TOOLS = 128
 
 
 class ChatFields(GenerationFields):
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), BeforeValidator(_few)]
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), _at_most(MAX_MESSAGES)]
+    tools: Annotated[list[Any], _at_most(MAX_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -126,9 +140,15 @@ def parse_chat(body: bytes) -> Plan:
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     max_tokens, max_name = _max_tokens(fields)
+    tools = parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    prompt = ChatPrompt(
+        messages=tuple(_message(f"messages[{i}]", each) for i, each in enumerate(fields.messages)),
+        tools=tools,
+        options=_template_options(fields),
+    )
     return Plan(
         model=fields.model,
-        prompts=(ChatPrompt(tuple(_message(f"messages[{i}]", each) for i, each in enumerate(fields.messages))),),
+        prompts=(prompt,),
         n=fields.n,
         sampling=fields.sampling(
             max_tokens=max_tokens, logprobs=(fields.top_logprobs or 0) if fields.logprobs else None
@@ -139,6 +159,7 @@ def parse_chat(body: bytes) -> Plan:
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
+        functions={} if tools is None else tools.functions,
         params={
             "sampling.max_tokens": max_name,
             "sampling.logprobs": "top_logprobs",
@@ -158,6 +179,18 @@ CHAT = Api(
     parses_output=True,
     new_choice=ChatChoice,
 )
+
+
+def _template_options(fields: ChatFields) -> dict[str, Any]:
+    """Returns what the request asks of the chat template, without what is so by default."""
+    options: dict[str, Any] = {}
+    if fields.chat_template_kwargs:
+        options["chat_template_kwargs"] = fields.chat_template_kwargs
+    if fields.continue_final_message:
+        options["continue_final_message"] = True
+    if fields.add_generation_prompt is not None and (fields.continue_final_message or not fields.add_generation_prompt):
+        options["add_generation_prompt"] = fields.add_generation_prompt
+    return options
 
 
 def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:

@@ -35,7 +35,6 @@ _HARMLESS = frozenset(
     {
         "guided_decoding_backend",
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -55,6 +54,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
+    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
     "suffix": ("",),

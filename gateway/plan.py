@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.requests import SamplingOptions
 from common.text.chat_messages import ChatMessage
+from gateway.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,20 @@ class TokenIdsPrompt:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: tuple[ChatMessage, ...]
+    tools: ToolUse | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments: what the request asks of the chat template."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"chat": self.messages}
+        tools = {} if self.tools is None else {"tools": self.tools.tools, "tool_choice": self.tools.choice}
+        return {"chat": self.messages, **tools, **self.options}
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(text.encode()) for each in self.messages for text in each.texts)
+        texts = [text for message in self.messages for text in message.texts]
+        texts += [text for tool in (self.tools.tools if self.tools else ()) for text in tool.texts]
+        return sum(len(text.encode()) for text in texts)
 
 
 Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt

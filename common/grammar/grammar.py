@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from common.errors import InvalidRequest
@@ -23,10 +23,19 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The text of a grammar. Output that ends by itself is a sentence of it."""
+    """The text of a grammar. Output that ends by itself is a sentence of it.
+
+    `made_of` names the request's field of which it was made, if that is not the field of its kind.
+    """
 
     kind: GrammarKind
     text: str
+    made_of: str = field(default="", compare=False)
+
+    @property
+    def request_field(self) -> str:
+        """The request's field, for errors."""
+        return self.made_of or f"sampling.{self.kind.value}"
 
     @classmethod
     def of_choices(cls, texts: Iterable[str]) -> Grammar:
@@ -40,4 +49,4 @@ class Grammar:
 
     def failed(self, why: str) -> InvalidRequest:
         """Returns the error of a request whose output has reached a limit of the grammar's library."""
-        return InvalidRequest(f"sampling.{self.kind.value}", f"is too large or too ambiguous for this output: {why}")
+        return InvalidRequest(self.request_field, f"is too large or too ambiguous for this output: {why}")

@@ -52,8 +52,8 @@ grammar. One of both may be None. Raises InvalidRequest, naming the field.
 
 async def no_matchers(grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None) -> Matcher:
     """Refuses everything that needs a matcher: the service has no tokenizer."""
-    field = "reasoning" if grammar is None else grammar.kind.value
-    raise InvalidRequest(f"sampling.{field}", "is not served here")
+    field = "sampling.reasoning" if grammar is None else grammar.request_field
+    raise InvalidRequest(field, "is not served here")
 
 
 def num_words(vocab_size: int) -> int:

@@ -46,7 +46,7 @@ class GrammarCompiler:
         wait, for a marker of reasoning that the model cannot write, and for output that does not fit; Overloaded if too
         many grammars wait, or one waits too long.
         """
-        field = "sampling.reasoning" if grammar is None else f"sampling.{grammar.kind.value}"
+        field = "sampling.reasoning" if grammar is None else grammar.request_field
         if self._num_waiting >= _MAX_WAITING:
             raise Overloaded(f"{self._num_waiting} grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
         self._num_waiting += 1

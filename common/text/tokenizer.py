@@ -72,7 +72,11 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         self._pretrained = pretrained
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens: Mapping[str, int] = {
+            token.content: token_id for token_id, token in added.items() if token.special
+        }
+        """The ids of the special tokens, by their names."""
+        self._special_ids = frozenset(self.special_tokens.values())
         token_bytes = TokenBytes(backend, self._special_ids)
         self._byte_of = token_bytes.byte_of
         self.longest_token_bytes = token_bytes.longest

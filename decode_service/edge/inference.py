@@ -24,6 +24,7 @@ from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.text.tokenizer import TextTokenizer
+from common.text.tool_grammars import ToolGrammars
 from decode_service.edge.brought_output import ending_of_brought
 from decode_service.edge.client_writes import ClientWrites
 from decode_service.edge.live_request import Ending, LiveRequest
@@ -31,6 +32,7 @@ from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver, client_left
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import (
+    GENERIC_TOOL_GRAMMARS,
     CheckedRequest,
     ModelLimits,
     check_lengths,
@@ -66,6 +68,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         observer: RequestObserver,
         client_stall_timeout_s: float,
         new_matcher: NewMatcher = no_matchers,
+        tool_grammars: ToolGrammars = GENERIC_TOOL_GRAMMARS,
         client_of: ClientOf = BY_ADDRESS,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
@@ -78,6 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._live_requests = live_requests
         self._prompts = prompts
         self._new_matcher = new_matcher
+        self._tool_grammars = tool_grammars
         self._decoder = decoder
         self._limits = limits
         self._model_info = model_info
@@ -103,7 +107,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         try:
             with self._edge_track.span("check_request"):
-                checked = check_request(request, self._limits)
+                checked = check_request(request, self._limits, self._tool_grammars)
             live = self._live_requests.admit(checked.request_id, trace, client=self._client_of(context))
         except BatonError as error:
             self._observer.on_refused(error)

@@ -29,11 +29,12 @@ def model_info(
         dtype=settings.dtype,
         version=version(DISTRIBUTION),
         fingerprint=encode_fingerprint(runtime.fingerprint),
-        output_format=_output_format(tokenizer).name,
+        output_format=output_format_of(tokenizer).name,
     )
 
 
-def _output_format(tokenizer: TextTokenizer) -> OutputFormat:
+def output_format_of(tokenizer: TextTokenizer) -> OutputFormat:
+    """Returns the form in which the model writes reasoning and calls, as its chat template tells it."""
     try:
         source, _ = tokenizer.chat_template()
     except ChatRefused:

@@ -19,8 +19,11 @@ from common.text.chat_messages import (
     ChatOptions,
     Tool,
     ToolCall,
+    ToolChoice,
     json_object,
 )
+from common.text.output_formats import HERMES
+from common.text.tool_grammars import ToolGrammars
 from common.wire.handoff import MAX_CACHE_SALT_CHARS
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
 
@@ -77,7 +80,13 @@ class CheckedRequest:
     cache_salt: str | None
 
 
-def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> CheckedRequest:
+GENERIC_TOOL_GRAMMARS = ToolGrammars(HERMES, {})
+"""Grammars for models whose own form of calls is not known."""
+
+
+def check_request(
+    request: inference_pb2.GenerateRequest, limits: ModelLimits, tool_grammars: ToolGrammars = GENERIC_TOOL_GRAMMARS
+) -> CheckedRequest:
     for feature in ("priority", "lora"):
         if request.HasField(feature):
             raise InvalidRequest(feature, "is not served")
@@ -88,11 +97,19 @@ def check_request(request: inference_pb2.GenerateRequest, limits: ModelLimits) -
             f"{num_generated} tokens do not fit a context of {limits.max_context_tokens}",
             max_context_tokens=limits.max_context_tokens,
         )
+    prompt = _prompt(request, limits)
+    sampling = check_sampling(request.sampling, limits.vocab_size, limits.eos_token_ids)
+    if isinstance(prompt, ChatPrompt) and prompt.options.tools:
+        choice = _tool_choice(request.chat.tool_choice, prompt.options.tools)
+        grammar = tool_grammars.grammar(prompt.options.tools, choice, sampling.resolved.grammar)
+        if grammar is not None and request.sampling.ignore_eos:
+            raise InvalidRequest("sampling.ignore_eos", "does not go with tools whose calls are bound to fit")
+        sampling = replace(sampling, resolved=replace(sampling.resolved, grammar=grammar))
     return CheckedRequest(
         request_id=_request_id(request),
-        prompt=_prompt(request, limits),
+        prompt=prompt,
         generated_token_ids=check_token_ids("generated_token_ids", request.generated_token_ids, limits.vocab_size),
-        sampling=check_sampling(request.sampling, limits.vocab_size, limits.eos_token_ids),
+        sampling=sampling,
         choice_index=_choice_index(request),
         cache_salt=_cache_salt(request),
     )
@@ -217,15 +234,21 @@ def _chat_options(chat: inference_pb2.Chat) -> ChatOptions:
         _check_name(f"{place}.name", tool.name)
         if any(tool.name == other.name for other in tools[:index]):
             raise InvalidRequest(f"{place}.name", "is another tool's too")
-        if tool.strict:
-            raise InvalidRequest(f"{place}.strict", "is not served")
         if tool.parameters and json_object(tool.parameters) is None:
             raise InvalidRequest(f"{place}.parameters", "is no JSON object")
         if tool.schema.get("type", "object") != "object":
             raise InvalidRequest(f"{place}.parameters", "is no schema of objects")
-    if chat.HasField("tool_choice"):
-        raise InvalidRequest("chat.tool_choice", "is not served")
+    if chat.HasField("tool_choice") and not tools:
+        raise InvalidRequest("chat.tool_choice", "there are no tools")
     return ChatOptions(tools, kwargs, chat.continue_final_message, add_generation_prompt=_adds_generation_prompt(chat))
+
+
+def _tool_choice(choice: inference_pb2.ToolChoice, tools: Sequence[Tool]) -> ToolChoice:
+    names = {tool.name for tool in tools}
+    for index, name in enumerate(choice.names):
+        if name not in names:
+            raise InvalidRequest(f"chat.tool_choice.names[{index}]", "is no tool's name")
+    return ToolChoice(choice.required, tuple(choice.names), choice.parallel if choice.HasField("parallel") else True)
 
 
 def _adds_generation_prompt(chat: inference_pb2.Chat) -> bool:

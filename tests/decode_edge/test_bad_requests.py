@@ -113,6 +113,7 @@ TOOL: dict[str, Any] = {"name": "f", "parameters": '{"type": "object"}'}
         ("tools[0].parameters", {"tools": [{**TOOL, "parameters": "[" * 100_000}]}),
         ("tools[0].parameters", {"tools": [{**TOOL, "parameters": '{"type": "string"}'}]}),
         ("tool_choice", {"tool_choice": {"required": True}}),
+        ("tool_choice.names[1]", {"tools": [TOOL], "tool_choice": {"names": ["f", "g"]}}),
         ("chat_template_kwargs", {"chat_template_kwargs": "[1]"}),
         ("chat_template_kwargs", {"chat_template_kwargs": '{"a": "' + "x" * (1 << 18) + '"}'}),
         ("continue_final_message", {"continue_final_message": True}),
@@ -129,6 +130,15 @@ def test_wrong_options_of_a_chat_are_refused_by_name(field: str, fields: dict[st
         check(chat={"messages": TALK, **fields})
 
     assert refusal.value.field == f"chat.{field}"
+
+
+def test_an_output_whose_calls_must_fit_does_not_ignore_its_end() -> None:
+    chat = {"messages": TALK, "tools": [TOOL], "tool_choice": {"required": True}}
+    assert check(chat=chat).grammar is not None
+    with pytest.raises(InvalidRequest) as refusal:
+        check(chat=chat, sampling={"ignore_eos": True})
+    assert refusal.value.field == "sampling.ignore_eos"
+    check(chat={**chat, "tool_choice": {}}, sampling={"ignore_eos": True})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
 TEXT_BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
+NAMED = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
@@ -25,6 +26,18 @@ CALL: dict[str, Any] = {"id": "x", "type": "function", "function": {"name": "f",
 
 def function(**change: Any) -> dict[str, Any]:
     return {**CALL, "function": {**CALL["function"], **change}}
+
+
+def tool(**change: Any) -> dict[str, Any]:
+    return {"tools": [{**TOOL, "function": {**TOOL["function"], **change}}]}
+
+
+def chosen(choice: Any) -> dict[str, Any]:
+    return {"tools": [TOOL], "tool_choice": choice}
+
+
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def calls(calls: Any, *answers: dict[str, Any]) -> dict[str, Any]:
@@ -38,10 +51,36 @@ def part(content: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [
-        ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
-        ({"tools": [TOOL], "tool_choice": "auto"}, "tools", "unsupported_parameter"),
-        ({"tools": TOOL, "tool_choice": "none"}, "tools", "unsupported_parameter"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"tools": TOOL, "tool_choice": "none"}, "tools", None),
+        ({"tools": [TOOL] * 129}, "tools", None),
+        ({"tools": [TOOL, "f"]}, "tools[1]", None),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "unsupported_parameter"),
+        ({"tools": [{**TOOL, "cache_control": {}}]}, "tools[0].cache_control", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", None),
+        (tool(name=None), "tools[0].function.name", None),
+        (tool(name="a b"), "tools[0].function.name", None),
+        (tool(name="f" * 65), "tools[0].function.name", None),
+        (tool(description=7), "tools[0].function.description", None),
+        (tool(strict=1), "tools[0].function.strict", None),
+        (tool(parameters=[]), "tools[0].function.parameters", None),
+        (tool(parameters={"properties": {}}), "tools[0].function.parameters", None),
+        (tool(examples=[1]), "tools[0].function.examples", "unsupported_parameter"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name", None),
+        ({"tool_choice": "required"}, "tool_choice", None),
+        ({"tool_choice": NAMED}, "tool_choice", None),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", None),
+        ({"tools": [TOOL], "tool_choice": 7}, "tool_choice", None),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", None),
+        ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "unsupported_parameter"),
+        (chosen({**NAMED, "function": {"name": "g"}}), "tool_choice.function.name", None),
+        (chosen(allowed("often", NAMED)), "tool_choice.allowed_tools", None),
+        (chosen(allowed("auto")), "tool_choice.allowed_tools.tools", None),
+        (chosen(allowed("auto", {"type": "mcp"})), "tool_choice.allowed_tools.tools[0]", None),
+        ({"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls", None),
+        ({**tool(parameters={"type": "object", "not": {}}), "tool_choice": "required"}, "tools", None),
+        ({**chosen("required"), "ignore_eos": True}, "ignore_eos", None),
+        ({"continue_final_message": True}, "continue_final_message", None),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt", None),
         ({"functions": [TOOL["function"]], "tool_choice": "none"}, "functions", "unsupported_parameter"),
         ({"priority": 1}, "priority", "unsupported_parameter"),
         ({"priority": False}, "priority", "unsupported_parameter"),
@@ -50,7 +89,7 @@ def part(content: Any) -> dict[str, Any]:
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "unsupported_parameter"),
         ({"length_penalty": 0.5}, "length_penalty", "unsupported_parameter"),
         ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "unsupported_parameter"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", None),
         ({"enable_thinking": False}, "enable_thinking", "unsupported_parameter"),
         ({"enable_thinking": True}, "enable_thinking", "unsupported_parameter"),
         ({"thinking": {"type": "disabled"}}, "thinking", "unsupported_parameter"),
@@ -159,6 +198,9 @@ def test_of_a_chat(gateway: GatewayHere, change: dict[str, Any], param: str, cod
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [
+        ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "unsupported_parameter"),
         ({"echo": True}, "echo", "unsupported_parameter"),
         ({"suffix": "end"}, "suffix", "unsupported_parameter"),
         ({"best_of": 3}, "best_of", "unsupported_parameter"),

@@ -4,6 +4,7 @@ shows both services.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -100,6 +101,73 @@ def test_the_status_page_has_what_both_services_expose(gateway: GatewayHere) -> 
     shown = snapshot()
     assert sorted(service["role"] for service in shown["services"]) == ["decode", "prefill"]
     assert shown["pair"]["acceptance"]["drafted"] > 0
+
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "get_time", "description": "The time now."}},
+]
+
+
+def assert_fits(call: Any) -> None:
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "get_time":
+        assert arguments == {}
+        return
+    assert (call.function.name, sorted(arguments)) == ("get_weather", ["city", "unit"])
+    assert isinstance(arguments["city"], str) and len(arguments["city"]) <= 20 and arguments["unit"] in ("C", "F")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("choice", "sampling"),
+    [
+        ("required", {"temperature": 0}),
+        ({"type": "function", "function": {"name": "get_weather"}}, {"temperature": 1.0, "seed": 5}),
+    ],
+    ids=["required", "named"],
+)
+def test_the_model_calls_what_it_must_with_arguments_that_fit(
+    gateway: GatewayHere, choice: Any, sampling: dict[str, Any]
+) -> None:
+    """Its chat template has no tools. Drafts are verified under the grammar's masks."""
+    answer = gateway.openai().chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "Is it warm in Rome?"}],
+        tools=TOOLS,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=64,
+        n=2,
+        **sampling,
+    )
+    for each in answer.choices:
+        (call,) = each.message.tool_calls
+        assert_fits(call)
+        assert choice == "required" or call.function.name == "get_weather"
+
+
+@pytest.mark.timeout(300)
+def test_an_answer_of_a_tool_is_read(gateway: GatewayHere) -> None:
+    call = {"id": "call00001", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+    answer = gateway.openai().chat.completions.create(
+        model="demo",
+        messages=[
+            {"role": "user", "content": "What time is it?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "The time is 14:37."},
+        ],
+        tools=TOOLS,
+        max_tokens=24,
+        temperature=0,
+    )
+    assert "14:37" in answer.choices[0].message.content or "2:37" in answer.choices[0].message.content
 
 
 def readme_blocks() -> list[str]:

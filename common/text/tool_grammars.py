@@ -1,0 +1,146 @@
+"""Writes the grammar of an output that calls tools, in the form in which the model's family writes calls.
+
+required     calls
+else         words, calls, words ...; or what the grammar of an answer says, or calls
+
+In both the names are those of tools, and arguments fit where they must.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.errors import InvalidRequest
+from common.grammar.grammar import Grammar, GrammarKind
+from common.text.chat_messages import Tool, ToolChoice, json_object
+from common.text.output_formats import ARGUMENTS, CHANNEL, CONSTRAIN, MESSAGE, START, OutputFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Calls:
+    """The text of calls around their names and arguments.
+
+    opens  before NAME between ARGUMENTS after  separator  before NAME between ARGUMENTS after  closes
+
+    If `separator` is None, an output has one call at most.
+    """
+
+    opens: str = ""
+    before: str = '{"name": "'
+    between: str = '", "arguments": '
+    after: str = "}"
+    separator: str | None = None
+    closes: str = ""
+
+
+_CALLS: Mapping[str, _Calls] = {
+    "llama3": _Calls(between='", "parameters": ', separator="; "),
+    "mistral": _Calls(opens="[TOOL_CALLS][", separator=", ", closes="]"),
+    "harmony": _Calls(before=f"{CHANNEL}commentary to=functions.", between=f" {CONSTRAIN}json{MESSAGE}", after=""),
+    "json": _Calls(separator="\n"),
+}
+"""By the name of the OutputFormat. Of the others the markers around a call say all."""
+_LATER_MISTRAL = _Calls(before="[TOOL_CALLS]", between=ARGUMENTS, after="", separator="")
+_END = "<|end|>"
+_WORDS = r"/(.|\n)*/"
+_WORDS_BUT_NO_CALL = r"/[ \t\r\n]*([^ \t\r\n{\[](.|\n)*)?/"
+_ANY_OBJECT = {"type": "object"}
+
+
+class ToolGrammars:
+    """The grammars of one model's outputs. `special_ids` has the ids of the tokens that are no text, by their names."""
+
+    def __init__(self, form: OutputFormat, special_ids: Mapping[str, int]) -> None:
+        self._form = form
+        self._calls = _CALLS.get(form.name)
+        if form.name == "mistral" and ARGUMENTS in special_ids:
+            self._calls = _LATER_MISTRAL
+        elif self._calls is None and form.calls is not None:
+            before, after = f'{form.calls.opens}\n{{"name": "', f"}}\n{form.calls.closes}"
+            self._calls = _Calls(before=before, after=after, separator="\n")
+        self._special_ids = special_ids
+        self._special = re.compile("|".join(map(re.escape, sorted(special_ids, key=len, reverse=True))) or "(?!)")
+
+    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, answer: Grammar | None) -> Grammar | None:
+        """Returns the grammar of an output, or None if it may be anything.
+
+        `answer` is the grammar of an output without calls. Raises InvalidRequest, naming the field.
+        """
+        functions = [tool for tool in tools if not choice.names or tool.name in choice.names]
+        is_free = not choice.required and choice.parallel and len(functions) == len(tools)
+        if is_free and answer is None and not any(tool.strict for tool in tools):
+            return None
+        if self._calls is None:
+            raise InvalidRequest("chat.tool_choice", "the form in which this model writes calls is not known")
+        lines = [*self._start(self._calls, choice, answer)]
+        for index, tool in enumerate(functions):
+            schema = {**_ANY_OBJECT, **tool.schema} if tool.strict or choice.required else _ANY_OBJECT
+            lines.append(f"f{index}: {self._text(tool.name + self._calls.between)} %json {json.dumps(schema)}")
+        lines.append(f"function: {' | '.join(f'f{index}' for index in range(len(functions)))}")
+        return Grammar(GrammarKind.LARK, "\n".join(lines), made_of="chat.tools")
+
+    def _start(self, calls: _Calls, choice: ToolChoice, answer: Grammar | None) -> Iterator[str]:
+        """Yields the rules of an output, except that of a `function` with its arguments."""
+        opens, before, after, closes = map(self._text, (calls.opens, calls.before, calls.after, calls.closes))
+        is_several = choice.parallel and calls.separator is not None
+        more = f"({self._text(calls.separator or '')} call)*" if is_several else ""
+        yield f"call: {before} function {after}"
+        all_calls = f"{opens} call {more} {closes}"
+        marker = self._marker(calls)
+        if self._form.has_channels:
+            new, head, body = (self._text(each) for each in (f"{START}assistant", CHANNEL, MESSAGE))
+            # What comes before it the prompt has, or reasoning before the grammar's beginning leaves to it.
+            yield f'thought: {head} ("analysis" | "commentary") {body} {_WORDS} {self._text(_END)} {new}'
+            final = "" if choice.required else f' | {head} "final" {body} {_answer(answer) or _WORDS}'
+            yield f"start: ({new})? thought* ({all_calls}{final})"
+        elif choice.required:
+            yield f"start: {all_calls}"
+        elif answer is not None:
+            yield f"start: {_answer(answer)} | {all_calls}"
+        elif not marker:
+            yield f"start: {_WORDS_BUT_NO_CALL} | {all_calls}"
+        else:
+            is_lazy = "" if marker in self._special_ids else "[lazy]"  # text ends where the marker is complete
+            yield f"begun{is_lazy}: {_WORDS} {self._text(marker)}"
+            rest = self._text(f"{calls.opens}{calls.before}".removeprefix(marker))
+            if calls.opens:
+                yield f"start: {_WORDS} | begun {rest} function {after} {more} {closes}"
+            elif is_several:
+                yield f"start: (begun {rest} function {after})* {_WORDS}"
+            else:
+                yield f"start: {_WORDS} | begun {rest} function {after}"
+
+    def _marker(self, calls: _Calls) -> str:
+        """Returns the marker with which calls begin, or "" if they begin with their own text."""
+        marker = "" if self._form.calls is None else self._form.calls.opens
+        return marker if f"{calls.opens}{calls.before}".startswith(marker) else ""
+
+    def _text(self, text: str) -> str:
+        """Returns a text in the grammar's language: as strings, and as tokens where it names special ones."""
+        parts: list[str] = []
+        place = 0
+        for found in [*self._special.finditer(text), None]:
+            end = len(text) if found is None else found.start()
+            if end > place:
+                parts.append(json.dumps(text[place:end]))
+            if found is not None:
+                parts.append(f"<[{self._special_ids[found[0]]}]>")
+                place = found.end()
+        return " ".join(parts)
+
+
+def _answer(grammar: Grammar | None) -> str:
+    """Returns the grammar of an answer as a part of a larger one. Raises InvalidRequest."""
+    if grammar is None:
+        return ""
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        raise InvalidRequest(
+            grammar.request_field, "does not go with tools that the output need not call, json_schema does"
+        )
+    schema = json_object(grammar.text)
+    if schema is None:
+        raise InvalidRequest(grammar.request_field, "is not a JSON object")
+    return f"%json {json.dumps(schema)}"
