@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from common.config.fields import OutputFormatName
 from common.text.output_formats import FORMATS, HARMONY, HERMES, JSON, LLAMA3, MISTRAL, OutputFormat
+from decode_service.edge.text.output import OutputProcessor
 from gateway.parsing.events import CallArguments, CallBegun, ContentText
 from gateway.parsing.parser import OutputParser
+from tests.decode_edge.tokenizers_for_tests import byte_level
 from tests.gateway.parsing.transcripts import FUNCTIONS, ROME, TRANSCRIPTS, Said, Transcript, parsed
 
+BYTES = byte_level()
 _BY_NAME = {each.name: each for each in TRANSCRIPTS}
 each_transcript = pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=_BY_NAME)
 
@@ -31,6 +34,13 @@ def test_an_output_says_the_same_cut_at_any_character(transcript: Transcript) ->
     for cut in range(len(text)):
         assert parsed(transcript.form, [text[:cut], text[cut:]], is_open=transcript.is_open) == transcript.said
     assert parsed(transcript.form, text, is_open=transcript.is_open) == transcript.said, "each character by itself"
+
+
+@each_transcript
+def test_an_output_says_the_same_with_a_token_for_each_byte(transcript: Transcript) -> None:
+    output = OutputProcessor(decoder=BYTES)
+    pieces = [output.push([byte]).text for byte in transcript.text.encode()]
+    assert parsed(transcript.form, [*pieces, output.finish()], is_open=transcript.is_open) == transcript.said
 
 
 @st.composite

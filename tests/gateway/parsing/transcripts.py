@@ -73,7 +73,7 @@ class Transcript:
         return "".join(self.pieces)
 
 
-ROME = '{"city": "Rome \\"}]\\" \\u00e9 </tool_call> <|call|> [ARGS]", "days": 2}'
+ROME = '{"city": "Rome \\"}]\\" \\u00e9 é 😀 </tool_call> <|call|> [ARGS]", "days": 2}'
 NONE_OF = "{}"
 _NAME, _ARGUMENTS, _PARAMETERS = '"name"', '"arguments"', '"parameters"'
 
