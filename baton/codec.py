@@ -107,6 +107,7 @@ def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:
             for group in info.fingerprint.layer_groups
         },
         output_format=peer_text(info.output_format),
+        has_reasoning=info.has_reasoning,
     )
 
 

@@ -18,7 +18,7 @@ class ModelInfo:
 
     `layer_groups` maps the name of each group of KV layers to its KV bytes per token. `digest` covers the model's
     configuration, weights and tokenizer; the services compare theirs. `output_format` names the form in which the model
-    writes reasoning and tool calls, as the decode service derives it from the chat template.
+    writes tool calls and, if it `has_reasoning`, reasoning. Both follow from the chat template.
     """
 
     model: str
@@ -32,6 +32,7 @@ class ModelInfo:
     digest: str
     layer_groups: dict[str, int]
     output_format: str
+    has_reasoning: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,12 +75,16 @@ def with_token_ids(choice: dict[str, Any], token_ids: Sequence[int], plan: Plan)
 
 
 def usage(
-    plan: Plan, started: Sequence[Started], num_completion_tokens: Sequence[int], num_cached_tokens: Sequence[int]
+    plan: Plan,
+    started: Sequence[Started],
+    num_completion_tokens: Sequence[int],
+    num_cached_tokens: Sequence[int],
+    num_reasoning_tokens: Sequence[int],
 ) -> dict[str, object]:
     """Returns OpenAI's `usage` object. A prompt's tokens count once, however many choices the prompt has.
 
-    `num_completion_tokens` and `num_cached_tokens` have one entry per choice. A prompt token counts as cached if it was
-    cached for every choice of the prompt.
+    The numbers of tokens have one entry per choice. A prompt token counts as cached if it was cached for every choice
+    of the prompt.
     """
     num_prompt = sum(each.num_prompt_tokens for each in started[:: plan.n])
     num_completion = sum(num_completion_tokens)
@@ -90,4 +94,5 @@ def usage(
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(num_reasoning_tokens)},
     }

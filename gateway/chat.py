@@ -57,6 +57,7 @@ class ChatFields(GenerationFields):
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
     max_completion_tokens: int | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -160,9 +161,12 @@ def parse_chat(body: bytes) -> Plan:
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
         functions={} if tools is None else tools.functions,
+        max_reasoning_tokens=fields.thinking_token_budget,
         params={
             "sampling.max_tokens": max_name,
             "sampling.logprobs": "top_logprobs",
+            "sampling.reasoning.max_tokens": "thinking_token_budget",
+            "sampling.reasoning.end": "thinking_token_budget",
             **fields.grammar_params,
             "prompt": "messages",
             "chat": "messages",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from baton import AsyncClient, Completion
+from baton import AsyncClient, Completion, Reasoning
 from baton.client import AsyncEventStream
 from baton.client.event_order import CompletionBuilder
 from baton.errors import BatonError
@@ -113,7 +113,12 @@ class GenerationEndpoint:
         prefix = f"{record.request_id}-{uuid.uuid4().hex[:8]}"
         sampling = plan.sampling.copy()
         if self._api.parses_output:
-            sampling["shown_special_tokens"] = card.output_format.markers
+            form = card.output_format
+            sampling["shown_special_tokens"] = form.markers
+            if form.reasoning is not None:
+                sampling["reasoning"] = Reasoning(
+                    form.reasoning.opens, form.reasoning.closes, max_tokens=plan.max_reasoning_tokens
+                )
         firsts: dict[int, AsyncEventStream] = {}
 
         def open_stream(index: int) -> AsyncEventStream:
@@ -148,6 +153,7 @@ class _Answering:
         self._choices: list[Choice] = []
         self._num_tokens = [0] * plan.num_choices
         self._num_cached = [0] * plan.num_choices
+        self._num_reasoning = [0] * plan.num_choices
         self._envelope = Envelope(
             id=f"{api.id_prefix}-{record.request_id}",
             created=int(unix_s),
@@ -233,13 +239,14 @@ class _Answering:
         return self._envelope.around(self._api.chunk_object, [choice], **more)
 
     def _usage(self, started: Sequence[Started]) -> dict[str, object]:
-        return usage(self._plan, started, self._num_tokens, self._num_cached)
+        return usage(self._plan, started, self._num_tokens, self._num_cached, self._num_reasoning)
 
     def _count(self, index: int, event: Event) -> None:
         record = self._record
         if isinstance(event, Finished):
             self._num_tokens[index] = event.usage.num_completion_tokens
             self._num_cached[index] = event.timings.num_cached_tokens
+            self._num_reasoning[index] = event.usage.num_reasoning_tokens
         if not isinstance(event, Delta):
             return
         if record.ttft_s is None:

@@ -82,6 +82,7 @@ class Plan:
     has_usage_in_chunks: bool
     returns_token_ids: bool
     params: Mapping[str, str]
+    max_reasoning_tokens: int | None = None
     functions: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton import AsyncClient
 from baton.errors import BatonError
+from baton.server_info import ModelInfo
 from common.text.output_formats import FORMATS, NONE, OutputFormat
 from gateway.errors import ApiError
 
@@ -103,10 +104,16 @@ class ServedModel:
             name=self._name or info.model,
             system_fingerprint=f"fp_{info.digest[:16]}",
             max_context_tokens=info.max_context_tokens,
-            output_format=self._output_format or FORMATS.get(info.output_format, NONE),
+            output_format=self._output_format or _format_of(info),
             created=self._created,
         )
         return self._card
 
     def _on_answer(self, _asked: asyncio.Task[ModelCard | BatonError]) -> None:
         self._asking = None
+
+
+def _format_of(info: ModelInfo) -> OutputFormat:
+    """Returns the format that a decode service names, or NONE if its version names none, or one that is unknown."""
+    form = FORMATS.get(info.output_format, NONE)
+    return form if info.has_reasoning else replace(form, reasoning=None)

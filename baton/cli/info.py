@@ -38,7 +38,9 @@ def _print_table(model: ModelInfo, load: InferenceLoad) -> None:
     table.add_row("runs on", f"{model.device}, {model.dtype}")
     table.add_row("context", f"{model.max_context_tokens} tokens, vocabulary {model.vocab_size}")
     table.add_row("end tokens", ", ".join(map(str, model.eos_token_ids)) or "none")
-    table.add_row("output format", model.output_format or "unknown")
+    table.add_row(
+        "output format", f"{model.output_format or 'unknown'}{', with reasoning' if model.has_reasoning else ''}"
+    )
     for group, num_bytes in model.layer_groups.items():
         table.add_row(f"KV ({group})", f"{num_bytes} bytes per token")
     table.add_row("version", model.version)

@@ -608,6 +608,7 @@ class GetModelInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
+    HAS_REASONING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
     vocab_size: _builtins.int
@@ -616,7 +617,10 @@ class GetModelInfoResponse(_message.Message):
     dtype: _builtins.str
     version: _builtins.str
     output_format: _builtins.str
-    """The form of the model's reasoning and tool calls: none, hermes, llama3, mistral, harmony, json."""
+    """By the chat template: the form in which the model writes tool calls and reasoning (none, hermes, llama3, mistral, harmony or
+    json), and whether it writes reasoning.
+    """
+    has_reasoning: _builtins.bool
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -634,10 +638,11 @@ class GetModelInfoResponse(_message.Message):
         version: _builtins.str = ...,
         fingerprint: _types_pb2.Fingerprint | None = ...,
         output_format: _builtins.str = ...,
+        has_reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "model", b"model", "output_format", b"output_format", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_reasoning", b"has_reasoning", "max_context_tokens", b"max_context_tokens", "model", b"model", "output_format", b"output_format", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class OutputFormat:
 
     An output may begin with `reasoning`. In the answer after it, `calls` are the markers around a tool call, or around
     several. With `has_bare_calls` the answer may also begin with a call that has no marker. With `has_channels` an
-    output is a sequence of messages instead, and the header of each names its channel.
+    output is a sequence of messages instead, and the header of each names its channel; `reasoning` is then the first
+    message, if it is one of reasoning.
     """
 
     name: str
@@ -34,12 +35,10 @@ class OutputFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers. In the vocabularies of some models they are special tokens."""
+        if self.has_channels:
+            return tuple(self.inner_markers)
         around = [mark for each in (self.reasoning, self.calls) if each for mark in (each.opens, each.closes) if mark]
         return (*around, *self.inner_markers)
-
-    def is_reasoning_open(self, prompt: str) -> bool:
-        """Whether `prompt`, or the end of one, has opened the reasoning that the output then begins with."""
-        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.opens)
 
 
 CALL_ID, ARGUMENTS = "[CALL_ID]", "[ARGS]"
@@ -58,7 +57,10 @@ MISTRAL = OutputFormat(
     inner_markers=(CALL_ID, ARGUMENTS),
 )
 HARMONY = OutputFormat(
-    name="harmony", has_channels=True, inner_markers=(START, CHANNEL, CONSTRAIN, MESSAGE, *MESSAGE_ENDS)
+    name="harmony",
+    reasoning=Section(f"{CHANNEL}analysis{MESSAGE}", MESSAGE_ENDS[0]),
+    has_channels=True,
+    inner_markers=(START, CHANNEL, CONSTRAIN, MESSAGE, *MESSAGE_ENDS),
 )
 JSON = OutputFormat(name="json", reasoning=_THINK, has_bare_calls=True)
 
@@ -77,6 +79,9 @@ _SIGNS: Sequence[tuple[Sequence[str], OutputFormat]] = (
 def format_of_template(source: str) -> OutputFormat:
     """Returns the format of the models with this chat template.
 
-    A template without tools counts as Hermes', because models are told to write calls in that form then.
+    A template without tools counts as Hermes', because models are told to write calls in that form then. The format has
+    no reasoning if the template does not know its markers.
     """
-    return next((form for signs, form in _SIGNS if all(sign in source for sign in signs)), HERMES)
+    form = next((form for signs, form in _SIGNS if all(sign in source for sign in signs)), HERMES)
+    reasons = form.reasoning is not None and (form.reasoning.opens in source or form.reasoning.closes in source)
+    return form if reasons else replace(form, reasoning=None)

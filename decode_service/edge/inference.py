@@ -176,7 +176,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         if ending is not None:
             live.end_at_once(output, len(prompt_token_ids))
-            await client.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
+            await client.write(started_event(live.request_id, len(prompt_token_ids), sampling))
             return ending
         matcher = None
         if sampling.is_constrained:
@@ -193,7 +193,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             cache_salt=checked.cache_salt,
             matcher=matcher,
         )
-        await client.write(started_event(live.request_id, len(prompt_token_ids), sampling.seed))
+        await client.write(started_event(live.request_id, len(prompt_token_ids), sampling))
         while True:
             news = await live.read()
             if isinstance(news, Ending):

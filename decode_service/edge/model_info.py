@@ -19,6 +19,7 @@ DISTRIBUTION = "baton-serve"
 def model_info(
     settings: DecodeSettings, runtime: Runtime, size: PoolSize, tokenizer: TextTokenizer
 ) -> inference_pb2.GetModelInfoResponse:
+    form = output_format_of(tokenizer)
     return inference_pb2.GetModelInfoResponse(
         model=settings.model,
         architecture=runtime.architecture,
@@ -29,7 +30,8 @@ def model_info(
         dtype=settings.dtype,
         version=version(DISTRIBUTION),
         fingerprint=encode_fingerprint(runtime.fingerprint),
-        output_format=output_format_of(tokenizer).name,
+        output_format=form.name,
+        has_reasoning=form.reasoning is not None,
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from baton.v1 import inference_pb2, types_pb2
 from common.load import PoolCounts
+from common.sampling.params import ResolvedSampling
 from decode_service.edge.live_request import Ending
 from decode_service.edge.text.output import OutputPiece, PositionLogprobs
 from decode_service.messages import FinishReason
@@ -18,9 +19,14 @@ _REASONS = {
 }
 
 
-def started_event(request_id: str, num_prompt_tokens: int, seed: int) -> inference_pb2.GenerateEvent:
+def started_event(request_id: str, num_prompt_tokens: int, sampling: ResolvedSampling) -> inference_pb2.GenerateEvent:
     return inference_pb2.GenerateEvent(
-        started=inference_pb2.Started(request_id=request_id, num_prompt_tokens=num_prompt_tokens, seed=seed)
+        started=inference_pb2.Started(
+            request_id=request_id,
+            num_prompt_tokens=num_prompt_tokens,
+            seed=sampling.seed,
+            is_reasoning_open=sampling.reasoning is not None and sampling.reasoning.is_open is True,
+        )
     )
 
 

@@ -33,6 +33,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         self.scripts: deque[Sequence[Any]] = deque()
         self.script: Sequence[Any] = ()
         self.output_format = "hermes"
+        self.has_reasoning = True
         self.requests: queue.Queue[inference_pb2.GenerateRequest] = queue.Queue()
         self.deadlines_s: queue.Queue[float | None] = queue.Queue()
         self.metadata: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -74,6 +75,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             version="0.1.0",
             fingerprint=types_pb2.Fingerprint(layer_groups=[group]),
             output_format=self.output_format,
+            has_reasoning=self.has_reasoning,
         )
 
     def GetLoad(self, request: Any, context: Any) -> inference_pb2.GetInferenceLoadResponse:

@@ -16,7 +16,7 @@ def test_model_info_counts_the_bytes_of_a_token(client: Client) -> None:
     info = client.model_info()
     assert (info.model, info.vocab_size, info.eos_token_ids) == ("demo", 49152, (2,))
     assert info.layer_groups == {"target": 30 * 2 * 3 * 64 * 2}
-    assert info.output_format == "hermes"
+    assert (info.output_format, info.has_reasoning) == ("hermes", True)
 
 
 @pytest.mark.parametrize("part", ["config_digest", "target_weights_digest", "tokenizer_digest"])

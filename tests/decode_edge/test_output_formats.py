@@ -1,10 +1,12 @@
-"""A chat template tells in which form its model writes calls, and whether a prompt has opened the reasoning."""
+"""A chat template tells in which form its model writes reasoning and calls."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from common.text.output_formats import HARMONY, HERMES, LLAMA3, MISTRAL, OutputFormat, format_of_template
+from common.text.output_formats import HARMONY, HERMES, LLAMA3, MISTRAL, OutputFormat, Section, format_of_template
 
 
 @pytest.mark.parametrize(
@@ -21,18 +23,19 @@ from common.text.output_formats import HARMONY, HERMES, LLAMA3, MISTRAL, OutputF
     ],
 )
 def test_a_template_tells_the_family(template: str, form: OutputFormat) -> None:
-    assert format_of_template(template) is form
+    assert replace(format_of_template(template), reasoning=form.reasoning) == form
 
 
 @pytest.mark.parametrize(
-    ("form", "prompt", "is_open"),
+    ("template", "reasoning"),
     [
-        (HERMES, "<|im_start|>assistant\n<think>\n", True),
-        (HERMES, "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        (HERMES, "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n", False),
-        (MISTRAL, "[/INST][THINK]", True),
-        (HARMONY, "<|start|>assistant<think>", False),
+        ("<|im_start|>assistant<think></think><tool_call>", HERMES.reasoning),
+        ("<|im_start|>{{ content.split('</think>')[-1] }}", HERMES.reasoning),
+        ("<|im_start|>{{ content }}<tool_call>", None),
+        ("[SYSTEM_PROMPT][THINK][/THINK][TOOL_CALLS]", MISTRAL.reasoning),
+        ("[INST]<think>[/INST][TOOL_CALLS]", None),
+        ("<|start|>assistant<|channel|>analysis<|message|>{{ thinking }}<|end|>", HARMONY.reasoning),
     ],
 )
-def test_a_prompt_may_open_the_reasoning(form: OutputFormat, prompt: str, is_open: bool) -> None:
-    assert form.is_reasoning_open(prompt) is is_open
+def test_a_template_tells_whether_there_is_reasoning(template: str, reasoning: Section | None) -> None:
+    assert format_of_template(template).reasoning == reasoning

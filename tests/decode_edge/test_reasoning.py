@@ -42,9 +42,12 @@ async def test_a_wrong_marker_is_refused_by_name(edge: Edge, field: str, reasoni
     [("x<é>", True), ("x<é> \n\n", True), ("<é>x", False), ("<é", False), (" " * 40 + "<é>" + "\n" * 9, True)],
 )
 async def test_the_prompts_end_says_whether_the_reasoning_is_open(edge: Edge, prompt: str, is_open: bool) -> None:
-    edge.generate(text=prompt, sampling={"reasoning": {"start": "<é>", "end": "b"}})
-    reasoning = (await edge.engine.submitted()).sampling.reasoning
+    call = edge.generate(text=prompt, sampling={"reasoning": {"start": "<é>", "end": "b"}})
+    submit = await edge.engine.submitted()
+    reasoning = submit.sampling.reasoning
     assert reasoning is not None and reasoning.is_open is is_open
+    edge.deliver(finished(submit.request_id, 0))
+    assert (await events_of(call))[0].started.is_reasoning_open is is_open
 
 
 async def test_reasoning_that_nothing_bounds_or_follows_has_no_matcher(edge: Edge) -> None:

@@ -13,6 +13,7 @@ from baton.client.event_order import CompletionBuilder
 from baton.codec import event_from_wire
 from baton.events import Completion, Event, Started
 from baton.v1.inference_pb2 import FINISH_REASON_EOS, FINISH_REASON_LENGTH, FinishReason
+from baton.v1.types_pb2 import Reasoning
 from common.text.output_formats import HERMES, MISTRAL, OutputFormat
 from gateway.chat import ChatChoice, parse_chat
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
@@ -175,6 +176,33 @@ def test_reasoning_is_apart_from_the_content(edge: GatewayHere) -> None:
     message = edge.ask("POST", "/v1/chat/completions", CHAT).json["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
     assert joined(iter(deltas_of(edge))) == {"reasoning_content": "Hm.", "content": "Yes."}
+
+
+def test_a_model_that_does_not_reason_has_words_only(edge: GatewayHere, reasons: ScriptedServer) -> None:
+    reasons.inference.has_reasoning = False
+    message = edge.ask("POST", "/v1/chat/completions", CHAT).json["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "<think>Hm.</think>\n\nYes.", "refusal": None}
+    assert not reasons.inference.requests.get(timeout=BOUND_S).sampling.HasField("reasoning")
+
+
+def test_the_decode_service_is_told_the_markers_and_the_limit_of_reasoning(
+    edge: GatewayHere, reasons: ScriptedServer
+) -> None:
+    edge.ask("POST", "/v1/chat/completions", {**CHAT, "thinking_token_budget": 9})
+    edge.ask("POST", "/v1/chat/completions", CHAT)
+    edge.ask("POST", "/v1/completions", {"model": "demo", "prompt": "hi"})
+    bounded, free, plain = (reasons.inference.requests.get(timeout=BOUND_S).sampling for _ in range(3))
+    assert bounded.reasoning == Reasoning(start="<think>", end="</think>", max_tokens=9)
+    assert free.reasoning == Reasoning(start="<think>", end="</think>")
+    assert not plain.HasField("reasoning")
+
+
+def test_the_usage_counts_the_tokens_of_reasoning(edge: GatewayHere, reasons: ScriptedServer) -> None:
+    ending = finished(FINISH_REASON_EOS, num_completion_tokens=4)
+    ending.finished.usage.num_reasoning_tokens = 3
+    reasons.inference.script = [started(), delta([1, 2, 3, 4], "<think>Hm.</think>Yes."), ending]
+    usage = edge.ask("POST", "/v1/chat/completions", {**CHAT, "n": 2}).json["usage"]
+    assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (8, {"reasoning_tokens": 6})
 
 
 def test_reasoning_that_the_prompt_opened_is_known(edge: GatewayHere, reasons: ScriptedServer) -> None:

@@ -20,6 +20,7 @@ from tests.support.running_pair import wait_until
 class Info:
     def __init__(self, model: str) -> None:
         self.model, self.digest, self.max_context_tokens, self.output_format = model, "0" * 64, 8, ""
+        self.has_reasoning = False
 
 
 class Decode:
