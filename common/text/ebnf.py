@@ -4,20 +4,29 @@
 
 GBNF knows characters only, but llguidance reads words before it parses them, and reads each as far as it goes. So parts
 without recursion that stand side by side become one word: in `[a-z]+ "s"` the "s" is found although [a-z] could be it.
+Where what follows a word could continue it, the word's end is parsed character by character.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import groupby
+from operator import or_
 
 _MAX_DEPTH = 100
 _MAX_TIMES = 2_000
 """The most times that a repetition asks for or bounds: llama.cpp's bound too."""
+_MAX_WORD = 1 << 16
+"""The most characters of a word, written out. llguidance takes seconds for more."""
+_MAX_STEPS = 500_000
+"""The most looks at a part of a rule: about a second."""
+_LAST = 0x10FFFF
 _SPACE = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _HEAD = re.compile(r"([A-Za-z0-9_-]+)[ \t]*::=")
@@ -38,9 +47,15 @@ class _Literal:
 
 @dataclass(frozen=True, slots=True)
 class _OneOf:
-    """One character, as a regular expression."""
+    """One character of these ranges, whose ends belong to them, or with `is_negated` one of no such range."""
 
-    regex: str
+    ranges: Sequence[tuple[int, int]]
+    is_negated: bool = False
+
+    @property
+    def regex(self) -> str:
+        ranges = [_in_class(low) if low == high else f"{_in_class(low)}-{_in_class(high)}" for low, high in self.ranges]
+        return f"[{'^' if self.is_negated else ''}{''.join(ranges)}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +78,16 @@ class _Repeated:
     part: _Node
     least: int
     most: int | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one more time may follow the least."""
+        return self.most != self.least
+
+    def around(self, part: str) -> str:
+        """Returns the repetition of a part that is written."""
+        times = f"{{{self.least},{self.most or ''}}}"
+        return f"({part}){_SIGNS.get((self.least, self.most), times)}"
 
 
 _Node = _Literal | _OneOf | _Reference | _Sequence | _Alternatives | _Repeated
@@ -124,7 +149,7 @@ class _Parser:
         if self._takes("[", skips_space=False):
             return self._class()
         if self._takes("."):
-            return _OneOf(r"[\x{0}-\x{10FFFF}]")
+            return _OneOf([(0, _LAST)])
         if self._takes("("):
             return self._group()
         name = _NAME.match(self._text, self._place)
@@ -154,12 +179,12 @@ class _Parser:
                 high = characters[place][0]
             if low > high:
                 raise self._refusal(f"the range {low!r} to {high!r} has its ends the wrong way round")
-            ranges.append(_in_class(low) if low == high else f"{_in_class(low)}-{_in_class(high)}")
+            ranges.append((ord(low), ord(high)))
             place += 1
         if not ranges:
             raise self._refusal("a class has no characters")
         self._skip_space()
-        return _OneOf(f"[{'^' if is_negated else ''}{''.join(ranges)}]")
+        return _OneOf(ranges, is_negated)
 
     def _with_times(self, part: _Node) -> _Node:
         for (least, most), sign in _SIGNS.items():
@@ -222,96 +247,336 @@ class _Parser:
         return EbnfRefused(f"{message}, in line {line}")
 
 
-def _in_class(character: str) -> str:
-    return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):X}}}"
+def _in_class(character: int) -> str:
+    text = chr(character)
+    return text if text.isascii() and text.isalnum() else f"\\x{{{character:X}}}"
+
+
+Characters = int
+"""A set of characters: one bit for each range of characters that no class and no text of the grammar tells apart."""
+
+
+class _Alphabet:
+    def __init__(self, nodes: Iterable[_Node]) -> None:
+        bounds: set[int] = set()
+        for node in nodes:
+            for low, high in _ranges(node):
+                bounds |= {low, high + 1}
+        self._bounds = sorted(bounds)
+
+    def of(self, node: _Literal | _OneOf) -> Characters:
+        """Returns the characters with which the node begins."""
+        found = 0
+        for low, high in [(ord(node.text[0]),) * 2] if isinstance(node, _Literal) else node.ranges:
+            found |= (2 << bisect_right(self._bounds, high)) - (1 << bisect_right(self._bounds, low))
+        is_negated = isinstance(node, _OneOf) and node.is_negated
+        return ((2 << len(self._bounds)) - 1) ^ found if is_negated else found
+
+
+def _ranges(node: _Node) -> Iterator[tuple[int, int]]:
+    match node:
+        case _Literal(text):
+            yield from ((ord(character),) * 2 for character in text)
+        case _OneOf(ranges):
+            yield from ranges
+        case _Sequence(parts) | _Alternatives(parts):
+            for part in parts:
+                yield from _ranges(part)
+        case _Repeated(part):
+            yield from _ranges(part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edges:
+    """What a node's sentences begin with, and with which characters some of them go on where others have ended."""
+
+    can_be_empty: bool
+    first: Characters
+    more: Characters
+
+
+_NOTHING = _Edges(can_be_empty=False, first=0, more=0)
+_EMPTY = _Edges(can_be_empty=True, first=0, more=0)
 
 
 class _Writer:
-    """Writes rules as Lark. Those without recursion become words that refer to each other, and are not copied."""
+    """Writes rules as Lark. Those without recursion become words that refer to each other, and are not copied.
+
+    A word is read as far as it goes. So where what follows a part could also continue it, its end is written as rules
+    for single characters. Then so is all that begins with such a character, or a longer word would be read instead.
+    """
 
     def __init__(self, rules: Mapping[str, _Node]) -> None:
         self._rules = rules
         self._numbers = {name: number for number, name in enumerate(rules)}
-        self._can_be_empty: dict[str, bool] = {}
-        """For the rules without recursion only."""
+        self._alphabet = _Alphabet(rules.values())
+        self._num_steps = 0
+        self._edges_of: dict[str, _Edges] = {}
+        self._plain = list(_without_recursion(rules))
+        self._sizes: dict[str, int] = {}
+        for name in self._plain:
+            self._edges_of[name] = self._edges(rules[name])
+            self._sizes[name] = self._size(rules[name])
+            if self._sizes[name] > _MAX_WORD:
+                raise EbnfRefused(f"rule {name[:64]} is too long with the rules that it refers to")
+        self._are_words = frozenset(self._plain)
+        self._recursive = [name for name in rules if name not in self._are_words]
+        self._find_edges()
+        self._after = self._find_after()
+        self._contested: Characters = 0
+        """Those that single characters are read for, and no words."""
         self._words: dict[str, str] = {}
         """The names of words by their definition."""
+        self._split: dict[tuple[str, Characters | None], str] = {}
+        """The names of rules that stand for a word's rule, where these characters may follow; None: for any."""
+        self._to_split: list[tuple[str, Characters | None]] = []
 
     def lark(self) -> str:
-        lines = []
-        for name in _without_recursion(self._rules):
-            self._can_be_empty[name] = self._is_empty_at_times(self._rules[name])
-            lines.append(f"T{self._numbers[name]}: {self._in_word(self._rules[name])}")
-        for name, node in self._rules.items():
-            if name not in self._can_be_empty:
-                lines.append(f"r{self._numbers[name]}: {self._in_rule(node)}")
-        lines.append(f"start: {self._in_rule(_Reference('root'))}")
-        lines += [f"{name}: {definition}" for definition, name in self._words.items()]
+        contested = -1
+        while self._contested != contested:
+            contested = self._contested
+            self._words.clear()
+            self._split.clear()
+            lines = self._lines()
         return "\n".join(lines) + "\n"
+
+    def _lines(self) -> list[str]:
+        lines = [f"T{self._numbers[name]}: {self._in_word(self._rules[name])}" for name in self._plain]
+        for name in self._recursive:
+            lines.append(f"r{self._numbers[name]}: {self._in_rule(self._rules[name], self._after[name])}")
+        lines.append(f"start: {self._in_rule(_Reference('root'), 0)}")
+        while self._to_split:
+            name, after = self._to_split.pop()
+            node = self._rules[name]
+            split = self._by_character(node) if after is None else self._in_words(node, after)
+            lines.append(f"{self._split[name, after]}: {split}")
+        return lines + [f"{name}: {definition}" for definition, name in self._words.items()]
+
+    # ---- what begins, goes on and follows -----------------------------------------------------------------------
+
+    def _edges(self, node: _Node) -> _Edges:
+        self._num_steps += 1
+        if self._num_steps > _MAX_STEPS:
+            raise EbnfRefused("its rules are too many, or refer to each other in too many ways")
+        match node:
+            case _Literal(""):
+                return _EMPTY
+            case _Literal() | _OneOf():
+                return _Edges(can_be_empty=False, first=self._alphabet.of(node), more=0)
+            case _Reference(name):
+                return self._edges_of.get(name, _NOTHING)
+            case _Sequence(parts):
+                edges = _EMPTY
+                for part in parts:
+                    edges = _joined(edges, self._edges(part))
+                return edges
+            case _Alternatives(parts):
+                each = [self._edges(part) for part in parts]
+                first = reduce(or_, [edges.first for edges in each], 0)
+                more = reduce(or_, [edges.more for edges in each], self._after_prefixes(parts))
+                can_be_empty = any(edges.can_be_empty for edges in each)
+                return _Edges(can_be_empty, first, more | first if can_be_empty else more)
+            case _Repeated(part, least, _):
+                edges = self._edges(part)
+                can_be_empty = not least or edges.can_be_empty
+                goes_on = can_be_empty or node.is_open
+                return _Edges(can_be_empty, edges.first, edges.more | edges.first if goes_on else edges.more)
+
+    def _size(self, node: _Node) -> int:
+        """Returns how many characters a word has at most; repetitions without a bound count as the least."""
+        match node:
+            case _Literal(text):
+                return len(text)
+            case _OneOf():
+                return 1
+            case _Reference(name):
+                return self._sizes[name]
+            case _Sequence(parts) | _Alternatives(parts):
+                return sum(map(self._size, parts))
+            case _Repeated(part, least, most):
+                return self._size(part) * (most or max(1, least))
+
+    def _after_prefixes(self, parts: Sequence[_Node]) -> Characters:
+        """Returns the characters with which some of these texts go on where another has ended."""
+        found, prefixes = 0, list[str]()
+        for text in sorted({part.text for part in parts if isinstance(part, _Literal)}):
+            while prefixes and not text.startswith(prefixes[-1]):
+                prefixes.pop()
+            for prefix in prefixes:
+                found |= self._alphabet.of(_Literal(text[len(prefix) :]))
+            prefixes.append(text)
+        return found
+
+    def _find_edges(self) -> None:
+        """Finds the edges of the rules with recursion: `more` is 0."""
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for name in reversed(self._recursive):
+                edges = replace(self._edges(self._rules[name]), more=0)
+                if edges != self._edges_of.get(name):
+                    self._edges_of[name] = edges
+                    has_changed = True
+
+    def _find_after(self) -> dict[str, Characters]:
+        """Returns the characters that may follow each rule with recursion."""
+        after = dict.fromkeys(self._recursive, 0)
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for name in self._recursive:
+                for other, found in self._references_with_after(self._rules[name], after[name]):
+                    if found & ~after[other]:
+                        after[other] |= found
+                        has_changed = True
+        return after
+
+    def _references_with_after(self, node: _Node, after: Characters) -> Iterator[tuple[str, Characters]]:
+        match node:
+            case _Reference(name) if name not in self._are_words:
+                yield name, after
+            case _Sequence(parts):
+                for part, after_part in self._with_after(parts, after):
+                    yield from self._references_with_after(part, after_part)
+            case _Alternatives(parts):
+                for part in parts:
+                    yield from self._references_with_after(part, after)
+            case _Repeated(part):
+                yield from self._references_with_after(part, self._after_time(node, after))
+
+    def _with_after(self, parts: Sequence[_Node], after: Characters) -> list[tuple[_Node, Characters]]:
+        """Returns each part of a sequence with the characters that may follow it."""
+        found = []
+        for part in reversed(parts):
+            found.append((part, after))
+            edges = self._edges(part)
+            after = edges.first | after if edges.can_be_empty else edges.first
+        return found[::-1]
+
+    def _after_time(self, node: _Repeated, after: Characters) -> Characters:
+        """Returns the characters that may follow one of the times of a repetition."""
+        return after if node.most == 1 else after | self._edges(node.part).first
+
+    # ---- writing ------------------------------------------------------------------------------------------------
 
     def _in_word(self, node: _Node) -> str:
         match node:
             case _Literal(text):
                 return json.dumps(text)
-            case _OneOf(regex):
-                return f"/{regex}/"
+            case _OneOf():
+                return f"/{node.regex}/"
             case _Reference(name):
                 return f"T{self._numbers[name]}"
             case _Sequence(parts):
                 return " ".join(map(self._in_word, parts)) or '""'
             case _Alternatives(parts):
                 return f"({' | '.join(map(self._in_word, parts))})"
-            case _Repeated(part, least, most):
-                return _repeated(self._in_word(part), least, most)
+            case _Repeated(part):
+                return node.around(self._in_word(part))
 
-    def _in_rule(self, node: _Node) -> str:
+    def _in_rule(self, node: _Node, after: Characters) -> str:
         if self._is_word(node):
-            return self._word(node)
+            return self._in_words(node, after)
         match node:
             case _Reference(name):
                 return f"r{self._numbers[name]}"
             case _Sequence(parts):
-                return " ".join(
-                    self._word(_Sequence(tuple(group))) if are_words else " ".join(map(self._in_rule, group))
-                    for are_words, group in groupby(parts, self._is_word)
-                )
+                written = []
+                for are_words, group in groupby(self._with_after(parts, after), lambda each: self._is_word(each[0])):
+                    each = list(group)
+                    if are_words:
+                        written.append(self._in_words(_Sequence([part for part, _ in each]), each[-1][1]))
+                    else:
+                        written += [self._in_rule(part, after_part) for part, after_part in each]
+                return " ".join(written)
             case _Alternatives(parts):
-                return f"({' | '.join(map(self._in_rule, parts))})"
-            case _Repeated(part, least, most):
-                return _repeated(self._in_rule(part), least, most)
+                return f"({' | '.join(self._in_rule(part, after) for part in parts)})"
+            case _Repeated(part):
+                return node.around(self._in_rule(part, self._after_time(node, after)))
         raise AssertionError("literals and classes are words")
+
+    def _in_words(self, node: _Node, after: Characters) -> str:
+        """Writes a part without recursion as one word, or as several if `after` could continue it."""
+        edges = self._edges(node)
+        if edges.first & self._contested:
+            return self._by_character(node)
+        if not edges.more & after:
+            return self._word(node)
+        self._contested |= edges.more & after
+        match node:
+            case _Reference(name):
+                return self._split_rule(name, after)
+            case _Sequence(parts):
+                written, rest = [], self._with_after(parts, after)
+                while rest:
+                    num_parts = self._num_in_word(rest)
+                    if num_parts > 1:
+                        part = _Sequence([part for part, _ in rest[:num_parts]])
+                        written.append(self._in_words(part, rest[num_parts - 1][1]))
+                    else:
+                        written.append(self._in_words(*rest[0]))
+                    del rest[: num_parts or 1]
+                return " ".join(written)
+            case _Alternatives(parts) if self._after_prefixes(parts) & after:
+                return self._by_character(node)
+            case _Alternatives(parts):
+                return f"({' | '.join(self._in_words(part, after) for part in parts)})"
+            case _Repeated(part):
+                self._contested |= edges.first
+                return node.around(self._in_words(part, self._after_time(node, after)))
+        raise AssertionError("nothing continues a literal or a class")
+
+    def _num_in_word(self, parts: Sequence[tuple[_Node, Characters]]) -> int:
+        """Returns how many of the parts, at most, are a word whose end can be told from what follows."""
+        edges, found = _EMPTY, 0
+        for number, (part, after) in enumerate(parts, start=1):
+            edges = _joined(edges, self._edges(part))
+            if not edges.more & after:
+                found = number
+        return found
+
+    def _by_character(self, node: _Node) -> str:
+        self._contested |= self._edges(node).first
+        match node:
+            case _Literal(text):
+                return " ".join(self._word(_Literal(character)) for character in text) or self._word(node)
+            case _OneOf():
+                return self._word(node)
+            case _Reference(name):
+                return self._split_rule(name, None)
+            case _Sequence(parts):
+                return " ".join(map(self._by_character, parts)) or self._word(node)
+            case _Alternatives(parts):
+                return f"({' | '.join(map(self._by_character, parts))})"
+            case _Repeated(part):
+                return node.around(self._by_character(part))
+
+    def _split_rule(self, name: str, after: Characters | None) -> str:
+        if (name, after) not in self._split:
+            self._split[name, after] = f"s{len(self._split)}"
+            self._to_split.append((name, after))
+        return self._split[name, after]
 
     def _word(self, node: _Node) -> str:
         """Returns the name of a new word. One that can be empty is left out instead: llguidance reads no empty ones."""
         definition = self._in_word(node)
-        can_be_empty = self._is_empty_at_times(node)
+        can_be_empty = self._edges(node).can_be_empty
         if can_be_empty:
             definition = rf"({definition}) & /[\x{{0}}-\x{{10FFFF}}]+/"
         name = self._words.setdefault(definition, f"W{len(self._words)}")
         return f"{name}?" if can_be_empty else name
 
     def _is_word(self, node: _Node) -> bool:
-        return all(name in self._can_be_empty for name in _references(node))
-
-    def _is_empty_at_times(self, node: _Node) -> bool:
-        match node:
-            case _Literal(text):
-                return not text
-            case _OneOf():
-                return False
-            case _Reference(name):
-                return self._can_be_empty[name]
-            case _Sequence(parts):
-                return all(map(self._is_empty_at_times, parts))
-            case _Alternatives(parts):
-                return any(map(self._is_empty_at_times, parts))
-            case _Repeated(part, least, _):
-                return not least or self._is_empty_at_times(part)
+        return all(name in self._are_words for name in _references(node))
 
 
-def _repeated(part: str, least: int, most: int | None) -> str:
-    times = f"{{{least},{most or ''}}}"
-    return f"({part}){_SIGNS.get((least, most), times)}"
+def _joined(edges: _Edges, then: _Edges) -> _Edges:
+    """Returns the edges of a sequence of two nodes."""
+    return _Edges(
+        edges.can_be_empty and then.can_be_empty,
+        edges.first | then.first if edges.can_be_empty else edges.first,
+        edges.more | then.first | then.more if then.can_be_empty else then.more,
+    )
 
 
 def _references(node: _Node) -> Iterator[str]:
