@@ -13,6 +13,7 @@ from common.grammar.reasoning import Reasoning
 from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 
 _GRAMMARS = ("json_schema", "regex", "choice", "ebnf", "lark")
+_LISTS = ("stop", "stop_token_ids", "shown_special_tokens", "bad_words", "allowed_token_ids")
 
 
 class SchemaModel(Protocol):
@@ -62,6 +63,8 @@ class UnparsedOptions(TypedDict, total=False):
     skip_special_tokens: bool | None
     shown_special_tokens: Sequence[str] | None
     include_stop_str_in_output: bool | None
+    bad_words: Sequence[str] | None
+    allowed_token_ids: Sequence[int] | None
 
 
 class SamplingOptions(UnparsedOptions, total=False):
@@ -183,7 +186,9 @@ def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
         try:
             if name == "logit_bias":
                 params.logit_bias.update(value)  # type: ignore[call-overload]
-            elif name in ("stop", "stop_token_ids", "shown_special_tokens"):
+            elif name in _LISTS:
+                if name == "allowed_token_ids" and not value:
+                    raise ValueError("is empty, which would allow no token")
                 getattr(params, name).extend(_no_string(value))
             elif name == "reasoning":
                 params.reasoning.CopyFrom(types_pb2.Reasoning(**dataclasses.asdict(value)))  # type: ignore[call-overload]

@@ -64,8 +64,6 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     # Fields of other servers
     "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -160,6 +158,8 @@ class GenerationFields(GrammarFields):
     speculate: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)] | None = None
     cache_salt: str | None = None
     cache_prompt: bool | None = None
     return_token_ids: bool = False
@@ -197,6 +197,8 @@ class GenerationFields(GrammarFields):
             speculate=self.speculate,
             skip_special_tokens=self.skip_special_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
+            bad_words=self.bad_words,
+            allowed_token_ids=self.allowed_token_ids,
             **self.numbers,  # type: ignore[typeddict-item]
         )
         if (constraint := self.constraint) is not None:

@@ -237,6 +237,7 @@ class ResolvedSampling(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_IDS_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_VALUES_FIELD_NUMBER: _builtins.int
+    FORBIDDEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def params(self) -> _types_pb2.SamplingParams: ...
     @_builtins.property
@@ -249,6 +250,10 @@ class ResolvedSampling(_message.Message):
 
     @_builtins.property
     def logit_bias_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def forbidden(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """what bad_words became; params.allowed_token_ids ascend"""
+
     def __init__(
         self,
         *,
@@ -256,14 +261,35 @@ class ResolvedSampling(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logit_bias_ids: _abc.Iterable[_builtins.int] | None = ...,
         logit_bias_values: _abc.Iterable[_builtins.float] | None = ...,
+        forbidden: _abc.Iterable[Global___TokenSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "params", b"params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "forbidden", b"forbidden", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "params", b"params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResolvedSampling: _TypeAlias = ResolvedSampling  # noqa: Y015
+
+@_typing.final
+class TokenSequence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 
 @_typing.final
 class CancelRows(_message.Message):

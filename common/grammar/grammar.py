@@ -48,5 +48,5 @@ class Grammar:
         return texts
 
     def failed(self, why: str) -> InvalidRequest:
-        """Returns the error of a request whose output has reached a limit of the grammar's library."""
-        return InvalidRequest(self.request_field, f"is too large or too ambiguous for this output: {why}")
+        """Returns the error of a request whose output cannot go on, such as at a limit of the grammar's library."""
+        return InvalidRequest(self.request_field, f"does not let this output go on: {why}")

@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar
 from common.grammar.reasoning import Reasoning
+from common.grammar.token_rules import TokenRules
 
 MAX_LOGIT_BIAS_ENTRIES = 512
 MAX_END_TOKEN_IDS = 64
 MAX_LOGPROBS = 64
+MAX_BAD_WORDS = 128
+SPELLINGS_PER_BAD_WORD = 3
+"""At the beginning of a text, after a space, and after a line break."""
 MAX_UINT32 = (1 << 32) - 1
 
 
@@ -95,6 +100,13 @@ class ResolvedSampling:
     num_logprobs: int | None = None
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None
+    token_rules: TokenRules | None = None
+
+    def stuck(self, why: str) -> InvalidRequest:
+        """Returns the error of a constrained request whose matcher has failed."""
+        constraint = self.grammar or self.token_rules
+        assert constraint is not None
+        return constraint.failed(why)
 
     @property
     def is_greedy(self) -> bool:
@@ -110,9 +122,14 @@ class ResolvedSampling:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def is_constrained(self) -> bool:
-        """Whether a matcher says which tokens may be drawn: for a grammar, or a limit on reasoning."""
+    def constrains_text(self) -> bool:
+        """Whether a grammar, or a limit on reasoning, says what the output's text may be."""
         return self.grammar is not None or (self.reasoning is not None and self.reasoning.max_tokens is not None)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a matcher says which tokens may be drawn."""
+        return self.constrains_text or self.token_rules is not None
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ Any member may be used from any thread, because nothing changes after constructi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,6 +133,21 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
                 self._check_beginning(text[:num_chars], max_tokens)
                 num_chars *= 4
         return self._encode(text, adds_special_tokens)
+
+    def spellings(self, text: str) -> Iterator[tuple[int, ...]]:
+        """Yields the token sequences that `text` is encoded to at the beginning of a text, after a space (which is then
+        part of it), and after a line break, where some tokenizers spell a word without a space.
+        """
+        line_break = self._encode("\n", adds_special_tokens=False)
+        after_line_break = self._encode("\n" + text, adds_special_tokens=False)
+        yield from filter(
+            None,
+            (
+                self._encode(text, adds_special_tokens=False),
+                self._encode(" " + text, adds_special_tokens=False),
+                after_line_break[len(line_break) :] if after_line_break[: len(line_break)] == line_break else (),
+            ),
+        )
 
     def chat_template(self) -> tuple[str, dict[str, Any]]:
         """Returns the source of the chat template, and the special tokens by name. Raises ChatRefused if there is no

@@ -10,13 +10,16 @@ from typing import Any
 from baton.v1 import prefill_pb2, types_pb2
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.reasoning import Reasoning
+from common.grammar.token_rules import TokenRules
 from common.peer_text import peer_text
 from common.rpc.messages import ProtocolError, require
 from common.sampling.params import (
+    MAX_BAD_WORDS,
     MAX_END_TOKEN_IDS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     NUMBER_OPTIONS,
+    SPELLINGS_PER_BAD_WORD,
     ResolvedSampling,
 )
 from common.wire.handoff import MAX_CACHE_SALT_CHARS, HandoffRow
@@ -30,6 +33,7 @@ _EDGE_ONLY = (
     "skip_special_tokens",
     "shown_special_tokens",
     "include_stop_str_in_output",
+    "bad_words",
 )
 """Fields of SamplingParams that no row has."""
 
@@ -90,12 +94,14 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
 
 
 def _encode_sampling(sampling: ResolvedSampling) -> prefill_pb2.ResolvedSampling:
+    rules = sampling.token_rules or TokenRules()
     params = types_pb2.SamplingParams(
         **{name: getattr(sampling, name) for name in NUMBER_OPTIONS},
         seed=sampling.seed,
         max_tokens=sampling.max_tokens,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.num_logprobs,
+        allowed_token_ids=rules.allowed_ids,
     )
     if sampling.grammar is not None:
         _set_grammar(params, sampling.grammar)
@@ -110,6 +116,7 @@ def _encode_sampling(sampling: ResolvedSampling) -> prefill_pb2.ResolvedSampling
         eos_token_ids=sampling.eos_token_ids,
         logit_bias_ids=[token_id for token_id, _ in sampling.logit_bias],
         logit_bias_values=[value for _, value in sampling.logit_bias],
+        forbidden=[prefill_pb2.TokenSequence(ids=sequence) for sequence in rules.forbidden],
     )
 
 
@@ -131,8 +138,9 @@ def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
     bias_ids, bias_values = message.logit_bias_ids, message.logit_bias_values
     require(len(bias_ids) == len(bias_values), "sampling.logit_bias_values", "does not match logit_bias_ids")
     require(len(bias_ids) <= MAX_LOGIT_BIAS_ENTRIES, "sampling.logit_bias_ids", "has too many entries")
-    is_ascending = all(one < other for one, other in pairwise(bias_ids))
-    require(is_ascending, "sampling.logit_bias_ids", "is not in ascending order")
+    for name, ids in (("logit_bias_ids", bias_ids), ("allowed_token_ids", params.allowed_token_ids)):
+        is_ascending = all(one < other for one, other in pairwise(ids))
+        require(is_ascending, f"sampling.{name}", "is not in ascending order")
     require(all(map(math.isfinite, bias_values)), "sampling.logit_bias_values", "is not finite")
     reasoning = reasoning_of(params)
     if reasoning is not None and (wrong := reasoning.fault()) is not None:
@@ -147,8 +155,19 @@ def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
         num_logprobs=params.logprobs if params.HasField("logprobs") else None,
         grammar=grammar_of(params),
         reasoning=reasoning,
+        token_rules=_decode_rules(message),
         **numbers,
     )
+
+
+def _decode_rules(message: prefill_pb2.ResolvedSampling) -> TokenRules | None:
+    most = MAX_BAD_WORDS * SPELLINGS_PER_BAD_WORD
+    require(len(message.forbidden) <= most, "sampling.forbidden", f"has more than {most} sequences")
+    require(all(sequence.ids for sequence in message.forbidden), "sampling.forbidden", "has an empty sequence")
+    rules = TokenRules(
+        tuple(message.params.allowed_token_ids), tuple(tuple(sequence.ids) for sequence in message.forbidden)
+    )
+    return None if rules == TokenRules() else rules
 
 
 def grammar_of(params: types_pb2.SamplingParams) -> Grammar | None:

@@ -17,6 +17,8 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import BatonError, DeadlineExceeded, EngineFault, RequestCancelled
 from common.grammar.matcher import Matcher, NewMatcher, no_matchers
 from common.grammar.reasoning import NUM_LAST_TOKENS
+from common.grammar.ruled_matcher import ruled
+from common.grammar.token_rules import TokenRules
 from common.rpc.errors import abort_with
 from common.rpc.server_bounds import BY_ADDRESS, ClientOf
 from common.sampling.params import ResolvedSampling
@@ -155,6 +157,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if sampling.reasoning is not None:
             last_bytes = b"".join(map(self._decoder.bytes_of, prompt_token_ids[-NUM_LAST_TOKENS:]))
             sampling = replace(sampling, reasoning=sampling.reasoning.after_prompt(last_bytes))
+        if bad_words := checked.sampling.bad_words:
+            rules = sampling.token_rules or TokenRules()
+            sampling = replace(sampling, token_rules=replace(rules, forbidden=await self._prompts.spell(bad_words)))
         live.trace.describe(lambda: sampling_attributes(sampling, len(prompt_token_ids)))
         shown = checked.sampling.shown_special_tokens if checked.sampling.skips_special_tokens else None
         output = await self._replay(
@@ -179,8 +184,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await client.write(started_event(live.request_id, len(prompt_token_ids), sampling))
             return ending
         matcher = None
-        if sampling.is_constrained:
+        if sampling.constrains_text:
             matcher = await self._matcher(live, sampling, checked.generated_token_ids)
+        if (token_rules := sampling.token_rules) is not None:
+            matcher = ruled(matcher, token_rules, checked.generated_token_ids, vocab_size=self._limits.vocab_size)
         self._live_requests.submit(
             live,
             output=output,

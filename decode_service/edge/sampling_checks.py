@@ -9,7 +9,9 @@ from typing import Any
 from baton.v1 import types_pb2
 from common.errors import InvalidRequest
 from common.grammar.reasoning import Reasoning
+from common.grammar.token_rules import TokenRules
 from common.sampling.params import (
+    MAX_BAD_WORDS,
     MAX_END_TOKEN_IDS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
@@ -22,6 +24,7 @@ from common.wire.codec_rows import grammar_of, reasoning_of
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_SHOWN_SPECIAL_TOKENS = 32
+MAX_BAD_WORD_CHARS = 256
 MAX_BIAS = 100.0
 
 
@@ -30,7 +33,8 @@ class SamplingRequest:
     """The checked sampling values of a request. `seed` and `max_tokens` are None if the request does not set them.
 
     `skips_special_tokens`, `shown_special_tokens` and `includes_stop` say what the text has of special tokens and of
-    what ends the output. `resolved` has all other values, and placeholders for the first two.
+    what ends the output. What `bad_words` forbid is not yet among the token rules of `resolved`: it takes a tokenizer.
+    `resolved` has all other values, and placeholders for the first two.
     """
 
     seed: int | None
@@ -40,6 +44,7 @@ class SamplingRequest:
     skips_special_tokens: bool
     shown_special_tokens: tuple[str, ...]
     includes_stop: bool
+    bad_words: tuple[str, ...]
     resolved: ResolvedSampling
 
     def resolve(self, max_tokens: int, seed: int) -> ResolvedSampling:
@@ -68,6 +73,7 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
         num_logprobs=_num_logprobs(params, vocab_size),
         grammar=grammar,
         reasoning=_reasoning(params),
+        token_rules=_token_rules(params, vocab_size),
         **{option.name: _number(params, option) for option in given},
     )
     return SamplingRequest(
@@ -78,6 +84,7 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
         skips_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
         shown_special_tokens=_shown_special_tokens(params.shown_special_tokens),
         includes_stop=params.include_stop_str_in_output,
+        bad_words=_bad_words(params.bad_words),
         resolved=replace(resolved, top_k=min(resolved.top_k, vocab_size)),
     )
 
@@ -117,6 +124,22 @@ def _shown_special_tokens(names: Sequence[str]) -> tuple[str, ...]:
     if len(names) > MAX_SHOWN_SPECIAL_TOKENS:
         raise InvalidRequest("sampling.shown_special_tokens", f"more than {MAX_SHOWN_SPECIAL_TOKENS} names")
     return tuple(names)
+
+
+def _bad_words(bad_words: Sequence[str]) -> tuple[str, ...]:
+    if len(bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequest("sampling.bad_words", f"{len(bad_words)} texts are more than {MAX_BAD_WORDS}")
+    for text in bad_words:
+        if not 1 <= len(text) <= MAX_BAD_WORD_CHARS:
+            raise InvalidRequest("sampling.bad_words", f"each must have 1 to {MAX_BAD_WORD_CHARS} characters")
+    return tuple(bad_words)
+
+
+def _token_rules(params: types_pb2.SamplingParams, vocab_size: int) -> TokenRules | None:
+    if len(params.allowed_token_ids) > vocab_size:
+        raise InvalidRequest("sampling.allowed_token_ids", f"more than the vocabulary of {vocab_size}")
+    allowed_ids = check_token_ids("sampling.allowed_token_ids", params.allowed_token_ids, vocab_size)
+    return TokenRules(tuple(sorted(set(allowed_ids)))) if allowed_ids else None
 
 
 def _stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int, num_eos: int) -> tuple[int, ...]:

@@ -439,6 +439,8 @@ class LandingZone:
             return ()
         self._complete.pop(row, None)
         error = error_for_row_failure(failed.reason, failed.message)
+        if failed.reason is RowFailure.INVALID_ROW:  # it may be that no token is allowed, which is no fault
+            error = row.req.stuck_after(vocab_size=self._vocab_size) or error
         is_refusal = failed.reason in (RowFailure.CAPACITY, RowFailure.DRAINING)
         return (
             LostRow(

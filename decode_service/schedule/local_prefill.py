@@ -226,8 +226,7 @@ class LocalPrefill:
         lost = []
         for place, prompt in ended:
             if prompt.matcher is not None and prompt.matcher.failure:
-                assert prompt.sampling.grammar is not None
-                refusal = prompt.sampling.grammar.failed(prompt.matcher.failure)
+                refusal = prompt.sampling.stuck(prompt.matcher.failure)
                 lost.append(LostRow(prompt.req, refusal, is_retryable=False))
             elif are_invalid[place]:
                 self._pool.forget(prompt.lease)

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from common.errors import BatonError
-from common.grammar.matcher import Matcher
+from common.errors import BatonError, InvalidRequest
+from common.grammar.matcher import Matcher, num_words
 from common.kv.pool import CacheKey, RowLease
 from common.prompts.awaited_kv import AwaitedKv
 from common.request_stats import SpeculationCounts, Timings
@@ -228,6 +228,16 @@ class Request:
         if self.num_failures or self.num_retractions:
             num_tokens = min(num_tokens, self.lease.num_cached)
         self.num_cached_tokens = num_tokens
+
+    def stuck_after(self, drafts: Sequence[int] = (), *, vocab_size: int) -> InvalidRequest | None:
+        """Returns the request's error if no token may follow its output and `drafts` after it, or None if one may."""
+        if self.matcher is None:
+            return None
+        ahead = self.matcher.copy()
+        if not all(map(ahead.accept, drafts)):
+            return None
+        ahead.fill(np.empty(num_words(vocab_size), np.int32))
+        return self.sampling.stuck(ahead.failure) if ahead.failure else None
 
     @property
     def has_decoded(self) -> bool:

@@ -242,8 +242,10 @@ class ResultTaker:
         clock: Callable[[], float],
         post: Callable[[Event], None],
         lose: Callable[[Sequence[LostRow]], None],
+        vocab_size: int,
     ) -> None:
         self._rows = rows
+        self._vocab_size = vocab_size
         self._lives = lives
         self._clock = clock
         self._post = post
@@ -262,7 +264,7 @@ class ResultTaker:
         self._rows.num_in_flight[step.rows[are_held]] -= 1
         now_s = self._clock()
         for i in (are_held & results.are_invalid).nonzero()[0].tolist():
-            self._lose_damaged(step.reqs[i])
+            self._lose_invalid(step.reqs[i], results.token_ids[i, : results.accept_lens[i]].tolist())
         (entries,) = (are_held & ~results.are_invalid).nonzero()
         rows = step.rows[entries]
         self._rows.draft_lags[rows] = step.batch.draft_lag_after[entries]
@@ -277,10 +279,16 @@ class ResultTaker:
         held: NDArray[np.bool_] = self._rows.serials[step.rows] == step.serials
         return held
 
-    def _lose_damaged(self, req: Request) -> None:
-        """Forgets the KV of a row that had no valid token. Its request is retried without a cache if it began with KV
-        that either service had cached, because that may be the reason.
+    def _lose_invalid(self, req: Request, token_ids: Sequence[int]) -> None:
+        """Loses a row that had no valid token at the end of `token_ids`. If no token was allowed there, its request
+        fails.
+
+        Otherwise the row's KV is forgotten. Its request is retried without a cache if it began with KV that either
+        service had cached, because that may be the reason.
         """
+        if (stuck := req.stuck_after(token_ids[:-1], vocab_size=self._vocab_size)) is not None:
+            self._lose([LostRow(req, stuck, is_retryable=False)])
+            return
         self._lives.forget_kv(req)
         if req.began_cached:
             req.avoid_cache()  # so this cannot happen to it again

@@ -239,6 +239,7 @@ class DecodeEngine:
             clock=clock,
             post=self._outbox.post,
             lose=self._dispatcher.handle_lost,
+            vocab_size=model.vocab_size,
         )
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []
@@ -512,8 +513,8 @@ class DecodeEngine:
             masks, failed = masks_of(begun, self._taker.still_held(begun), vocab_size=self._vocab_size)
         begun.output.mask_s.set(self._clock() - start_s)
         for req in failed:
-            assert req.sampling.grammar is not None and req.matcher is not None
-            self._fail(req, req.sampling.grammar.failed(req.matcher.failure))
+            assert req.matcher is not None
+            self._fail(req, req.sampling.stuck(req.matcher.failure))
         return device_copy(torch.from_numpy(masks), self._device.torch_device)
 
     @recorded("finish")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
 from common.errors import RowFailure
+from common.grammar.token_rules import TokenRules
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 
 
@@ -33,8 +35,10 @@ def check_row(
         return RowFailed(row=index, reason=RowFailure.CONTEXT_EXCEEDED, retryable=True, message=message)
     if row.num_held_tokens and {name for name, _ in row.num_held_tokens} != set(group_names):
         return invalid_row(index, f"num_held_tokens: does not name the layer groups {', '.join(sorted(group_names))}")
-    ids = (*row.token_ids, *row.sampling.stop_token_ids, *row.sampling.eos_token_ids)
-    largest = max((*ids, *(token_id for token_id, _ in row.sampling.logit_bias)))
+    sampling, rules = row.sampling, row.sampling.token_rules or TokenRules()
+    ids = (*row.token_ids, *sampling.stop_token_ids, *sampling.eos_token_ids, *rules.allowed_ids[-1:])
+    more_ids = (token_id for token_id, _ in sampling.logit_bias), *rules.forbidden
+    largest = max(chain(ids, *more_ids))
     if largest >= limits.vocab_size:
         return invalid_row(index, f"token id {largest} is not below the vocabulary's {limits.vocab_size}")
     if (row.sampling.num_logprobs or 0) > limits.vocab_size:

@@ -29,6 +29,7 @@ from common.errors import (
     PrefillUnavailable,
 )
 from common.grammar.matcher import Matcher, NewMatcher, no_matchers
+from common.grammar.ruled_matcher import ruled
 from common.kv.shared_pool import SharedPool
 from common.load import PoolCounts
 from common.rpc.errors import abort_with
@@ -267,14 +268,20 @@ class PrefillServicer:
         self, rows: list[HandoffRow | RowFailed]
     ) -> tuple[list[HandoffRow | RowFailed], dict[int, Matcher]]:
         """Returns the rows and the matchers of those that need one. A row whose grammar is refused, or finds too many
-        waiting, fails alone.
+        waiting, fails alone; so does one whose output is against its rules.
         """
         checked, matchers = rows.copy(), {}
         for index, row in enumerate(rows):
             if isinstance(row, HandoffRow) and row.sampling.is_constrained:
                 try:
                     output_ids, sampling = row.token_ids[row.prompt_len :], row.sampling
-                    matchers[index] = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning)
+                    matcher: Matcher | None = None
+                    if sampling.constrains_text:
+                        matcher = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning)
+                    if (rules := sampling.token_rules) is not None:
+                        matcher = ruled(matcher, rules, output_ids, vocab_size=self._model_limits.vocab_size)
+                    assert matcher is not None
+                    matchers[index] = matcher
                 except InvalidRequest as error:
                     checked[index] = invalid_row(index, str(error))
                 except Overloaded as error:

@@ -444,8 +444,7 @@ class PrefillEngine:
             if prompt.phase is PromptPhase.ENDED:
                 continue
             if prompt.matcher is not None and prompt.matcher.failure:
-                assert prompt.sampling.grammar is not None
-                message = str(prompt.sampling.grammar.failed(prompt.matcher.failure))
+                message = str(prompt.sampling.stuck(prompt.matcher.failure))
                 self._fail(prompt, RowFailure.INVALID_ROW, message, retryable=False)
                 self._end_call_if_done(prompt.call_id)
                 continue

@@ -194,6 +194,13 @@ async def test_absent_options_stay_absent_and_zero_travels(server: ScriptedServe
     assert dict(request.sampling.logit_bias) == {4: -1.0}
 
 
+async def test_what_is_ruled_out_travels(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete("Hi", bad_words=["bad", "worse"], allowed_token_ids=(3, 1))
+    sampling = server.inference.requests.get(timeout=BOUND_S).sampling
+    assert (list(sampling.bad_words), list(sampling.allowed_token_ids)) == (["bad", "worse"], [3, 1])
+
+
 async def test_what_the_text_has_travels(server: ScriptedServer, either: EitherClient) -> None:
     server.inference.script = [started(), finished()]
     shown = ["[ARGS]", "[THINK]"]
@@ -382,6 +389,8 @@ async def test_a_server_that_breaks_the_order_is_an_internal_error(
         ({"prompt": "a", "seed": 2**64}, "sampling.seed"),
         ({"prompt": "a", "stop": "END"}, "sampling.stop"),
         ({"prompt": "a", "logit_bias": {-1: 0.0}}, "sampling.logit_bias"),
+        ({"prompt": "a", "bad_words": "word"}, "sampling.bad_words"),
+        ({"prompt": "a", "allowed_token_ids": []}, "sampling.allowed_token_ids"),
         ({"prompt": "a", "regex": "a", "json_schema": "{}"}, "sampling.json_schema"),
         ({"prompt": "a", "lark": "start: A", "regex": "a"}, "sampling.regex"),
         ({"prompt": "a", "choice": ["a"], "ebnf": "a"}, "sampling.ebnf"),

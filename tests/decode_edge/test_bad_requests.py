@@ -220,6 +220,8 @@ def test_a_request_without_prompt_is_refused() -> None:
         ("stop", [[""], ["x" * 257], [str(n) for n in range(17)]]),
         ("stop_token_ids", [[100], list(range(64))]),
         ("logit_bias", [{100: 1.0}, {1: 100.5}, {1: NAN}, {1: -INF}]),
+        ("bad_words", [[""], ["x" * 257], ["x"] * 129]),
+        ("allowed_token_ids", [[100], [2**32 - 1], [1] * 101]),
         ("n", [0, 2]),
     ],
 )
@@ -276,6 +278,8 @@ def test_who_asks_for_several_choices_is_told_how_to_have_them() -> None:
         ("stop", [["x" * 256], [str(n) for n in range(16)]]),
         ("stop_token_ids", [list(range(63))]),
         ("logit_bias", [{99: 100.0, 0: -100.0}]),
+        ("bad_words", [["x" * 256] * 128]),
+        ("allowed_token_ids", [[5], [*range(100)], [5, 4, 5]]),
         ("n", [1]),
     ],
 )

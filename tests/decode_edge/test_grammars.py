@@ -134,6 +134,38 @@ async def test_brought_output_that_the_grammar_forbids_is_refused(edge: Edge) ->
     assert "the grammar forbids token" in await call.details()
 
 
+async def test_the_engine_gets_a_matcher_of_the_words_and_tokens_that_are_ruled_out(edge: Edge) -> None:
+    a, b, c, space_a = (edge.tokenizer.encode(text)[0] for text in ("a", "b", "c", " a"))
+    options = types_pb2.SamplingParams(bad_words=["ab"], allowed_token_ids=[c, b, a, space_a, b], regex="[abc ]*")
+    edge.generate(token_ids=PROMPT, generated_token_ids=[c, a], sampling=options)
+    submit = await edge.engine.submitted()
+    assert submit.sampling.token_rules.allowed_ids == tuple(sorted((a, b, c, space_a)))
+    assert allowed(submit.matcher, edge.tokenizer) == sorted((a, c, space_a))
+
+
+async def test_brought_output_that_has_a_bad_word_is_refused(edge: Edge) -> None:
+    a, b = (edge.tokenizer.encode(letter)[0] for letter in "ab")
+    call = edge.generate(
+        token_ids=PROMPT, generated_token_ids=[a, b], sampling=types_pb2.SamplingParams(bad_words=["ab"])
+    )
+    assert (await error_of(call))[2] == {"field": "generated_token_ids"}
+
+
+@pytest.mark.parametrize(
+    ("new_tokenizer", "text", "pieces"),
+    [
+        (byte_level, "ab", [["a", "b"], ["Ġ", "a", "b"]]),
+        (with_space_mark, "yes", [["▁yes"], ["yes"]]),
+        (with_space_mark, "\n", [["▁", "\n"], ["\n"]]),
+    ],
+)
+def test_a_word_is_spelled_as_it_is_after_a_space_and_without_one(
+    new_tokenizer: Callable[[], TextTokenizer], text: str, pieces: list[list[str]]
+) -> None:
+    tokenizer = new_tokenizer()
+    assert list(dict.fromkeys(tokenizer.spellings(text))) == [tuple(ids_of_pieces(tokenizer, each)) for each in pieces]
+
+
 @pytest.mark.parametrize("new_tokenizer", [byte_level, byte_fallback, with_space_mark])
 @pytest.mark.parametrize(
     ("kind", "text", "outputs"),

@@ -12,6 +12,7 @@ from gateway.chat import parse_chat
 from gateway.plan import ChatPrompt
 from tests.gateway.callers import Caller
 from tests.gateway.gateway_here import GatewayHere
+from tests.support.models import make_tokenizer
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Be brief."},
@@ -96,6 +97,18 @@ async def test_a_stop_string_ends_the_text_before_it(caller: Caller, direct: Any
     chunks = await caller.chat_chunks(**GREEDY, stop=stop)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == direct.text[:where]
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_words_and_tokens_may_be_ruled_out(caller: Caller) -> None:
+    letters = make_tokenizer().convert_tokens_to_ids(list("bcdfg"))
+    answer = await caller.chat(**GREEDY, extra_body={"allowed_token_ids": letters})
+    content = answer.choices[0].message.content
+    assert len(content) == 24 and set(content) <= set("bcdfg")
+
+    word = content[4:6]
+    answer = await caller.chat(**GREEDY, extra_body={"allowed_token_ids": letters, "bad_words": [word]})
+    content = answer.choices[0].message.content
+    assert len(content) == 24 and set(content) <= set("bcdfg") and word not in content
 
 
 async def test_the_text_may_have_its_stop_string_and_special_tokens(caller: Caller, direct: Any) -> None:

@@ -87,6 +87,8 @@ def part(content: Any) -> dict[str, Any]:
         ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
         ({"use_beam_search": 0}, "use_beam_search", "unsupported_parameter"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "unsupported_parameter"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", None),
+        ({"bad_words": [""]}, "bad_words", None),
         ({"length_penalty": 0.5}, "length_penalty", "unsupported_parameter"),
         ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", None),

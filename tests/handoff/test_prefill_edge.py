@@ -17,6 +17,7 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from common.errors import ContextExceeded, InvalidRequest, Overloaded, RowFailure, error_for_row_failure
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.reasoning import Reasoning
+from common.grammar.token_rules import TokenRules
 from common.load import EngineLoad, PoolCounts, PrefixCounts
 from common.rpc.grpc_options import channel_options
 from common.service.server import ServerLimits, ServiceServer
@@ -202,6 +203,13 @@ INVALID_ROWS = {
     "token id 999 is not below": replace(row(), sampling=replace(row().sampling, stop_token_ids=(999,))),
     "token id 998 is not below": replace(row(), sampling=replace(row().sampling, eos_token_ids=(998,))),
     "token id 997 is not below": replace(row(), sampling=replace(row().sampling, logit_bias=((997, 1.0),))),
+    "token id 996 is not below": replace(row(), sampling=replace(row().sampling, token_rules=TokenRules((1, 996)))),
+    "token id 995 is not below": replace(
+        row(), sampling=replace(row().sampling, token_rules=TokenRules(forbidden=((1,), (995, 2))))
+    ),
+    "generated_token_ids: token 127 at index 1 is not allowed": replace(
+        row(), prompt_len=126, sampling=replace(row().sampling, token_rules=TokenRules(forbidden=((126, 127),)))
+    ),
     "token_ids: is empty": replace(row(), token_ids=()),
     "prompt_len: 129 is not in": replace(row(), prompt_len=129),
 }

@@ -20,6 +20,7 @@ from common.device.stream import Device
 from common.draft.head import DraftHead
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
+from common.grammar.ruled_matcher import ruled
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.telemetry.step_stats import StepStats
@@ -143,9 +144,16 @@ class PrefillReplica:
 
 
 def _compiles(vocab_size: int) -> NewMatcher:
-    return lambda sampling, output_ids: grammars_of(vocab_size).matcher(
-        sampling.grammar, output_ids, sampling.reasoning
-    )
+    def new_matcher(sampling: ResolvedSampling, output_ids: Sequence[int]) -> Matcher:
+        matcher: Matcher | None = None
+        if sampling.constrains_text:
+            matcher = grammars_of(vocab_size).matcher(sampling.grammar, output_ids, sampling.reasoning)
+        if sampling.token_rules is not None:
+            matcher = ruled(matcher, sampling.token_rules, output_ids, vocab_size=vocab_size)
+        assert matcher is not None
+        return matcher
+
+    return new_matcher
 
 
 @cache

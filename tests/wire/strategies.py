@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from common.errors import RowFailure
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.reasoning import Reasoning
+from common.grammar.token_rules import TokenRules
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
@@ -77,6 +78,13 @@ reasoning = st.builds(
     is_open=st.booleans(),
     max_tokens=st.none() | _uint32,
 )
+
+_token_rules = st.none() | st.builds(
+    TokenRules,
+    allowed_ids=st.sets(_uint32, max_size=4).map(lambda ids: tuple(sorted(ids))),
+    forbidden=st.lists(st.lists(_uint32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+).filter(lambda rules: rules != TokenRules())
+
 sampling = st.builds(
     ResolvedSampling,
     seed=_uint64,
@@ -87,6 +95,7 @@ sampling = st.builds(
     num_logprobs=st.none() | st.integers(0, 64),
     grammar=st.none() | grammars,
     reasoning=st.none() | reasoning,
+    token_rules=_token_rules,
     **{name: number(option) for name, option in NUMBER_OPTIONS.items()},
 )
 

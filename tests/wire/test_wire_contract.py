@@ -14,6 +14,7 @@ from baton.v1 import prefill_pb2
 from common.errors import RowFailure
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.reasoning import Reasoning
+from common.grammar.token_rules import TokenRules
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.wire.codec_commands import (
@@ -30,15 +31,15 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (13, "6862932e9dc585ff")
+CONTRACT = (13, "033a71cf61c71093")
 """The protocol version, and the digest of its fields."""
 SENT = {
     "prefill_batch": (
-        "CtECCokBCA0SBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEgdmbG"
-        "9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSsAEKB2dyw7zDn2UQARgCIgQD8KIE"
-        "KAEyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADpkClENAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9lAAAAv20AAEA/eAKiAQ"
-        "dbw6TDtl0rwgERCgQ8w7w+EgU8L8O8PhgBIAMSAQcaAggJIggAAMC/AAAAQECAgICAgCBKCTAwLTEtMi0wM1IKbWFuZGFudCDDvCIQAAECAwQF"
-        "BgcICQoLDA0OD3EAAAAAAAAAAH2NeQ77"
+        "CuQCCokBCA0SBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEgdmbG"
+        "9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSwwEKB2dyw7zDn2UQARgCIgQD8KIE"
+        "KAEyCQoFZHJhZnQQADIKCgZ0YXJnZXQQADp3ClkNAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9lAAAAv20AAEA/eAKiAQ"
+        "dbw6TDtl0rwgERCgQ8w7w+EgU8L8O8PhgBIAPaAQUDCfCiBBIBBxoCCAkiCAAAwL8AAABAKgMKAQUqBAoCBgdAgICAgIAgSgkwMC0xLTItMDNS"
+        "Cm1hbmRhbnQgw7wiEAABAgMEBQYHCAkKCwwNDg9xAAAAAAAAAAB9OF+Fnw=="
     ),
     "cancel_rows": "EgYKBAHwogRxAAAAAAAAAAB9KCPUXg==",
     "release_segments": "GgkKBwGAgICAgCBxAAAAAAAAAAB9Rk+SWg==",
@@ -97,6 +98,7 @@ ROW = HandoffRow(
         logit_bias=((8, -1.5), (9, 2.0)),
         num_logprobs=2,
         grammar=Grammar(GrammarKind.REGEX, "[äö]+"),
+        token_rules=TokenRules((3, 9, 70_000), ((5,), (6, 7))),
         reasoning=Reasoning("<ü>", "</ü>", is_open=True, max_tokens=3),
     ),
     deadline_unix_ms=2**40,

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Self, TypeVar
 
 from common.errors import ContextExceeded, InvalidRequest
+from common.sampling.params import SPELLINGS_PER_BAD_WORD
 from common.telemetry.timeline import Timeline
 from common.text.chat_template import ChatRefused, TextTooLong
 from common.text.tokenizer import TextTokenizer
@@ -67,6 +68,14 @@ class Prompts:
             case ChatPrompt():
                 text = await self._render(prompt)
                 return await self._tokenize("encode_chat", text, adds_special_tokens=False)
+
+    async def spell(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the token sequences that spell any of `texts`. Raises Overloaded."""
+        num_bytes = SPELLINGS_PER_BAD_WORD * sum(len(text.encode(errors="replace")) for text in texts)
+        return await self._threads.run("spell", partial(self._spell, texts), num_bytes=num_bytes)
+
+    def _spell(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(dict.fromkeys(sequence for text in texts for sequence in self._encoder.spellings(text)))
 
     async def _render(self, chat: ChatPrompt) -> str:
         num_bytes = self._num_bytes(*(text for message in chat.messages for text in message.texts), *chat.options.texts)
