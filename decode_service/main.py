@@ -159,7 +159,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
             live_requests=live_requests,
             prompts=prompts,
             new_matcher=stack.enter_context(GrammarCompiler(grammars)).matcher,
-            tool_grammars=ToolGrammars(output_format_of(tokenizer), tokenizer.special_tokens),
+            tool_grammars=ToolGrammars(output_format_of(settings, tokenizer), tokenizer.special_tokens),
             decoder=tokenizer,
             limits=limits,
             model_info=model_info(settings, runtime, size, tokenizer),

@@ -45,8 +45,7 @@ class ModelCard:
 class ServedModel:
     """Knows which model the decode service serves, and asks again when the answer is old, because the model may change.
 
-    Concurrent callers share one call. A `name` replaces the model's own name, and an `output_format` the one that the
-    decode service derives from the chat template.
+    Concurrent callers share one call. A `name` replaces the model's own name.
     """
 
     def __init__(
@@ -54,14 +53,12 @@ class ServedModel:
         client: AsyncClient,
         *,
         name: str = "",
-        output_format: OutputFormat | None = None,
         max_age_s: float = _MAX_AGE_S,
         clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
         self._name = name
-        self._output_format = output_format
         self._max_age_s = max_age_s
         self._clock = clock
         self._created = int(unix_time())
@@ -104,7 +101,7 @@ class ServedModel:
             name=self._name or info.model,
             system_fingerprint=f"fp_{info.digest[:16]}",
             max_context_tokens=info.max_context_tokens,
-            output_format=self._output_format or _format_of(info),
+            output_format=_format_of(info),
             created=self._created,
         )
         return self._card

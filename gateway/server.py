@@ -21,7 +21,6 @@ from common.host.descriptors import MAX_CONNECTIONS, max_connections
 from common.rpc.bearer_tokens import read_tokens
 from common.rpc.tls import server_tls
 from common.telemetry.tracing import NO_TRACER
-from common.text.output_formats import FORMATS
 from gateway.api_keys import ApiKeys
 from gateway.app import build_app
 from gateway.connection import bounded_connections
@@ -65,11 +64,7 @@ class GatewayServer:
             max_reading_bytes=_MAX_LARGE_BODIES * settings.max_request_bytes,
         )
         self._status = _status_collector(settings)
-        self._served_model = ServedModel(
-            self._client,
-            name=settings.served_model_name,
-            output_format=None if settings.output_format == "auto" else FORMATS[settings.output_format],
-        )
+        self._served_model = ServedModel(self._client, name=settings.served_model_name)
         app = build_app(
             client=self._client,
             served_model=self._served_model,

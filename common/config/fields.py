@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
@@ -70,6 +70,5 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Choices = Annotated[int, Field(ge=1, le=128)]
-OutputFormatName = Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "json"]
 RequestBytes = Annotated[int, Field(ge=64 << 10, le=MAX_MESSAGE_BYTES)]
 SegmentBytes = Annotated[int, Field(ge=64 << 10, le=MAX_SEGMENT_BYTES)]

@@ -7,17 +7,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from common.config.fields import (
-    Address,
-    Addresses,
-    Choices,
-    Origins,
-    OutputFormatName,
-    Positive,
-    RequestBytes,
-    Seconds,
-    Targets,
-)
+from common.config.fields import Address, Addresses, Choices, Origins, Positive, RequestBytes, Seconds, Targets
 from common.config.process_settings import ProcessSettings
 
 
@@ -46,8 +36,6 @@ class GatewaySettings(ProcessSettings):
     """Web origins whose pages may call the gateway from a browser, with commas; * for all."""
     served_model_name: str = ""
     """Name of the model in the HTTP API; unset: the decode service's name for it."""
-    output_format: OutputFormatName = "auto"
-    """Form in which the model writes reasoning and tool calls; auto: by its chat template; none: all is text."""
     max_request_bytes: RequestBytes = 4 << 20
     """Most bytes of one request, 64 KiB to 16 MiB."""
     max_open_requests: Positive = 512

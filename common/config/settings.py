@@ -22,6 +22,7 @@ from common.config.process_settings import ProcessSettings
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 
 KvTransport = Literal["auto", "grpc", "shared_memory", "nixl"]
+OutputFormatName = Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "json"]
 
 MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
@@ -173,6 +174,8 @@ class DecodeSettings(ServiceSettings):
     """Most tokens left of a prompt that decode computes itself; 0: none; unset: 128 on a CPU, 0 on a GPU."""
     prefill_fallback: bool = False
     """While no prefill service is ready, computes prompts of any length in the decode service; else they fail."""
+    output_format: OutputFormatName = "auto"
+    """Form in which the model writes reasoning and tool calls; auto: by its chat template; none: all is text."""
     max_handoff_attempts: Positive = 3
     """Attempts to have a request prefilled before it fails."""
     prefill_timeout_s: Seconds = 10.0

@@ -9,7 +9,7 @@ from common.config.settings import DecodeSettings
 from common.kv.pool_size import PoolSize
 from common.service.runtime import Runtime
 from common.text.chat_template import ChatRefused
-from common.text.output_formats import NONE, OutputFormat, format_of_template
+from common.text.output_formats import FORMATS, NONE, OutputFormat, format_of_template
 from common.text.tokenizer import TextTokenizer
 from common.wire.codec_fingerprint import encode_fingerprint
 
@@ -19,7 +19,7 @@ DISTRIBUTION = "baton-serve"
 def model_info(
     settings: DecodeSettings, runtime: Runtime, size: PoolSize, tokenizer: TextTokenizer
 ) -> inference_pb2.GetModelInfoResponse:
-    form = output_format_of(tokenizer)
+    form = output_format_of(settings, tokenizer)
     return inference_pb2.GetModelInfoResponse(
         model=settings.model,
         architecture=runtime.architecture,
@@ -35,8 +35,12 @@ def model_info(
     )
 
 
-def output_format_of(tokenizer: TextTokenizer) -> OutputFormat:
-    """Returns the form in which the model writes reasoning and calls, as its chat template tells it."""
+def output_format_of(settings: DecodeSettings, tokenizer: TextTokenizer) -> OutputFormat:
+    """Returns the form in which the model writes reasoning and calls: the configured one, or what its chat template
+    tells.
+    """
+    if settings.output_format != "auto":
+        return FORMATS[settings.output_format]
     try:
         source, _ = tokenizer.chat_template()
     except ChatRefused:

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from common.text.output_formats import HARMONY, HERMES, LLAMA3, MISTRAL, OutputFormat, Section, format_of_template
+from common.config.settings import DecodeSettings
+from common.text.output_formats import HARMONY, HERMES, LLAMA3, MISTRAL, NONE, OutputFormat, Section, format_of_template
+from decode_service.edge.model_info import output_format_of
+from tests.decode_edge.tokenizers_for_tests import byte_level
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,16 @@ def test_a_template_tells_the_family(template: str, form: OutputFormat) -> None:
 )
 def test_a_template_tells_whether_there_is_reasoning(template: str, reasoning: Section | None) -> None:
     assert format_of_template(template).reasoning == reasoning
+
+
+@pytest.mark.parametrize(
+    ("setting", "form"), [("auto", replace(HERMES, reasoning=None)), ("mistral", MISTRAL), ("none", NONE)]
+)
+def test_the_setting_replaces_what_the_template_tells(setting: str, form: OutputFormat) -> None:
+    settings = DecodeSettings.model_validate({"model": "demo", "output_format": setting})
+    assert output_format_of(settings, byte_level()) == form
+
+
+def test_a_model_without_a_template_has_no_format() -> None:
+    settings = DecodeSettings.model_validate({"model": "demo"})
+    assert output_format_of(settings, byte_level(chat_template=None)) is NONE

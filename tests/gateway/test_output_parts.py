@@ -17,9 +17,8 @@ from baton.v1.types_pb2 import Reasoning
 from common.text.output_formats import HERMES, MISTRAL, OutputFormat
 from gateway.chat import ChatChoice, parse_chat
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.gateway.gateway_here import GatewayHere
 from tests.gateway.parsing.transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
-from tests.support.loop_thread import LoopThread
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 CALLS = (
@@ -220,12 +219,3 @@ def test_the_text_of_chats_has_the_markers_that_are_special_tokens(edge: Gateway
     ):
         edge.ask("POST", path, body)
         assert list(reasons.inference.requests.get(timeout=BOUND_S).sampling.shown_special_tokens) == shown
-
-
-@pytest.mark.parametrize(("setting", "content"), [("none", "<think>Hm.</think>\n\nYes."), ("hermes", "Yes.")])
-def test_the_setting_replaces_what_the_decode_service_says(
-    loop: LoopThread, reasons: ScriptedServer, setting: str, content: str
-) -> None:
-    reasons.inference.output_format = "mistral"
-    with gateway_here(loop, reasons.address, output_format=setting) as here:
-        assert here.ask("POST", "/v1/chat/completions", CHAT).json["choices"][0]["message"]["content"] == content

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config.fields import OutputFormatName
+from common.config.settings import OutputFormatName
 from common.text.output_formats import FORMATS, HARMONY, HERMES, JSON, LLAMA3, MISTRAL, OutputFormat
 from decode_service.edge.text.output import OutputProcessor
 from gateway.parsing.events import CallArguments, CallBegun, ContentText
