@@ -167,9 +167,7 @@ def _set_chat_option(chat: inference_pb2.Chat, name: str, value: Any) -> None:
         for tool in value:
             chat.tools.add(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
     elif name == "tool_choice":
-        chat.tool_choice.CopyFrom(
-            inference_pb2.ToolChoice(required=value.required, names=value.names, parallel=value.parallel)
-        )
+        chat.tool_choice.CopyFrom(inference_pb2.ToolChoice(**dataclasses.asdict(value)))
     elif name == "chat_template_kwargs":
         chat.chat_template_kwargs = json.dumps(dict(value))
     else:

@@ -76,12 +76,14 @@ class ToolChoice:
     """What an output may call: the functions with these `names`, or any tool if there are none.
 
     If it is `required`, the output is calls and nothing else, and their arguments fit the tools' schemas. Unless it is
-    `parallel` there is one call at most.
+    `parallel` there is one call at most. `output_format` names the form in which calls are written, if it is not the
+    one of the chat template.
     """
 
     required: bool = False
     names: tuple[str, ...] = ()
     parallel: bool = True
+    output_format: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,17 @@ def chat_from_json(entries: Iterable[Any]) -> tuple[list[ChatMessage], ChatOptio
     ], ChatOptions(tuple(Tool(*tool) for tool in tools), *options)
 
 
+_MAX_DEPTH = 100
+
+
 def json_object(text: str) -> Mapping[str, Any] | None:
-    """Returns the JSON object in a text, or None if the text is no JSON object."""
+    """Returns the JSON object in a text, or None if the text is none, or nests so deeply that writing it may fail."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    level, depth = [value], 0
+    while level and depth <= _MAX_DEPTH:
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level, depth = [each for entries in inner for each in entries], depth + 1
+    return value if isinstance(value, dict) and not level else None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
 from common.text.chat_messages import Tool, ToolChoice, json_object
-from common.text.output_formats import ARGUMENTS, CHANNEL, CONSTRAIN, MESSAGE, START, OutputFormat
+from common.text.output_formats import ARGUMENTS, CHANNEL, CONSTRAIN, FORMATS, MESSAGE, START, OutputFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +51,12 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class ToolGrammars:
-    """The grammars of one model's outputs. `special_ids` has the ids of the tokens that are no text, by their names."""
+    """The grammars of one model's outputs. `form` is that of its chat template. `special_ids` has the ids of the tokens
+    that are no text, by their names.
+    """
 
     def __init__(self, form: OutputFormat, special_ids: Mapping[str, int]) -> None:
         self._form = form
-        self._calls = _CALLS.get(form.name)
-        if form.name == "mistral" and ARGUMENTS in special_ids:
-            self._calls = _LATER_MISTRAL
-        elif self._calls is None and form.calls is not None:
-            before, after = f'{form.calls.opens}\n{{"name": "', f"}}\n{form.calls.closes}"
-            self._calls = _Calls(before=before, after=after, separator="\n")
         self._special_ids = special_ids
         self._special = re.compile("|".join(map(re.escape, sorted(special_ids, key=len, reverse=True))) or "(?!)")
 
@@ -73,24 +69,37 @@ class ToolGrammars:
         is_free = not choice.required and choice.parallel and len(functions) == len(tools)
         if is_free and answer is None and not any(tool.strict for tool in tools):
             return None
-        if self._calls is None:
-            raise InvalidRequest("chat.tool_choice", "the form in which this model writes calls is not known")
-        lines = [*self._start(self._calls, choice, answer)]
+        form = FORMATS[choice.output_format] if choice.output_format else self._form
+        calls = self._calls_of(form)
+        lines = [*self._start(form, calls, choice, answer)]
         for index, tool in enumerate(functions):
             schema = {**_ANY_OBJECT, **tool.schema} if tool.strict or choice.required else _ANY_OBJECT
-            lines.append(f"f{index}: {self._text(tool.name + self._calls.between)} %json {json.dumps(schema)}")
+            lines.append(f"f{index}: {self._text(tool.name + calls.between)} %json {json.dumps(schema)}")
         lines.append(f"function: {' | '.join(f'f{index}' for index in range(len(functions)))}")
         return Grammar(GrammarKind.LARK, "\n".join(lines), made_of="chat.tools")
 
-    def _start(self, calls: _Calls, choice: ToolChoice, answer: Grammar | None) -> Iterator[str]:
+    def _calls_of(self, form: OutputFormat) -> _Calls:
+        """Returns the text of calls in this form. Raises InvalidRequest if they have none."""
+        if form.name == "mistral" and ARGUMENTS in self._special_ids:
+            return _LATER_MISTRAL
+        if form.name in _CALLS:
+            return _CALLS[form.name]
+        if form.calls is None:
+            raise InvalidRequest("chat.tool_choice", "the form in which this model writes calls is not known")
+        before, after = f'{form.calls.opens}\n{{"name": "', f"}}\n{form.calls.closes}"
+        return _Calls(before=before, after=after, separator="\n")
+
+    def _start(self, form: OutputFormat, calls: _Calls, choice: ToolChoice, answer: Grammar | None) -> Iterator[str]:
         """Yields the rules of an output, except that of a `function` with its arguments."""
         opens, before, after, closes = map(self._text, (calls.opens, calls.before, calls.after, calls.closes))
         is_several = choice.parallel and calls.separator is not None
         more = f"({self._text(calls.separator or '')} call)*" if is_several else ""
         yield f"call: {before} function {after}"
         all_calls = f"{opens} call {more} {closes}"
-        marker = self._marker(calls)
-        if self._form.has_channels:
+        marker = "" if form.calls is None else form.calls.opens
+        if not f"{calls.opens}{calls.before}".startswith(marker):
+            marker = ""  # calls are written without it
+        if form.has_channels:
             new, head, body = (self._text(each) for each in (f"{START}assistant", CHANNEL, MESSAGE))
             # What comes before it the prompt has, or reasoning before the grammar's beginning leaves to it.
             yield f'thought: {head} ("analysis" | "commentary") {body} {_WORDS} {self._text(_END)} {new}'
@@ -112,11 +121,6 @@ class ToolGrammars:
                 yield f"start: (begun {rest} function {after})* {_WORDS}"
             else:
                 yield f"start: {_WORDS} | begun {rest} function {after}"
-
-    def _marker(self, calls: _Calls) -> str:
-        """Returns the marker with which calls begin, or "" if they begin with their own text."""
-        marker = "" if self._form.calls is None else self._form.calls.opens
-        return marker if f"{calls.opens}{calls.before}".startswith(marker) else ""
 
     def _text(self, text: str) -> str:
         """Returns a text in the grammar's language: as strings, and as tokens where it names special ones."""

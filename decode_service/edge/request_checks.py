@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from common.text.chat_messages import (
     ToolChoice,
     json_object,
 )
-from common.text.output_formats import HERMES
+from common.text.output_formats import FORMATS, HERMES
 from common.text.tool_grammars import ToolGrammars
 from common.wire.handoff import MAX_CACHE_SALT_CHARS
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
@@ -31,6 +32,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_CHOICES = 128
 MAX_TOOL_CALLS = MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 256
+_TOOL_NAME = re.compile("[a-zA-Z0-9_.:/-]{1,256}")
 MAX_OPTIONS_CHARS = 1 << 18
 """The most characters of a chat's tools and of its `chat_template_kwargs`. Parsing so much takes a few milliseconds."""
 
@@ -226,16 +228,15 @@ def _chat_options(chat: inference_pb2.Chat) -> ChatOptions:
         if num_chars > MAX_OPTIONS_CHARS:
             raise InvalidRequest(f"chat.{field}", f"{num_chars} characters are more than {MAX_OPTIONS_CHARS}")
     if kwargs and json_object(kwargs) is None:
-        raise InvalidRequest("chat.chat_template_kwargs", "is no JSON object")
+        raise InvalidRequest("chat.chat_template_kwargs", "is no JSON object, or nests too deeply")
     for index, tool in enumerate(tools):
         place = f"chat.tools[{index}]"
-        if not tool.name:
-            raise InvalidRequest(f"{place}.name", "is empty")
-        _check_name(f"{place}.name", tool.name)
+        if not _TOOL_NAME.fullmatch(tool.name):
+            raise InvalidRequest(f"{place}.name", "must be 1 to 256 letters, digits, and characters of _.:/-")
         if any(tool.name == other.name for other in tools[:index]):
             raise InvalidRequest(f"{place}.name", "is another tool's too")
         if tool.parameters and json_object(tool.parameters) is None:
-            raise InvalidRequest(f"{place}.parameters", "is no JSON object")
+            raise InvalidRequest(f"{place}.parameters", "is no JSON object, or nests too deeply")
         if tool.schema.get("type", "object") != "object":
             raise InvalidRequest(f"{place}.parameters", "is no schema of objects")
     if chat.HasField("tool_choice") and not tools:
@@ -248,7 +249,14 @@ def _tool_choice(choice: inference_pb2.ToolChoice, tools: Sequence[Tool]) -> Too
     for index, name in enumerate(choice.names):
         if name not in names:
             raise InvalidRequest(f"chat.tool_choice.names[{index}]", "is no tool's name")
-    return ToolChoice(choice.required, tuple(choice.names), choice.parallel if choice.HasField("parallel") else True)
+    if choice.output_format and choice.output_format not in FORMATS:
+        raise InvalidRequest("chat.tool_choice.output_format", f"is none of {', '.join(FORMATS)}")
+    return ToolChoice(
+        required=choice.required,
+        names=tuple(choice.names),
+        parallel=choice.parallel if choice.HasField("parallel") else True,
+        output_format=choice.output_format,
+    )
 
 
 def _adds_generation_prompt(chat: inference_pb2.Chat) -> bool:
