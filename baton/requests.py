@@ -196,6 +196,8 @@ def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
                 setattr(params, name, value)
         except (TypeError, ValueError) as error:
             raise _invalid(f"sampling.{name}", str(error)) from error
+    if params.HasField("reasoning") and sampling.get("shown_special_tokens") is None:
+        params.shown_special_tokens.extend(filter(None, (params.reasoning.start, params.reasoning.end)))
     return params
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from baton.codec import event_from_wire
 from baton.errors import Internal
 from baton.events import Completion, Delta, Event, Finished, FinishReason, PositionLogprobs, Started
 from baton.v1 import inference_pb2
+from common.grammar.reasoning import Reasoning
 
 
 class EventOrder:
@@ -39,11 +41,13 @@ class EventOrder:
 class CompletionBuilder:
     """Collects the events of one generation into a Completion.
 
-    `parse` turns the text into the completion's `parsed`, if the model ended it.
+    `parse` turns the answer into the completion's `parsed`, if the model ended it. The answer is the text after the
+    request's `reasoning`.
     """
 
-    def __init__(self, parse: Callable[[str], Any] | None = None) -> None:
+    def __init__(self, parse: Callable[[str], Any] | None = None, *, reasoning: Reasoning | None = None) -> None:
         self._parse = parse
+        self._reasoning = reasoning
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
@@ -64,6 +68,9 @@ class CompletionBuilder:
             case Finished():
                 assert self._started is not None
                 text = "".join(self._text)
+                answer = text
+                if self._reasoning is not None:
+                    answer = replace(self._reasoning, is_open=self._started.is_reasoning_open).answer_in(text)
                 is_whole = event.reason is FinishReason.EOS
                 return Completion(
                     request_id=self._started.request_id,
@@ -76,6 +83,6 @@ class CompletionBuilder:
                     usage=event.usage,
                     timings=event.timings,
                     speculation=event.speculation,
-                    parsed=self._parse(text) if is_whole and self._parse is not None else None,
+                    parsed=self._parse(answer) if is_whole and self._parse is not None else None,
                 )
         return None

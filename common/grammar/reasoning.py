@@ -41,6 +41,15 @@ class Reasoning:
             return self
         return replace(self, is_open=last_bytes.rstrip().endswith(self.start.encode()))
 
+    def answer_in(self, text: str) -> str:
+        """Returns the answer in an output's whole text, if `is_open` is set."""
+        if not self.may_begin:
+            return text
+        markers, whole = Markers(self), text.encode()
+        place, num_answer = markers.after(markers.beginning, whole)
+        is_reasoned = place.part in (Part.REASONING, Part.ANSWER)
+        return whole[len(whole) - num_answer :].decode() if is_reasoned else text
+
     @property
     def may_begin(self) -> bool:
         return self.is_open is True or self.max_tokens != 0

@@ -158,6 +158,18 @@ async def test_a_text_that_is_not_just_the_answer_is_not_parsed(
     assert (await either.complete("Hi", json_schema={}, **options)).parsed is None
 
 
+@pytest.mark.parametrize(("is_open", "text"), [(True, 'Hm.</r>{"number": 2}'), (False, '<r></r>{"number": 2}')])
+async def test_an_answer_is_parsed_after_its_reasoning(
+    server: ScriptedServer, either: EitherClient, is_open: bool, text: str
+) -> None:
+    first = started()
+    first.started.is_reasoning_open = is_open
+    server.inference.script = [first, delta([5], text), finished(inference_pb2.FINISH_REASON_EOS, 1)]
+    answer = await either.complete("Hi", json_schema={}, reasoning=Reasoning("<r>", "</r>"), shown_special_tokens=[])
+    assert (answer.parsed, answer.text) == ({"number": 2}, text)
+    assert not server.inference.requests.get(timeout=BOUND_S).sampling.shown_special_tokens
+
+
 async def test_a_class_may_refuse_an_answer(server: ScriptedServer, either: EitherClient) -> None:
     server.inference.script = WROTE_3
     with pytest.raises(pydantic.ValidationError, match="is odd"):
@@ -217,7 +229,7 @@ async def test_reasoning_travels_and_its_tokens_come_back(server: ScriptedServer
     server.inference.script = [started(), end]
     answer = await either.complete("Hi", reasoning=Reasoning("<r>", "</r>", max_tokens=0))
     assert server.inference.requests.get(timeout=BOUND_S).sampling == types_pb2.SamplingParams(
-        reasoning=types_pb2.Reasoning(start="<r>", end="</r>", max_tokens=0)
+        reasoning=types_pb2.Reasoning(start="<r>", end="</r>", max_tokens=0), shown_special_tokens=["<r>", "</r>"]
     )
     assert answer.usage == Usage(num_prompt_tokens=3, num_completion_tokens=3, num_reasoning_tokens=2)
 

@@ -55,6 +55,7 @@ def test_only_the_text_decides_which_part_it_is(text: bytes, reasoning: Reasonin
     part, expected = part_of(reasoning, text)
     assert place.part is part
     assert expected.endswith(answer) if part is Part.UNREASONED else answer == expected
+    assert reasoning.answer_in(text.decode()) == (text if part is Part.BEFORE else expected).decode()
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=12), st.sampled_from([OPEN, CLOSED]))

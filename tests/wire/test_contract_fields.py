@@ -57,5 +57,5 @@ def test_ids_are_text_and_seeds_have_64_bits() -> None:
 def test_every_sampling_option_may_be_absent() -> None:
     fields = types_pb2.SamplingParams.DESCRIPTOR.fields
     assert len(fields) > 10
-    lists = {"stop", "stop_token_ids", "logit_bias"}
+    lists = {"stop", "stop_token_ids", "logit_bias", "shown_special_tokens", "bad_words", "allowed_token_ids"}
     assert {field.name for field in fields if not field.has_presence} == lists
