@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import structlog
 from starlette.types import Receive, Scope, Send
@@ -124,11 +123,8 @@ class GenerationEndpoint:
 
         def open_stream(index: int) -> AsyncEventStream:
             prompt, choice_index = divmod(index, plan.n)
-            arguments = plan.prompts[prompt].arguments
-            if "tool_choice" in arguments:
-                arguments["tool_choice"] = replace(arguments["tool_choice"], output_format=card.output_format.name)
             stream = self._client.generate(
-                **arguments,
+                **plan.prompts[prompt].arguments,
                 request_id=f"{prefix}-{index}",
                 choice_index=choice_index,
                 cache_salt=plan.cache_salt,

@@ -234,13 +234,10 @@ class ToolChoice(_message.Message):
     REQUIRED_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     PARALLEL_FIELD_NUMBER: _builtins.int
-    OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
     required: _builtins.bool
     """The output is calls, at least one, and nothing else."""
     parallel: _builtins.bool
     """False: one call at most. Default true."""
-    output_format: _builtins.str
-    """The form in which calls are written. Empty: the one that GetModelInfo names."""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The functions that may be called. Empty: all tools."""
@@ -251,11 +248,10 @@ class ToolChoice(_message.Message):
         required: _builtins.bool = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
         parallel: _builtins.bool | None = ...,
-        output_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel", b"_parallel", "parallel", b"parallel"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel", b"_parallel", "names", b"names", "output_format", b"output_format", "parallel", b"parallel", "required", b"required"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel", b"_parallel", "names", b"names", "parallel", b"parallel", "required", b"required"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parallel: _TypeAlias = _typing.Literal["parallel"]  # noqa: Y015
     _WhichOneofArgType__parallel: _TypeAlias = _typing.Literal["_parallel", b"_parallel"]  # noqa: Y015

@@ -76,14 +76,12 @@ class ToolChoice:
     """What an output may call: the functions with these `names`, or any tool if there are none.
 
     If it is `required`, the output is calls and nothing else, and their arguments fit the tools' schemas. Unless it is
-    `parallel` there is one call at most. `output_format` names the form in which calls are written, if it is not the
-    one of the chat template.
+    `parallel` there is one call at most.
     """
 
     required: bool = False
     names: tuple[str, ...] = ()
     parallel: bool = True
-    output_format: str = ""
 
 
 @dataclass(frozen=True, slots=True)

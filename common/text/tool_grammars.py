@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
 from common.text.chat_messages import Tool, ToolChoice, json_object
-from common.text.output_formats import ARGUMENTS, CHANNEL, CONSTRAIN, FORMATS, MESSAGE, START, OutputFormat
+from common.text.output_formats import ARGUMENTS, CHANNEL, CONSTRAIN, MESSAGE, START, OutputFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class ToolGrammars:
-    """The grammars of one model's outputs. `form` is that of its chat template. `special_ids` has the ids of the tokens
-    that are no text, by their names.
-    """
+    """The grammars of one model's outputs. `special_ids` has the ids of the tokens that are no text, by their names."""
 
     def __init__(self, form: OutputFormat, special_ids: Mapping[str, int]) -> None:
         self._form = form
@@ -69,17 +67,18 @@ class ToolGrammars:
         is_free = not choice.required and choice.parallel and len(functions) == len(tools)
         if is_free and answer is None and not any(tool.strict for tool in tools):
             return None
-        form = FORMATS[choice.output_format] if choice.output_format else self._form
-        calls = self._calls_of(form)
-        lines = [*self._start(form, calls, choice, answer)]
+        calls = self._calls
+        lines = [*self._start(calls, choice, answer)]
         for index, tool in enumerate(functions):
             schema = {**_ANY_OBJECT, **tool.schema} if tool.strict or choice.required else _ANY_OBJECT
             lines.append(f"f{index}: {self._text(tool.name + calls.between)} %json {json.dumps(schema)}")
         lines.append(f"function: {' | '.join(f'f{index}' for index in range(len(functions)))}")
         return Grammar(GrammarKind.LARK, "\n".join(lines), made_of="chat.tools")
 
-    def _calls_of(self, form: OutputFormat) -> _Calls:
-        """Returns the text of calls in this form. Raises InvalidRequest if they have none."""
+    @property
+    def _calls(self) -> _Calls:
+        """The text of calls in the model's form. Raises InvalidRequest if they have none."""
+        form = self._form
         if form.name == "mistral" and ARGUMENTS in self._special_ids:
             return _LATER_MISTRAL
         if form.name in _CALLS:
@@ -89,13 +88,14 @@ class ToolGrammars:
         before, after = f'{form.calls.opens}\n{{"name": "', f"}}\n{form.calls.closes}"
         return _Calls(before=before, after=after, separator="\n")
 
-    def _start(self, form: OutputFormat, calls: _Calls, choice: ToolChoice, answer: Grammar | None) -> Iterator[str]:
+    def _start(self, calls: _Calls, choice: ToolChoice, answer: Grammar | None) -> Iterator[str]:
         """Yields the rules of an output, except that of a `function` with its arguments."""
         opens, before, after, closes = map(self._text, (calls.opens, calls.before, calls.after, calls.closes))
         is_several = choice.parallel and calls.separator is not None
         more = f"({self._text(calls.separator or '')} call)*" if is_several else ""
         yield f"call: {before} function {after}"
         all_calls = f"{opens} call {more} {closes}"
+        form = self._form
         marker = "" if form.calls is None else form.calls.opens
         if not f"{calls.opens}{calls.before}".startswith(marker):
             marker = ""  # calls are written without it

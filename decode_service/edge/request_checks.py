@@ -23,7 +23,7 @@ from common.text.chat_messages import (
     ToolChoice,
     json_object,
 )
-from common.text.output_formats import FORMATS, HERMES
+from common.text.output_formats import HERMES
 from common.text.tool_grammars import ToolGrammars
 from common.wire.handoff import MAX_CACHE_SALT_CHARS
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
@@ -249,13 +249,10 @@ def _tool_choice(choice: inference_pb2.ToolChoice, tools: Sequence[Tool]) -> Too
     for index, name in enumerate(choice.names):
         if name not in names:
             raise InvalidRequest(f"chat.tool_choice.names[{index}]", "is no tool's name")
-    if choice.output_format and choice.output_format not in FORMATS:
-        raise InvalidRequest("chat.tool_choice.output_format", f"is none of {', '.join(FORMATS)}")
     return ToolChoice(
         required=choice.required,
         names=tuple(choice.names),
         parallel=choice.parallel if choice.HasField("parallel") else True,
-        output_format=choice.output_format,
     )
 
 

@@ -287,14 +287,14 @@ async def test_a_chat_s_options_travel_with_it(server: ScriptedServer, either: E
     await either.complete(
         chat=[ChatMessage("user", "Hi")],
         tools=[Tool("f", "does it", '{"type": "object"}', strict=True)],
-        tool_choice=ToolChoice(required=True, names=("f",), parallel=False, output_format="json"),
+        tool_choice=ToolChoice(required=True, names=("f",), parallel=False),
         chat_template_kwargs={"mood": ["é"]},
         continue_final_message=False,
         add_generation_prompt=False,
     )
     chat = server.inference.requests.get(timeout=BOUND_S).chat
     tool = inference_pb2.Tool(name="f", description="does it", parameters='{"type": "object"}', strict=True)
-    choice = inference_pb2.ToolChoice(required=True, names=["f"], parallel=False, output_format="json")
+    choice = inference_pb2.ToolChoice(required=True, names=["f"], parallel=False)
     assert (list(chat.tools), chat.tool_choice) == ([tool], choice)
     assert json.loads(chat.chat_template_kwargs) == {"mood": ["é"]}
     assert (chat.continue_final_message, chat.add_generation_prompt) == (False, False)

@@ -116,7 +116,6 @@ TOOL: dict[str, Any] = {"name": "f", "parameters": '{"type": "object"}'}
         ("tools[0].parameters", {"tools": [{**TOOL, "parameters": '{"type": "string"}'}]}),
         ("tool_choice", {"tool_choice": {"required": True}}),
         ("tool_choice.names[1]", {"tools": [TOOL], "tool_choice": {"names": ["f", "g"]}}),
-        ("tool_choice.output_format", {"tools": [TOOL], "tool_choice": {"output_format": "xml"}}),
         ("chat_template_kwargs", {"chat_template_kwargs": "[1]"}),
         ("chat_template_kwargs", {"chat_template_kwargs": '{"a": "' + "x" * (1 << 18) + '"}'}),
         ("continue_final_message", {"continue_final_message": True}),

@@ -166,12 +166,6 @@ def test_an_answer_of_another_kind_does_not_go_with_calls() -> None:
     assert writes.grammar([ADD], REQUIRED, regex) == writes.grammar([ADD], REQUIRED, None)
 
 
-def test_a_request_may_name_another_form_of_calls() -> None:
-    family = Family("hermes")
-    grammar = family.writes.grammar([ADD], ToolChoice(required=True, output_format="llama3"), None)
-    assert family.fits(grammar, call("llama3")) and not family.fits(grammar, call("hermes"))
-
-
 def test_an_output_is_free_if_nothing_has_to_fit() -> None:
     assert Family("hermes").writes.grammar([ADD, CLOCK], ANY, None) is None
 

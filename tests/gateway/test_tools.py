@@ -12,10 +12,7 @@ from baton import ChatMessage, Client, Tool, ToolChoice
 from gateway.chat import parse_chat
 from gateway.plan import ChatPrompt
 from gateway.tools import ToolUse, parse_tools
-from tests.client.scripted_inference import ScriptedServer
 from tests.gateway.callers import Caller
-from tests.gateway.gateway_here import BOUND_S, gateway_here
-from tests.support.loop_thread import LoopThread
 
 SIZE = {
     "type": "object",
@@ -158,12 +155,3 @@ def test_only_functions_that_may_be_called_are_looked_for_in_an_output() -> None
     assert use.functions == {"pick": SIZE}
     assert parse_tools([PICK], "none", None) is None
     assert parse_tools([], "auto", True) is None
-
-
-@pytest.mark.parametrize(("setting", "form"), [("auto", "hermes"), ("llama3", "llama3")])
-def test_calls_are_bound_in_the_form_in_which_they_are_looked_for(
-    loop: LoopThread, scripted: ScriptedServer, setting: str, form: str
-) -> None:
-    with gateway_here(loop, scripted.address, output_format=setting) as here:
-        here.ask("POST", "/v1/chat/completions", {"model": "demo", "messages": USER, "tools": [CLOCK]})
-    assert scripted.inference.requests.get(timeout=BOUND_S).chat.tool_choice.output_format == form
