@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Protocol
 
 from baton.events import Completion, Delta, Finished, FinishReason, Started
+from common.request_stats import SpeculationCounts
 from common.text.output_formats import OutputFormat
 from gateway.plan import Plan
 
@@ -74,25 +77,48 @@ def with_token_ids(choice: dict[str, Any], token_ids: Sequence[int], plan: Plan)
     return {**choice, "token_ids": list(token_ids)} if plan.returns_token_ids else choice
 
 
+def best(completions: Sequence[Completion], plan: Plan) -> list[Completion]:
+    """Returns the completions of the plan's choices, in their order, from those of all its generations.
+
+    The best have the largest mean log-probability of a token; of equals, the earlier generation counts.
+    """
+    chosen: list[Completion] = []
+    for first in range(0, plan.num_generations, plan.best_of):
+        group = completions[first : first + plan.best_of]
+        chosen += group if plan.best_of == plan.n else sorted(group, key=_mean_logprob, reverse=True)[: plan.n]
+    return [replace(each, logprobs=()) for each in chosen] if plan.hides_logprobs else chosen
+
+
+def _mean_logprob(completion: Completion) -> float:
+    mean = fmean([each.chosen.logprob for each in completion.logprobs] or [-math.inf])
+    return -math.inf if math.isnan(mean) else mean
+
+
 def usage(
     plan: Plan,
     started: Sequence[Started],
     num_completion_tokens: Sequence[int],
     num_cached_tokens: Sequence[int],
     num_reasoning_tokens: Sequence[int],
+    drafts: Iterable[SpeculationCounts],
 ) -> dict[str, object]:
     """Returns OpenAI's `usage` object. A prompt's tokens count once, however many choices the prompt has.
 
-    The numbers of tokens have one entry per choice. A prompt token counts as cached if it was cached for every choice
-    of the prompt.
+    The numbers of tokens have one entry per generation. A prompt token counts as cached if it was cached for every
+    generation of the prompt. `drafts` are the counts of generations that have ended.
     """
-    num_prompt = sum(each.num_prompt_tokens for each in started[:: plan.n])
+    counts, size = list(drafts), plan.best_of
+    num_prompt = sum(each.num_prompt_tokens for each in started[::size])
     num_completion = sum(num_completion_tokens)
-    num_cached = sum(min(num_cached_tokens[first : first + plan.n]) for first in range(0, plan.num_choices, plan.n))
+    num_cached = sum(min(num_cached_tokens[first : first + size]) for first in range(0, plan.num_generations, size))
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(num_reasoning_tokens)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(num_reasoning_tokens),
+            "draft_tokens": sum(each.num_drafted_tokens for each in counts),
+            "accepted_draft_tokens": sum(each.num_accepted_tokens for each in counts),
+        },
     }

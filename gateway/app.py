@@ -69,12 +69,12 @@ def build_app(
 
     async def list_models(_request: Request) -> Response:
         card = await served_model.card()
-        return JsonResponse({"object": "list", "data": [card.as_json()]})
+        return JsonResponse({"object": "list", "data": [card.as_json(name) for name in card.names]})
 
     async def retrieve_model(request: Request) -> Response:
         card = await served_model.card()
         card.check(request.path_params["model"])
-        return JsonResponse(card.as_json())
+        return JsonResponse(card.as_json(request.path_params["model"]))
 
     async def version(_request: Request) -> Response:
         return JsonResponse({"version": package_version("baton-serve")})
@@ -88,6 +88,7 @@ def build_app(
         Route("/v1/models/{model:path}", retrieve_model),
         Route("/health", health.ready),
         Route("/health/live", health.live),
+        Route("/health/ready", health.ready),
         Route("/ping", health.ready, methods=["GET", "POST"]),
         Route("/version", version),
         Route("/metrics", exposition),

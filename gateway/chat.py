@@ -140,6 +140,8 @@ def parse_chat(body: bytes) -> Plan:
     fields = parse_fields(body, ChatFields)
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
+    if fields.best_of not in (None, fields.n):
+        raise not_served("best_of", "only the value of n is")
     max_tokens, max_name = _max_tokens(fields)
     tools = parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     prompt = ChatPrompt(
@@ -151,6 +153,7 @@ def parse_chat(body: bytes) -> Plan:
         model=fields.model,
         prompts=(prompt,),
         n=fields.n,
+        best_of=fields.n,
         sampling=fields.sampling(
             max_tokens=max_tokens, logprobs=(fields.top_logprobs or 0) if fields.logprobs else None
         ),

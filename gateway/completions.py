@@ -70,11 +70,19 @@ def parse_completion(body: bytes) -> Plan:
     """Parses the body of a completion request. Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, CompletionFields)
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    best_of = fields.n if fields.best_of is None else fields.best_of
+    if best_of < fields.n:
+        raise invalid("best_of", f"{best_of} is less than n, {fields.n}")
+    if best_of > fields.n and fields.stream:
+        raise invalid("best_of", "above n does not go with stream: the best are known at the end")
+    ranks = best_of > fields.n and fields.logprobs is None
     return Plan(
         model=fields.model,
         prompts=_prompts(fields.prompt),
         n=fields.n,
-        sampling=fields.sampling(max_tokens=max_tokens, logprobs=fields.logprobs),
+        best_of=best_of,
+        sampling=fields.sampling(max_tokens=max_tokens, logprobs=0 if ranks else fields.logprobs),
+        hides_logprobs=ranks,
         cache_salt=fields.cache_salt,
         cache_prompt=fields.cache_prompt,
         is_streamed=fields.stream,

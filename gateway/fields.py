@@ -147,7 +147,7 @@ class GenerationFields(GrammarFields):
     stream: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(without_null)] | None = None
     n: Annotated[int, Field(ge=1)] = 1
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)] | None = None
@@ -184,8 +184,6 @@ class GenerationFields(GrammarFields):
         """Returns the sampling options for the decode service. Raises ApiError, which names the wrong field."""
         if not self.stream and (self.includes_usage or self.has_usage_in_chunks):
             raise invalid("stream_options", "is for streams only")
-        if self.best_of not in (None, self.n):
-            raise not_served("best_of", "only the value of n is")
         options: SamplingOptions = SamplingOptions(
             seed=None if self.seed is None else self.seed % (1 << 64),
             max_tokens=max_tokens,

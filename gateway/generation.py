@@ -17,7 +17,8 @@ from baton.client import AsyncEventStream
 from baton.client.event_order import CompletionBuilder
 from baton.errors import BatonError
 from baton.events import Delta, Event, Finished, Started
-from gateway.answer import Api, Choice, Envelope, usage
+from common.request_stats import SpeculationCounts
+from gateway.answer import Api, Choice, Envelope, best, usage
 from gateway.choices import Choices
 from gateway.errors import CLIENT_LEFT_STATUS, ApiError, ClientLeft, api_error_of, internal, invalid
 from gateway.limits import HttpLimits
@@ -82,7 +83,7 @@ class GenerationEndpoint:
         card.check(plan.model)
         check_prompts(plan, card)
         try:
-            async with Choices(plan.num_choices, self._opener(plan, card, record)) as choices:
+            async with Choices(plan.num_generations, self._opener(plan, card, record)) as choices:
                 open_request.fails_by(choices.fail)
                 answering = _Answering(self._api, plan, card, self._unix_time(), record, self._metrics)
                 work = answering.stream(choices, send) if plan.is_streamed else answering.whole(choices, send)
@@ -92,9 +93,9 @@ class GenerationEndpoint:
 
     def _parse(self, body: bytes) -> Plan:
         plan = self._api.parse(body)
-        if plan.num_choices > self._limits.max_choices:
-            param = "n" if plan.n > 1 else "prompt"
-            raise invalid(param, f"{plan.num_choices} choices are more than {self._limits.max_choices}")
+        if plan.num_generations > self._limits.max_choices:
+            param = "best_of" if plan.best_of > plan.n else "n" if plan.n > 1 else "prompt"
+            raise invalid(param, f"{plan.num_generations} choices are more than {self._limits.max_choices}")
         return plan
 
     async def _card(self, receive: Receive) -> ModelCard:
@@ -122,7 +123,7 @@ class GenerationEndpoint:
         firsts: dict[int, AsyncEventStream] = {}
 
         def open_stream(index: int) -> AsyncEventStream:
-            prompt, choice_index = divmod(index, plan.n)
+            prompt, choice_index = divmod(index, plan.best_of)
             stream = self._client.generate(
                 **plan.prompts[prompt].arguments,
                 request_id=f"{prefix}-{index}",
@@ -151,9 +152,10 @@ class _Answering:
         self._metrics = metrics
         self._form = card.output_format
         self._choices: list[Choice] = []
-        self._num_tokens = [0] * plan.num_choices
-        self._num_cached = [0] * plan.num_choices
-        self._num_reasoning = [0] * plan.num_choices
+        self._num_tokens = [0] * plan.num_generations
+        self._num_cached = [0] * plan.num_generations
+        self._num_reasoning = [0] * plan.num_generations
+        self._drafts: list[SpeculationCounts] = []
         self._envelope = Envelope(
             id=f"{api.id_prefix}-{record.request_id}",
             created=int(unix_s),
@@ -176,9 +178,10 @@ class _Answering:
             self._count(index, event)
             if (completion := builders[index].add(event)) is not None:
                 completions[index] = completion
+        ended = [completions[index] for index in range(len(builders))]
         answer = self._envelope.around(
             self._api.whole_object,
-            [choice.whole(completions[index]) for index, choice in enumerate(self._choices)],
+            [choice.whole(each) for choice, each in zip(self._choices, best(ended, self._plan), strict=True)],
             usage=self._usage(started),
         )
         await JsonResponse(answer).send_to(send)
@@ -219,9 +222,13 @@ class _Answering:
 
     async def _started(self, choices: Choices) -> Sequence[Started]:
         started = await choices.started()
-        self._record.num_prompt_tokens = sum(each.num_prompt_tokens for each in started[:: self._plan.n])
+        self._record.num_prompt_tokens = sum(each.num_prompt_tokens for each in started[:: self._plan.best_of])
         self._metrics.on_prompt(self._record.num_prompt_tokens)
-        self._choices = [self._api.new_choice(i, self._plan, self._form, each) for i, each in enumerate(started)]
+        plan = self._plan
+        self._choices = [
+            self._api.new_choice(index, plan, self._form, started[index // plan.n * plan.best_of + index % plan.n])
+            for index in range(plan.num_choices)
+        ]
         return started
 
     def _part(self, index: int, event: Event) -> dict[str, object] | None:
@@ -239,7 +246,7 @@ class _Answering:
         return self._envelope.around(self._api.chunk_object, [choice], **more)
 
     def _usage(self, started: Sequence[Started]) -> dict[str, object]:
-        return usage(self._plan, started, self._num_tokens, self._num_cached, self._num_reasoning)
+        return usage(self._plan, started, self._num_tokens, self._num_cached, self._num_reasoning, self._drafts)
 
     def _count(self, index: int, event: Event) -> None:
         record = self._record
@@ -247,6 +254,8 @@ class _Answering:
             self._num_tokens[index] = event.usage.num_completion_tokens
             self._num_cached[index] = event.timings.num_cached_tokens
             self._num_reasoning[index] = event.usage.num_reasoning_tokens
+            if event.speculation is not None:
+                self._drafts.append(event.speculation)
         if not isinstance(event, Delta):
             return
         if record.ttft_s is None:

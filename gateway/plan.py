@@ -67,6 +67,8 @@ Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
 class Plan:
     """A parsed request: `n` choices of each prompt, ordered by prompt.
 
+    Each prompt is generated from `best_of` times, and its choices are the best `n` of these generations. If
+    `hides_logprobs`, the answer has no log-probabilities: they are asked for to find the best.
     `functions` maps the names of the functions that the model may call to the JSON schemas of their arguments. `params`
     maps a field's name in the gRPC request to its name in the HTTP request, where the two differ.
     """
@@ -74,6 +76,7 @@ class Plan:
     model: str
     prompts: tuple[Prompt, ...]
     n: int
+    best_of: int
     sampling: SamplingOptions
     cache_salt: str | None
     cache_prompt: bool | None
@@ -84,7 +87,12 @@ class Plan:
     params: Mapping[str, str]
     max_reasoning_tokens: int | None = None
     functions: Mapping[str, Any] = field(default_factory=dict)
+    hides_logprobs: bool = False
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def num_generations(self) -> int:
+        return len(self.prompts) * self.best_of

@@ -26,5 +26,6 @@ def check_prompts(plan: Plan, card: ModelCard) -> None:
                 num_prompt_tokens=len(prompt.token_ids),
             )
     num_bytes = sum(prompt.num_bytes for prompt in plan.prompts)
-    if num_bytes * plan.n > MAX_SENT_BYTES:
-        raise invalid("n", f"{num_bytes} bytes of prompts, {plan.n} times, are more than {MAX_SENT_BYTES}")
+    if num_bytes * plan.best_of > MAX_SENT_BYTES:
+        param = "best_of" if plan.best_of > plan.n else "n"
+        raise invalid(param, f"{num_bytes} bytes of prompts, {plan.best_of} times, are more than {MAX_SENT_BYTES}")

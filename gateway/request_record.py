@@ -18,6 +18,7 @@ _ROUTES = frozenset(
         "/",
         "/health",
         "/health/live",
+        "/health/ready",
         "/metrics",
         "/ping",
         "/status.json",

@@ -19,22 +19,28 @@ _MAX_AGE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    name: str
+    """The served model. Callers may use any of its `names`; answers have the first."""
+
+    names: tuple[str, ...]
     system_fingerprint: str
     max_context_tokens: int
     output_format: OutputFormat
     created: int
 
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
     def check(self, name: str) -> None:
-        """Raises ApiError 404 unless `name` is this model's name."""
-        if name != self.name:
+        """Raises ApiError 404 unless `name` is one of this model's names."""
+        if name not in self.names:
             raise ApiError(
                 404, f"model: {name[:128]!r} is not served, {self.name!r} is", param="model", code="model_not_found"
             )
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "baton",
@@ -45,20 +51,20 @@ class ModelCard:
 class ServedModel:
     """Knows which model the decode service serves, and asks again when the answer is old, because the model may change.
 
-    Concurrent callers share one call. A `name` replaces the model's own name.
+    Concurrent callers share one call. `names`, if there are any, replace the model's own name.
     """
 
     def __init__(
         self,
         client: AsyncClient,
         *,
-        name: str = "",
+        names: tuple[str, ...] = (),
         max_age_s: float = _MAX_AGE_S,
         clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
-        self._name = name
+        self._names = names
         self._max_age_s = max_age_s
         self._clock = clock
         self._created = int(unix_time())
@@ -98,7 +104,7 @@ class ServedModel:
         except BatonError as error:
             return error
         self._card = ModelCard(
-            name=self._name or info.model,
+            names=self._names or (info.model,),
             system_fingerprint=f"fp_{info.digest[:16]}",
             max_context_tokens=info.max_context_tokens,
             output_format=_format_of(info),

@@ -64,7 +64,7 @@ class GatewayServer:
             max_reading_bytes=_MAX_LARGE_BODIES * settings.max_request_bytes,
         )
         self._status = _status_collector(settings)
-        self._served_model = ServedModel(self._client, name=settings.served_model_name)
+        self._served_model = ServedModel(self._client, names=settings.served_model_name)
         app = build_app(
             client=self._client,
             served_model=self._served_model,

@@ -65,6 +65,12 @@ OptionalEndpoint = Annotated[str, AfterValidator(lambda value: _endpoint(value) 
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_on_commas)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(split_on_commas)]
 Targets = Annotated[tuple[Annotated[str, AfterValidator(_target)], ...], NoDecode, BeforeValidator(split_on_commas)]
+Names = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    BeforeValidator(split_on_commas),
+    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
+]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

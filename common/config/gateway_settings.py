@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from common.config.fields import Address, Addresses, Choices, Origins, Positive, RequestBytes, Seconds, Targets
+from common.config.fields import Address, Addresses, Choices, Names, Origins, Positive, RequestBytes, Seconds, Targets
 from common.config.process_settings import ProcessSettings
 
 
@@ -34,8 +34,8 @@ class GatewaySettings(ProcessSettings):
     """File of keys, one per line; HTTP clients must then send one."""
     cors_origins: Origins = ()
     """Web origins whose pages may call the gateway from a browser, with commas; * for all."""
-    served_model_name: str = ""
-    """Name of the model in the HTTP API; unset: the decode service's name for it."""
+    served_model_name: Names = ()
+    """Names of the model in the HTTP API, with commas; answers have the first. Unset: what decode calls it."""
     max_request_bytes: RequestBytes = 4 << 20
     """Most bytes of one request, 64 KiB to 16 MiB."""
     max_open_requests: Positive = 512

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -74,6 +75,24 @@ async def test_several_prompts_have_n_choices_each_in_their_order(
 async def test_without_a_bound_there_are_as_many_tokens_as_openai_gives(caller: Caller) -> None:
     answer = await caller.complete(prompt=PROMPT, extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_the_best_of_several_have_the_largest_mean_log_probability(
+    caller: Caller, pair: Client, logprobs: int | None
+) -> None:
+    prompts, sampled = ["the one", "another"], {"temperature": 1.5, "seed": 3, "max_tokens": 6}
+    answer = await caller.complete(prompt=prompts, n=2, best_of=4, **sampled, logprobs=logprobs, extra_body=IDS)
+    expected, num_tokens = [], 0
+    for prompt in prompts:
+        each = [pair.complete(prompt, choice_index=index, logprobs=0, **sampled) for index in range(4)]
+        num_tokens += sum(len(one.token_ids) for one in each)
+        means = [fmean(entry.chosen.logprob for entry in one.logprobs) for one in each]
+        expected += [list(each[index].token_ids) for index in sorted(range(4), key=lambda i: -means[i])[:2]]
+    assert [choice.token_ids for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.completion_tokens == num_tokens, "all of them were generated"
+    assert all((choice.logprobs is None) == (logprobs is None) for choice in answer.choices)
 
 
 async def test_best_of_as_many_as_there_are_asks_for_nothing(caller: Caller, direct: Any) -> None:

@@ -9,6 +9,7 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
+from baton.v1 import inference_pb2
 from tests.client.scripted_inference import ScriptedServer, delta, finished, started
 from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
@@ -20,9 +21,11 @@ COMPLETIONS = "/v1/completions"
 def test_health_is_the_decode_services(edge: GatewayHere, scripted: ScriptedServer) -> None:
     answer = edge.ask("GET", "/health")
     assert (answer.status, answer.json["reason"]) == (503, "the decode service is not ready")
+    assert edge.ask("GET", "/health/ready").json == answer.json
     scripted.become_ready()
     answer = edge.ask("GET", "/health")
     assert (answer.status, answer.json) == (200, {"status": "ok"})
+    assert edge.ask("GET", "/health/ready").status == 200
     scripted.stop()
     answer = edge.ask("GET", "/health")
     assert answer.status == 503 and answer.json["reason"].startswith("the decode service cannot be reached")
@@ -81,6 +84,28 @@ def test_the_model_has_the_name_of_the_setting(loop: LoopThread, scripted: Scrip
         assert client.completions.create(model="org/some-model", prompt="hi").model == "org/some-model"
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="demo", prompt="hi")
+
+
+def test_the_model_has_all_names_of_the_setting_and_answers_have_the_first(
+    loop: LoopThread, scripted: ScriptedServer
+) -> None:
+    scripted.inference.script = [started(), finished()]
+    with gateway_here(loop, scripted.address, served_model_name="org/model,gpt-4o, org/model") as gateway:
+        client = gateway.openai()
+        assert [model.id for model in client.models.list()] == ["org/model", "gpt-4o"]
+        assert client.models.retrieve("gpt-4o").id == "gpt-4o"
+        for name in ("org/model", "gpt-4o"):
+            assert client.completions.create(model=name, prompt="hi").model == "org/model"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="demo", prompt="hi")
+
+
+def test_the_usage_counts_drafts_of_all_choices(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    counts = inference_pb2.SpeculationCounts(num_verify_steps=3, num_drafted_tokens=12, num_accepted_tokens=5)
+    scripted.inference.script = [started(), delta([1, 2], "ab"), finished(speculation=counts)]
+    answer = edge.ask("POST", COMPLETIONS, {"model": "demo", "prompt": "hi", "n": 2})
+    details = answer.json["usage"]["completion_tokens_details"]
+    assert details == {"reasoning_tokens": 0, "draft_tokens": 24, "accepted_draft_tokens": 10}
 
 
 def test_metrics_count_requests_tokens_and_times(edge: GatewayHere, scripted: ScriptedServer) -> None:

@@ -201,7 +201,10 @@ def test_the_usage_counts_the_tokens_of_reasoning(edge: GatewayHere, reasons: Sc
     ending.finished.usage.num_reasoning_tokens = 3
     reasons.inference.script = [started(), delta([1, 2, 3, 4], "<think>Hm.</think>Yes."), ending]
     usage = edge.ask("POST", "/v1/chat/completions", {**CHAT, "n": 2}).json["usage"]
-    assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (8, {"reasoning_tokens": 6})
+    assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (
+        8,
+        {"reasoning_tokens": 6, "draft_tokens": 0, "accepted_draft_tokens": 0},
+    )
 
 
 def test_reasoning_that_the_prompt_opened_is_known(edge: GatewayHere, reasons: ScriptedServer) -> None:

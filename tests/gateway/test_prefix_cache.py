@@ -71,7 +71,7 @@ def test_an_answers_usage_has_what_was_cached_for_every_choice(
         "completion_tokens": 2,
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 2},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0, "draft_tokens": 0, "accepted_draft_tokens": 0},
     }
 
 
@@ -101,7 +101,7 @@ def test_what_several_prompts_had_cached_adds_up(edge: GatewayHere, scripted: Sc
 def test_choices_count_with_their_own_prompt() -> None:
     plan = parse_completion(b'{"model": "demo", "prompt": ["hi", "ho"], "n": 2}')
     first = Started(request_id="r", num_prompt_tokens=3, seed=7)
-    counted = usage(plan, [first] * 4, [1] * 4, [3, 2, 1, 3], [0] * 4)
+    counted = usage(plan, [first] * 4, [1] * 4, [3, 2, 1, 3], [0] * 4, ())
     assert (counted["prompt_tokens"], counted["prompt_tokens_details"]) == (6, {"cached_tokens": 2 + 1})
 
 
