@@ -156,7 +156,11 @@ def generate_request(
 
 def _add_message(chat: inference_pb2.Chat, message: ChatMessage) -> None:
     added = chat.messages.add(
-        role=message.role, content=message.content, tool_call_id=message.tool_call_id, name=message.name
+        role=message.role,
+        content=message.content,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
     )
     for call in message.tool_calls:
         added.tool_calls.add(name=call.name, arguments=call.arguments, id=call.id)

@@ -24,7 +24,7 @@ from gateway.tools import parse_tools
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MESSAGE_FIELDS = {"role", "content", "name"}
-_FIELDS_OF_ROLES = {"assistant": {"refusal", "tool_calls"}, "tool": {"tool_call_id"}}
+_FIELDS_OF_ROLES = {"assistant": {"refusal", "tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}}
 _CALL_FIELDS, _FUNCTION_FIELDS = {"id", "type", "function", "index"}, {"name", "arguments"}
 _MAX_NAME_CHARS = 64
 _CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
@@ -233,7 +233,10 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
         raise invalid(f"{place}.name", f"must be a string of at most {_MAX_NAME_CHARS} characters")
     if role == "assistant":
         calls = _tool_calls(f"{place}.tool_calls", message.get("tool_calls"))
-        return ChatMessage(role, _said_by_assistant(place, message, has_calls=bool(calls)), calls)
+        said, reasoning = _said_by_assistant(place, message, has_calls=bool(calls)), message.get("reasoning_content")
+        return ChatMessage(
+            role, said, calls, reasoning=_string(f"{place}.reasoning_content", "" if reasoning is None else reasoning)
+        )
     return ChatMessage(_ROLES[role], _content(f"{place}.content", message.get("content"), ("text",)))
 
 

@@ -73,7 +73,7 @@ def beginnings_of(request: inference_pb2.GenerateRequest) -> Beginnings:
                 marker.add(f"{request.chat.chat_template_kwargs}\0".encode())
             first_of_last = len(request.chat.messages) - LAST_MESSAGES
             for index, message in enumerate(request.chat.messages):
-                parts = [message.role, message.content, message.name, message.tool_call_id]
+                parts = [message.role, message.content, message.name, message.tool_call_id, message.reasoning]
                 for call in message.tool_calls:
                     parts += (call.id, call.name, call.arguments)
                 marker.add("\0".join((*parts, "")).encode())

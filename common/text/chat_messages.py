@@ -21,7 +21,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation. Only an assistant's has `tool_calls`.
+    """One message of a conversation. Only an assistant's has `tool_calls`, and `reasoning`, which came before the rest.
 
     A tool's message answers the ToolCall whose `id` is `tool_call_id`; `name` is the name of its function.
     """
@@ -31,11 +31,12 @@ class ChatMessage:
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
     name: str = ""
+    reasoning: str = ""
 
     @property
     def texts(self) -> Iterator[str]:
         """All texts in the message, to check their size."""
-        yield from (self.content, self.tool_call_id, self.name)
+        yield from (self.content, self.tool_call_id, self.name, self.reasoning)
         for call in self.tool_calls:
             yield from (call.name, call.arguments, call.id)
 

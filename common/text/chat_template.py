@@ -190,6 +190,10 @@ class ChatTemplate:
             read["tool_call_id"] = message.tool_call_id
         if message.name:
             read["name"] = message.name
+        if message.reasoning:
+            read["reasoning_content"] = message.reasoning
+            if says_nothing or not message.tool_calls:  # gpt-oss' template takes words or thoughts beside calls
+                read["thinking"] = message.reasoning
         return read
 
     def _choose_form(self, role: str) -> None:

@@ -52,7 +52,7 @@ def in_ordinary_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool])
             content = f"{content}\n\n{told}" if content.strip() else told
         elif message.tool_calls:
             content = "\n".join([*([content] if content.strip() else []), *map(_call, message.tool_calls)])
-        written.append(ChatMessage(role, content))
+        written.append(ChatMessage(role, content, reasoning=message.reasoning))
         places.append(f"messages[{index}]")
         before = message.role
     return written, places

@@ -272,6 +272,8 @@ def _message(place: str, message: inference_pb2.ChatMessage) -> ChatMessage:
         raise InvalidRequest(f"{place}.role", f"{message.role!r} is none of {', '.join(ROLES)}")
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{place}.tool_calls", "are an assistant's alone")
+    if message.reasoning and message.role != "assistant":
+        raise InvalidRequest(f"{place}.reasoning", "is an assistant's alone")
     if len(message.tool_calls) > MAX_TOOL_CALLS:
         raise InvalidRequest(f"{place}.tool_calls", f"more than {MAX_TOOL_CALLS}")
     for field in ("tool_call_id", "name"):
@@ -285,6 +287,7 @@ def _message(place: str, message: inference_pb2.ChatMessage) -> ChatMessage:
         tuple(_tool_call(f"{place}.tool_calls[{i}]", each) for i, each in enumerate(message.tool_calls)),
         message.tool_call_id,
         message.name,
+        message.reasoning,
     )
 
 

@@ -80,6 +80,16 @@ def test_calls_of_tools_are_part_of_a_message() -> None:
     assert num_shared(called("1"), called("1")) == 3
 
 
+def test_reasoning_is_part_of_a_message() -> None:
+    def reasoned(text: str) -> inference_pb2.GenerateRequest:
+        request = chat(QUESTION, ("assistant", "42"), QUESTION)
+        request.chat.messages[1].reasoning = text
+        return request
+
+    assert num_shared(reasoned("a"), reasoned("b")) == 1
+    assert num_shared(reasoned("a"), reasoned("a")) == 3
+
+
 @pytest.mark.parametrize("option", ["tools", "chat_template_kwargs"])
 def test_other_options_of_a_chat_are_another_beginning(option: str) -> None:
     first, second = (chat(SYSTEM, QUESTION) for _ in range(2))

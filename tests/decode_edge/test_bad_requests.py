@@ -72,6 +72,7 @@ def answer(id: str, content: str = "7", **fields: Any) -> dict[str, Any]:
     ("field", "messages"),
     [
         ("messages[0].tool_calls", [calling(call("x"), role="user")]),
+        ("messages[0].reasoning", [{"role": "user", "content": "u", "reasoning": "r"}]),
         ("messages[0].tool_calls", [calling(*(call(str(i)) for i in range(129)))]),
         ("messages[0].tool_calls", [calling(call("x"), call("x"))]),
         ("messages[0].tool_calls", [calling(call(""), call(""))]),
@@ -162,7 +163,11 @@ def test_an_answer_is_begun_unless_a_message_is_continued(fields: dict[str, bool
 def test_answers_of_tools_are_told_by_the_order_of_the_calls_and_the_names() -> None:
     """Tool answers are matched to calls by order and name, since a chat template need not write ids."""
     messages = [calling(call("x", "f"), call("y", "g")), answer("y", "of y"), answer("x", "of x", name="mine")]
-    unanswered, user, unnamed = calling(call("x")), {"role": "user", "content": "u"}, {"role": "tool", "content": "t"}
+    unanswered, user, unnamed = (
+        calling(call("x"), reasoning="hm"),
+        {"role": "user", "content": "u"},
+        {"role": "tool", "content": "t"},
+    )
 
     checked = check_request(
         inference_pb2.GenerateRequest(chat={"messages": [*messages, unanswered, user, unnamed, calling(call(""))]}),
@@ -174,7 +179,7 @@ def test_answers_of_tools_are_told_by_the_order_of_the_calls_and_the_names() -> 
         ChatMessage("assistant", tool_calls=(ToolCall("f", "{}", "x"), ToolCall("g", "{}", "y"))),
         ChatMessage("tool", "of x", tool_call_id="x", name="mine"),
         ChatMessage("tool", "of y", tool_call_id="y", name="g"),
-        ChatMessage("assistant", tool_calls=(ToolCall("f", "{}", "x"),)),
+        ChatMessage("assistant", tool_calls=(ToolCall("f", "{}", "x"),), reasoning="hm"),
         ChatMessage("user", "u"),
         ChatMessage("tool", "t"),
         ChatMessage("assistant", tool_calls=(ToolCall("f", "{}"),)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,3 +146,25 @@ def test_a_chat_s_json_has_all_of_it() -> None:
     messages, read = chat_from_json(json.loads(chat_to_json([SYSTEM, CALLING, *ANSWERS], options)))
     assert (messages[:1], messages[2:], read) == ([SYSTEM], ANSWERS, options)
     assert list(messages[1].tool_calls) == list(CALLING.tool_calls)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (ChatMessage("assistant", "yes", reasoning="hm"), "hm|hm"),
+        (replace(CALLING, reasoning="hm"), "hm|hm"),
+        (replace(CALLING, content="I look.", reasoning="hm"), "hm|"),
+        (ASSISTANT, "|"),
+    ],
+    ids=["words", "calls", "both", "none"],
+)
+def test_earlier_reasoning_has_the_names_that_templates_read(message: ChatMessage, expected: str) -> None:
+    source = EACH + "{{ messages[1].tool_calls | tojson if messages[1].tool_calls }}"
+    source += "[{{ messages[1].reasoning_content }}|{{ messages[1].thinking }}]"
+    assert rendered(source, USER, message).endswith(f"[{expected}]")
+
+
+def test_earlier_reasoning_may_be_left_out() -> None:
+    message = ChatMessage("assistant", "yes", reasoning="hm")
+    assert rendered(EACH, USER, message) == "<user>hi<assistant>yes"
+    assert chat_from_json(json.loads(chat_to_json([USER, message])))[0] == [USER, message]

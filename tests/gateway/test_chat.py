@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from baton import ChatMessage, Client, ToolCall
+from baton.v1.inference_pb2 import FINISH_REASON_EOS
 from gateway.chat import parse_chat
 from gateway.plan import ChatPrompt
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.callers import Caller
 from tests.gateway.gateway_here import GatewayHere
 from tests.support.models import make_tokenizer
@@ -208,6 +210,23 @@ def test_an_assistant_s_calls_are_part_of_what_it_said(message: dict[str, Any], 
         ChatMessage("tool", "8", tool_call_id="y", name="sum"),
     )
     assert prompt.num_bytes > sum(map(len, ('{"a": 1}', "add", "add", "x", "y", "x", "y", "sum", expected)))
+
+
+def test_an_answer_s_message_may_be_sent_back_as_it_came(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    """Agents do so, with fields that the package does not know."""
+    scripted.inference.script = [
+        *(started(), delta([1], '<think>Hm.</think>So.<tool_call>{"name": "add", "arguments": {}}</tool_call>')),
+        finished(FINISH_REASON_EOS),
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    options: dict[str, Any] = {"model": "demo", "tools": tools}
+    answer = edge.openai().chat.completions.create(messages=MESSAGES, **options).choices[0].message
+    tool = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "7"}
+    edge.openai().chat.completions.create(messages=[*MESSAGES, answer, tool], **options)
+    scripted.inference.requests.get(timeout=BOUND_S)
+    *_, sent, _ = scripted.inference.requests.get(timeout=BOUND_S).chat.messages
+    assert (sent.role, sent.content, sent.reasoning) == ("assistant", "So.", "Hm.")
+    assert [(call.name, call.arguments) for call in sent.tool_calls] == [("add", "{}")]
 
 
 async def test_a_history_may_hold_calls_of_tools_and_their_answers(caller: Caller, pair: Client) -> None:
