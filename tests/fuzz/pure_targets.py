@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
 from common.errors import BatonError, FingerprintMismatch, InvalidRequest
+from common.grammar.grammar import Grammar, GrammarKind
 from common.rpc.errors import status_of
 from common.rpc.messages import ProtocolError, parse
 from common.text.chat_messages import ChatMessage
 from common.text.chat_template import ChatRefused
+from common.text.grammars import GrammarRefused, Grammars
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_fingerprint import PROTOCOL_VERSION, decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
@@ -213,6 +215,45 @@ def _texts(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
     return st.lists(one, min_size=1, max_size=4).map(join) | st.sampled_from(seeds)
 
 
+_EBNF_PARTS = (
+    "root",
+    "x",
+    "::=",
+    "|",
+    "(",
+    ")",
+    "*",
+    "+?",
+    "{2}",
+    "{0,3}",
+    '"a"',
+    '"\\u00e9"',
+    "[a-z]",
+    "[^\\]a-]",
+    ".",
+    "#",
+    "\n",
+)
+
+
+@contextmanager
+def ebnf() -> Iterator[Run]:
+    """The target for a grammar in EBNF: it is compiled, or refused with a reason."""
+    tokenizer = byte_level()
+    grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
+
+    def run(data: bytes) -> None:
+        with suppress(GrammarRefused):
+            grammars.matcher(Grammar(GrammarKind.EBNF, data.decode(errors="replace")))
+
+    yield run
+
+
+def _grammars(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
+    parts = st.lists(st.sampled_from(_EBNF_PARTS), max_size=40)
+    return st.sampled_from(seeds) | parts.map(lambda each: " ".join(("root ::=", *each)).encode())
+
+
 PURE_TARGETS = (
     Target(
         name="generate_request",
@@ -239,4 +280,5 @@ PURE_TARGETS = (
         is_pure=True,
     ),
     Target(name="text", inputs=_texts, open=text, is_pure=True),
+    Target(name="ebnf", inputs=_grammars, open=ebnf, is_pure=True),
 )
