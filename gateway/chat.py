@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Sequence, Set
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -58,6 +58,7 @@ class ChatFields(GenerationFields):
     add_generation_prompt: bool | None = None
     max_completion_tokens: int | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -164,13 +165,14 @@ def parse_chat(body: bytes) -> Plan:
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
         functions={} if tools is None else tools.functions,
-        max_reasoning_tokens=fields.thinking_token_budget,
+        max_reasoning_tokens=_max_reasoning_tokens(fields),
         params={
             "sampling.max_tokens": max_name,
             "sampling.logprobs": "top_logprobs",
             "sampling.reasoning.max_tokens": "thinking_token_budget",
             "sampling.reasoning.end": "thinking_token_budget",
             **fields.grammar_params,
+            **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": "reasoning_effort"}),
             "prompt": "messages",
             "chat": "messages",
         },
@@ -191,13 +193,25 @@ CHAT = Api(
 def _template_options(fields: ChatFields) -> dict[str, Any]:
     """Returns what the request asks of the chat template, without what is so by default."""
     options: dict[str, Any] = {}
-    if fields.chat_template_kwargs:
-        options["chat_template_kwargs"] = fields.chat_template_kwargs
+    variables = fields.chat_template_kwargs or {}
+    if fields.reasoning_effort not in (None, "none"):
+        variables = {"reasoning_effort": fields.reasoning_effort, **variables}
+    if variables:
+        options["chat_template_kwargs"] = variables
     if fields.continue_final_message:
         options["continue_final_message"] = True
     if fields.add_generation_prompt is not None and (fields.continue_final_message or not fields.add_generation_prompt):
         options["add_generation_prompt"] = fields.add_generation_prompt
     return options
+
+
+def _max_reasoning_tokens(fields: ChatFields) -> int | None:
+    """Returns the limit on reasoning tokens, None if there is none. Raises ApiError if an effort contradicts it."""
+    if fields.reasoning_effort != "none":
+        return fields.thinking_token_budget
+    if fields.thinking_token_budget:
+        raise invalid("thinking_token_budget", 'allows reasoning, which reasoning_effort "none" does not')
+    return 0
 
 
 def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:

@@ -50,7 +50,7 @@ def test_options_of_a_stream_that_ask_for_nothing_need_no_stream(options: dict[s
         {"priority": 0, "length_penalty": 1.0, "use_beam_search": False, "early_stopping": False, "best_of": 1},
         {"spaces_between_special_tokens": True, "detokenize": True},
         {"reasoning": {"effort": "none"}, "thinking": None, "enable_thinking": None},
-        {"reasoning_effort": "none", "verbosity": "medium", "include_reasoning": True, "modalities": ["text"]},
+        {"reasoning_effort": None, "verbosity": "medium", "include_reasoning": True, "modalities": ["text"]},
         {"response_format": {"type": "text"}, "guided_json": None, "guided_choice": [], "structured_outputs": {}},
         {"echo": False, "suffix": "", "truncate_prompt_tokens": None, "prompt_logprobs": None},
         {"service_tier": "auto", "store": False, "metadata": {}, "user": "u", "prompt_cache_key": "k"},

@@ -188,12 +188,29 @@ def test_the_decode_service_is_told_the_markers_and_the_limit_of_reasoning(
     edge: GatewayHere, reasons: ScriptedServer
 ) -> None:
     edge.ask("POST", "/v1/chat/completions", {**CHAT, "thinking_token_budget": 9})
+    edge.ask("POST", "/v1/chat/completions", {**CHAT, "reasoning_effort": "none"})
     edge.ask("POST", "/v1/chat/completions", CHAT)
     edge.ask("POST", "/v1/completions", {"model": "demo", "prompt": "hi"})
-    bounded, free, plain = (reasons.inference.requests.get(timeout=BOUND_S).sampling for _ in range(3))
+    bounded, none, free, plain = (reasons.inference.requests.get(timeout=BOUND_S).sampling for _ in range(4))
     assert bounded.reasoning == Reasoning(start="<think>", end="</think>", max_tokens=9)
+    assert none.reasoning == Reasoning(start="<think>", end="</think>", max_tokens=0)
     assert free.reasoning == Reasoning(start="<think>", end="</think>")
     assert not plain.HasField("reasoning")
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"a": 1}}, {"reasoning_effort": "high", "a": 1}),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"a": 1}}, {"a": 1}),
+    ],
+)
+def test_the_chat_template_is_told_the_effort(
+    fields: dict[str, Any], variables: dict[str, Any], edge: GatewayHere, reasons: ScriptedServer
+) -> None:
+    edge.ask("POST", "/v1/chat/completions", {**CHAT, **fields})
+    assert json.loads(reasons.inference.requests.get(timeout=BOUND_S).chat.chat_template_kwargs) == variables
 
 
 def test_the_usage_counts_the_tokens_of_reasoning(edge: GatewayHere, reasons: ScriptedServer) -> None:
