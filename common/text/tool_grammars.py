@@ -47,6 +47,7 @@ _LATER_MISTRAL = _Calls(before="[TOOL_CALLS]", between=ARGUMENTS, after="", sepa
 _END = "<|end|>"
 _WORDS = r"/(.|\n)*/"
 _WORDS_BUT_NO_CALL = r"/[ \t\r\n]*([^ \t\r\n{\[](.|\n)*)?/"
+_AFTER_REASONING = r"/\n{1,2}/"  # as models write
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -106,11 +107,11 @@ class ToolGrammars:
             final = "" if choice.required else f' | {head} "final" {body} {_answer(answer) or _WORDS}'
             yield f"start: ({new})? thought* ({all_calls}{final})"
         elif choice.required:
-            yield f"start: {all_calls}"
+            yield f"start: {_AFTER_REASONING}? {all_calls}"
         elif answer is not None:
-            yield f"start: {_answer(answer)} | {all_calls}"
+            yield f"start: {_answer(answer)} | {_AFTER_REASONING}? {all_calls}"
         elif not marker:
-            yield f"start: {_WORDS_BUT_NO_CALL} | {all_calls}"
+            yield f"start: {_WORDS_BUT_NO_CALL} | {_AFTER_REASONING}? {all_calls}"
         else:
             is_lazy = "" if marker in self._special_ids else "[lazy]"  # text ends where the marker is complete
             yield f"begun{is_lazy}: {_WORDS} {self._text(marker)}"

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
+from common.grammar.reasoning import Reasoning
 from common.text.chat_messages import Tool, ToolChoice
 from common.text.grammars import GrammarRefused, Grammars
 from common.text.output_formats import FORMATS
@@ -45,10 +46,10 @@ class Family:
             lambda: self.tokenizer, vocab_size=vocab_size(self.tokenizer), eos_token_ids=[self.end]
         )
 
-    def fits(self, grammar: Grammar | None, text: str) -> bool:
+    def fits(self, grammar: Grammar | None, text: str, reasoning: Reasoning | None = None) -> bool:
         """Whether the grammar allows an output of this text that ends by itself."""
         assert grammar is not None
-        matcher = self.grammars.matcher(grammar)
+        matcher = self.grammars.matcher(grammar, (), reasoning)
         return all(map(matcher.accept, self.tokenizer.encode(text))) and self.end in self.allowed(matcher)
 
     def allowed(self, matcher: Matcher) -> list[int]:
@@ -137,6 +138,26 @@ def test_words_may_come_before_a_call_and_after_it() -> None:
     assert family.fits(family.writes.grammar([STRICT], ONE, None), one)
     later = Family("later mistral")
     assert later.fits(later.writes.grammar([STRICT], ANY, None), f"I see.{call('later mistral')}")
+
+
+@pytest.mark.parametrize(
+    ("name", "reasoning", "thought"),
+    [
+        ("hermes", Reasoning("<think>", "</think>"), "<think>hm</think>\n\n"),
+        ("hermes", Reasoning("<think>", "</think>", is_open=True), "hm\n</think>"),
+        ("json", Reasoning("<think>", "</think>", is_open=True), "{hm</think>\n\n"),
+        (
+            "harmony",
+            Reasoning("<|channel|>analysis<|message|>", "<|end|>"),
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
+        ),
+    ],
+)
+def test_required_calls_come_after_the_reasoning(name: str, reasoning: Reasoning, thought: str) -> None:
+    family = Family(name)
+    grammar = family.writes.grammar([ADD], REQUIRED, None)
+    assert family.fits(grammar, thought + call(name), reasoning)
+    assert not family.fits(grammar, thought + words(name), reasoning)
 
 
 def test_thoughts_come_before_required_calls_in_channels() -> None:
