@@ -15,6 +15,8 @@ from baton.events import (
     Finished,
     FinishReason,
     PositionLogprobs,
+    PromptLogprobs,
+    PromptToken,
     Started,
     TokenLogprob,
     Usage,
@@ -35,7 +37,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:
-    """Converts one message of a generation's stream. Raises Internal if it holds none of the three events."""
+    """Converts one message of a generation's stream. Raises Internal if it holds none of the four events."""
     match message.WhichOneof("event"):
         case "started":
             started = message.started
@@ -45,6 +47,9 @@ def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:
         case "delta":
             delta = message.delta
             return Delta(tuple(delta.token_ids), delta.text, tuple(map(_position_logprobs, delta.logprobs)))
+        case "prompt_logprobs":
+            prompt = message.prompt_logprobs
+            return PromptLogprobs(prompt.start, tuple(map(_prompt_token, prompt.tokens)))
         case "finished":
             return _finished(message.finished)
         case _:
@@ -53,6 +58,17 @@ def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:
 
 def _position_logprobs(position: types_pb2.PositionLogprobs) -> PositionLogprobs:
     return PositionLogprobs(chosen=_token_logprob(position.chosen), top=tuple(map(_token_logprob, position.top)))
+
+
+def _prompt_token(entry: inference_pb2.PromptToken) -> PromptToken:
+    has_logprob = entry.HasField("logprob")
+    return PromptToken(
+        token_id=entry.token_id,
+        token=entry.token,
+        logprob=entry.logprob if has_logprob else None,
+        rank=entry.rank if has_logprob else None,
+        top=tuple(map(_token_logprob, entry.top)),
+    )
 
 
 def _token_logprob(entry: types_pb2.TokenLogprob) -> TokenLogprob:

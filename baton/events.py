@@ -1,4 +1,4 @@
-"""The events of a generation: one Started, any number of Delta, one Finished."""
+"""The events of a generation: one Started, any number of PromptLogprobs, any number of Delta, one Finished."""
 
 from __future__ import annotations
 
@@ -44,6 +44,21 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of the prompt with its log-probability, and those of the likeliest tokens in its place, best first.
+
+    `token` is as in TokenLogprob. `rank` counts the likelier tokens of its place and itself. The prompt's first token
+    has no log-probability: its `logprob` and `rank` are None.
+    """
+
+    token_id: int
+    token: bytes
+    logprob: float | None
+    rank: int | None
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """The tokens of a generation. The first `num_reasoning_tokens` of the completion's are its reasoning."""
 
@@ -76,6 +91,16 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The next tokens of the prompt, from position `start` on, if `prompt_logprobs` asked for them. All tokens of the
+    prompt come before the first Delta.
+    """
+
+    start: int
+    tokens: tuple[PromptToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """The output since the last event, never cumulative. Text may come later than its token ids."""
 
@@ -97,13 +122,13 @@ class Finished:
     speculation: SpeculationCounts | None
 
 
-Event = Started | Delta | Finished
+Event = Started | PromptLogprobs | Delta | Finished
 
 
 @dataclass(frozen=True, slots=True)
 class Completion(Generic[ParsedT]):
-    """The whole output of a generation. `logprobs` has one entry per token id if they were asked
-    for, else it is empty.
+    """The whole output of a generation. `logprobs` has one entry per token id if they were asked for, else it is empty.
+    So has `prompt_logprobs` for the tokens of the prompt.
 
     `parsed` is the object that the text is, if the request had a JSON schema: an object of the schema's class, if it is
     one, else what `json.loads` returns. It is None if the output was cut before the model ended it, if the request
@@ -114,6 +139,7 @@ class Completion(Generic[ParsedT]):
     seed: int
     text: str
     token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[PromptToken, ...]
     logprobs: tuple[PositionLogprobs, ...]
     finish_reason: FinishReason
     matched_stop: str | int | None

@@ -53,6 +53,7 @@ class UnparsedOptions(TypedDict, total=False):
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
+    prompt_logprobs: int | None
     n: int | None
     regex: str | None
     choice: Sequence[str] | None

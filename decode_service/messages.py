@@ -10,6 +10,7 @@ from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling, TokenLogprobs
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.wire.handoff import Frame, HandoffRow
 
 # ---- edge to engine -------------------------------------------------------------------------------------------------
@@ -198,6 +199,17 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Reports the log-probabilities of the next tokens of a request's prompt, from position 1 on.
+
+    A request that asks for them gets each once, before its first token.
+    """
+
+    request_id: str
+    logprobs: PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Reports that the request ended well. The counts exclude tokens past a stop string's match.
 
@@ -275,6 +287,7 @@ class DegradedChanged:
 
 Event = (
     PhaseBegan
+    | PromptScored
     | Tokens
     | Finished
     | Failed

@@ -57,6 +57,16 @@ class Prompt:
         return len(self.token_ids)
 
     @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted. Then all of it is computed, but its KV may be cached."""
+        return self.sampling.num_prompt_logprobs is not None
+
+    @property
+    def usable_key(self) -> CacheKey | None:
+        """Says which cached KV it may begin with. None means that it begins with none."""
+        return None if self.is_scored else self.cache_key
+
+    @property
     def brings_kv(self) -> bool:
         return self.phase is PromptPhase.COMPUTING
 

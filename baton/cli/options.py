@@ -91,6 +91,9 @@ SAMPLING: Mapping[str, Any] = {
         int | None,
         _option(help="Report log-probabilities and this many alternatives, with --json.", default="none"),
     ],
+    "prompt_logprobs": Annotated[
+        int | None, _option(help="The same for the tokens of the prompt, with --json.", default="none")
+    ],
 }
 """The command-line option for each sampling option, by the sampling option's name."""
 

@@ -8,16 +8,29 @@ from typing import Any
 
 from baton.codec import event_from_wire
 from baton.errors import Internal
-from baton.events import Completion, Delta, Event, Finished, FinishReason, PositionLogprobs, Started
+from baton.events import (
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    PositionLogprobs,
+    PromptLogprobs,
+    PromptToken,
+    Started,
+)
 from baton.v1 import inference_pb2
 from common.grammar.reasoning import Reasoning
 
 
 class EventOrder:
-    """Passes a generation's events on, and raises Internal unless their order is Started, Delta*, Finished."""
+    """Passes a generation's events on, and raises Internal unless their order is Started, PromptLogprobs*, Delta*,
+    Finished.
+    """
 
     def __init__(self) -> None:
         self._has_started = False
+        self._has_output = False
         self._has_finished = False
 
     @property
@@ -26,9 +39,11 @@ class EventOrder:
 
     def accept(self, message: inference_pb2.GenerateEvent) -> Event:
         event = event_from_wire(message)
-        if self._has_finished or isinstance(event, Started) == self._has_started:
+        is_late = isinstance(event, PromptLogprobs) and self._has_output
+        if self._has_finished or is_late or isinstance(event, Started) == self._has_started:
             raise Internal(f"the server sent {type(event).__name__} out of order", reason="PROTOCOL")
         self._has_started = True
+        self._has_output = self._has_output or isinstance(event, Delta)
         self._has_finished = isinstance(event, Finished)
         return event
 
@@ -50,6 +65,7 @@ class CompletionBuilder:
         self._reasoning = reasoning
         self._text: list[str] = []
         self._token_ids: list[int] = []
+        self._prompt_logprobs: list[PromptToken] = []
         self._logprobs: list[PositionLogprobs] = []
         self._started: Started | None = None
 
@@ -61,6 +77,8 @@ class CompletionBuilder:
         match event:
             case Started():
                 self._started = event
+            case PromptLogprobs():
+                self._prompt_logprobs.extend(event.tokens)
             case Delta():
                 self._text.append(event.text)
                 self._token_ids.extend(event.token_ids)
@@ -77,6 +95,7 @@ class CompletionBuilder:
                     seed=self._started.seed,
                     text=text,
                     token_ids=tuple(self._token_ids),
+                    prompt_logprobs=tuple(self._prompt_logprobs),
                     logprobs=tuple(self._logprobs),
                     finish_reason=event.reason,
                     matched_stop=event.matched_stop,

@@ -24,7 +24,7 @@ from baton.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from baton.events import Delta, Event, Started
+from baton.events import Delta, Event, PromptLogprobs, Started
 from baton.v1 import inference_pb2
 
 FIRST_PAUSE_S = 0.1
@@ -91,6 +91,7 @@ class Generation:
         self._order = EventOrder()
         self._started: Started | None = None
         self._token_ids: list[int] = list(request.generated_token_ids)
+        self._num_prompt_tokens = 0  # of the prompt, that have come with their log-probabilities
         self._broken_since_s: float | None = None
         self._waiting_since_s: float | None = None  # for a server, before a call
         self._num_breaks = 0  # since `_broken_since_s` was set, or without new output
@@ -135,9 +136,10 @@ class Generation:
     def accept(self, message: inference_pb2.GenerateEvent) -> Event | None:
         """Takes one message of the current call and returns the event for the caller.
 
-        Returns None for the Started of a later call, which the caller does not see. Raises Internal for a wrong order.
+        Returns None for what an earlier call delivered: Started, and tokens of the prompt. Raises Internal for a wrong
+        order.
         """
-        event = self._order.accept(message)
+        event: Event = self._order.accept(message)
         if isinstance(event, Started):
             if self._started is not None:
                 _check_same(self._started, event)
@@ -145,11 +147,25 @@ class Generation:
                 self._broken_since_s = None
                 return None
             self._started = event
+        elif isinstance(event, PromptLogprobs):
+            if (new := self._new_of(event)) is None:
+                return None
+            event = new
         elif isinstance(event, Delta):
             self._token_ids += event.token_ids
         self._broken_since_s = None
         self._num_breaks = 0
         return event
+
+    def _new_of(self, event: PromptLogprobs) -> PromptLogprobs | None:
+        """Returns the tokens of the prompt that no earlier call delivered, or None if there are none."""
+        num_known = self._num_prompt_tokens - event.start
+        if num_known < 0:
+            raise Internal("the server left out tokens of the prompt", reason="PROTOCOL")
+        if num_known >= len(event.tokens):
+            return None
+        self._num_prompt_tokens = event.start + len(event.tokens)
+        return PromptLogprobs(event.start + num_known, event.tokens[num_known:])
 
     def end(self) -> None:
         """Call when a call has ended without an error status. Raises Internal if Finished has not come."""

@@ -196,7 +196,7 @@ class PrefillRow(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def num_held_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """by layer group; 0 until prefix reuse exists"""
+        """by layer group: tokens whose KV is not sent; all of them with max_tokens 0 alone"""
 
     @_builtins.property
     def sampling(self) -> Global___ResolvedSampling: ...
@@ -341,6 +341,7 @@ class HandoffFrame(_message.Message):
     KV_SEGMENT_FIELD_NUMBER: _builtins.int
     PREBUILT_BATCH_FIELD_NUMBER: _builtins.int
     ROW_FAILED_FIELD_NUMBER: _builtins.int
+    ROW_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted:
         """the first frame, once"""
@@ -351,6 +352,8 @@ class HandoffFrame(_message.Message):
     def prebuilt_batch(self) -> Global___PrebuiltBatch: ...
     @_builtins.property
     def row_failed(self) -> Global___RowFailed: ...
+    @_builtins.property
+    def row_logprobs(self) -> Global___RowLogprobs: ...
     def __init__(
         self,
         *,
@@ -358,12 +361,13 @@ class HandoffFrame(_message.Message):
         kv_segment: Global___KvSegment | None = ...,
         prebuilt_batch: Global___PrebuiltBatch | None = ...,
         row_failed: Global___RowFailed | None = ...,
+        row_logprobs: Global___RowLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "frame", b"frame", "kv_segment", b"kv_segment", "prebuilt_batch", b"prebuilt_batch", "row_failed", b"row_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "frame", b"frame", "kv_segment", b"kv_segment", "prebuilt_batch", b"prebuilt_batch", "row_failed", b"row_failed", "row_logprobs", b"row_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "frame", b"frame", "kv_segment", b"kv_segment", "prebuilt_batch", b"prebuilt_batch", "row_failed", b"row_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "frame", b"frame", "kv_segment", b"kv_segment", "prebuilt_batch", b"prebuilt_batch", "row_failed", b"row_failed", "row_logprobs", b"row_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["accepted", "kv_segment", "prebuilt_batch", "row_failed"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["accepted", "kv_segment", "prebuilt_batch", "row_failed", "row_logprobs"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -556,6 +560,56 @@ class PrebuiltBatch(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrebuiltBatch: _TypeAlias = PrebuiltBatch  # noqa: Y015
+
+@_typing.final
+class RowLogprobs(_message.Message):
+    """Log-probabilities of prompt tokens of one row that asks for them, as columns: of the next N tokens, at most 4096, from
+    position `start` on, which is 1 in the row's first message. All come before the row's PrebuiltBatch entry.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    start: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """N"""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """N"""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """N times as many as asked for: token by token, the most likely first"""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """likewise"""
+
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        start: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "ranks", b"ranks", "row", b"row", "start", b"start", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowLogprobs: _TypeAlias = RowLogprobs  # noqa: Y015
 
 @_typing.final
 class TopLogprobs(_message.Message):

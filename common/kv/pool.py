@@ -216,15 +216,18 @@ class KvPool:
     def has_quarantined(self) -> bool:
         return bool(self._quarantined)
 
-    def reserve(self, num_tokens: int, *, key: CacheKey | None = None, num_spared: int = 0) -> RowLease | None:
+    def reserve(
+        self, num_tokens: int, *, key: CacheKey | None = None, uses_cached: bool = True, num_spared: int = 0
+    ) -> RowLease | None:
         """Returns a row with slots for its first `num_tokens` tokens, or None if there are too few rows or slots.
 
         With `key` the row's first slots are those of its longest cached prefix, which leaves at least one token to
-        compute. `num_spared` slots must be left after it.
+        compute. Without `uses_cached` it has no such slots, but it may `keep` its KV. `num_spared` slots must be left
+        after it.
         """
         if self.rows.num_free == 0:
             return None
-        prefix = self._hold(key, num_tokens - 1)
+        prefix = self._hold(key, num_tokens - 1 if uses_cached else 0)
         held = _NO_SLOTS if prefix is None else prefix.slots()
         slots = self._take(num_tokens - len(held), num_spared)
         if slots is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -17,7 +17,9 @@ from common.device.upload import device_copy, upload, upload_array
 from common.draft.extend import NextTokens
 from common.grammar.matcher import Matcher, MinLength, fill_nodes, num_words
 from common.kv.pool import KvPool, RowLease
+from common.prompts.scores import Scores
 from common.sampling.params import ResolvedSampling
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.sampling.state import SamplingBatch
 
 
@@ -76,6 +78,18 @@ class Chunk(Generic[PromptT]):
     def token_ids(self) -> NDArray[np.int64]:
         return self.prompt.token_ids[self.start : self.stop]
 
+    @property
+    def num_scored(self) -> int:
+        """How many of its first tokens must give logits, for the log-probability of the prompt's next token."""
+        if self.prompt.sampling.num_prompt_logprobs is None:
+            return 0
+        return max(min(self.stop, self.prompt.prompt_len - 1) - self.start, 0)
+
+    @property
+    def scored_ids(self) -> NDArray[np.int64]:
+        """The prompt tokens whose log-probabilities are wanted and follow from this chunk. Shape: [num_scored]."""
+        return self.prompt.token_ids[self.start + 1 : self.start + 1 + self.num_scored]
+
     def next_ids(self, num_ahead: int) -> NDArray[np.int64]:
         """Returns the ids of the prompt's tokens from start + 1 up to and including stop + `num_ahead`.
 
@@ -87,23 +101,33 @@ class Chunk(Generic[PromptT]):
 
 
 def cut_chunks(
-    prompts: Sequence[PromptT], *, chunk_tokens: int, max_batch_tokens: int, min_last_tokens: int = 1
+    prompts: Sequence[PromptT],
+    *,
+    chunk_tokens: int,
+    max_batch_tokens: int,
+    max_scored_tokens: int,
+    min_last_tokens: int = 1,
 ) -> list[Chunk[PromptT]]:
     """Cuts the next chunk of each prompt for one forward, in the order of `prompts`, as far as the limits allow.
 
-    A chunk has at most `chunk_tokens`, and all together have at most `max_batch_tokens`. A prompt's last chunk has at
-    least `min_last_tokens`, or is the whole prompt. `chunk_tokens` must be at least `min_last_tokens`.
+    A chunk has at most `chunk_tokens`, and all together have at most `max_batch_tokens`, of which at most
+    `max_scored_tokens` are scored. A prompt's last chunk has at least `min_last_tokens`, or is the whole prompt.
+    `chunk_tokens` and `max_scored_tokens` must be at least `min_last_tokens`.
     """
     chunks = []
-    budget = max_batch_tokens
+    budget, num_to_score = max_batch_tokens, max_scored_tokens
     for prompt in prompts:
         num_left = len(prompt.token_ids) - prompt.num_launched_tokens
         size = min(chunk_tokens, num_left, budget)
+        if prompt.sampling.num_prompt_logprobs is not None and prompt.num_launched_tokens < prompt.prompt_len - 1:
+            size = min(size, num_to_score)
         if 0 < num_left - size < min_last_tokens:
             size = num_left - min_last_tokens
         if size > 0:
-            chunks.append(Chunk(prompt, prompt.num_launched_tokens, prompt.num_launched_tokens + size))
+            chunk = Chunk(prompt, prompt.num_launched_tokens, prompt.num_launched_tokens + size)
+            chunks.append(chunk)
             budget -= size
+            num_to_score -= chunk.num_scored
     return chunks
 
 
@@ -113,9 +137,11 @@ class ChunkBatch(Generic[PromptT]):
 
     `sampled_entries` are the indices of the R chunks that end their prompt; for these the forward draws a first token.
     `sampled_rows` [R] int64 are their pool rows, and `sampled_positions` [R] int64 the first tokens' own positions,
-    which are the prompts' lengths. `next_tokens` gives the draft head the tokens that follow each token. Past a
-    prompt's end they are 0; the forward fills in the first token when it is drawn. `masks` are those of the draws whose
-    tokens grammars constrain, as `draw` takes them, or None if none is constrained.
+    which are the prompts' lengths. `scored_ids` [S] int64 are the prompt tokens whose log-probabilities are wanted, in
+    the order of the chunks, or None if there are none. The forward gives R + S logits: those from which the first
+    tokens are drawn, then those that score `scored_ids`. `next_tokens` gives the draft head the tokens that follow each
+    token. Past a prompt's end they are 0; the forward fills in the first token when it is drawn. `masks` are those of
+    the draws whose tokens grammars constrain, as `draw` takes them, or None if none is constrained.
     """
 
     chunks: tuple[Chunk[PromptT], ...]
@@ -124,6 +150,7 @@ class ChunkBatch(Generic[PromptT]):
     sampled_entries: tuple[int, ...]
     sampled_rows: Tensor
     sampled_positions: Tensor
+    scored_ids: Tensor | None
     sampling: SamplingBatch
     masks: Tensor | None
 
@@ -152,6 +179,11 @@ class ChunkBatch(Generic[PromptT]):
         stops = list(itertools.accumulate(chunk.num_tokens for chunk in chunks))
         num_ahead = num_draft_layers - 1
         entries = tuple(i for i, chunk in enumerate(chunks) if chunk.is_last)
+        scored_places = [
+            place
+            for chunk, stop in zip(chunks, stops, strict=True)
+            for place in range(stop - chunk.num_tokens, stop - chunk.num_tokens + chunk.num_scored)
+        ]
         forward_input = ForwardInput(
             input_ids=joined(chunk.token_ids for chunk in chunks),
             positions=joined(np.arange(chunk.start, chunk.stop) for chunk in chunks),
@@ -167,7 +199,7 @@ class ChunkBatch(Generic[PromptT]):
             extend_lens=tuple(chunk.num_tokens for chunk in chunks),
             max_seq_len=max(chunk.stop for chunk in chunks),
             kv=pool.buffers[layer_group],
-            logits_rows=tensor([stops[i] - 1 for i in entries]),
+            logits_rows=tensor([*(stops[i] - 1 for i in entries), *scored_places]),
         )
         return cls(
             chunks=tuple(chunks),
@@ -182,6 +214,7 @@ class ChunkBatch(Generic[PromptT]):
             sampled_entries=entries,
             sampled_rows=tensor([rows[i] for i in entries]),
             sampled_positions=tensor([chunks[i].stop for i in entries]),
+            scored_ids=joined(chunk.scored_ids for chunk in chunks) if scored_places else None,
             sampling=SamplingBatch.of([chunks[i].prompt.sampling for i in entries]),
             masks=_masks([chunks[i].prompt for i in entries], vocab_size, device),
         )
@@ -189,6 +222,31 @@ class ChunkBatch(Generic[PromptT]):
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_top_scored(self) -> int:
+        """The most top entries that a scored prompt asks for."""
+        return max(chunk.prompt.sampling.num_prompt_logprobs or 0 for chunk in self.chunks if chunk.num_scored)
+
+    def prompt_logprobs(self, scores: Scores) -> Iterator[tuple[PromptT, PromptLogprobs]]:
+        """Yields the prompts of which tokens were scored, each with its log-probabilities.
+
+        `scores` are those of `scored_ids`, on the host.
+        """
+        columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_values)
+        logprobs, ranks, top_ids, top_values = (column.numpy() for column in columns)
+        stop = 0
+        for chunk in self.chunks:
+            if not chunk.num_scored:
+                continue
+            own, stop = slice(stop, stop + chunk.num_scored), stop + chunk.num_scored
+            num_top = chunk.prompt.sampling.num_prompt_logprobs
+            yield (
+                chunk.prompt,
+                PromptLogprobs(
+                    chunk.start + 1, logprobs[own], ranks[own], top_ids[own, :num_top], top_values[own, :num_top]
+                ),
+            )
 
 
 def _masks(prompts: Sequence[ChunkedPrompt], vocab_size: int, device: torch.device) -> Tensor | None:

@@ -19,19 +19,22 @@ from common.draft.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
 from common.model.target import TargetModel
 from common.prompts.chunk_batch import ChunkBatch, PromptT
+from common.prompts.scores import Scores
 from common.sampling.operators import Sampled, sample, sampled_to_host
 from common.sampling.state import SamplingState
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A forward's results, on the host, for the prompts whose last chunk is in it: first tokens and draft seeds.
+    """A forward's results, on the host: first tokens and draft seeds of the prompts whose last chunk is in it, and the
+    scores of the batch's `scored_ids`, or None if there are none.
 
     `seeds` maps the name of each column of the draft seeds to its values.
     """
 
     sampled: Sampled
     seeds: Mapping[str, Tensor]
+    scores: Scores | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +120,26 @@ class PromptWorker:
                     for layer in range(self._model.layer_group.num_layers)
                 }
             output = self._model.forward(batch.forward_input, on_layer_kv=reached)
+            num_drawn = len(batch.sampled_entries)
             first = sample(
-                output.logits,
+                output.logits[:num_drawn],
                 batch.sampled_rows,
                 batch.sampled_positions,
                 self._sampling_state,
                 batch.sampling,
                 masks=batch.masks,
-                found=output.largest,
+                found=None if output.largest is None else output.largest.first(num_drawn),
             )
             columns = {}
             if self._draft is not None:
                 assert output.hidden is not None, "the target captures what the head reads"
                 columns = self._extend_draft(self._draft, batch, output.hidden, first.token_ids).columns()
             seeds = {name: self._device.to_host(column) for name, column in columns.items()}
-            computed.set(Computed(sampled_to_host(self._device, first), seeds))
+            scores = None
+            if batch.scored_ids is not None:
+                scored = Scores.of(output.logits[num_drawn:], batch.scored_ids, num_top=batch.num_top_scored)
+                scores = scored.to_host(self._device)
+            computed.set(Computed(sampled_to_host(self._device, first), seeds, scores))
 
         num_attended = sum(chunk.num_attended for chunk in batch.chunks)
         figures = {"chunks": len(batch.chunks), "tokens": batch.num_tokens, "attended": num_attended}
@@ -151,8 +159,9 @@ class PromptWorker:
         Returns the draft seeds of the R prompts whose last chunk is in this forward. `captured` are the target's hidden
         states at all tokens, and `first_token_ids` [R] the first tokens of those prompts.
         """
-        last, following = batch.forward_input.logits_rows, batch.next_tokens
-        assert last is not None and following.places is not None
+        logits_rows, following = batch.forward_input.logits_rows, batch.next_tokens
+        assert logits_rows is not None and following.places is not None
+        last = logits_rows[: len(batch.sampled_entries)]
         return extend_draft(
             draft,
             replace(batch.forward_input, kv=self._pool.buffers[draft.layer_group.name]),

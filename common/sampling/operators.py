@@ -33,6 +33,10 @@ class Largest:
     token_ids: Tensor
     are_not_finite: Tensor
 
+    def first(self, num_rows: int) -> Largest:
+        """Returns those of the first `num_rows` rows."""
+        return Largest(self.token_ids[:num_rows], self.are_not_finite[:num_rows])
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:

@@ -68,6 +68,7 @@ class ResolvedSampling:
 
     `seed` is an unsigned 64-bit number; the edge draws one if the request has none. `eos_token_ids` is empty if EOS is
     ignored. `num_logprobs` is None without logprobs, else the number of top entries besides the chosen token.
+    `num_prompt_logprobs` is the same for the tokens of the prompt. With `max_tokens` 0 only the prompt is computed.
     `logit_bias` holds (token id, value) pairs in ascending order of id. With `reasoning`, the `grammar` is that of the
     answer after it.
     """
@@ -98,6 +99,7 @@ class ResolvedSampling:
     frequency_penalty: float = _number(0.0, low=-2.0, high=2.0, help="The same, for each time it is there.")
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None
     token_rules: TokenRules | None = None

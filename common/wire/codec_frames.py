@@ -12,11 +12,12 @@ from common.errors import FingerprintMismatch, RowFailure
 from common.peer_text import peer_text
 from common.rpc.messages import ProtocolError, require
 from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
+from common.wire.codec_logprobs import decode_row_logprobs, encode_row_logprobs
 from common.wire.codec_prebuilt import decode_prebuilt, encode_prebuilt
 from common.wire.codec_segment import ReadablePool, decode_segment, encode_segment
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.framing import seal, unseal
-from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs
 
 _FIELDS_A_ROW = 16
 """The most protobuf fields per row: three for its log-probabilities, and one in each column that is sent unpacked."""
@@ -42,6 +43,8 @@ class FrameCodec:
             case KvSegment():
                 encode_segment(frame, message.kv_segment)
                 return seal(message, frame.payload if frame.framed is None else frame.framed)
+            case RowLogprobs():
+                encode_row_logprobs(frame, message.row_logprobs)
             case PrebuiltBatch():
                 encode_prebuilt(frame, message.prebuilt_batch)
             case RowFailed():
@@ -67,6 +70,8 @@ class FrameCodec:
                 return self._decode_accepted(message.accepted)
             case "kv_segment":
                 return decode_segment(message.kv_segment, payload, groups=self._groups, rows=rows, pool=pool)
+            case "row_logprobs":
+                return decode_row_logprobs(message.row_logprobs, rows=rows, vocab_size=self._vocab_size)
             case "prebuilt_batch":
                 return decode_prebuilt(
                     message.prebuilt_batch,

@@ -69,10 +69,10 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
     held = set(message.num_held_tokens.values())
     require(len(held) <= 1, "num_held_tokens", "differs between layer groups")
     num_tokens = len(message.token_ids)
-    require(
-        all(0 <= num < num_tokens for num in held), "num_held_tokens", f"leaves none of {num_tokens} tokens to send"
-    )
     require(message.HasField("sampling"), "sampling", "is absent")
+    sampling = _decode_sampling(message.sampling)
+    most_held = num_tokens - 1 if sampling.max_tokens else num_tokens
+    require(all(num <= most_held for num in held), "num_held_tokens", f"leaves none of {num_tokens} tokens to send")
     num_salt_chars = len(message.cache_salt)
     require(
         num_salt_chars <= MAX_CACHE_SALT_CHARS,
@@ -86,7 +86,7 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
         token_ids=tuple(message.token_ids),
         prompt_len=message.prompt_len,
         num_held_tokens=tuple(sorted(message.num_held_tokens.items())),
-        sampling=_decode_sampling(message.sampling),
+        sampling=sampling,
         deadline_unix_ms=message.deadline_unix_ms,
         traceparent=message.traceparent,
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
@@ -102,6 +102,7 @@ def _encode_sampling(sampling: ResolvedSampling) -> prefill_pb2.ResolvedSampling
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.num_logprobs,
         allowed_token_ids=rules.allowed_ids,
+        prompt_logprobs=sampling.num_prompt_logprobs,
     )
     if sampling.grammar is not None:
         _set_grammar(params, sampling.grammar)
@@ -129,10 +130,11 @@ def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
     for name, option in NUMBER_OPTIONS.items():
         fault = option.fault(numbers[name])
         require(fault is None, f"sampling.{name}", fault or "")
-    require(params.max_tokens >= 1, "sampling.max_tokens", "is zero")
     num_end_ids = len({*params.stop_token_ids, *message.eos_token_ids})
     require(num_end_ids <= MAX_END_TOKEN_IDS, "sampling.stop_token_ids", f"has more than {MAX_END_TOKEN_IDS}")
-    require(params.logprobs <= MAX_LOGPROBS, "sampling.logprobs", f"{params.logprobs} is more than {MAX_LOGPROBS}")
+    for name in ("logprobs", "prompt_logprobs"):
+        num_top = getattr(params, name)
+        require(num_top <= MAX_LOGPROBS, f"sampling.{name}", f"{num_top} is more than {MAX_LOGPROBS}")
     for name in _EDGE_ONLY:
         require(not getattr(params, name), f"sampling.{name}", "does not belong in a row")
     bias_ids, bias_values = message.logit_bias_ids, message.logit_bias_values
@@ -153,6 +155,7 @@ def _decode_sampling(message: prefill_pb2.ResolvedSampling) -> ResolvedSampling:
         eos_token_ids=tuple(message.eos_token_ids),
         logit_bias=tuple(zip(bias_ids, bias_values, strict=True)),
         num_logprobs=params.logprobs if params.HasField("logprobs") else None,
+        num_prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         grammar=grammar_of(params),
         reasoning=reasoning,
         token_rules=_decode_rules(message),

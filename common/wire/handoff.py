@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from common.errors import RowFailure
 from common.kv.shared_kv import RemoteKv, SharedKv
 from common.sampling.params import ResolvedSampling, TokenLogprobs
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.telemetry.timeline import FLOW
 
 MAX_CALL_ROWS = 1024
@@ -52,7 +53,8 @@ class HandoffRow:
     There are such tokens if the decode engine gave up the request's KV (a retraction) or the client resumed the request
     after its stream had broken. `attempt` is the number of the request's handoff, counted from 0. `num_held_tokens`
     has a pair (layer group, n) for each group: the decode engine has the KV of the first n tokens already, and it is
-    not sent. n is the same for all groups, and less than the number of tokens. If it has none, there are no pairs.
+    not sent. n is the same for all groups, and less than the number of tokens. If it has none, there are no pairs. With
+    `max_tokens` 0 the decode engine needs no KV, and n may be the number of tokens.
 
     `cache_salt` names the namespace of the prefix cache that the row uses; "" is the common one. If it is None, the row
     neither uses cached KV nor leaves any.
@@ -71,7 +73,7 @@ class HandoffRow:
 
     @property
     def num_held(self) -> int:
-        """How many of the first tokens' KV the decode engine has."""
+        """How many of the first tokens' KV is not sent."""
         return max((num_tokens for _, num_tokens in self.num_held_tokens), default=0)
 
 
@@ -137,6 +139,18 @@ class PrebuiltBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of the next prompt tokens of a row that asks for them.
+
+    The first of a row begins at position 1, because nothing comes before the token at 0. All come before the row's
+    PrebuiltBatch entry.
+    """
+
+    row: int
+    logprobs: PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True)
 class RowFailed:
     """Says that a row of the call has failed, why, and whether to retry it (after `retry_after_ms`)."""
 
@@ -153,7 +167,7 @@ def segment_flow(request_id: str, attempt: int, layer_group: str, layer_start: i
     return int.from_bytes(blake2b(name.encode(), digest_size=6).digest())
 
 
-Frame = Accepted | KvSegment | PrebuiltBatch | RowFailed
+Frame = Accepted | KvSegment | RowLogprobs | PrebuiltBatch | RowFailed
 
 
 def frame_figures(frame: Frame, row_of: Callable[[int], HandoffRow]) -> dict[str, int]:
@@ -168,5 +182,7 @@ def frame_figures(frame: Frame, row_of: Callable[[int], HandoffRow]) -> dict[str
             return {"row": frame.row, "tokens": frame.num_tokens, FLOW: flow}
         case PrebuiltBatch():
             return {"rows": len(frame.rows)}
+        case RowLogprobs():
+            return {"row": frame.row, "tokens": len(frame.logprobs.logprobs)}
         case _:
             return {}

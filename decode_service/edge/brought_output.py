@@ -17,10 +17,14 @@ def ending_of_brought(
 ) -> Ending | None:
     """Returns the ending of a resumed request whose output is already complete, or None if the output goes on.
 
+    A request that brings no output along is not complete, even if it wants none.
+
     The ending is the one that the earlier stream would have sent if it had not broken. `token_ids` is the output
     brought along, and `output` has replayed it. The earlier stream sent all its text, so only the ending is left.
     Raises InvalidRequest if tokens follow the end.
     """
+    if not token_ids:
+        return None
     ends = [index + 1 for index, token_id in enumerate(token_ids) if _ends(token_id, index, sampling)]
     ends.append(sampling.max_tokens)
     if output.match is not None:

@@ -17,6 +17,7 @@ from decode_service.messages import (
     Failed,
     Finished,
     PhaseBegan,
+    PromptScored,
     SegmentsLanded,
     StartHandoff,
     Tokens,
@@ -55,7 +56,7 @@ class EventRouter:
     def _dispatch(self, events: Sequence[Event]) -> None:
         for event in events:
             match event:
-                case PhaseBegan() | Tokens() | Finished() | Failed():
+                case PhaseBegan() | PromptScored() | Tokens() | Finished() | Failed():
                     self._live_requests.dispatch(event)
                 case StartHandoff():
                     self._replicas.on_start(event)

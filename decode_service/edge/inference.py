@@ -22,6 +22,7 @@ from common.grammar.token_rules import TokenRules
 from common.rpc.errors import abort_with
 from common.rpc.server_bounds import BY_ADDRESS, ClientOf
 from common.sampling.params import ResolvedSampling
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
@@ -41,7 +42,7 @@ from decode_service.edge.request_checks import (
     check_request,
 )
 from decode_service.edge.request_trace import RequestTrace, RequestTraces
-from decode_service.edge.responses import delta_event, finished_event, pool_load, started_event
+from decode_service.edge.responses import PromptTokens, delta_event, finished_event, pool_load, started_event
 from decode_service.edge.span_attributes import ending_attributes, request_attributes, sampling_attributes
 from decode_service.edge.text.output import OutputProcessor
 from decode_service.edge.text.prompts import Prompts
@@ -201,10 +202,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             matcher=matcher,
         )
         await client.write(started_event(live.request_id, len(prompt_token_ids), sampling))
+        prompt_tokens = PromptTokens(self._decoder, prompt_token_ids)
+        if sampling.num_prompt_logprobs is not None:
+            await client.write(prompt_tokens.first())
         while True:
             news = await live.read()
             if isinstance(news, Ending):
                 return news
+            if isinstance(news, PromptLogprobs):
+                await client.write(prompt_tokens.event(news))
+                continue
             with self._request_track.task("write", live.request_id, tokens=len(news.token_ids)):
                 await client.write(delta_event(news))
             live.trace.output_written()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
 from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import TokenLogprobs
+from common.sampling.prompt_logprobs import PromptLogprobs
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
 from decode_service.edge.text.output import OutputPiece, OutputProcessor, StopMatch
 from decode_service.messages import Finished, FinishReason
+
+_PIECE_TOKENS = 256
+"""The most prompt tokens whose log-probabilities are read at once, so that a message to the client stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,8 @@ class Ending:
 class LiveRequest:
     """One request from its admission to its end, with the output that its client has not read.
 
-    Unread output is merged into one piece, so it holds no more than the request's whole output. The first terminal
-    event counts, and later ones are dropped.
+    Unread output is merged into one piece, so it holds no more than the request's whole output, besides the
+    log-probabilities of its prompt. The first terminal event counts, and later ones are dropped.
     """
 
     request_id: str
@@ -43,6 +48,7 @@ class LiveRequest:
     is_done_in_engine: bool = False  # the engine has posted its last event about it
     _output: OutputProcessor | None = None
     _num_prompt_tokens: int = 0
+    _prompt_logprobs: deque[PromptLogprobs] = field(default_factory=deque)
     _pending: OutputPiece = field(default_factory=OutputPiece)
     _ending: Ending | BatonError | None = None
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,6 +82,13 @@ class LiveRequest:
         if self._pending:
             self._has_news.set()
         return self._output.match
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        if self._ending is not None:
+            return
+        for start in range(logprobs.start, logprobs.stop, _PIECE_TOKENS):
+            self._prompt_logprobs.append(logprobs.part(start, min(start + _PIECE_TOKENS, logprobs.stop)))
+        self._has_news.set()
 
     def finish(self, finished: Finished) -> None:
         self.is_done_in_engine = True
@@ -122,17 +135,22 @@ class LiveRequest:
         self.is_done_in_engine = True
         self.fail(error)
 
-    async def read(self) -> OutputPiece | Ending:
-        """Waits for news and returns it: all output since the last read, or the ending after all output was read.
+    async def read(self) -> PromptLogprobs | OutputPiece | Ending:
+        """Waits for news and returns it: log-probabilities of the prompt's next tokens, of at most 256; if none are
+        left, all output since the last read; after all of it was read, the ending.
 
         Raises the error if the request failed.
         """
         await self._has_news.wait()
-        if self._pending:
-            piece, self._pending = self._pending, OutputPiece()
-            if self._ending is None:
+        if self._prompt_logprobs or self._pending:
+            news: PromptLogprobs | OutputPiece
+            if self._prompt_logprobs:
+                news = self._prompt_logprobs.popleft()
+            else:
+                news, self._pending = self._pending, OutputPiece()
+            if self._ending is None and not self._prompt_logprobs and not self._pending:
                 self._has_news.clear()
-            return piece
+            return news
         assert self._ending is not None
         if isinstance(self._ending, BatonError):
             raise self._ending

@@ -20,11 +20,21 @@ from decode_service.edge.live_request import LiveRequest
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
 from decode_service.edge.text.output import OutputProcessor
-from decode_service.messages import Abort, Command, Failed, FinishAtStop, Finished, PhaseBegan, Submit, Tokens
+from decode_service.messages import (
+    Abort,
+    Command,
+    Failed,
+    FinishAtStop,
+    Finished,
+    PhaseBegan,
+    PromptScored,
+    Submit,
+    Tokens,
+)
 
 _log = structlog.get_logger(__name__)
 
-RequestEvent = PhaseBegan | Tokens | Finished | Failed
+RequestEvent = PhaseBegan | PromptScored | Tokens | Finished | Failed
 
 
 class LiveRequests:
@@ -151,6 +161,8 @@ class LiveRequests:
                 with self._track.span("take_tokens", requests=len(event.request_ids), tokens=len(event.token_ids)):
                     for request_id, token_ids, logprobs in event.each():
                         self._apply(request_id, partial(self._add_tokens, token_ids=token_ids, logprobs=logprobs))
+            case PromptScored():
+                self._apply(event.request_id, lambda live: live.add_prompt_logprobs(event.logprobs))
             case PhaseBegan():
                 self._apply(event.request_id, lambda live: live.trace.on_phase(event))
             case Finished():

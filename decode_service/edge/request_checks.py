@@ -152,7 +152,10 @@ def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limi
     min_tokens = sampling.resolved.min_tokens
     if min_tokens > max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
-    return sampling.resolve(max_tokens, secrets.randbits(64) if sampling.seed is None else sampling.seed)
+    resolved = sampling.resolve(max_tokens, secrets.randbits(64) if sampling.seed is None else sampling.seed)
+    if checked.generated_token_ids:  # the log-probabilities of the prompt came before them
+        resolved = replace(resolved, num_prompt_logprobs=None)
+    return resolved
 
 
 def _room(num_prompt_tokens: int, limits: ModelLimits) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from baton.v1 import inference_pb2, types_pb2
 from common.load import PoolCounts
 from common.sampling.params import ResolvedSampling
+from common.sampling.prompt_logprobs import PromptLogprobs
+from common.text.tokenizer import TokenDecoder
 from decode_service.edge.live_request import Ending
 from decode_service.edge.text.output import OutputPiece, PositionLogprobs
 from decode_service.messages import FinishReason
@@ -39,6 +42,44 @@ def delta_event(piece: OutputPiece) -> inference_pb2.GenerateEvent:
         positions = zip(piece.token_ids, piece.logprobs, strict=True)
         delta.logprobs.extend(_position_logprobs(token_id, position) for token_id, position in positions)
     return event
+
+
+class PromptTokens:
+    """Makes the events with the tokens of a prompt and their log-probabilities, from the first token on, in order."""
+
+    def __init__(self, decoder: TokenDecoder, token_ids: Sequence[int]) -> None:
+        self._decoder = decoder
+        self._token_ids = token_ids
+        self._begins_text = True
+
+    def first(self) -> inference_pb2.GenerateEvent:
+        """Returns the event of the first token, which has no log-probability."""
+        token_id = self._token_ids[0]
+        token = inference_pb2.PromptToken(token_id=token_id, token=self._bytes_of(token_id))
+        self._pass(token_id)
+        return inference_pb2.GenerateEvent(prompt_logprobs=inference_pb2.PromptLogprobs(tokens=[token]))
+
+    def event(self, logprobs: PromptLogprobs) -> inference_pb2.GenerateEvent:
+        """Returns the event of the next tokens, those of `logprobs`."""
+        event = inference_pb2.GenerateEvent()
+        event.prompt_logprobs.start = logprobs.start
+        columns = (logprobs.logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top_values)
+        token_ids = self._token_ids[logprobs.start : logprobs.stop]
+        for token_id, own, rank, top_ids, values in zip(token_ids, *(each.tolist() for each in columns), strict=True):
+            top = [
+                types_pb2.TokenLogprob(token_id=top_id, logprob=value, token=self._bytes_of(top_id))
+                for top_id, value in zip(top_ids, values, strict=True)
+            ]
+            token = self._bytes_of(token_id)
+            event.prompt_logprobs.tokens.add(token_id=token_id, token=token, logprob=own, rank=rank, top=top)
+            self._pass(token_id)
+        return event
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        return self._decoder.bytes_of(token_id, begins_text=self._begins_text)
+
+    def _pass(self, token_id: int) -> None:
+        self._begins_text = self._begins_text and self._decoder.is_skipped(token_id)
 
 
 def finished_event(ending: Ending) -> inference_pb2.GenerateEvent:

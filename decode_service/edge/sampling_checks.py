@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from baton.v1 import types_pb2
 from common.errors import InvalidRequest
@@ -59,9 +59,6 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
     grammar = grammar_of(params)
     if grammar is not None and params.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", "does not go with a grammar, which says where the output ends")
-    max_tokens = params.max_tokens if params.HasField("max_tokens") else None
-    if max_tokens == 0:
-        raise InvalidRequest("sampling.max_tokens", "must be at least 1")
     numbers: Mapping[Any, NumberOption] = NUMBER_OPTIONS
     given = [option for name, option in numbers.items() if params.HasField(name)]
     resolved = ResolvedSampling(
@@ -70,7 +67,8 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
         stop_token_ids=_stop_token_ids(params, vocab_size, len(eos_token_ids)),
         eos_token_ids=() if params.ignore_eos else tuple(eos_token_ids),
         logit_bias=_logit_bias(params, vocab_size),
-        num_logprobs=_num_logprobs(params, vocab_size),
+        num_logprobs=_num_logprobs(params, "logprobs", vocab_size),
+        num_prompt_logprobs=_num_logprobs(params, "prompt_logprobs", vocab_size),
         grammar=grammar,
         reasoning=_reasoning(params),
         token_rules=_token_rules(params, vocab_size),
@@ -78,7 +76,7 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
     )
     return SamplingRequest(
         seed=params.seed if params.HasField("seed") else None,
-        max_tokens=max_tokens,
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
         speculates=params.speculate if params.HasField("speculate") else True,
         stop_strings=_stop_strings(params.stop),
         skips_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
@@ -158,9 +156,12 @@ def _logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> tuple[tupl
     return tuple(sorted(params.logit_bias.items()))
 
 
-def _num_logprobs(params: types_pb2.SamplingParams, vocab_size: int) -> int | None:
-    if not params.HasField("logprobs"):
+def _num_logprobs(
+    params: types_pb2.SamplingParams, name: Literal["logprobs", "prompt_logprobs"], vocab_size: int
+) -> int | None:
+    if not params.HasField(name):
         return None
-    if params.logprobs > min(MAX_LOGPROBS, vocab_size):
-        raise InvalidRequest("sampling.logprobs", f"{params.logprobs} is more than {min(MAX_LOGPROBS, vocab_size)}")
-    return params.logprobs
+    number: int = getattr(params, name)
+    if number > min(MAX_LOGPROBS, vocab_size):
+        raise InvalidRequest(f"sampling.{name}", f"{number} is more than {min(MAX_LOGPROBS, vocab_size)}")
+    return number

@@ -16,17 +16,19 @@ from dataclasses import dataclass
 from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
 from common.kv.pool import KvPool, RowLease
 from common.prompts.awaited_kv import AwaitedKv, awaited_kv
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
 from decode_service.messages import (
     BreakCall,
     DegradedChanged,
     Event,
     Phase,
+    PromptScored,
     Replica,
     ReplicasChanged,
     StartHandoff,
 )
-from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone
+from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone, Scored
 from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.replica_set import ReplicaSet
@@ -165,6 +167,8 @@ class PrefillDispatcher:
                 match news:
                     case FirstKv(req) if req.phase is Phase.PREFILL:
                         self._lives.enter(req, Phase.RECEIVING)
+                    case Scored(req, logprobs):
+                        self._post_scores(req, logprobs)
                     case AllComputed(req):
                         self._lives.enter(req, Phase.TRANSFER)
                     case LostRow():
@@ -177,6 +181,10 @@ class PrefillDispatcher:
             if guilty is not None:
                 self._fail(guilty, EngineFault(f"the handoff broke the protocol: {rejected}"))
             self.handle_lost([row for row in lost if row.req is not guilty])
+
+    def _post_scores(self, req: Request, logprobs: PromptLogprobs) -> None:
+        if (new := req.take_scores(logprobs)) is not None:
+            self._post(PromptScored(req.request_id, new))
 
     def end_call(self, call_id: str, error: BatonError | None) -> None:
         self.handle_lost(self._landing.end_call(call_id, error))
@@ -201,17 +209,19 @@ class PrefillDispatcher:
 
         Posts SegmentsLanded for segments that are copied or dropped.
         """
-        computed, lost = self._local.collect()
-        if not self._landing.has_news and not computed and not lost:
+        local = self._local.collect()
+        for req, logprobs in local.scored:
+            self._post_scores(req, logprobs)
+        if not self._landing.has_news and not local.ready and not local.lost:
             return ()
         landed = self._landing.poll()
         now_s = self._clock()
-        self.handle_lost((*landed.lost, *lost))
+        self.handle_lost((*landed.lost, *local.lost))
         for freed in landed.freed:
             self._post(freed)
         for part in landed.ready:
             self.held_bytes += sum(req.num_held_tokens for req in part.reqs) * self._token_bytes
-        ready = (*landed.ready, *computed)
+        ready = (*landed.ready, *local.ready)
         for part in ready:
             for req in part.reqs:
                 req.num_failures = 0
@@ -255,7 +265,7 @@ class PrefillDispatcher:
             if (awaited := self._begin_to_wait(req)) is not None:
                 spared.add(len(req.token_ids) - awaited.num_tokens)
                 continue
-            lease = self._reserve(req, spared)
+            lease = self._reserve(req, spared, stays_home=stays_home)
             if lease is None:
                 is_short = True
                 break
@@ -265,7 +275,11 @@ class PrefillDispatcher:
                 continue
             num_outstanding = self._landing.uncomputed_tokens() if num_outstanding is None else num_outstanding
             route = self._replicas.route(
-                candidates, req.cache_key, num_tokens=len(req.token_ids), num_outstanding=num_outstanding
+                candidates,
+                req.cache_key,
+                uses_cached=not req.is_scored,
+                num_tokens=len(req.token_ids),
+                num_outstanding=num_outstanding,
             )
             num_outstanding[route.replica] += route.num_uncomputed
             self.num_expected_cached += route.num_cached
@@ -306,7 +320,7 @@ class PrefillDispatcher:
         if not (self._local_prefill_tokens or self.is_degraded):
             return False
         num_tokens = len(req.token_ids)
-        num_left = num_tokens - self._pool.num_cached(req.cache_key)
+        num_left = num_tokens - self._pool.num_cached(req.usable_key)
         if num_left + self._local.num_short_left <= self._max_short_tokens:
             return True
         if self._local.has_long:
@@ -315,7 +329,7 @@ class PrefillDispatcher:
             return True
         most_there = _WORTH_HOME * num_left
         return most_there <= num_tokens and most_there <= self._replicas.least_uncomputed(
-            self._replicas.candidates(avoid=req.avoid_replica, num_tokens=num_tokens), req.cache_key, num_tokens
+            self._replicas.candidates(avoid=req.avoid_replica, num_tokens=num_tokens), req.usable_key, num_tokens
         )
 
     @property
@@ -327,7 +341,7 @@ class PrefillDispatcher:
         """Lets the request wait if much of its KV is on its way for another one. Returns the KV that it waits for."""
         req.awaited = None
         if self._pool.num_free_rows:
-            req.awaited = awaited_kv(self._pool, req.cache_key, self._lives.bringing_kv)
+            req.awaited = awaited_kv(self._pool, req.usable_key, self._lives.bringing_kv)
         return req.awaited
 
     @property
@@ -335,15 +349,22 @@ class PrefillDispatcher:
         """Whether another request may start where no replica takes the oldest one, because it is shorter."""
         return self._replicas.none_ready_since_s is None or self._local.num_short_left < self._max_short_tokens
 
-    def _reserve(self, req: Request, spared: _Spared) -> RowLease | None:
-        """Reserves a row and slots for `req`, or returns None if too few are left beside what is `spared`."""
+    def _reserve(self, req: Request, spared: _Spared, *, stays_home: bool) -> RowLease | None:
+        """Reserves a row for `req`, and slots for the KV that it will have here. Returns None if too few are left
+        beside what is `spared`.
+        """
         if self._pool.num_free_rows <= spared.num_rows:
             return None
         num_others = self._pool.rows.max_rows - self._pool.num_free_rows + spared.num_rows
         num_spared = spared.num_tokens
         if num_others:
             num_spared += (num_others + 1) * _HEADROOM_TOKENS
-        return self._pool.reserve(len(req.token_ids), key=req.cache_key, num_spared=num_spared)
+        if not stays_home:
+            if not req.needs_kv:
+                return self._pool.reserve(0, num_spared=num_spared)
+            return self._pool.reserve(len(req.token_ids), key=req.cache_key, num_spared=num_spared)
+        uses_cached = not req.is_scored
+        return self._pool.reserve(len(req.token_ids), key=req.cache_key, uses_cached=uses_cached, num_spared=num_spared)
 
     def _start_call(self, replica: str, reqs: list[Request]) -> None:
         call_id = f"call-{next(self._call_numbers)}"
@@ -356,11 +377,11 @@ class PrefillDispatcher:
                     attempt=req.num_attempts,
                     token_ids=tuple(req.token_ids),
                     prompt_len=req.prompt_len,
-                    sampling=req.sampling,
+                    sampling=req.attempt_sampling,
                     choice_index=req.choice_index,
                     deadline_unix_ms=req.deadline_unix_ms,
                     traceparent=req.traceparent,
-                    num_held_tokens=tuple((name, req.lease.num_cached) for name in sorted(self._pool.groups)),
+                    num_held_tokens=tuple((name, req.num_unsent_tokens) for name in sorted(self._pool.groups)),
                     cache_salt=req.namespace,
                 )
             )

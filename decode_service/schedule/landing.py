@@ -31,8 +31,9 @@ from common.kv.pool import KvPool, RowLease
 from common.kv.shared_kv import RemoteKv, SharedKv
 from common.kv.slot_allocator import Slots
 from common.kv.slot_run import run_of
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.telemetry.timeline import FLOW
-from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed, segment_flow
+from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs, segment_flow
 from decode_service.messages import SegmentsLanded
 from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
@@ -57,7 +58,8 @@ class FrameRejected(Exception):
 class LandingRow:
     """A row whose KV is arriving, with what was received so far.
 
-    `missing` maps each layer group to a [layers, tokens] mask of KV that has not come.
+    `missing` maps each layer group to a [layers, tokens] mask of KV that has not come. `num_scored` counts the first
+    tokens of its prompt whose log-probabilities this attempt has brought, or which have none: the first one.
     """
 
     req: Request
@@ -71,6 +73,7 @@ class LandingRow:
     has_kv: bool = False
     num_waiting: int = 0  # number of segments whose copies have not been started
     last_copy: Event | None = None
+    num_scored: int = 1
 
     @property
     def is_complete(self) -> bool:
@@ -82,7 +85,7 @@ class LandingRow:
 
         Copies run in order, so it is enough to check the last one.
         """
-        return not self.num_waiting and self.last_copy is not None and self.last_copy.is_done()
+        return not self.num_waiting and (self.last_copy is None or self.last_copy.is_done())
 
     def miscount(self) -> str | None:
         """Returns how the received bytes differ from those that the PrebuiltBatch reports as sent, or None if they
@@ -117,6 +120,14 @@ class FirstKv:
     """News that the first KV of a request has come."""
 
     req: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """News that log-probabilities of the request's prompt have come."""
+
+    req: Request
+    logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +214,7 @@ class LandingZone:
                 replica=replica,
                 lease=req.lease,
                 missing={
-                    name: np.tile(np.arange(len(req.token_ids)) >= req.lease.num_cached, (group.num_layers, 1))
+                    name: np.tile(np.arange(len(req.token_ids)) >= req.num_unsent_tokens, (group.num_layers, 1))
                     for name, group in self._pool.groups.items()
                 },
                 received_bytes=dict.fromkeys(self._pool.groups, 0),
@@ -233,13 +244,15 @@ class LandingZone:
                 break
         return None
 
-    def take_frame(self, call_id: str, frame: Frame) -> Sequence[FirstKv | AllComputed | LostRow]:
+    def take_frame(self, call_id: str, frame: Frame) -> Sequence[FirstKv | Scored | AllComputed | LostRow]:
         """Applies one frame. Returns the news about its rows. Rows that the call does not have any more are left out.
 
         Raises FrameRejected and applies nothing if the frame does not fit the row it names.
         """
         if isinstance(frame, KvSegment):
             return self._take_segment(call_id, frame)
+        if isinstance(frame, RowLogprobs):
+            return self._take_logprobs(call_id, frame)
         if isinstance(frame, PrebuiltBatch):
             return self._take_prebuilt(call_id, frame)
         if isinstance(frame, RowFailed):
@@ -395,6 +408,15 @@ class LandingZone:
         if isinstance(segment.shared, SharedKv) and not segment.shared.is_current:
             raise SlotsReused("the replica used the slots again")
 
+    def _take_logprobs(self, call_id: str, frame: RowLogprobs) -> Sequence[Scored]:
+        row = self._row(call_id, frame.row)
+        if row is None:
+            return ()
+        if row.columns is not None or frame.logprobs.start != row.num_scored:
+            raise FrameRejected(frame.row, f"log-probabilities from {frame.logprobs.start} on, not {row.num_scored}")
+        row.num_scored = frame.logprobs.stop
+        return (Scored(row.req, frame.logprobs),)
+
     def _take_prebuilt(self, call_id: str, columns: PrebuiltBatch) -> Sequence[AllComputed]:
         rows = [(entry, index, self._row(call_id, index)) for entry, index in enumerate(columns.rows.tolist())]
         wanted = [(entry, index, row) for entry, index, row in rows if row is not None]
@@ -414,6 +436,8 @@ class LandingZone:
     def _check_entry(self, columns: PrebuiltBatch, entry: int, index: int, row: LandingRow) -> None:
         if columns.seq_lens[entry] != len(row.req.token_ids):
             raise FrameRejected(index, f"seq_len {columns.seq_lens[entry]} is not {len(row.req.token_ids)}")
+        if row.req.is_scored:
+            raise FrameRejected(index, f"no log-probabilities of the prompt from {row.num_scored} on")
         if not 0 <= columns.first_token_ids[entry] < self._vocab_size:
             raise FrameRejected(index, f"first token {columns.first_token_ids[entry]} is not in the vocabulary")
         if (drafts := columns.seed_columns.get(TOPK_INDEX)) is not None:

@@ -25,9 +25,11 @@ from common.grammar.matcher import Matcher
 from common.kv.pool import KvPool, RowLease
 from common.model.target import TargetModel
 from common.prompts.chunk_batch import ChunkBatch, cut_chunks
+from common.prompts.scores import max_scored_tokens
 from common.prompts.worker import Computed, PromptWorker
 from common.sampling.logprobs import unpack_logprobs
 from common.sampling.params import ResolvedSampling
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.sampling.state import RowSeed, SamplingState
 from common.wire.handoff import PrebuiltBatch
 from decode_service.schedule.request import LostRow, Request
@@ -48,18 +50,16 @@ def local_chunk_tokens(*, local_prefill_tokens: int, prefill_fallback: bool) -> 
 class LocalPrompt:
     """A request whose prompt is computed here. `token_ids` [N] int64 are its prompt and output so far.
 
-    A long prompt is one that did not fit in a chunk, beside the short ones, when it began.
+    A long prompt is one that did not fit in a chunk, beside the short ones, when it began. `sampling` is what the
+    request wanted then.
     """
 
     req: Request
     token_ids: NDArray[np.int64]
     lease: RowLease
+    sampling: ResolvedSampling
     num_launched_tokens: int
     is_long: bool
-
-    @property
-    def sampling(self) -> ResolvedSampling:
-        return self.req.sampling
 
     @property
     def prompt_len(self) -> int:
@@ -84,6 +84,17 @@ class _Launched:
     batch: ChunkBatch[LocalPrompt]
     computed: Cell[Computed]
     end: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What chunks that have ended give: log-probabilities of prompts, the requests that are ready now, and those whose
+    forward failed.
+    """
+
+    scored: tuple[tuple[Request, PromptLogprobs], ...] = ()
+    ready: tuple[ReadyRows, ...] = ()
+    lost: tuple[LostRow, ...] = ()
 
 
 class LocalPrefill:
@@ -115,6 +126,7 @@ class LocalPrefill:
         self._layer_group = model.layer_group.name
         self._num_draft_layers = draft.layer_group.num_layers if draft else 1
         self.max_chunk_tokens = max(max_chunk_tokens, self._num_draft_layers)
+        self._max_scored_tokens = max(max_scored_tokens(model.vocab_size), self._num_draft_layers)
         self._worker = PromptWorker(
             model=model,
             draft=draft,
@@ -148,7 +160,7 @@ class LocalPrefill:
         token_ids = np.array(req.token_ids, np.int64)
         num_cached = req.lease.num_cached
         is_long = len(token_ids) - num_cached + self.num_short_left > self.max_chunk_tokens
-        self._prompts[req] = LocalPrompt(req, token_ids, req.lease, num_cached, is_long)
+        self._prompts[req] = LocalPrompt(req, token_ids, req.lease, req.attempt_sampling, num_cached, is_long)
 
     def forget(self, req: Request) -> None:
         """Gives the request up. A chunk in flight still writes to its row, which stays in quarantine meanwhile."""
@@ -162,6 +174,7 @@ class LocalPrefill:
             list(self._prompts.values()),
             chunk_tokens=self.max_chunk_tokens,
             max_batch_tokens=self.max_chunk_tokens,
+            max_scored_tokens=self._max_scored_tokens,
             min_last_tokens=self._num_draft_layers,
         )
         batch = ChunkBatch.of(
@@ -197,23 +210,24 @@ class LocalPrefill:
             if failure.is_of_device:
                 raise
 
-    def collect(self) -> tuple[tuple[ReadyRows, ...], tuple[LostRow, ...]]:
-        """Takes the chunks that have ended. Returns the requests that are ready now, and those whose forward failed.
-
-        Raises the error of a failed device or stream.
-        """
+    def collect(self) -> Collected:
+        """Takes the chunks that have ended. Raises the error of a failed device or stream."""
         launched = self._in_flight
         if launched is None or not launched.end.is_done():
-            return (), ()
+            return Collected()
         self._in_flight = None
         raise_if_device_failed(launched.end)
         chunks = [chunk for chunk in launched.batch.chunks if self._is_wanted(chunk.prompt)]
         if (failure := launched.end.error) is not None:
             error = EngineFault(f"a prefill step failed: {failure}")
-            return (), tuple(LostRow(chunk.prompt.req, error, is_retryable=True) for chunk in chunks)
+            return Collected(lost=tuple(LostRow(chunk.prompt.req, error, is_retryable=True) for chunk in chunks))
         for chunk in chunks:
             self._pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
-        return self._first_tokens(launched)
+        scored: tuple[tuple[Request, PromptLogprobs], ...] = ()
+        if (scores := launched.computed.get().scores) is not None:
+            each = launched.batch.prompt_logprobs(scores)
+            scored = tuple((prompt.req, logprobs) for prompt, logprobs in each if self._is_wanted(prompt))
+        return Collected(scored, *self._first_tokens(launched))
 
     def _is_wanted(self, prompt: LocalPrompt) -> bool:
         return self._prompts.get(prompt.req) is prompt

@@ -205,12 +205,14 @@ class ReplicaSet:
         candidates: Sequence[Replica],
         key: CacheKey | None,
         *,
+        uses_cached: bool = True,
         num_tokens: int,
         num_outstanding: Mapping[str, int],
     ) -> Route:
         """Chooses one of `candidates`, of which there must be some, for a row of `num_tokens` tokens.
 
         Notes that the row's tokens will be cached there. `key` is the row's in the prefix cache; None if it uses none.
+        Without `uses_cached` the row is computed as a whole, whatever is cached.
         `num_outstanding` is that of `update`, as it is now. Of two that cost the same, the one that computes less is
         chosen, and of two that compute the same the one whose cache is less full, so that idle replicas fill evenly.
 
@@ -220,7 +222,8 @@ class ReplicaSet:
         """
         if not self._routes_by_prefix:
             key = None
-        offers = [self._offer(replica, key, num_tokens, num_outstanding) for replica in candidates]
+        usable = key if uses_cached else None
+        offers = [self._offer(replica, usable, num_tokens, num_outstanding) for replica in candidates]
         counts_evictions = any(offer.has_room_now for offer in offers)
 
         def costs(offer: _Offer) -> tuple[int, int, float]:

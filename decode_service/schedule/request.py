@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,9 +15,10 @@ from common.kv.pool import CacheKey, RowLease
 from common.prompts.awaited_kv import AwaitedKv
 from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling
+from common.sampling.prompt_logprobs import PromptLogprobs
 from decode_service.messages import Finished, FinishReason, Phase, Submit
 
-_KV_ON_ITS_WAY = frozenset((Phase.PREFILL, Phase.RECEIVING, Phase.TRANSFER, Phase.LOCAL_PREFILL))
+_KV_ON_ITS_WAY = frozenset((Phase.PREFILL, Phase.RECEIVING, Phase.TRANSFER))
 
 
 @dataclass(slots=True)
@@ -97,6 +98,9 @@ class Request:
     until then, and 0 for a request that brings output along: it would find what an earlier call for the same output
     left.
 
+    `num_scored` counts the first tokens of the prompt whose log-probabilities the edge has. The first token, which has
+    none, counts too. A request that asks for log-probabilities of its prompt `is_scored` until it has all.
+
     `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute. `awaited` is
     the KV of its first tokens that it waits for in the queue, because it is on its way for another request. `matcher`,
     if its output is constrained, has accepted all of it.
@@ -123,6 +127,7 @@ class Request:
     num_retractions: int = 0
     kv_bytes: int = 0
     num_cached_tokens: int | None = None
+    num_scored: int = 1
     began_cached: bool = False
     awaited: AwaitedKv | None = None
     avoid_replica: str = ""
@@ -189,6 +194,44 @@ class Request:
             return self._past_key
         return CacheKey(np.concatenate([self._past_key.token_ids, np.array(new_ids, np.int64)]), namespace)
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt have still to come. Then all of the prompt is computed."""
+        return self.sampling.num_prompt_logprobs is not None and self.num_scored < self.prompt_len
+
+    @property
+    def usable_key(self) -> CacheKey | None:
+        """Says with which cached KV its computation may begin. None means that it begins with none."""
+        return None if self.is_scored else self.cache_key
+
+    @property
+    def attempt_sampling(self) -> ResolvedSampling:
+        """The sampling parameters of an attempt that begins now."""
+        if self.is_scored or self.sampling.num_prompt_logprobs is None:
+            return self.sampling
+        return replace(self.sampling, num_prompt_logprobs=None)
+
+    def take_scores(self, logprobs: PromptLogprobs) -> PromptLogprobs | None:
+        """Takes log-probabilities of the prompt, and returns those that no earlier attempt brought; None if there are
+        none.
+        """
+        assert logprobs.start <= self.num_scored, f"{self.request_id}: log-probabilities are missing"
+        if logprobs.stop <= self.num_scored:
+            return None
+        new = logprobs.part(self.num_scored, logprobs.stop)
+        self.num_scored = logprobs.stop
+        return new
+
+    @property
+    def needs_kv(self) -> bool:
+        """Whether its KV is used after the prompt. It is not if no token is generated."""
+        return self.sampling.max_tokens > 0
+
+    @property
+    def num_unsent_tokens(self) -> int:
+        """Of how many of its first tokens the replica sends no KV."""
+        return self.num_held_tokens if self.needs_kv else len(self.token_ids)
+
     def leave_row(self) -> None:
         """Notes the output since it entered its row, which it leaves, as its own."""
         key, new_ids = self.cache_key, self._new_ids
@@ -198,7 +241,9 @@ class Request:
     @property
     def brings_kv(self) -> bool:
         """Whether KV of its prompt is on its way: from a replica, or computed here."""
-        return self.phase in _KV_ON_ITS_WAY
+        if self.phase is Phase.LOCAL_PREFILL:
+            return True
+        return self.needs_kv and self.phase in _KV_ON_ITS_WAY
 
     @property
     def brings_it_in_chunks(self) -> bool:
@@ -265,7 +310,7 @@ class Request:
         None if the output goes on.
         """
         last = (self._new_ids or self.past_ids)[-1]
-        if last in self.end_ids:
+        if self.num_output and last in self.end_ids:
             if last in self.sampling.eos_token_ids:
                 return FinishReason.EOS, None
             return FinishReason.STOP_TOKEN, last

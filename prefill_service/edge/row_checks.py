@@ -10,7 +10,7 @@ import numpy as np
 
 from common.errors import RowFailure
 from common.grammar.token_rules import TokenRules
-from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ def check_row(
     largest = max(chain(ids, *more_ids))
     if largest >= limits.vocab_size:
         return invalid_row(index, f"token id {largest} is not below the vocabulary's {limits.vocab_size}")
-    if (row.sampling.num_logprobs or 0) > limits.vocab_size:
-        message = f"num_logprobs: {row.sampling.num_logprobs} exceed the vocabulary's {limits.vocab_size}"
-        return invalid_row(index, message)
+    for name in ("num_logprobs", "num_prompt_logprobs"):
+        if ((num_top := getattr(row.sampling, name)) or 0) > limits.vocab_size:
+            return invalid_row(index, f"{name}: {num_top} exceed the vocabulary's {limits.vocab_size}")
     return row
 
 
@@ -82,7 +82,7 @@ class RowNumbering:
         if not self.refused:
             return frame
         match frame:
-            case KvSegment() | RowFailed():
+            case KvSegment() | RowLogprobs() | RowFailed():
                 return replace(frame, row=self._call_rows[frame.row])
             case PrebuiltBatch():
                 return replace(frame, rows=np.array(self._call_rows, np.int64)[frame.rows])

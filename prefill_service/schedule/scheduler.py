@@ -28,12 +28,13 @@ from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.prompts.awaited_kv import awaited_kv
 from common.prompts.chunk_batch import Chunk, ChunkBatch, cut_chunks
+from common.prompts.scores import max_scored_tokens
 from common.prompts.worker import Computed, Meanwhile, PromptWorker
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.sampling.state import DrawKernels, SamplingState
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, recorded
-from common.wire.handoff import NewFramedKv, RowFailed
+from common.wire.handoff import NewFramedKv, RowFailed, RowLogprobs
 from prefill_service.handoff.piece import SentPiece, sent_tokens
 from prefill_service.handoff.sender import KvSender
 from prefill_service.messages import (
@@ -122,6 +123,7 @@ class PrefillEngine:
         self._wake_up = WakeUp(device)
         self._chunk_tokens = chunk_tokens
         self._max_batch_tokens = max_batch_tokens
+        self._max_scored_tokens = max(max_scored_tokens(model.vocab_size), self._num_draft_layers)
         self._max_queued_rows = max_queued_rows
         self._max_in_flight = 2 if overlap else 1
         self._clock = clock
@@ -295,7 +297,7 @@ class PrefillEngine:
             elif num_queued >= self._max_queued_rows:
                 self._fail(prompt, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
             else:
-                prompt.num_kept_tokens = self.pool.num_cached(prompt.cache_key)
+                prompt.num_kept_tokens = self.pool.num_cached(prompt.usable_key)
         self._end_call_if_done(command.call_id)
 
     # ---- computing ----------------------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ class PrefillEngine:
         for prompt in self._lives.in_phase(PromptPhase.QUEUED):
             if self._waits(prompt):
                 continue
-            lease = self.pool.reserve(prompt.num_tokens, key=prompt.cache_key)
+            lease = self.pool.reserve(prompt.num_tokens, key=prompt.cache_key, uses_cached=not prompt.is_scored)
             if lease is None:
                 # No younger one gets room before it. So one that waited for KV is overtaken until the KV is there only.
                 self._lacks_room = True
@@ -328,7 +330,7 @@ class PrefillEngine:
         if prompt.awaited is not None and not prompt.awaited.is_over:
             return True
         computing = self._lives.in_phase(PromptPhase.COMPUTING)
-        prompt.awaited = awaited_kv(self.pool, prompt.cache_key, computing) if self.pool.num_free_rows else None
+        prompt.awaited = awaited_kv(self.pool, prompt.usable_key, computing) if self.pool.num_free_rows else None
         return prompt.awaited is not None
 
     @recorded("launch")
@@ -337,6 +339,7 @@ class PrefillEngine:
             self._lives.in_phase(PromptPhase.COMPUTING),
             chunk_tokens=self._chunk_tokens,
             max_batch_tokens=self._max_batch_tokens,
+            max_scored_tokens=self._max_scored_tokens,
             min_last_tokens=self._num_draft_layers,
         )
         if not chunks:
@@ -432,8 +435,16 @@ class PrefillEngine:
                 self.pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
                 chunk.prompt.num_kept_tokens = chunk.stop
         self._outbox += _traced_chunks(step.batch, start_s=start_s, end_s=now_s)
+        self._post_prompt_logprobs(step)
         self._post_first_tokens(step)
         self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
+
+    def _post_prompt_logprobs(self, step: StepInFlight) -> None:
+        if (scores := step.computed.get().scores) is None:
+            return
+        for prompt, logprobs in step.batch.prompt_logprobs(scores):
+            if prompt.phase is not PromptPhase.ENDED:
+                self._outbox.append(FrameReady(prompt.call_id, RowLogprobs(prompt.index, logprobs)))
 
     def _post_first_tokens(self, step: StepInFlight) -> None:
         batch, computed = step.batch, step.computed.get()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,14 +24,15 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
     """An Inference service that plays the next of `scripts` for each Generate call, and `script` once there is none
     left.
 
-    A script lists events to send, a status that ends the call, and HOLD, which waits.
+    A script lists events to send, a status that ends the call, and HOLD, which waits. `script` may also be a function
+    that returns the script for a request.
     """
 
     HOLD = object()
 
     def __init__(self) -> None:
         self.scripts: deque[Sequence[Any]] = deque()
-        self.script: Sequence[Any] = ()
+        self.script: Sequence[Any] | Callable[[inference_pb2.GenerateRequest], Sequence[Any]] = ()
         self.output_format = "hermes"
         self.has_reasoning = True
         self.requests: queue.Queue[inference_pb2.GenerateRequest] = queue.Queue()
@@ -52,7 +53,8 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             self.ended_calls.put(None)
 
         context.add_callback(on_end)
-        for item in self.scripts.popleft() if self.scripts else self.script:
+        script = self.script(request) if callable(self.script) else self.script
+        for item in self.scripts.popleft() if self.scripts else script:
             if item is self.HOLD:
                 has_ended.wait(BOUND_S)
             elif isinstance(item, inference_pb2.GenerateEvent):
@@ -160,3 +162,18 @@ def failure(code: int, message: str, *, reason: str = "", **metadata: str) -> st
         detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="baton", metadata=metadata))
         status.details.append(detail)
     return status
+
+
+def prompt_tokens(start: int, *tokens: tuple[int, bytes, float | None]) -> inference_pb2.GenerateEvent:
+    """An event with tokens of the prompt: each an id, its bytes and its log-probability, if it has one."""
+    return inference_pb2.GenerateEvent(
+        prompt_logprobs=inference_pb2.PromptLogprobs(
+            start=start,
+            tokens=[
+                inference_pb2.PromptToken(token_id=token_id, token=token)
+                if logprob is None
+                else inference_pb2.PromptToken(token_id=token_id, token=token, logprob=logprob, rank=2)
+                for token_id, token, logprob in tokens
+            ],
+        )
+    )

@@ -27,9 +27,9 @@ from baton import (
     ToolChoice,
     errors,
 )
-from baton.events import PositionLogprobs, TokenLogprob, Usage
+from baton.events import PositionLogprobs, PromptLogprobs, PromptToken, TokenLogprob, Usage
 from baton.v1 import inference_pb2, types_pb2
-from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, prompt_tokens, started
 
 
 class EitherClient(Protocol):
@@ -63,6 +63,44 @@ class Asynchronous:
 @pytest.fixture(params=["Client", "AsyncClient"])
 async def either(request: pytest.FixtureRequest, client: Client, async_client: AsyncClient) -> EitherClient:
     return Blocking(client) if request.param == "Client" else Asynchronous(async_client)
+
+
+async def test_tokens_of_the_prompt_come_with_their_log_probabilities(
+    server: ScriptedServer, either: EitherClient
+) -> None:
+    server.inference.script = [
+        started(),
+        prompt_tokens(0, (5, b"a", None)),
+        prompt_tokens(1, (6, b"b", -0.5), (7, b"c", -1.5)),
+        finished(),
+    ]
+    expected = (
+        PromptToken(5, b"a", None, None, ()),
+        PromptToken(6, b"b", -0.5, 2, ()),
+        PromptToken(7, b"c", -1.5, 2, ()),
+    )
+    _, first, others, _ = await either.events("Hi", prompt_logprobs=0, max_tokens=0)
+    assert (first, others) == (PromptLogprobs(0, expected[:1]), PromptLogprobs(1, expected[1:]))
+    assert (await either.complete("Hi", prompt_logprobs=0, max_tokens=0)).prompt_logprobs == expected
+    sent = server.inference.requests.get(timeout=BOUND_S).sampling
+    assert sent.HasField("prompt_logprobs") and sent.HasField("max_tokens")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [started(), delta([5], "a"), prompt_tokens(0, (5, b"a", None))],
+        [started(), prompt_tokens(1, (5, b"a", -1.0))],
+        [prompt_tokens(0, (5, b"a", None))],
+    ],
+    ids=["after output", "with a gap", "before the start"],
+)
+async def test_tokens_of_the_prompt_in_another_place_are_an_error(
+    script: list[Any], server: ScriptedServer, either: EitherClient
+) -> None:
+    server.inference.script = [*script, finished()]
+    with pytest.raises(errors.Internal):
+        await either.events("Hi")
 
 
 async def test_events_arrive_typed_and_in_order(server: ScriptedServer, either: EitherClient) -> None:

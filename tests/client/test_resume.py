@@ -16,9 +16,9 @@ from baton.client import EventStream
 from baton.client import generation as generation_module
 from baton.client.generation import MAX_BREAKS, Generation, Progress
 from baton.client.servers import BlockingServers
-from baton.events import Usage
+from baton.events import PromptLogprobs, Usage
 from baton.v1 import inference_pb2
-from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, prompt_tokens, started
 
 LOST = failure(code_pb2.UNAVAILABLE, "Socket closed")
 CUT = failure(code_pb2.CANCELLED, "the server shuts down")
@@ -111,6 +111,26 @@ async def test_a_broken_stream_goes_on_with_its_seed_and_what_came(
         assert list(request.generated_token_ids) == token_ids
         assert not request.HasField("request_id")
     assert (second.sampling.seed, third.sampling.seed) == (7, 7)
+
+
+async def test_tokens_of_the_prompt_come_once_whenever_the_stream_breaks(
+    server: ScriptedServer, reader: Reader
+) -> None:
+    first, second, third = (5, b"a", None), (6, b"b", -0.5), (7, b"c", -1.5)
+    server.inference.scripts.extend(
+        [
+            [started(), prompt_tokens(0, first), prompt_tokens(1, second), LOST],
+            [started(), prompt_tokens(0, first), LOST],
+            [started(), prompt_tokens(0, first), prompt_tokens(1, second, third), LOST],
+            [started(), prompt_tokens(0, first, second, third), delta([8], "d"), LOST],
+            [started(), finished(num_completion_tokens=1)],
+        ]
+    )
+    events, error, _ = await reader.read(prompt_logprobs=0)
+    assert error is None
+    parts = [event for event in events if isinstance(event, PromptLogprobs)]
+    assert [(part.start, [token.token_id for token in part.tokens]) for part in parts] == [(0, [5]), (1, [6]), (2, [7])]
+    assert [type(event) for event in events] == [Started, *[PromptLogprobs] * 3, Delta, Finished]
 
 
 async def test_a_call_that_broke_before_started_is_made_again(server: ScriptedServer, reader: Reader) -> None:

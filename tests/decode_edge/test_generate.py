@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+import numpy as np
 import pytest
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -10,8 +11,10 @@ from common.errors import PrefillUnavailable
 from common.request_stats import Timings
 from common.rpc.bearer_tokens import authorization
 from common.sampling.params import TokenLogprobs
+from common.sampling.prompt_logprobs import PromptLogprobs
+from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.text.output import OutputProcessor
-from decode_service.messages import Abort, Failed, Finished, FinishReason, Submit, Tokens
+from decode_service.messages import Abort, Failed, Finished, FinishReason, PromptScored, Submit, Tokens
 from tests.decode_edge.edge_under_test import (
     MAX_LIVE,
     AloneContext,
@@ -57,6 +60,73 @@ async def test_a_stream_is_started_then_deltas_then_finished(edge: Edge) -> None
     assert [event.WhichOneof("event") for event in events].count("finished") == 1
 
 
+def scored(request_id: str, start: int, size: int) -> PromptScored:
+    """The log-probabilities of `size` tokens of the prompt, each with that of the most likely token, A."""
+    own = -np.arange(start, start + size, dtype=np.float32)
+    ranks, top_ids = np.arange(start, start + size), np.full((size, 1), A)
+    return PromptScored(request_id, PromptLogprobs(start, own, ranks, top_ids, np.full((size, 1), -0.5, np.float32)))
+
+
+async def test_the_tokens_of_the_prompt_come_before_the_output(edge: Edge) -> None:
+    call = edge.generate(
+        token_ids=inference_pb2.TokenIds(ids=[C, A, B]), sampling=sampling(max_tokens=1, prompt_logprobs=1)
+    )
+    submit = await edge.engine.submitted()
+    assert submit.sampling.num_prompt_logprobs == 1
+    edge.deliver(scored(submit.request_id, 1, 1), scored(submit.request_id, 2, 1))
+    edge.deliver(tokens_of(submit.request_id, (C,)), finished(submit.request_id, 1))
+
+    events = await events_of(call)
+
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds == ["started", *["prompt_logprobs"] * 3, "delta", "finished"]
+    assert [event.prompt_logprobs.start for event in events[1:4]] == [0, 1, 2]
+    first, second, third = (token for event in events for token in event.prompt_logprobs.tokens)
+    assert first == inference_pb2.PromptToken(token_id=C, token=b"c")
+    likeliest = [types_pb2.TokenLogprob(token_id=A, logprob=-0.5, token=b"a")]
+    assert second == inference_pb2.PromptToken(token_id=A, token=b"a", logprob=-1.0, rank=1, top=likeliest)
+    assert third == inference_pb2.PromptToken(token_id=B, token=b"b", logprob=-2.0, rank=2, top=likeliest)
+
+
+async def test_a_prompt_of_one_token_has_one_without_a_log_probability_and_no_output_is_needed(edge: Edge) -> None:
+    call = edge.generate(token_ids=inference_pb2.TokenIds(ids=[C]), sampling=sampling(max_tokens=0, prompt_logprobs=0))
+    submit = await edge.engine.submitted()
+    assert submit.sampling.max_tokens == 0
+    edge.deliver(finished(submit.request_id, 0))
+    events = await events_of(call)
+    assert [token.token_id for event in events for token in event.prompt_logprobs.tokens] == [C]
+    assert events[-1].finished.usage.num_completion_tokens == 0
+
+
+async def test_many_tokens_of_a_prompt_come_in_small_messages() -> None:
+    live = LiveRequest("r1", "r1")
+    live.begin(OutputProcessor(decoder=byte_fallback()), 1001)
+    live.add_prompt_logprobs(scored("r1", 1, 1000).logprobs)
+    live.finish(finished("r1", 0))
+    sizes = []
+    while isinstance(news := await live.read(), PromptLogprobs):
+        assert news.start == 1 + sum(sizes)
+        sizes.append(len(news.logprobs))
+    assert isinstance(news, Ending)
+    assert sizes == [256, 256, 256, 232]
+
+
+async def test_a_token_that_begins_the_prompt_has_no_space_of_its_own() -> None:
+    tokenizer = byte_fallback()
+    prompt = ids_of_pieces(tokenizer, ["<eos>", "▁ab", "▁ab"])
+    async with running_edge([], tokenizer=tokenizer) as edge:
+        call = edge.generate(
+            token_ids=inference_pb2.TokenIds(ids=prompt), sampling=sampling(max_tokens=0, prompt_logprobs=0)
+        )
+        submit = await edge.engine.submitted()
+        columns = PromptLogprobs(
+            1, np.zeros(2, np.float32), np.ones(2, np.int64), np.empty((2, 0), np.int64), np.empty((2, 0), np.float32)
+        )
+        edge.deliver(PromptScored(submit.request_id, columns), finished(submit.request_id, 0))
+        events = await events_of(call)
+    assert [token.token for event in events for token in event.prompt_logprobs.tokens] == [b"<eos>", b"ab", b" ab"]
+
+
 @pytest.mark.parametrize("brought", [[], ["<pad>"]], ids=["new", "resumed"])
 async def test_text_goes_on_where_the_prompt_ends(brought: list[str]) -> None:
     tokenizer = byte_fallback()
@@ -81,7 +151,9 @@ async def test_the_engine_gets_the_resolved_request(edge: Edge) -> None:
         generated_token_ids=[A],
         choice_index=3,
         cache_salt="tenant",
-        sampling=sampling(temperature=0.0, stop_token_ids=[C], logit_bias={9: 1.0, 4: -1.0}, logprobs=0),
+        sampling=sampling(
+            temperature=0.0, stop_token_ids=[C], logit_bias={9: 1.0, 4: -1.0}, logprobs=0, prompt_logprobs=1
+        ),
     )
 
     submit = await edge.engine.submitted()
@@ -93,6 +165,7 @@ async def test_the_engine_gets_the_resolved_request(edge: Edge) -> None:
     assert submit.sampling.end_token_ids == (eos_id(edge.tokenizer), C)
     assert submit.sampling.logit_bias == ((4, -1.0), (9, 1.0))
     assert submit.sampling.num_logprobs == 0
+    assert submit.sampling.num_prompt_logprobs is None, "they came before the output that the request brings"
 
 
 @pytest.mark.parametrize(

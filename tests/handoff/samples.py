@@ -7,9 +7,10 @@ import numpy as np
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec
 from common.sampling.params import ResolvedSampling
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
-from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs
 
 TARGET = LayerGroupSpec("target", num_layers=4, num_planes=2, num_heads=8, head_dim=128, dtype="float32")
 FINGERPRINT = Fingerprint(
@@ -24,13 +25,13 @@ SEGMENT_BYTES = SEGMENT_TOKENS * TARGET.token_bytes
 ROOMY_BUDGET_BYTES = 64 * SEGMENT_BYTES
 
 
-def row(request_id: str = "request", num_tokens: int = 128) -> HandoffRow:
+def row(request_id: str = "request", num_tokens: int = 128, **sampling: int) -> HandoffRow:
     return HandoffRow(
         request_id=request_id,
         attempt=0,
         token_ids=tuple(token % 200 for token in range(num_tokens)),
         prompt_len=num_tokens,
-        sampling=ResolvedSampling(seed=7, max_tokens=8),
+        sampling=ResolvedSampling(**{"seed": 7, "max_tokens": 8, **sampling}),
     )
 
 
@@ -38,6 +39,19 @@ def segment(row: int = 0, place: int = 0) -> KvSegment:
     """Segment number `place` of the row, with all layers and a payload that differs from its neighbours'."""
     payload = bytes([place % 256]) * SEGMENT_BYTES
     return KvSegment(row, "target", 0, TARGET.num_layers, place * SEGMENT_TOKENS, SEGMENT_TOKENS, payload)
+
+
+def logprobs(row: int, start: int, stop: int) -> RowLogprobs:
+    """Log-probabilities of tokens [start, stop) of the prompt, each with those of the two most likely tokens."""
+    size = stop - start
+    columns = PromptLogprobs(
+        start,
+        -np.arange(start, stop, dtype=np.float32),
+        np.arange(start, stop),
+        np.arange(2 * size).reshape(size, 2) % 200,
+        -np.arange(2 * size, dtype=np.float32).reshape(size, 2),
+    )
+    return RowLogprobs(row, columns)
 
 
 def prebuilt(*rows: int, num_tokens: int = 128) -> PrebuiltBatch:

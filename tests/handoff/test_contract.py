@@ -15,7 +15,16 @@ from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.messages import BreakCall, CancelHandoffRows, FrameArrived, SegmentsLanded, StartHandoff
 from prefill_service.messages import CancelCallRows, OpenCall
 from tests.handoff.homes import GrpcHome, Home, InProcessHome, NixlHome, NixlPeers, SharedMemoryHome
-from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, SEGMENT_BYTES, failed, prebuilt, row, segment
+from tests.handoff.samples import (
+    FINGERPRINT,
+    ROOMY_BUDGET_BYTES,
+    SEGMENT_BYTES,
+    failed,
+    logprobs,
+    prebuilt,
+    row,
+    segment,
+)
 from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
 from tests.wire.strategies import comparable
 
@@ -109,6 +118,15 @@ def test_accepted_is_the_first_frame(pair: Pair) -> None:
 def test_frames_arrive_as_emitted_segments_out_of_order_within_a_row_included(pair: Pair) -> None:
     call = pair.start(row("first"), row("second"))
     emitted = [segment(0, 2), segment(1, 0), segment(0, 0), segment(1, 1), segment(0, 1), prebuilt(0, 1)]
+    pair.prefill.emit(call, *emitted)
+    pair.prefill.finish(call)
+    assert pair.decode.ended("call").error is None
+    assert [comparable(frame) for frame in pair.decode.frames("call", 6)] == [comparable(frame) for frame in emitted]
+
+
+def test_log_probabilities_of_the_prompt_keep_their_place_among_the_frames(pair: Pair) -> None:
+    call = pair.start(row("scored", num_prompt_logprobs=2), row("plain"))
+    emitted = [logprobs(0, 1, 64), segment(0, 0), segment(1, 0), logprobs(0, 64, 128), segment(0, 1), prebuilt(0, 1)]
     pair.prefill.emit(call, *emitted)
     pair.prefill.finish(call)
     assert pair.decode.ended("call").error is None

@@ -23,6 +23,7 @@ from common.grammar.matcher import Matcher
 from common.grammar.ruled_matcher import ruled
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling, TokenLogprobs
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.telemetry.step_stats import StepStats
 from common.text.tokenizer import TextTokenizer
 from common.wire.handoff import Frame, HandoffRow, KvSegment
@@ -58,6 +59,7 @@ class Outcome:
     num_deliveries: int = 0
     phases: list[decode.PhaseBegan] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     finished: decode.Finished | None = None
     error: BatonError | None = None
 
@@ -435,12 +437,17 @@ class InProcessPair:
             case _:
                 self._deliver(event)
 
-    def _deliver(self, event: decode.PhaseBegan | decode.Tokens | decode.Finished | decode.Failed) -> None:
+    def _deliver(
+        self, event: decode.PhaseBegan | decode.PromptScored | decode.Tokens | decode.Finished | decode.Failed
+    ) -> None:
         if not isinstance(event, decode.Tokens):
             assert event.request_id not in self._aborted, f"an event after the abort: {event}"
         match event:
             case decode.PhaseBegan():
                 self.outcomes[event.request_id].phases.append(event)
+            case decode.PromptScored():
+                assert not self.outcomes[event.request_id].token_ids, "tokens of the prompt after output"
+                self.outcomes[event.request_id].prompt_logprobs.append(event.logprobs)
             case decode.Tokens():
                 for request_id, token_ids, logprobs in event.each():
                     assert request_id not in self._aborted, f"tokens after the abort: {event}"

@@ -1,4 +1,4 @@
-"""The expected tokens and log-probabilities of a prompt, as transformers computes them."""
+"""The expected tokens and log-probabilities after a prompt, and of the prompt itself, as transformers computes them."""
 
 from __future__ import annotations
 
@@ -50,3 +50,10 @@ def generate_greedily(directory: Path, prompt: Sequence[int], num_tokens: int, *
     assert min(gaps) > MIN_GAP, "the reference nearly ties"
     logprobs = torch.log_softmax(torch.cat(generated.logits), dim=-1)
     return Reference(generated.sequences[0, len(prompt) :].tolist(), logprobs)
+
+
+def prompt_logprobs(directory: Path, prompt: Sequence[int]) -> Tensor:
+    """The log-probabilities of all tokens in each place of the prompt but the first: [tokens - 1, vocab]."""
+    with torch.inference_mode():
+        logits = _model(directory)(torch.tensor([list(prompt)])).logits[0, :-1]
+    return torch.log_softmax(logits, dim=-1)

@@ -59,6 +59,7 @@ def _completion(token_ids: Sequence[int], text: str, reason: FinishReason) -> Co
         seed=0,
         text=text,
         token_ids=tuple(token_ids),
+        prompt_logprobs=(),
         logprobs=(),
         finish_reason=reason,
         matched_stop=None,

@@ -13,6 +13,7 @@ from common.grammar.reasoning import Reasoning
 from common.grammar.token_rules import TokenRules
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import (
@@ -22,6 +23,7 @@ from common.wire.handoff import (
     KvSegment,
     PrebuiltBatch,
     RowFailed,
+    RowLogprobs,
 )
 
 VOCAB_SIZE = 300
@@ -88,11 +90,12 @@ _token_rules = st.none() | st.builds(
 sampling = st.builds(
     ResolvedSampling,
     seed=_uint64,
-    max_tokens=st.integers(1, 2**32 - 1),
+    max_tokens=st.integers(0, 2**32 - 1),
     stop_token_ids=st.lists(_uint32, max_size=4).map(tuple),
     eos_token_ids=st.lists(_uint32, max_size=4).map(tuple),
     logit_bias=st.dictionaries(_uint32, _float32, max_size=4).map(lambda bias: tuple(sorted(bias.items()))),
     num_logprobs=st.none() | st.integers(0, 64),
+    num_prompt_logprobs=st.none() | st.integers(0, 64),
     grammar=st.none() | grammars,
     reasoning=st.none() | reasoning,
     token_rules=_token_rules,
@@ -151,6 +154,30 @@ def prebuilt_batches(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint:
     )
 
 
+@st.composite
+def row_logprobs(draw: st.DrawFn, rows: tuple[HandoffRow, ...]) -> RowLogprobs:
+    """Log-probabilities of one of the rows that ask for them, of which there must be some."""
+    row = draw(st.sampled_from([index for index, row in enumerate(rows) if _is_scored(row)]))
+    start = draw(st.integers(1, rows[row].prompt_len - 1))
+    size = draw(st.integers(1, rows[row].prompt_len - start))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = (size, rows[row].sampling.num_prompt_logprobs or 0)
+    return RowLogprobs(
+        row,
+        PromptLogprobs(
+            start,
+            -rng.random(size, np.float32),
+            rng.integers(1, VOCAB_SIZE + 1, size),
+            rng.integers(0, VOCAB_SIZE, shape),
+            -rng.random(shape, np.float32),
+        ),
+    )
+
+
+def _is_scored(row: HandoffRow) -> bool:
+    return row.sampling.num_prompt_logprobs is not None and row.prompt_len > 1
+
+
 def _logprobs(row: HandoffRow, rng: np.random.Generator) -> TokenLogprobs | None:
     num_top = row.sampling.num_logprobs
     if num_top is None:
@@ -169,6 +196,7 @@ def frames(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint: Fingerpri
         st.builds(Accepted, instance_id=_printable.filter(bool))
         | segments(rows, fingerprint)
         | prebuilt_batches(rows, fingerprint)
+        | (row_logprobs(rows) if any(map(_is_scored, rows)) else st.nothing())
         | st.builds(
             RowFailed,
             row=st.integers(0, len(rows) - 1),

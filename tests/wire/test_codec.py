@@ -39,8 +39,10 @@ from tests.wire.strategies import (
 from tests.wire.wire_samples import (
     LOGPROBS_ROW,
     PLAIN_ROW,
+    SCORED_ROW,
     prebuilt_batch,
     prebuilt_message,
+    row_logprobs_message,
     segment_message,
     segment_payload,
 )
@@ -357,6 +359,34 @@ def test_a_seed_column_that_is_not_in_the_fingerprint_is_refused() -> None:
     with pytest.raises(ProtocolError) as caught:
         PLAIN_CODEC.decode(seal(prefill_pb2.HandoffFrame(prebuilt_batch=message)), ROWS)
     assert caught.value.field == "prebuilt_batch.topk_p"
+
+
+ROW_LOGPROBS_FAULTS: dict[str, tuple[str, Callable[[prefill_pb2.RowLogprobs], object]]] = {
+    "a row out of range": ("row", lambda message: setattr(message, "row", 3)),
+    "a row that asked for none": ("row", lambda message: setattr(message, "row", 0)),
+    "the first token": ("start", lambda message: setattr(message, "start", 0)),
+    "tokens past the prompt": ("start", lambda message: setattr(message, "start", 2)),
+    "no token": ("logprobs", lambda message: message.ClearField("logprobs")),
+    "a short column": ("ranks", lambda message: message.ranks.pop()),
+    "rank 0": ("ranks", lambda message: message.ranks.__setitem__(0, 0)),
+    "a rank past the vocabulary": ("ranks", lambda message: message.ranks.__setitem__(0, VOCAB_SIZE + 1)),
+    "too few top ids": ("top_token_ids", lambda message: message.top_token_ids.pop()),
+    "a top id out of the vocabulary": (
+        "top_token_ids",
+        lambda message: message.top_token_ids.__setitem__(0, VOCAB_SIZE),
+    ),
+    "too many top logprobs": ("top_logprobs", lambda message: message.top_logprobs.append(-1.0)),
+}
+
+
+@pytest.mark.parametrize("fault", ROW_LOGPROBS_FAULTS)
+def test_a_prompt_s_log_probabilities_with_a_fault_are_refused_naming_the_column(fault: str) -> None:
+    column, damage = ROW_LOGPROBS_FAULTS[fault]
+    rows, message = (*ROWS, SCORED_ROW), row_logprobs_message(2)
+    damage(message)
+    with pytest.raises(ProtocolError) as caught:
+        PLAIN_CODEC.decode(seal(prefill_pb2.HandoffFrame(row_logprobs=message)), rows)
+    assert caught.value.field == f"row_logprobs.{column}"
 
 
 def test_logprobs_nobody_asked_for_are_refused() -> None:

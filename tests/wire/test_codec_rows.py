@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
 from common.rpc.messages import ProtocolError
+from common.sampling.params import ResolvedSampling
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_rows import encode_row
@@ -30,11 +32,12 @@ ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
     "sampling.repetition_penalty": lambda row: setattr(row.sampling.params, "repetition_penalty", 0.0),
     "sampling.presence_penalty": lambda row: setattr(row.sampling.params, "presence_penalty", float("inf")),
     "sampling.frequency_penalty": lambda row: setattr(row.sampling.params, "frequency_penalty", float("-inf")),
-    "sampling.max_tokens": lambda row: setattr(row.sampling.params, "max_tokens", 0),
+    "sampling.max_tokens": lambda row: row.sampling.params.ClearField("max_tokens"),
     "sampling.stop_token_ids": lambda row: row.sampling.params.stop_token_ids.extend(range(65)),
     "sampling.seed": lambda row: row.sampling.params.ClearField("seed"),
     "sampling.top_k": lambda row: row.sampling.params.ClearField("top_k"),
     "sampling.logprobs": lambda row: setattr(row.sampling.params, "logprobs", 65),
+    "sampling.prompt_logprobs": lambda row: setattr(row.sampling.params, "prompt_logprobs", 65),
     "sampling.stop": lambda row: row.sampling.params.stop.append("x"),
     "sampling.logit_bias": lambda row: row.sampling.params.logit_bias.update({2: 1.0}),
     "sampling.logit_bias_values": lambda row: row.sampling.logit_bias_ids.append(1),
@@ -61,6 +64,18 @@ def test_a_faulty_row_fails_alone_naming_the_field(field: str) -> None:
     assert (failed.row, failed.reason, failed.retryable) == (0, RowFailure.INVALID_ROW, False)
     assert failed.message.startswith(f"{field}: ")
     assert served == LOGPROBS_ROW
+
+
+def test_only_a_row_without_output_may_have_all_its_kv_left_out() -> None:
+    for max_tokens, num_held, is_served in ((0, 3, True), (0, 4, False), (1, 3, False)):
+        row = replace(
+            PLAIN_ROW,
+            sampling=ResolvedSampling(seed=1, max_tokens=max_tokens),
+            num_held_tokens=(("target", num_held),),
+        )
+        command = decode_command(batch_message(encode_row(row)))
+        assert isinstance(command, PrefillBatch)
+        assert (command.rows == (row,)) is is_served
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from common.request_stats import Timings
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.wire.handoff import Accepted, Frame, KvSegment, RowFailed
 from tests.wire.strategies import SPECULATIVE, comparable
-from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, prebuilt_batch
+from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, SCORED_ROW, prebuilt_batch, row_logprobs
 
-ROWS = (PLAIN_ROW, LOGPROBS_ROW)
+ROWS = (PLAIN_ROW, LOGPROBS_ROW, SCORED_ROW)
 SAMPLING = ResolvedSampling(seed=2**64 - 1, max_tokens=4, logit_bias=((1, -0.5),), num_logprobs=1)
 SEGMENT = KvSegment(0, "target", 0, 1, 0, 3, b"\x00\x01\x02")
 LENT = replace(
@@ -31,6 +31,7 @@ FRAMES = (
     Accepted("instance"),
     SEGMENT,
     LENT,
+    row_logprobs(2),
     prebuilt_batch(SPECULATIVE, ROWS),
     RowFailed(1, RowFailure.COMPUTE, True, 5, "why"),
 )
@@ -59,6 +60,7 @@ SAMPLES: tuple[object, ...] = (
     decode.PhaseBegan("id", decode.Phase.PREFILL, 1.5, replica="a:1", attempt=1),
     decode.PhaseBegan("id", decode.Phase.QUEUE, 1.5, lost="why", was_retracted=True),
     decode.Tokens(("id", "other"), (1, 2), (1, 2, 3), (TokenLogprobs(-0.5, (1,), (-0.5,)), None, None)),
+    decode.PromptScored("id", row_logprobs(2).logprobs),
     decode.Finished("id", decode.FinishReason.EOS, 2, 1, Timings(queue_s=1.0, num_cached_tokens=2), stop_token_id=2),
     decode.Failed("id", EngineFault("broken")),
     decode.Failed("id", InvalidRequest("prompt", "is empty")),

@@ -17,6 +17,7 @@ from common.grammar.reasoning import Reasoning
 from common.grammar.token_rules import TokenRules
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import ResolvedSampling, TokenLogprobs
+from common.sampling.prompt_logprobs import PromptLogprobs
 from common.wire.codec_commands import (
     CancelRows,
     HandoffCommand,
@@ -27,19 +28,19 @@ from common.wire.codec_commands import (
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
-from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (13, "033a71cf61c71093")
+CONTRACT = (13, "43e47cbb3a894a21")
 """The protocol version, and the digest of its fields."""
 SENT = {
     "prefill_batch": (
-        "CuQCCokBCA0SBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEgdmbG"
-        "9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSwwEKB2dyw7zDn2UQARgCIgQD8KIE"
-        "KAEyCQoFZHJhZnQQADIKCgZ0YXJnZXQQADp3ClkNAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9lAAAAv20AAEA/eAKiAQ"
-        "dbw6TDtl0rwgERCgQ8w7w+EgU8L8O8PhgBIAPaAQUDCfCiBBIBBxoCCAkiCAAAwL8AAABAKgMKAQUqBAoCBgdAgICAgIAgSgkwMC0xLTItMDNS"
-        "Cm1hbmRhbnQgw7wiEAABAgMEBQYHCAkKCwwNDg9xAAAAAAAAAAB9OF+Fnw=="
+        "CucCCokBCA0SBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEgdmbG"
+        "9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSxgEKB2dyw7zDn2UQARgCIgQD8KIE"
+        "KAIyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADp6ClwNAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9lAAAAv20AAEA/eAKiAQ"
+        "dbw6TDtl0rwgERCgQ8w7w+EgU8L8O8PhgBIAPaAQUDCfCiBOABARIBBxoCCAkiCAAAwL8AAABAKgMKAQUqBAoCBgdAgICAgIAgSgkwMC0xLTIt"
+        "MDNSCm1hbmRhbnQgw7wiEAABAgMEBQYHCAkKCwwNDg9xAAAAAAAAAAB94SvXSw=="
     ),
     "cancel_rows": "EgYKBAHwogRxAAAAAAAAAAB9KCPUXg==",
     "release_segments": "GgkKBwGAgICAgCBxAAAAAAAAAAB9Rk+SWg==",
@@ -54,6 +55,7 @@ SENT = {
         "AAAAAAAAAAAQAAAAAAAAACAAAAAAAAAAMAAAAAAAAASgwAAAA8AEAAQgBEAEVSEAAAAAAAAOA/mpmZmZmZuT9aEAAAAAAAANA/mpmZmZmZyT9q"
         "AgIBcQAAAAAAAAAAfYHCfps="
     ),
+    "row_logprobs": "KhYIARABGgQAAMC/IgEDKgEHMgQAAAC/cQAAAAAAAAAAfVDwE1I=",
     "row_failed": "IhMIARADGAEg+gEqCGdyw7bDn2VycQAAAAAAAAAAfUcqrOs=",
 }
 """The bytes that a peer of that version sends for the values below, in base64. They contain all fields but `shard`
@@ -80,7 +82,7 @@ ROW = HandoffRow(
     attempt=1,
     choice_index=2,
     token_ids=(3, 70_000),
-    prompt_len=1,
+    prompt_len=2,
     num_held_tokens=(("draft", 0), ("target", 0)),
     sampling=ResolvedSampling(
         seed=2**63 + 1,
@@ -97,6 +99,7 @@ ROW = HandoffRow(
         frequency_penalty=0.75,
         logit_bias=((8, -1.5), (9, 2.0)),
         num_logprobs=2,
+        num_prompt_logprobs=1,
         grammar=Grammar(GrammarKind.REGEX, "[äö]+"),
         token_rules=TokenRules((3, 9, 70_000), ((5,), (6, 7))),
         reasoning=Reasoning("<ü>", "</ü>", is_open=True, max_tokens=3),
@@ -122,6 +125,16 @@ FRAMES: dict[str, Frame] = {
             "topk_index": np.arange(4).reshape(2, 2),
             "hidden_states": np.arange(6, dtype="float16").reshape(2, 3),
         },
+    ),
+    "row_logprobs": RowLogprobs(
+        1,
+        PromptLogprobs(
+            start=1,
+            logprobs=np.array([-1.5], "float32"),
+            ranks=np.array([3]),
+            top_ids=np.array([[7]]),
+            top_values=np.array([[-0.5]], "float32"),
+        ),
     ),
     "row_failed": RowFailed(row=1, reason=RowFailure.CAPACITY, retryable=True, retry_after_ms=250, message="größer"),
 }

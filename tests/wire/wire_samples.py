@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
 from common.sampling.params import ResolvedSampling, TokenLogprobs
+from common.sampling.prompt_logprobs import PromptLogprobs
+from common.wire.codec_logprobs import encode_row_logprobs
 from common.wire.codec_prebuilt import encode_prebuilt
 from common.wire.fingerprint import Fingerprint
-from common.wire.handoff import HandoffRow, PrebuiltBatch
+from common.wire.handoff import HandoffRow, PrebuiltBatch, RowLogprobs
 
 PLAIN_ROW = HandoffRow(
     request_id="plain", attempt=0, token_ids=(1, 2, 3), prompt_len=3, sampling=ResolvedSampling(seed=1, max_tokens=8)
@@ -21,6 +25,10 @@ LOGPROBS_ROW = HandoffRow(
     prompt_len=1,
     sampling=ResolvedSampling(seed=2, max_tokens=8, num_logprobs=2),
     cache_salt="tenant",
+)
+
+SCORED_ROW = replace(
+    PLAIN_ROW, request_id="scored", sampling=ResolvedSampling(seed=3, max_tokens=0, num_prompt_logprobs=2)
 )
 
 
@@ -38,6 +46,26 @@ def segment_message(group: LayerGroupSpec, row: HandoffRow) -> prefill_pb2.KvSeg
 def segment_payload(group: LayerGroupSpec, row: HandoffRow) -> bytes:
     """The payload of that segment message."""
     return bytes(index % 251 for index in range(group.token_bytes)) * len(row.token_ids)
+
+
+def row_logprobs(row: int) -> RowLogprobs:
+    """The log-probabilities of all tokens of SCORED_ROW, which is number `row` of its call."""
+    return RowLogprobs(
+        row,
+        PromptLogprobs(
+            start=1,
+            logprobs=np.array([-2.5, -0.5], np.float32),
+            ranks=np.array([3, 1]),
+            top_ids=np.array([[7, 8], [3, 9]]),
+            top_values=np.array([[-0.5, -1.5], [-0.5, -2.0]], np.float32),
+        ),
+    )
+
+
+def row_logprobs_message(row: int) -> prefill_pb2.RowLogprobs:
+    message = prefill_pb2.RowLogprobs()
+    encode_row_logprobs(row_logprobs(row), message)
+    return message
 
 
 def prebuilt_batch(fingerprint: Fingerprint, rows: tuple[HandoffRow, ...]) -> PrebuiltBatch:

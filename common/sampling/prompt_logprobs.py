@@ -1,0 +1,34 @@
+"""The log-probabilities of tokens of a prompt, as columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of N tokens of a prompt, from position `start` on, under the model's unmodified distribution.
+
+    `logprobs` [N] float32 and `ranks` [N] int64 are those of the prompt's own tokens; the most likely token of a place
+    has rank 1. `top_ids` [N, k] int64 and `top_values` [N, k] float32 are the most likely tokens of each place.
+    """
+
+    start: int
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+    top_ids: NDArray[np.int64]
+    top_values: NDArray[np.float32]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.logprobs)
+
+    def part(self, start: int, stop: int) -> Self:
+        """Returns those of positions [start, stop), which must lie within these."""
+        own = slice(start - self.start, stop - self.start)
+        columns = (self.logprobs[own], self.ranks[own], self.top_ids[own], self.top_values[own])
+        return type(self)(start, *columns)
