@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Protocol
 
-from baton.events import Completion, Delta, Finished, FinishReason, Started
+from baton.events import Completion, Delta, Finished, FinishReason, PromptLogprobs, Started
 from common.request_stats import SpeculationCounts
 from common.text.output_formats import OutputFormat
 from gateway.plan import Plan
@@ -19,6 +19,9 @@ class Choice(Protocol):
 
     def opening(self) -> dict[str, Any] | None:
         """Returns the chunk that comes before the first token, or None if there is none."""
+
+    def prompt(self, event: PromptLogprobs) -> dict[str, Any] | None:
+        """Returns the chunk for tokens of the prompt, or None if the request does not ask for them in its stream."""
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
         """Returns the chunk for a piece of output, or None if it has nothing that the request asked for."""
@@ -35,7 +38,8 @@ class Api:
     """Describes one of OpenAI's generating endpoints. `parse` turns a request's body into a plan, or raises ApiError.
 
     `new_choice` gets the choice's index, the plan, the format of the model's output, and the choice's first event. If
-    the endpoint `parses_output`, the text has the format's markers that are special tokens.
+    the endpoint `parses_output`, the text has the format's markers that are special tokens. `of_prompt`
+    returns the answer's fields about its one prompt, given the completion of the first choice.
     """
 
     path: str
@@ -45,6 +49,7 @@ class Api:
     parse: Callable[[bytes], Plan]
     parses_output: bool
     new_choice: Callable[[int, Plan, OutputFormat, Started], Choice]
+    of_prompt: Callable[[Plan, Completion], Mapping[str, Any]] = lambda plan, completion: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from baton.events import Completion, Delta, Finished, FinishReason, Started
+from baton.events import Completion, Delta, Finished, FinishReason, PromptLogprobs, Started
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.text.chat_messages import ChatMessage, ToolCall
 from common.text.output_formats import OutputFormat
 from gateway.answer import Api, finish_reason, with_token_ids
 from gateway.errors import ApiError, invalid, not_served
 from gateway.fields import GenerationFields, parse_fields
-from gateway.logprobs import chat_logprobs
+from gateway.logprobs import chat_logprobs, prompt_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatPrompt, Plan
@@ -62,7 +62,7 @@ class ChatFields(GenerationFields):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    asks_for_nothing: ClassVar = {"add_special_tokens": (False,)}
+    asks_for_nothing: ClassVar = {"add_special_tokens": (False,), "echo": (False,)}
 
 
 class ChatChoice:
@@ -75,6 +75,9 @@ class ChatChoice:
 
     def opening(self) -> dict[str, Any] | None:
         return self._chunk({"role": "assistant", "content": ""})
+
+    def prompt(self, event: PromptLogprobs) -> dict[str, Any] | None:
+        return None
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
         spoken = _delta(self._parser.push(delta.text))
@@ -166,6 +169,7 @@ def parse_chat(body: bytes) -> Plan:
         returns_token_ids=fields.return_token_ids,
         functions={} if tools is None else tools.functions,
         max_reasoning_tokens=_max_reasoning_tokens(fields),
+        num_prompt_logprobs=fields.prompt_logprobs,
         params={
             "sampling.max_tokens": max_name,
             "sampling.logprobs": "top_logprobs",
@@ -179,6 +183,12 @@ def parse_chat(body: bytes) -> Plan:
     )
 
 
+def _of_prompt(plan: Plan, completion: Completion) -> Mapping[str, Any]:
+    if (num_top := plan.num_prompt_logprobs) is None:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs(completion.prompt_logprobs, num_top=num_top)}
+
+
 CHAT = Api(
     path="/v1/chat/completions",
     id_prefix="chatcmpl",
@@ -187,6 +197,7 @@ CHAT = Api(
     parse=parse_chat,
     parses_output=True,
     new_choice=ChatChoice,
+    of_prompt=_of_prompt,
 )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from baton.events import Completion, Delta, Finished, Started
+from baton.events import Completion, Delta, Finished, PromptLogprobs, PromptToken, Started
 from common.text.output_formats import OutputFormat
 from gateway.answer import Api, finish_reason, with_token_ids
 from gateway.errors import invalid
 from gateway.fields import GenerationFields, parse_fields
-from gateway.logprobs import CompletionLogprobs
+from gateway.logprobs import CompletionLogprobs, prompt_logprobs
 from gateway.plan import Plan, Prompt, TextPrompt, TokenIdsPrompt
 
 _PROMPT_KINDS = "must be a string, or a list of strings, of token ids, or of lists of token ids"
@@ -27,6 +28,7 @@ def _unless_false(value: Any) -> Any:
 
 class CompletionFields(GenerationFields):
     prompt: Any
+    echo: bool = False
     logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_unless_false)] = None
 
     asks_for_nothing: ClassVar = {"add_special_tokens": (True,)}
@@ -38,10 +40,18 @@ class TextChoice:
     def __init__(self, index: int, plan: Plan, _form: OutputFormat, _started: Started) -> None:
         self._index = index
         self._plan = plan
-        self._logprobs = CompletionLogprobs()
+        prompt = plan.prompt_of(index)
+        self._echoed = prompt.text if plan.echoes_prompt and isinstance(prompt, TextPrompt) else None
+        self._logprobs = CompletionLogprobs(self._echoed)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def opening(self) -> dict[str, Any] | None:
-        return None
+        return None if self._echoed is None else self._choice(self._echoed)
+
+    def prompt(self, event: PromptLogprobs) -> dict[str, Any] | None:
+        if not self._plan.echoes_prompt:
+            return None
+        return self._choice(self._text_of(event.tokens), logprobs=self._columns_of(event.tokens))
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
         if not (delta.text or delta.logprobs or self._plan.returns_token_ids):
@@ -52,12 +62,28 @@ class TextChoice:
         return self._choice("", reason=finish_reason(finished.reason))
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        return self._choice(
-            completion.text,
-            logprobs=self._logprobs.of(completion.logprobs),
+        tokens = completion.prompt_logprobs if self._plan.echoes_prompt else ()
+        columns = self._columns_of(tokens)
+        choice = self._choice(
+            (self._echoed or "") + self._text_of(tokens) + completion.text,
+            logprobs=_joined(columns, self._logprobs.of(completion.logprobs)),
             reason=finish_reason(completion.finish_reason),
             token_ids=completion.token_ids,
         )
+        if (num_top := self._plan.num_prompt_logprobs) is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(completion.prompt_logprobs, num_top=num_top)
+        return choice
+
+    def _text_of(self, tokens: Sequence[PromptToken]) -> str:
+        """Returns the text of the next tokens of the echoed prompt, if these are its text.
+
+        A character that the prompt begins and the output completes belongs to the output.
+        """
+        return "" if self._echoed is not None else self._decoder.decode(b"".join(each.token for each in tokens))
+
+    def _columns_of(self, tokens: Sequence[PromptToken]) -> dict[str, Any] | None:
+        num_top = self._plan.num_echoed_logprobs
+        return None if num_top is None or not tokens else self._logprobs.of_prompt(tokens, num_top=num_top)
 
     def _choice(
         self, text: str, *, logprobs: Any = None, reason: str | None = None, token_ids: Sequence[int] = ()
@@ -76,12 +102,19 @@ def parse_completion(body: bytes) -> Plan:
     if best_of > fields.n and fields.stream:
         raise invalid("best_of", "above n does not go with stream: the best are known at the end")
     ranks = best_of > fields.n and fields.logprobs is None
+    prompts = _prompts(fields.prompt)
+    echoed = fields.logprobs if fields.echo else None
+    needs_tokens = fields.echo and not isinstance(prompts[0], TextPrompt)  # whose text the decode service knows
     return Plan(
         model=fields.model,
-        prompts=_prompts(fields.prompt),
+        prompts=prompts,
         n=fields.n,
         best_of=best_of,
-        sampling=fields.sampling(max_tokens=max_tokens, logprobs=0 if ranks else fields.logprobs),
+        sampling=fields.sampling(
+            max_tokens=max_tokens,
+            logprobs=0 if ranks else fields.logprobs,
+            echoed=0 if echoed is None and needs_tokens else echoed,
+        ),
         hides_logprobs=ranks,
         cache_salt=fields.cache_salt,
         cache_prompt=fields.cache_prompt,
@@ -89,6 +122,9 @@ def parse_completion(body: bytes) -> Plan:
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
+        echoes_prompt=fields.echo,
+        num_echoed_logprobs=echoed,
+        num_prompt_logprobs=fields.prompt_logprobs,
         params={"token_ids": "prompt", **fields.grammar_params},
     )
 
@@ -102,6 +138,13 @@ COMPLETIONS = Api(
     parses_output=False,
     new_choice=TextChoice,
 )
+
+
+def _joined(prompt: dict[str, Any] | None, output: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the `logprobs` object of an echoed prompt and its output."""
+    if prompt is None or output is None:
+        return prompt or output
+    return {name: [*column, *output[name]] for name, column in prompt.items()}
 
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:

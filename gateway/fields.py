@@ -49,7 +49,6 @@ _HARMLESS = frozenset(
 _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's fields
     "audio": (),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -85,7 +84,6 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "num_beams": (1,),
     "priority": (0,),
-    "prompt_logprobs": (),
     "reasoning": ({}, {"effort": "none"}),
     "repeat_penalty": (1,),
     "return_hidden_states": (False,),
@@ -160,6 +158,7 @@ class GenerationFields(GrammarFields):
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     allowed_token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_salt: str | None = None
     cache_prompt: bool | None = None
     return_token_ids: bool = False
@@ -180,10 +179,17 @@ class GenerationFields(GrammarFields):
         constraint = self.constraint
         return {} if constraint is None else {f"sampling.{constraint.option}": constraint.field}
 
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
-        """Returns the sampling options for the decode service. Raises ApiError, which names the wrong field."""
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None) -> SamplingOptions:
+        """Returns the sampling options for the decode service. Raises ApiError, which names the wrong field.
+
+        `echoed` is the number of likely tokens that are wanted for each token of the prompt, besides those that
+        `prompt_logprobs` asks for; None if no log-probabilities of the prompt are wanted besides these.
+        """
         if not self.stream and (self.includes_usage or self.has_usage_in_chunks):
             raise invalid("stream_options", "is for streams only")
+        if self.stream and self.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs", "is not for streams")
+        asked = [number for number in (self.prompt_logprobs, echoed) if number is not None]
         options: SamplingOptions = SamplingOptions(
             seed=None if self.seed is None else self.seed % (1 << 64),
             max_tokens=max_tokens,
@@ -192,6 +198,7 @@ class GenerationFields(GrammarFields):
             ignore_eos=self.ignore_eos,
             logit_bias=_logit_bias(self.logit_bias),
             logprobs=logprobs,
+            prompt_logprobs=max(asked, default=None),
             speculate=self.speculate,
             skip_special_tokens=self.skip_special_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,

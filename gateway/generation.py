@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import structlog
 from starlette.types import Receive, Scope, Send
@@ -16,10 +17,11 @@ from baton import AsyncClient, Completion, Reasoning
 from baton.client import AsyncEventStream
 from baton.client.event_order import CompletionBuilder
 from baton.errors import BatonError
-from baton.events import Delta, Event, Finished, Started
+from baton.events import Delta, Event, Finished, PromptLogprobs, Started
+from baton.requests import SamplingOptions
 from common.request_stats import SpeculationCounts
 from gateway.answer import Api, Choice, Envelope, best, usage
-from gateway.choices import Choices
+from gateway.choices import Choices, IndexedEvent
 from gateway.errors import CLIENT_LEFT_STATUS, ApiError, ClientLeft, api_error_of, internal, invalid
 from gateway.limits import HttpLimits
 from gateway.metrics import GatewayMetrics
@@ -120,6 +122,7 @@ class GenerationEndpoint:
                 sampling["reasoning"] = Reasoning(
                     form.reasoning.opens, form.reasoning.closes, max_tokens=plan.max_reasoning_tokens
                 )
+        further: SamplingOptions = {**sampling, "prompt_logprobs": None}  # those of a prompt come for its first choice
         firsts: dict[int, AsyncEventStream] = {}
 
         def open_stream(index: int) -> AsyncEventStream:
@@ -132,7 +135,7 @@ class GenerationEndpoint:
                 cache_prompt=plan.cache_prompt,
                 same_server_as=None if plan.cache_prompt is False else firsts.get(prompt),
                 timeout_s=self._limits.request_timeout_s,
-                **sampling,
+                **(sampling if choice_index == 0 else further),
             )
             firsts.setdefault(prompt, stream)
             return stream
@@ -178,11 +181,16 @@ class _Answering:
             self._count(index, event)
             if (completion := builders[index].add(event)) is not None:
                 completions[index] = completion
-        ended = [completions[index] for index in range(len(builders))]
+        best_of = self._plan.best_of
+        of_prompts = [completions[first].prompt_logprobs for first in range(0, len(builders), best_of)]
+        ended = [
+            replace(completions[index], prompt_logprobs=of_prompts[index // best_of]) for index in range(len(builders))
+        ]
         answer = self._envelope.around(
             self._api.whole_object,
             [choice.whole(each) for choice, each in zip(self._choices, best(ended, self._plan), strict=True)],
             usage=self._usage(started),
+            **self._api.of_prompt(self._plan, completions[0]),
         )
         await JsonResponse(answer).send_to(send)
 
@@ -198,7 +206,7 @@ class _Answering:
             for choice in self._choices:
                 if (opening := choice.opening()) is not None:
                     await writer.write(self._chunk(opening, started))
-            async for index, event in choices:
+            async for index, event in self._with_prompts(choices):
                 self._count(index, event)
                 if (part := self._part(index, event)) is not None:
                     await writer.write(self._chunk(part, started))
@@ -231,8 +239,31 @@ class _Answering:
         ]
         return started
 
+    async def _with_prompts(self, choices: Choices) -> AsyncIterator[IndexedEvent]:
+        """Yields the events of all choices.
+
+        Only the first choice of a prompt has the prompt's log-probabilities. Each of them is yielded for all choices of
+        the prompt, and what the others send before the last of them is kept back until then.
+        """
+        n = self._plan.n
+        has_some = self._plan.sampling.get("prompt_logprobs") is not None
+        kept: dict[int, list[IndexedEvent]] = {first: [] for first in range(0, len(self._choices), n) if has_some}
+        async for index, event in choices:
+            first = index - index % n
+            if isinstance(event, PromptLogprobs):
+                for each in range(first, first + n):
+                    yield each, event
+            elif index != first and first in kept:
+                kept[first].append((index, event))
+            else:
+                yield index, event
+                for other in kept.pop(first, ()):
+                    yield other
+
     def _part(self, index: int, event: Event) -> dict[str, object] | None:
         match event:
+            case PromptLogprobs():
+                return self._choices[index].prompt(event)
             case Delta():
                 return self._choices[index].part(event)
             case Finished():

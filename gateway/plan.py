@@ -67,6 +67,10 @@ Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
 class Plan:
     """A parsed request: `n` choices of each prompt, ordered by prompt.
 
+    If `echoes_prompt`, each choice begins with its prompt. If `num_echoed_logprobs` is not None, the log-probabilities
+    of its tokens come with it, and so many likely tokens for each. If `num_prompt_logprobs` is not None, the same is in
+    a field of its own.
+
     Each prompt is generated from `best_of` times, and its choices are the best `n` of these generations. If
     `hides_logprobs`, the answer has no log-probabilities: they are asked for to find the best.
     `functions` maps the names of the functions that the model may call to the JSON schemas of their arguments. `params`
@@ -84,6 +88,9 @@ class Plan:
     includes_usage: bool
     has_usage_in_chunks: bool
     returns_token_ids: bool
+    echoes_prompt: bool = False
+    num_echoed_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     params: Mapping[str, str]
     max_reasoning_tokens: int | None = None
     functions: Mapping[str, Any] = field(default_factory=dict)
@@ -96,3 +103,7 @@ class Plan:
     @property
     def num_generations(self) -> int:
         return len(self.prompts) * self.best_of
+
+    def prompt_of(self, index: int) -> Prompt:
+        """Returns the prompt of the choice with this index."""
+        return self.prompts[index // self.n]
