@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -19,6 +19,8 @@ class ModelInfo:
     `layer_groups` maps the name of each group of KV layers to its KV bytes per token. `digest` covers the model's
     configuration, weights and tokenizer; the services compare theirs. `output_format` names the form in which the model
     writes tool calls and, if it `has_reasoning`, reasoning. Both follow from the chat template.
+    `sampling_defaults` are the values of sampling options that a request leaves open, by name, where the model's
+    generation config sets them.
     """
 
     model: str
@@ -33,6 +35,7 @@ class ModelInfo:
     layer_groups: dict[str, int]
     output_format: str
     has_reasoning: bool
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from common.errors import StartupError
 from common.grammar.grammar import GrammarKind
 from common.host.descriptors import max_connections
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
+from common.model.model_files import GENERATION_CONFIG
+from common.model.sampling_defaults import read_sampling_defaults
 from common.rpc.bearer_tokens import authorization, read_tokens
 from common.rpc.grpc_options import Metadata
 from common.rpc.name_lookup import look_up
@@ -137,10 +139,14 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
             connection_age_s=_CONNECTION_AGE_S,
         ),
     )
+    sampling_defaults = {} if settings.generation_config == "none" else read_sampling_defaults(runtime.directory)
+    if sampling_defaults:
+        _log.info("sampling_defaults", source=GENERATION_CONFIG, **sampling_defaults)
     limits = ModelLimits(
         vocab_size=runtime.model.vocab_size,
         max_context_tokens=size.max_context_tokens,
         eos_token_ids=runtime.model.eos_token_ids,
+        sampling_defaults=sampling_defaults,
     )
     grammar_metrics = GrammarMetrics(process.registry)
     grammars = Grammars(
@@ -162,7 +168,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
             tool_grammars=ToolGrammars(output_format_of(settings, tokenizer), tokenizer.special_tokens),
             decoder=tokenizer,
             limits=limits,
-            model_info=model_info(settings, runtime, size, tokenizer),
+            model_info=model_info(settings, runtime, size, tokenizer, sampling_defaults=sampling_defaults),
             replicas=replicas,
             instance_id=process.instance_id,
             observer=observer,

@@ -43,6 +43,9 @@ def _print_table(model: ModelInfo, load: InferenceLoad) -> None:
     )
     for group, num_bytes in model.layer_groups.items():
         table.add_row(f"KV ({group})", f"{num_bytes} bytes per token")
+    if model.sampling_defaults:
+        defaults = ", ".join(f"{name} {value:g}" for name, value in model.sampling_defaults.items())
+        table.add_row("sampling", f"{defaults}, where a request gives no value")
     table.add_row("version", model.version)
     table.add_row("rows", pool_text(load.rows))
     table.add_row("slots", pool_text(load.slots))

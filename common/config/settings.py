@@ -192,6 +192,8 @@ class DecodeSettings(ServiceSettings):
     """File whose first token is sent to the prefill services."""
     max_request_bytes: RequestBytes = 4 << 20
     """Most bytes of one request, 64 KiB to 16 MiB."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: sampling options that a request leaves open are those of the model's generation_config.json."""
 
     @property
     def max_fused_tokens(self) -> int:

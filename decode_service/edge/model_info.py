@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
 
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, types_pb2
 from common.config.settings import DecodeSettings
 from common.kv.pool_size import PoolSize
 from common.service.runtime import Runtime
@@ -17,7 +18,12 @@ DISTRIBUTION = "baton-serve"
 
 
 def model_info(
-    settings: DecodeSettings, runtime: Runtime, size: PoolSize, tokenizer: TextTokenizer
+    settings: DecodeSettings,
+    runtime: Runtime,
+    size: PoolSize,
+    tokenizer: TextTokenizer,
+    *,
+    sampling_defaults: Mapping[str, float],
 ) -> inference_pb2.GetModelInfoResponse:
     form = output_format_of(settings, tokenizer)
     return inference_pb2.GetModelInfoResponse(
@@ -32,6 +38,7 @@ def model_info(
         fingerprint=encode_fingerprint(runtime.fingerprint),
         output_format=form.name,
         has_reasoning=form.reasoning is not None,
+        sampling_defaults=types_pb2.SamplingParams(**sampling_defaults),  # type: ignore[arg-type]
     )
 
 

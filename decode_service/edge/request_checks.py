@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton.v1 import inference_pb2
@@ -39,11 +40,14 @@ MAX_OPTIONS_CHARS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The model's limits that requests must keep. `max_context_tokens` bounds prompt and output together."""
+    """The model's limits that requests must keep, and the values of sampling options that they leave open where these
+    are not the usual ones. `max_context_tokens` bounds prompt and output together.
+    """
 
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,9 @@ def check_request(
             max_context_tokens=limits.max_context_tokens,
         )
     prompt = _prompt(request, limits)
-    sampling = check_sampling(request.sampling, limits.vocab_size, limits.eos_token_ids)
+    sampling = check_sampling(
+        request.sampling, limits.vocab_size, limits.eos_token_ids, defaults=limits.sampling_defaults
+    )
     if isinstance(prompt, ChatPrompt) and prompt.options.tools:
         choice = _tool_choice(request.chat.tool_choice, prompt.options.tools)
         grammar = tool_grammars.grammar(prompt.options.tools, choice, sampling.resolved.grammar)

@@ -51,7 +51,14 @@ class SamplingRequest:
         return replace(self.resolved, max_tokens=max_tokens, seed=seed)
 
 
-def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> SamplingRequest:
+def check_sampling(
+    params: types_pb2.SamplingParams,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    *,
+    defaults: Mapping[str, float],
+) -> SamplingRequest:
+    """Checks the values. `defaults` are those of options that are absent, where they are not the usual ones."""
     if params.HasField("n") and params.n != 1:
         raise InvalidRequest(
             "sampling.n", f"only 1 is served, not {params.n}: send several requests, each with a choice_index"
@@ -72,7 +79,7 @@ def check_sampling(params: types_pb2.SamplingParams, vocab_size: int, eos_token_
         grammar=grammar,
         reasoning=_reasoning(params),
         token_rules=_token_rules(params, vocab_size),
-        **{option.name: _number(params, option) for option in given},
+        **{**defaults, **{option.name: _number(params, option) for option in given}},
     )
     return SamplingRequest(
         seed=params.seed if params.HasField("seed") else None,

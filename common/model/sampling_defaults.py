@@ -1,0 +1,35 @@
+"""Finds the sampling options that a model's generation config recommends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.errors import UnsupportedModel
+from common.model.model_files import GENERATION_CONFIG, read_object
+from common.sampling.params import NUMBER_OPTIONS
+
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def read_sampling_defaults(directory: Path) -> Mapping[str, float]:
+    """Returns the options that generation_config.json names, by name. Options that are null count as absent.
+
+    Raises UnsupportedModel, which names file and field, for a value that a request could not have either.
+    """
+    path = directory / GENERATION_CONFIG
+    content = read_object(path) if path.exists() else {}
+    defaults: dict[str, float] = {}
+    for name in _NAMES:
+        if (value := content.get(name)) is None:
+            continue
+        option = NUMBER_OPTIONS[name]
+        is_number = isinstance(value, int if option.kind is int else int | float) and not isinstance(value, bool)
+        if not is_number or (fault := option.fault(value)) is not None:
+            why = f"{fault}" if is_number else f"{json.dumps(value)[:64]} is no number of its kind"
+            raise UnsupportedModel(
+                f"{directory.name}/{GENERATION_CONFIG}: {name}: {why} (generation_config=none ignores it)"
+            )
+        defaults[name] = option.kind(value)
+    return defaults
