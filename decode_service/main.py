@@ -39,7 +39,7 @@ from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
-from common.text.grammar_compiler import GrammarCompiler
+from common.text.grammar_compiler import GrammarCompiler, GrammarTrials
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
 from common.text.tool_grammars import ToolGrammars
@@ -160,11 +160,13 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         prompts = await stack.enter_async_context(
             Prompts(tokenizer=tokenizer, limits=limits, timeline=runtime.timeline)
         )
+        trials = await stack.enter_async_context(GrammarTrials(grammars.vocabulary))
+        compiler = await stack.enter_async_context(GrammarCompiler(grammars, trials.try_out))
         servicer = InferenceServicer(
             engine=inbox,
             live_requests=live_requests,
             prompts=prompts,
-            new_matcher=stack.enter_context(GrammarCompiler(grammars)).matcher,
+            new_matcher=compiler.matcher,
             tool_grammars=ToolGrammars(output_format_of(settings, tokenizer), tokenizer.special_tokens),
             decoder=tokenizer,
             limits=limits,

@@ -26,7 +26,7 @@ from common.service.server import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.grammar_metrics import GrammarMetrics
 from common.telemetry.step_stats import OnStep
-from common.text.grammar_compiler import GrammarCompiler
+from common.text.grammar_compiler import GrammarCompiler, GrammarTrials
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
 from common.wire.framing import FramePayload
@@ -76,6 +76,8 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
             on_found=grammar_metrics.on_found,
             on_compiled=grammar_metrics.on_compiled,
         )
+        trials = await outlives_the_engine.enter_async_context(GrammarTrials(grammars.vocabulary))
+        compiler = await outlives_the_engine.enter_async_context(GrammarCompiler(grammars, trials.try_out))
         servicer = PrefillServicer(
             engine=inbox,
             fingerprint=runtime.fingerprint,
@@ -87,7 +89,7 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
             shared_pool=lent.pool,
             nixl_offer=lent.nixl_offer,
             max_cached_tokens=size.max_kv_tokens if settings.uses(FastPath.PREFIX_CACHE) else 0,
-            new_matcher=outlives_the_engine.enter_context(GrammarCompiler(grammars)).matcher,
+            new_matcher=compiler.matcher,
         )
 
         def deliver(events: Sequence[Event]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,13 +44,19 @@ class Matcher(Protocol):
         """
 
 
-NewMatcher = Callable[[Grammar | None, Sequence[int], Reasoning | None], Awaitable[Matcher]]
-"""Makes a matcher for a grammar that has accepted these tokens of output, with this reasoning before what must fit the
-grammar. One of both may be None. Raises InvalidRequest, naming the field.
-"""
+class NewMatcher(Protocol):
+    """Makes a matcher for a grammar that has accepted these tokens of output, with this reasoning before what must fit
+    the grammar. One of both may be None. Clients take turns. Raises InvalidRequest, naming the field, or Overloaded.
+    """
+
+    def __call__(
+        self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, *, client: str = ""
+    ) -> Awaitable[Matcher]: ...
 
 
-async def no_matchers(grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None) -> Matcher:
+async def no_matchers(
+    grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, *, client: str = ""
+) -> Matcher:
     """Refuses everything that needs a matcher: the service has no tokenizer."""
     field = "sampling.reasoning" if grammar is None else grammar.request_field
     raise InvalidRequest(field, "is not served here")

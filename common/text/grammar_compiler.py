@@ -1,80 +1,246 @@
-"""Compiles grammars beside the event loop: a large one delays no other work than compiling."""
+"""Compiles grammars beside the event loop: no grammar delays other work than compiling, or takes what was not tried.
+
+    new grammar ──▶ its client's turn ──▶ trial in a child process ──▶ compiled here ──▶ matcher
+    known grammar ─────────────────────────────────────────────────▶ copied here ──▶ matcher
+
+What the trial does within its limits takes as little here, where it cannot be stopped.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self
+from dataclasses import asdict
+from typing import Self, TypeVar
 
 from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar
 from common.grammar.matcher import Matcher
 from common.grammar.reasoning import Reasoning
-from common.text.grammars import GrammarRefused, Grammars, OutputRefused, ReasoningRefused
+from common.host.answering import DONE
+from common.host.asked_process import AskedProcess, ChildEnded, ChildFailed
+from common.text import grammar_trial_process as protocol
+from common.text.grammars import GrammarRefused, Grammars, OutputRefused, ReasoningRefused, Vocabulary
 
-_MAX_WAITING = 256
 _RETRY_AFTER_S = 1
-TIMEOUT_S = 10.0
+MAX_WAIT_S = 10.0
 _STACK_BYTES = 512 << 20
 """The library recurses for each definition that another one refers to. Memory is taken as far as the stack is used."""
+_CLOCK_S = 30.0  # passes only if the machine is overloaded or stops the process
+LIMITS = protocol.Limits(
+    cpu_s=0.5, timeout_s=_CLOCK_S, memory_bytes=(_STACK_BYTES >> 1) + (256 << 20), stack_bytes=_STACK_BYTES >> 1
+)
+"""The limits of a trial. Half the stack, so that what passes fits the service's."""
+
+TryOut = Callable[[Grammar], Awaitable[int]]
+"""Tries a new grammar, as `GrammarTrials.try_out` does."""
+T = TypeVar("T")
 
 
 class GrammarCompiler:
-    """Makes matchers on a thread of its own. For the event loop only, inside a `with`."""
+    """Makes matchers on threads of its own. For the event loop only, inside an `async with`.
 
-    def __init__(self, grammars: Grammars, *, timeout_s: float = TIMEOUT_S) -> None:
-        """A caller waits for a grammar for `timeout_s` at most. What runs then goes on, and delays the next ones."""
+    One new grammar at a time is tried and compiled, and so is output that a request brings along. Clients take turns.
+    """
+
+    def __init__(self, grammars: Grammars, try_out: TryOut, *, max_wait_s: float = MAX_WAIT_S) -> None:
+        """A caller waits for its turn for `max_wait_s` at most."""
         self._grammars = grammars
-        self._timeout_s = timeout_s
-        self._thread = _thread_with_stack(_STACK_BYTES)
-        self._num_waiting = 0
+        self._try_out = try_out
+        self._max_wait_s = max_wait_s
+        self._turns = Turns()
+        self._compiling = _thread_with_stack("grammars", _STACK_BYTES)
+        self._copying = _thread_with_stack("matchers", _STACK_BYTES)
+        self._work: set[asyncio.Task[Matcher | Exception]] = set()
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
+    async def __aexit__(self, *_: object) -> None:
+        for work in tuple(self._work):
+            work.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        for thread in (self._compiling, self._copying):
+            thread.shutdown(cancel_futures=True)
 
     async def matcher(
-        self, grammar: Grammar | None, output_ids: Sequence[int] = (), reasoning: Reasoning | None = None
+        self,
+        grammar: Grammar | None,
+        output_ids: Sequence[int] = (),
+        reasoning: Reasoning | None = None,
+        *,
+        client: str = "",
     ) -> Matcher:
         """Returns a matcher that has accepted `output_ids`. Either of `grammar` and `reasoning` may be None.
 
-        Raises InvalidRequest, naming the field, for a grammar that is not served or still compiles at the end of the
-        wait, for a marker of reasoning that the model cannot write, and for output that does not fit; Overloaded if too
-        many grammars wait, or one waits too long.
+        Raises InvalidRequest, naming the field, for a grammar that is not served, for a marker of reasoning that the
+        model cannot write, and for output that does not fit; Overloaded if it waits too long for its turn.
         """
         field = "sampling.reasoning" if grammar is None else grammar.request_field
-        if self._num_waiting >= _MAX_WAITING:
-            raise Overloaded(f"{self._num_waiting} grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
-        self._num_waiting += 1
+        is_known = (grammar is None or grammar in self._grammars) and (
+            reasoning is None or self._grammars.knows(reasoning)
+        )
         try:
-            future = self._thread.submit(self._grammars.matcher, grammar, output_ids, reasoning)
-            async with asyncio.timeout(self._timeout_s):
-                return await asyncio.wrap_future(future)
+            if is_known and not output_ids:
+                return await _on(self._copying, lambda: self._grammars.matcher(grammar, (), reasoning))
+            return await self._in_turn(grammar, output_ids, reasoning, client)
         except GrammarRefused as error:
             raise InvalidRequest(field, str(error)) from error
         except ReasoningRefused as error:
             raise InvalidRequest("sampling.reasoning.end", str(error)) from error
-        except TimeoutError as error:
-            if future.cancel():  # it has not begun
-                message = f"grammars wait for more than {self._timeout_s:g} s to be compiled"
-                raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
-            message = f"takes longer than {self._timeout_s:g} s to compile"
-            raise InvalidRequest(field, message) from error
         except OutputRefused as error:
             raise InvalidRequest("generated_token_ids", str(error)) from error
-        finally:
-            self._num_waiting -= 1
+        except ChildFailed as error:
+            message = f"no process tries the grammar now: {error}"
+            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
+
+    async def _in_turn(
+        self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, client: str
+    ) -> Matcher:
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                began_s = await self._turns.take(client)
+        except TimeoutError as error:
+            message = f"grammars wait for more than {self._max_wait_s:g} s to be compiled"
+            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
+        # The work goes on when the caller leaves: a trial that is cancelled ends its process.
+        work = asyncio.create_task(self._compiled(grammar, output_ids, reasoning), name="compile_grammar")
+        self._work.add(work)
+
+        def over(task: asyncio.Task[Matcher | Exception]) -> None:
+            self._work.discard(task)
+            self._turns.give_back(client, began_s)
+
+        work.add_done_callback(over)
+        result = await asyncio.shield(work)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def _compiled(
+        self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None
+    ) -> Matcher | Exception:
+        """Returns the matcher or the error. It returns the error, because the caller may be gone, and asyncio logs an
+        exception that nobody receives.
+        """
+        try:
+            num_bytes = 0
+            if grammar is not None and grammar not in self._grammars:
+                self._compiling.submit(self._grammars.load)  # the first time, while the process starts
+                num_bytes = await self._try_out(grammar)
+            return await _on(
+                self._compiling,
+                lambda: self._grammars.matcher(grammar, output_ids, reasoning, num_bytes=num_bytes),
+            )
+        except (GrammarRefused, ReasoningRefused, OutputRefused, ChildFailed) as error:
+            return error
 
 
-def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
+class GrammarTrials:
+    """Tries grammars in a child process, which starts at the first one. For the event loop only, in an `async with`.
+
+    `vocabulary` returns that of Grammars. It is called on another thread.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], *, limits: protocol.Limits = LIMITS) -> None:
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._process: AskedProcess | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._process is not None:
+            await self._process.close()
+
+    async def try_out(self, grammar: Grammar) -> int:
+        """Returns how many bytes a compiled grammar takes. Call it again only when it has returned.
+
+        Raises GrammarRefused for a grammar that is not served or takes more than the limits, and ChildFailed if no
+        process tries it. A caller that is cancelled ends the process.
+        """
+        command = json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode()
+        try:
+            status, content = await (await self._usable_process()).ask(command)
+        except ChildEnded:  # the process may have ended before the request reached it
+            status, content = await (await self._usable_process()).ask(command)
+        if status != DONE:
+            raise GrammarRefused(content.decode())
+        return int(content)
+
+    async def _usable_process(self) -> AskedProcess:
+        """Returns the child process, and starts one if there is none. Raises GrammarRefused or ChildFailed."""
+        if self._process is None or not self._process.is_usable:
+            asked = {"limits": asdict(self._limits), **await asyncio.to_thread(self._vocabulary)}
+            self._process = await AskedProcess.spawn(protocol.__name__, str(2 * _CLOCK_S), timeout_s=2 * _CLOCK_S)
+            await self._process.ask(json.dumps(asked).encode())
+        return self._process
+
+
+class Turns:
+    """Lets one caller at a time go on. Next is the client that has used the least time among those that wait.
+
+    So a client whose work takes long delays each piece of another client's work by one of its own at most.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._holder: str | None = None
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._used_s: dict[str, float] = {}
+        """The time that clients have used, of those that wait or have the turn. A new one begins like the least one."""
+
+    async def take(self, client: str) -> float:
+        """Waits for the client's turn. Returns the present time, to be passed to `give_back`."""
+        self._used_s.setdefault(client, min(self._used_s.values(), default=0.0))
+        if self._holder is None:
+            self._holder = client
+            return self._clock()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it came just before
+                self._pass_on()
+            raise
+        return self._clock()
+
+    def give_back(self, client: str, began_s: float) -> None:
+        """Ends the turn of `client`, which it has had since `began_s`."""
+        self._used_s[client] += self._clock() - began_s
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._holder = None
+        while self._waiting and self._holder is None:
+            client = min(self._waiting, key=self._used_s.__getitem__)
+            waiting = self._waiting.pop(client)
+            turn = waiting.popleft()
+            if waiting:
+                self._waiting[client] = waiting  # after others that have used as much
+            if not turn.cancelled():
+                self._holder = client
+                turn.set_result(None)
+        present = {self._holder, *self._waiting}
+        self._used_s = {client: used_s for client, used_s in self._used_s.items() if client in present}
+
+
+async def _on(thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.wrap_future(thread.submit(work))
+
+
+def _thread_with_stack(name: str, num_bytes: int) -> ThreadPoolExecutor:
     """Returns an executor with one thread, which is started now and has a stack of `num_bytes`."""
     before = threading.stack_size(num_bytes)
     try:
-        executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        executor = ThreadPoolExecutor(1, thread_name_prefix=name)
         executor.submit(int).result()
     finally:
         threading.stack_size(before)

@@ -13,8 +13,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -23,9 +23,9 @@ from common.grammar.matcher import Mask, Matcher
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerTokens, MarkerUnspeakable, ReasoningMatcher
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
-from common.text.tokenizer import TextTokenizer
 
 _MAX_CACHED = 256
+_MAX_CACHED_BYTES = 256 << 20
 _MAX_CACHED_MARKERS = 16
 """Markers take 20 KiB a byte, with a vocabulary of 150,000 tokens."""
 _MAX_CHARS = {
@@ -37,7 +37,13 @@ _MAX_CHARS = {
 }
 _MAX_MULTIPLE = 10_000
 """The largest `multipleOf`: llguidance's time for one grows with it, and no limit of its own bounds that."""
-_LIMITS = LLParserLimits(max_grammar_size=50_000, verbose_errors=False)
+_LIMITS = LLParserLimits(max_grammar_size=50_000, step_max_items=10_000, verbose_errors=False)
+_CALL_CPU_S, _MAX_OWED_CPU_S = 0.0005, 0.05
+"""What a matcher's call may take of the processor, and how much more its calls may take together for a while.
+
+The library's own limits are for one call, and an ambiguous grammar stays below them with 100 ms at each token. Masks of
+usual grammars take 0.1 ms.
+"""
 _JSON_OPTIONS: Any = {
     "lenient": False,
     "coerce_one_of": False,
@@ -57,6 +63,8 @@ _LARK_PART = re.compile(
     r"|%(json|llguidance|regex)[ \t\r\n]*"
 )
 """Matches the parts of a Lark grammar in which a keyword would be no keyword, and the keywords that JSON follows."""
+_MAX_FORCED_CHARS = 256
+"""How much of a text that a grammar forces is encoded for a mask, which needs its first token only."""
 _BEFORE_FORCED = "\n"
 """A text that tokenizers keep apart from the text after it. The space that they put before a text comes before it."""
 
@@ -73,34 +81,72 @@ class OutputRefused(Exception):
     """Output that a request brings along does not fit its grammar, or its reasoning is too long."""
 
 
-class LlgMatcher:
-    """A Matcher of llguidance."""
+class Tokens(Protocol):
+    """The part of a tokenizer that grammars need. `TextTokenizer` describes the methods."""
 
-    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int]) -> None:
+    def bytes_of(self, token_id: int) -> bytes: ...
+
+    def is_skipped(self, token_id: int) -> bool: ...
+
+    def encode(self, text: str, *, adds_special_tokens: bool) -> tuple[int, ...]: ...
+
+
+class _Work:
+    """What a matcher and its copies have taken of the processor beyond what their calls may take, in seconds."""
+
+    def __init__(self) -> None:
+        self._owed_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._owed_s = max(0.0, self._owed_s + seconds - _CALL_CPU_S)
+
+    @property
+    def is_too_much(self) -> bool:
+        return self._owed_s > _MAX_OWED_CPU_S
+
+
+Vocabulary = dict[str, list[str] | list[int]]
+
+
+class LlgMatcher:
+    """A Matcher of llguidance. It fails if it holds the steps of all requests up: `_CALL_CPU_S` says when."""
+
+    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int], work: _Work | None = None) -> None:
         self._matcher = matcher
         self._end_ids = end_ids
+        self._work = work or _Work()
 
     def accept(self, token_id: int) -> bool:
         # The library takes an end token in some states only.
-        return token_id not in self._end_ids and self._matcher.try_consume_tokens([token_id]) == 1
+        if token_id in self._end_ids or self._work.is_too_much:
+            return False
+        began_s = time.thread_time()
+        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+        self._work.add(time.thread_time() - began_s)
+        return is_taken
 
     @property
     def failure(self) -> str:
+        if self._work.is_too_much:
+            return "its masks take too long"
         return self._matcher.get_error() if self._matcher.is_error() else ""
 
     def copy(self) -> LlgMatcher:
-        return LlgMatcher(self._matcher.deep_copy(), self._end_ids)
+        return LlgMatcher(self._matcher.deep_copy(), self._end_ids, self._work)
 
     def fill(self, mask: Mask) -> None:
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():  # else the mask would let the output end
+        if not self._work.is_too_much:
+            began_s = time.thread_time()
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._work.add(time.thread_time() - began_s)
+        if self._work.is_too_much or self._matcher.is_error():  # else the mask would let the output end
             mask[:] = 0
 
 
 class _Vocabulary:
     """The tokenizer as llguidance reads it. It encodes texts that a grammar forces, and allows their tokens only."""
 
-    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.tokens = [tokenizer.bytes_of(token_id) for token_id in range(vocab_size)]
         # An id without a token must not be among them: its empty name would be a beginning of every special token.
         self.special_token_ids = [each for each, part in enumerate(self.tokens) if part and tokenizer.is_skipped(each)]
@@ -113,10 +159,12 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Returns tokens whose joined bytes are exactly `text`, or none if no tokens are: llguidance then gives up.
+        """Returns tokens whose joined bytes are exactly the beginning of `text`, or none if no tokens are: llguidance
+        then gives up.
 
         Many tokenizers put a space before a text, and some encode the name of a special token as that token.
         """
+        text = text[:_MAX_FORCED_CHARS]
         encoded = text.encode()
         for before in ("", _BEFORE_FORCED):
             ids = self._tokenizer.encode(before + text, adds_special_tokens=False)
@@ -160,6 +208,12 @@ class _Vocabulary:
         return ids
 
 
+@dataclass(frozen=True, slots=True)
+class _Prototype:
+    matcher: LLMatcher
+    num_bytes: int
+
+
 class Grammars:
     """Compiles grammars for one model. Any thread may use it. It is slow, so do not use it on an event loop.
 
@@ -169,7 +223,7 @@ class Grammars:
 
     def __init__(
         self,
-        tokenizer: Callable[[], TextTokenizer],
+        tokenizer: Callable[[], Tokens],
         *,
         vocab_size: int,
         eos_token_ids: Sequence[int],
@@ -185,25 +239,59 @@ class Grammars:
         self._vocabulary: _Vocabulary | None = None
         self._tokenizer: LLTokenizer | None = None
         self._marker_tokens: OrderedDict[Reasoning, MarkerTokens] = OrderedDict()
-        self._prototypes: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._prototypes: OrderedDict[Grammar, _Prototype] = OrderedDict()
+        self._num_bytes = 0
+
+    def __contains__(self, grammar: Grammar) -> bool:
+        """Whether the grammar is compiled."""
+        return grammar in self._prototypes
+
+    def knows(self, reasoning: Reasoning) -> bool:
+        """Whether matchers with these markers have been made."""
+        return replace(reasoning, max_tokens=None) in self._marker_tokens
 
     def matcher(
-        self, grammar: Grammar | None, output_ids: Sequence[int] = (), reasoning: Reasoning | None = None
+        self,
+        grammar: Grammar | None,
+        output_ids: Sequence[int] = (),
+        reasoning: Reasoning | None = None,
+        *,
+        num_bytes: int = 0,
     ) -> Matcher:
         """Returns a matcher that has accepted `output_ids`. Either of `grammar` and `reasoning` may be None.
 
-        Raises GrammarRefused, ReasoningRefused or OutputRefused.
+        The last used grammars are kept; `num_bytes` is what this one counts for among them. Raises GrammarRefused,
+        ReasoningRefused or OutputRefused.
         """
-        matcher = self._new_matcher(grammar, reasoning)
+        matcher = self._new_matcher(grammar, reasoning, num_bytes)
         for place, token_id in enumerate(output_ids):
             if not matcher.accept(token_id):
+                if matcher.failure:
+                    raise GrammarRefused(f"is too large or too ambiguous for the output so far: {matcher.failure}")
                 what = "the grammar" if reasoning is None else "the grammar or the limit on reasoning"
                 raise OutputRefused(f"{what} forbids token {token_id} at index {place}")
         return matcher
 
-    def _new_matcher(self, grammar: Grammar | None, reasoning: Reasoning | None) -> Matcher:
+    def vocabulary(self) -> Vocabulary:
+        """Returns the vocabulary for JSON: `tokens`, each byte a character of Latin-1, the ids among them that are
+        `skipped`, and `eos_token_ids`.
+        """
+        with self._lock:
+            vocabulary = self._open_vocabulary()
+        return {
+            "tokens": [token.decode("latin-1") for token in vocabulary.tokens],
+            "skipped": vocabulary.special_token_ids,
+            "eos_token_ids": self._eos_token_ids,
+        }
+
+    def load(self) -> None:
+        """Prepares for compiling, which the first grammar would do otherwise. Raises GrammarRefused."""
+        with self._lock:
+            self._open_tokenizer()
+
+    def _new_matcher(self, grammar: Grammar | None, reasoning: Reasoning | None, num_bytes: int) -> Matcher:
         end_ids = frozenset(self._eos_token_ids)
-        answer = None if grammar is None else LlgMatcher(self._sound_copy(grammar), end_ids)
+        answer = None if grammar is None else LlgMatcher(self._sound_copy(grammar, num_bytes), end_ids)
         if answer is not None and (reasoning is None or not reasoning.may_begin):
             return answer
         assert reasoning is not None, "nothing constrains the output"
@@ -232,42 +320,56 @@ class Grammars:
             self._vocabulary = _Vocabulary(self._new_tokenizer(), self._vocab_size, self._eos_token_ids)
         return self._vocabulary
 
-    def _sound_copy(self, grammar: Grammar) -> LLMatcher:
+    def _open_tokenizer(self) -> LLTokenizer:
+        """Returns the library's form of the vocabulary. Call it with the lock held. Raises GrammarRefused."""
+        if self._tokenizer is None:
+            if not self._eos_token_ids:
+                raise GrammarRefused("the model has no token that ends an output")
+            self._tokenizer = LLTokenizer(
+                TokenizerWrapper(self._open_vocabulary()), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+            )
+        return self._tokenizer
+
+    def _sound_copy(self, grammar: Grammar, num_bytes: int) -> LLMatcher:
         """Returns a new matcher that can make its first mask. Raises GrammarRefused.
 
         All copies of a prototype build up one lexer. An output that took it to its limit must not fail later ones.
         """
         for _ in range(2):
-            matcher = self._prototype(grammar).deep_copy()
+            matcher = self._prototype(grammar, num_bytes).deep_copy()
             matcher.compute_bitmask()
             if not matcher.is_error():
                 return matcher
             with self._lock:
-                self._prototypes.pop(grammar, None)
+                num_bytes = self._drop(grammar) or num_bytes
         raise GrammarRefused(matcher.get_error())
 
-    def _prototype(self, grammar: Grammar) -> LLMatcher:
+    def _prototype(self, grammar: Grammar, num_bytes: int) -> LLMatcher:
         with self._lock:
             if (found := self._prototypes.get(grammar)) is not None:
                 self._prototypes.move_to_end(grammar)
                 self._on_found()
-                return found
-            if self._tokenizer is None:
-                if not self._eos_token_ids:
-                    raise GrammarRefused("the model has no token that ends an output")
-                self._tokenizer = LLTokenizer(
-                    TokenizerWrapper(self._open_vocabulary()), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-                )
+                return found.matcher
+            tokenizer = self._open_tokenizer()
         start_s = time.perf_counter()
         try:
-            matcher = _compiled(grammar, self._tokenizer)
+            matcher = _compiled(grammar, tokenizer)
         finally:
             self._on_compiled(time.perf_counter() - start_s)
         with self._lock:
-            self._prototypes[grammar] = matcher
-            if len(self._prototypes) > _MAX_CACHED:
-                self._prototypes.popitem(last=False)
+            self._drop(grammar)
+            self._prototypes[grammar] = _Prototype(matcher, num_bytes)
+            self._num_bytes += num_bytes
+            while len(self._prototypes) > _MAX_CACHED or self._num_bytes > _MAX_CACHED_BYTES:
+                self._drop(next(iter(self._prototypes)))
         return matcher
+
+    def _drop(self, grammar: Grammar) -> int:
+        """Forgets a grammar, and returns how many bytes it counted for."""
+        dropped = self._prototypes.pop(grammar, None)
+        num_bytes = 0 if dropped is None else dropped.num_bytes
+        self._num_bytes -= num_bytes
+        return num_bytes
 
 
 def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:

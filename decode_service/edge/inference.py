@@ -186,7 +186,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             return ending
         matcher = None
         if sampling.constrains_text:
-            matcher = await self._matcher(live, sampling, checked.generated_token_ids)
+            matcher = await self._matcher(live, sampling, checked.generated_token_ids, self._client_of(context))
         if (token_rules := sampling.token_rules) is not None:
             matcher = ruled(matcher, token_rules, checked.generated_token_ids, vocab_size=self._limits.vocab_size)
         self._live_requests.submit(
@@ -216,12 +216,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 await client.write(delta_event(news))
             live.trace.output_written()
 
-    async def _matcher(self, live: LiveRequest, sampling: ResolvedSampling, output_ids: Sequence[int]) -> Matcher:
+    async def _matcher(
+        self, live: LiveRequest, sampling: ResolvedSampling, output_ids: Sequence[int], client: str
+    ) -> Matcher:
         if (grammar := sampling.grammar) is None:
-            return await self._new_matcher(None, output_ids, sampling.reasoning)
+            return await self._new_matcher(None, output_ids, sampling.reasoning, client=client)
         self._observer.on_grammar(grammar.kind)
         with live.trace.grammar(grammar.kind.value):
-            return await self._new_matcher(grammar, output_ids, sampling.reasoning)
+            return await self._new_matcher(grammar, output_ids, sampling.reasoning, client=client)
 
     def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
         """Starts and returns a timer that fails the request at its deadline, or returns None if it has no deadline.

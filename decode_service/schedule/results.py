@@ -334,7 +334,7 @@ class ResultTaker:
         results: RowResults,
     ) -> None:
         """Lets the matchers of requests that go on accept their new tokens. A request fails if its grammar forbids one:
-        some draw did not obey its mask.
+        some draw did not obey its mask. A matcher that has reached a limit fails its request with the next masks.
         """
         if not constrained.size:
             return
@@ -343,7 +343,7 @@ class ResultTaker:
             if req.matcher is None or req.has_ended:
                 continue
             token_ids = results.token_ids[i, : results.accept_lens[i]].tolist()
-            if not all(map(req.matcher.accept, token_ids)):
+            if not all(map(req.matcher.accept, token_ids)) and not req.matcher.failure:
                 error = EngineFault("a token was drawn that the grammar forbids")
                 self._lose([LostRow(req, error, is_retryable=False)])
 

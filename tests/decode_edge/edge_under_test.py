@@ -16,7 +16,7 @@ from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from common.grammar.grammar import GrammarKind
+from common.grammar.grammar import Grammar, GrammarKind
 from common.sampling.params import TokenLogprobs
 from common.service.server import ServerLimits, ServiceServer
 from common.telemetry.request_metrics import RequestMetrics
@@ -122,7 +122,8 @@ async def running_edge(
     decode_edge = DecodeEdge(engine=engine, live_requests=live_requests, replicas=replicas, transport=transport)
     server = ServiceServer(service_name=SERVICE, tokens=tokens, limits=limits)
     compiler = GrammarCompiler(
-        Grammars(lambda: tokenizer, vocab_size=limits_of_model.vocab_size, eos_token_ids=limits_of_model.eos_token_ids)
+        Grammars(lambda: tokenizer, vocab_size=limits_of_model.vocab_size, eos_token_ids=limits_of_model.eos_token_ids),
+        believed,
     )
     servicer = InferenceServicer(
         engine=engine,
@@ -150,7 +151,7 @@ async def running_edge(
         )
     )
     async with AsyncExitStack() as stack:
-        stack.enter_context(compiler)
+        await stack.enter_async_context(compiler)
         if serves_chats:
             await stack.enter_async_context(prompts)
         else:  # without rendering processes
@@ -172,6 +173,11 @@ async def running_edge(
         )
     follower.cancel()
     await server.stop(0)
+
+
+async def believed(grammar: Grammar) -> int:
+    """Tries no grammar, and starts no process."""
+    return 0
 
 
 def tokens_of(request_id: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Tokens:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +12,8 @@ import numpy as np
 import pytest
 
 from baton.v1 import inference_pb2, types_pb2
-from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
-from common.text.grammar_compiler import GrammarCompiler
 from common.text.grammars import GrammarRefused, Grammars, OutputRefused
 from common.text.tokenizer import TextTokenizer
 from tests.decode_edge.edge_under_test import Edge, error_of, vocab_size
@@ -234,47 +230,6 @@ def test_a_grammar_is_compiled_once_and_then_found() -> None:
     with pytest.raises(GrammarRefused):
         grammars.matcher(Grammar(REGEX, "(a"))
     assert len(compiled_s) == 3 and min(compiled_s) > 0
-
-
-class BlockedGrammars:
-    """Compiles nothing until `may_go_on` is set."""
-
-    def __init__(self) -> None:
-        self.may_go_on = threading.Event()
-        self.has_begun = threading.Event()
-
-    def matcher(self, *_: object) -> str:
-        self.has_begun.set()
-        self.may_go_on.wait()
-        return "a matcher"
-
-
-async def test_the_wait_for_a_grammar_is_bounded() -> None:
-    grammars: Any = BlockedGrammars()
-    with GrammarCompiler(grammars, timeout_s=0.05) as compiler:
-        try:
-            slow = asyncio.create_task(compiler.matcher(Grammar(REGEX, "slow")))
-            await asyncio.to_thread(grammars.has_begun.wait)
-            with pytest.raises(Overloaded, match=r"wait for more than 0\.05 s"):
-                await compiler.matcher(Grammar(REGEX, "innocent"))
-            with pytest.raises(InvalidRequest, match=r"sampling\.regex: takes longer than 0\.05 s"):
-                await slow
-        finally:
-            grammars.may_go_on.set()
-
-
-async def test_so_many_grammars_wait_and_no_more() -> None:
-    grammars: Any = BlockedGrammars()
-    with GrammarCompiler(grammars) as compiler:
-        try:
-            waiting = [asyncio.create_task(compiler.matcher(Grammar(REGEX, "a"))) for _ in range(256)]
-            await asyncio.to_thread(grammars.has_begun.wait)
-            with pytest.raises(Overloaded, match="256 grammars wait"):
-                await compiler.matcher(Grammar(REGEX, "a"))
-        finally:
-            grammars.may_go_on.set()
-        assert await asyncio.gather(*waiting) == ["a matcher"] * 256
-        assert await compiler.matcher(Grammar(REGEX, "a")) == "a matcher"
 
 
 def allowed(matcher: Matcher, tokenizer: TextTokenizer) -> list[int]:

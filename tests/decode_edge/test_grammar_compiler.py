@@ -1,0 +1,243 @@
+"""Compiling grammars is bounded: what takes too much is refused, runs nowhere in the service, and delays no other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import InvalidRequest, Overloaded
+from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.matcher import num_words
+from common.text.grammar_compiler import LIMITS, GrammarCompiler, GrammarTrials, Turns
+from common.text.grammars import Grammars
+from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
+
+SMALL = Grammar(GrammarKind.REGEX, "ab")
+SLOW = Grammar(
+    GrammarKind.JSON_SCHEMA,
+    json.dumps(
+        {
+            "type": "object",
+            "patternProperties": {f"^{place}x": {"type": "string", "maxLength": 5000 + place} for place in range(150)},
+        }
+    ),
+)
+DEEP = Grammar(
+    GrammarKind.JSON_SCHEMA,
+    json.dumps(
+        {
+            "$defs": {
+                f"d{place}": {
+                    "type": "object",
+                    "properties": {"a": {"$ref": f"#/$defs/d{place + 1}"}},
+                    "required": ["a"],
+                }
+                for place in range(600)
+            }
+            | {"d600": {"type": "string"}},
+            "$ref": "#/$defs/d0",
+        }
+    ),
+)
+DOUBLING = Grammar(GrammarKind.LARK, 'start: start start | "a" |')
+
+
+def new_grammars() -> Grammars:
+    tokenizer = byte_level()
+    return Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
+
+
+@asynccontextmanager
+async def compiler_of(grammars: Grammars, **limits: Any) -> AsyncIterator[GrammarCompiler]:
+    async with (
+        GrammarTrials(grammars.vocabulary, limits=replace(LIMITS, **limits)) as trials,
+        GrammarCompiler(grammars, trials.try_out) as compiler,
+    ):
+        yield compiler
+
+
+def trial_pids() -> Iterator[int]:
+    """The ids of this process's living children that try grammars."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            with suppress(OSError):  # it has ended meanwhile
+                if b"grammar_trial_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    yield int(pid)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "limits", "words"),
+    [
+        (SLOW, {"cpu_s": 0.03}, r"takes more than 0\.03 s of the processor to compile"),
+        (SLOW, {"memory_bytes": LIMITS.stack_bytes + (2 << 20)}, "needs more memory to compile"),
+        (DEEP, {"stack_bytes": 128 << 10}, "needs more memory to compile"),
+    ],
+    ids=["time", "memory", "stack"],
+)
+async def test_a_grammar_that_takes_too_much_is_refused_and_the_next_one_is_compiled(
+    grammar: Grammar, limits: dict[str, Any], words: str
+) -> None:
+    grammars = new_grammars()
+    async with compiler_of(grammars, **limits) as compiler:
+        await compiler.matcher(SMALL)
+        (pid,) = trial_pids()
+        with pytest.raises(InvalidRequest, match=rf"sampling\.json_schema: {words}"):
+            await compiler.matcher(grammar)
+        assert grammar not in grammars
+        await compiler.matcher(Grammar(GrammarKind.REGEX, "cd"))
+        assert list(trial_pids()) == [pid]
+    async with compiler_of(grammars, cpu_s=10.0) as compiler:  # it is the limits that it was refused for
+        await compiler.matcher(grammar)
+
+
+async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end() -> None:
+    async with compiler_of(new_grammars()) as compiler:
+        await compiler.matcher(SMALL)
+        (pid,) = trial_pids()
+        os.kill(pid, signal.SIGKILL)
+        await compiler.matcher(Grammar(GrammarKind.REGEX, "cd"))
+        (other,) = trial_pids()
+        assert other != pid
+    assert not list(trial_pids())
+
+
+async def test_a_client_that_leaves_during_a_trial_costs_no_process() -> None:
+    async with compiler_of(new_grammars()) as compiler:
+        await compiler.matcher(SMALL)
+        (pid,) = trial_pids()
+        left = asyncio.create_task(compiler.matcher(SLOW))
+        for _ in range(3):  # until the process gets the request
+            await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        await compiler.matcher(Grammar(GrammarKind.REGEX, "cd"))
+        assert list(trial_pids()) == [pid]
+
+
+async def test_only_a_new_grammar_is_tried() -> None:
+    tried = []
+
+    async def try_out(grammar: Grammar) -> int:
+        tried.append(grammar)
+        return 0
+
+    async with GrammarCompiler(new_grammars(), try_out) as compiler:
+        await asyncio.gather(*(compiler.matcher(SMALL) for _ in range(3)))
+    assert tried == [SMALL]
+
+
+async def test_a_grammar_that_is_slow_to_follow_fails_alone() -> None:
+    """Each call stays within the library's limits. The output that a request brings is followed for as long."""
+    output_ids = byte_level().encode("a" * 2000)
+    async with compiler_of(new_grammars()) as compiler:
+        matcher = await compiler.matcher(DOUBLING)
+        copy = matcher.copy()
+        began_s = time.thread_time()
+        assert not all(map(matcher.accept, output_ids))
+        assert time.thread_time() - began_s < 2.0
+        assert matcher.failure == copy.failure == "its masks take too long"
+        mask = np.ones(num_words(vocab_size(byte_level())), np.int32)
+        matcher.fill(mask)
+        assert not mask.any()
+        with pytest.raises(
+            InvalidRequest, match=r"sampling\.lark: is too large or too ambiguous for the output so far"
+        ):
+            await compiler.matcher(DOUBLING, output_ids)
+        assert not (await compiler.matcher(DOUBLING, output_ids[:40])).failure
+
+
+async def test_the_wait_for_a_turn_is_bounded() -> None:
+    may_end = asyncio.Event()
+
+    async def try_out(grammar: Grammar) -> int:
+        await may_end.wait()
+        return 0
+
+    async with GrammarCompiler(new_grammars(), try_out, max_wait_s=0.01) as compiler:
+        first = asyncio.create_task(compiler.matcher(SMALL, client="first"))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=r"wait for more than 0\.01 s"):
+            await compiler.matcher(DOUBLING, client="second")
+        may_end.set()
+        await first
+        await compiler.matcher(DOUBLING, client="second")
+
+
+class Clients:
+    """Callers of Turns that note when they have the turn. The clock moves only by what their work takes."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.turns = Turns(clock=lambda: self.now_s)
+        self.had: list[str] = []
+        self.may_end = asyncio.Semaphore(0)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def ask(self, *clients: str, took_s: float = 1.0) -> None:
+        self._tasks += [asyncio.create_task(self._work(client, took_s)) for client in clients]
+        await asyncio.sleep(0)
+
+    async def _work(self, client: str, took_s: float) -> None:
+        began_s = await self.turns.take(client)
+        self.had.append(client)
+        await self.may_end.acquire()
+        self.now_s += took_s
+        self.turns.give_back(client, began_s)
+
+    async def leave(self, place: int) -> None:
+        self._tasks.pop(place).cancel()
+        await asyncio.sleep(0)
+
+    async def all_over(self) -> list[str]:
+        for _ in self._tasks:
+            self.may_end.release()
+        await asyncio.gather(*self._tasks)
+        return self.had
+
+
+async def test_the_client_that_used_the_least_time_is_next() -> None:
+    clients = Clients()
+    await clients.ask("slow", "slow", "slow", took_s=5.0)
+    await clients.ask(*["quick"] * 4)
+    assert await clients.all_over() == ["slow", *["quick"] * 4, "slow", "slow"]
+
+
+async def test_a_client_that_comes_late_has_no_time_saved_up() -> None:
+    clients = Clients()
+    await clients.ask(*["first"] * 3)
+    for _ in range(2):
+        clients.may_end.release()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert clients.had == ["first"] * 3
+    await clients.ask(*["late"] * 2, *["first"] * 2)
+    assert await clients.all_over() == [*["first"] * 3, "late", "first", "late", "first"]
+
+
+async def test_a_caller_that_leaves_is_passed_over() -> None:
+    clients = Clients()
+    await clients.ask("a", "b", "c")
+    await clients.leave(1)
+    assert await clients.all_over() == ["a", "c"]
+
+
+async def test_a_caller_that_leaves_when_it_gets_the_turn_passes_it_on() -> None:
+    clients = Clients()
+    began_s = await clients.turns.take("a")
+    await clients.ask("b", "c")
+    clients.turns.give_back("a", began_s)
+    await clients.leave(0)
+    assert await clients.all_over() == ["c"]
+    await clients.turns.take("a")
