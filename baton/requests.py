@@ -74,21 +74,27 @@ class SamplingOptions(UnparsedOptions, total=False):
     json_schema: JsonSchema | None
 
 
-class CompleteOptions(UnparsedOptions, total=False):
-    """The arguments of `complete` beside the prompt and `json_schema`. `generate` of the client explains them."""
+class ChatOptions(TypedDict, total=False):
+    """What a request asks of the chat template. `generate` of the client explains it."""
 
-    token_ids: Iterable[int] | None
-    chat: Iterable[ChatMessage] | None
     tools: Iterable[Tool] | None
     tool_choice: ToolChoice | None
     chat_template_kwargs: Mapping[str, Any] | None
     continue_final_message: bool | None
     add_generation_prompt: bool | None
+
+
+class CompleteOptions(UnparsedOptions, ChatOptions, total=False):
+    """The arguments of `complete` beside the prompt and `json_schema`. `generate` of the client explains them."""
+
+    token_ids: Iterable[int] | None
+    chat: Iterable[ChatMessage] | None
     request_id: str | None
     generated_token_ids: Iterable[int]
     choice_index: int | None
     cache_salt: str | None
     cache_prompt: bool | None
+    truncate_prompt_tokens: int | None
     timeout_s: float | None
 
 
@@ -107,6 +113,7 @@ def generate_request(
     choice_index: int | None,
     cache_salt: str | None,
     cache_prompt: bool | None,
+    truncate_prompt_tokens: int | None,
     sampling: SamplingOptions,
 ) -> inference_pb2.GenerateRequest:
     """Builds the request message. Raises InvalidArgument, naming the field, for values that protobuf cannot carry.
@@ -121,29 +128,22 @@ def generate_request(
     elif token_ids is not None:
         request.token_ids.SetInParent()
         _fill("token_ids", request.token_ids.ids, token_ids)
-    elif chat is not None:
-        request.chat.SetInParent()
-        for message in chat:
-            _add_message(request.chat, message)
-    chat_options: dict[str, Any] = {
+    chat_options: ChatOptions = {
         "tools": None if tools is None else list(tools),
         "tool_choice": tool_choice,
         "chat_template_kwargs": chat_template_kwargs,
         "continue_final_message": continue_final_message,
         "add_generation_prompt": add_generation_prompt,
     }
-    for name, option in chat_options.items():
-        if option is None:
-            continue
-        if chat is None:
-            raise _invalid(f"chat.{name}", "goes with chat only")
-        try:
-            _set_chat_option(request.chat, name, option)
-        except (TypeError, ValueError) as error:
-            raise _invalid(f"chat.{name}", str(error)) from error
+    _fill_chat(request, chat, chat_options)
     if request_id is not None:
         request.request_id = request_id
-    given = {"choice_index": choice_index, "cache_salt": cache_salt, "cache_prompt": cache_prompt}
+    given = {
+        "choice_index": choice_index,
+        "cache_salt": cache_salt,
+        "cache_prompt": cache_prompt,
+        "truncate_prompt_tokens": truncate_prompt_tokens,
+    }
     for name, value in given.items():
         if value is not None:
             try:
@@ -153,6 +153,53 @@ def generate_request(
     _fill("generated_token_ids", request.generated_token_ids, generated_token_ids)
     request.sampling.CopyFrom(_sampling_params(sampling))
     return request
+
+
+def tokenize_request(
+    *,
+    prompt: str | None,
+    chat: Iterable[ChatMessage] | None,
+    add_special_tokens: bool | None,
+    with_pieces: bool,
+    chat_options: ChatOptions,
+) -> inference_pb2.TokenizeRequest:
+    """Builds the request message. Raises InvalidArgument unless exactly one of `prompt` and `chat` is given."""
+    if (prompt is None) == (chat is None):
+        raise _invalid("prompt", "give exactly one of prompt and chat")
+    request = inference_pb2.TokenizeRequest(with_pieces=with_pieces)
+    if prompt is not None:
+        request.text = prompt
+    if add_special_tokens is not None:
+        request.add_special_tokens = add_special_tokens
+    _fill_chat(request, chat, chat_options)
+    return request
+
+
+def detokenize_request(token_ids: Iterable[int]) -> inference_pb2.DetokenizeRequest:
+    """Builds the request message. Raises InvalidArgument for values that are no token ids."""
+    request = inference_pb2.DetokenizeRequest()
+    _fill("token_ids", request.token_ids, token_ids)
+    return request
+
+
+def _fill_chat(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+    chat: Iterable[ChatMessage] | None,
+    options: ChatOptions,
+) -> None:
+    if chat is not None:
+        request.chat.SetInParent()
+        for message in chat:
+            _add_message(request.chat, message)
+    for name, option in options.items():
+        if option is None:
+            continue
+        if chat is None:
+            raise _invalid(f"chat.{name}", "goes with chat only")
+        try:
+            _set_chat_option(request.chat, name, option)
+        except (TypeError, ValueError) as error:
+            raise _invalid(f"chat.{name}", str(error)) from error
 
 
 def _add_message(chat: inference_pb2.Chat, message: ChatMessage) -> None:

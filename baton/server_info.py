@@ -1,4 +1,4 @@
-"""The model and the load that servers report."""
+"""The model, the load and the tokens that servers report."""
 
 from __future__ import annotations
 
@@ -36,6 +36,14 @@ class ModelInfo:
     output_format: str
     has_reasoning: bool
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The tokens of a text. `pieces`, if they were asked for, are the tokens as the vocabulary spells them."""
+
+    token_ids: tuple[int, ...]
+    pieces: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

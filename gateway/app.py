@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import AsyncClient
 from baton.errors import BatonError
-from gateway.answer import Api
 from gateway.api_keys import ApiKeys
 from gateway.chat import CHAT
 from gateway.completions import COMPLETIONS
@@ -30,10 +29,12 @@ from gateway.health import Health
 from gateway.limits import HttpLimits
 from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequests
+from gateway.post_endpoint import PostParts
 from gateway.responses import JsonResponse, error_response, send_error
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
+from gateway.tokenizing import Tokenizing, TokenizingEndpoint
 from gateway.tracing import TracedApp
 
 _METHODS = ("GET", "POST")
@@ -57,15 +58,8 @@ def build_app(
     metrics.watch_requests(num_open=lambda: len(open_requests), num_reading=lambda: open_requests.num_reading)
     health = Health(client, open_requests=open_requests)
 
-    def generation(api: Api) -> GenerationEndpoint:
-        return GenerationEndpoint(
-            api,
-            client=client,
-            served_model=served_model,
-            open_requests=open_requests,
-            metrics=metrics,
-            limits=limits,
-        )
+    parts = PostParts(served_model=served_model, open_requests=open_requests, metrics=metrics, limits=limits)
+    tokenizing = Tokenizing(client)
 
     async def list_models(_request: Request) -> Response:
         card = await served_model.card()
@@ -83,7 +77,12 @@ def build_app(
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     routes = [
-        *(Route(api.path, generation(api), methods=["POST"]) for api in (CHAT, COMPLETIONS)),
+        *(
+            Route(api.path, GenerationEndpoint(api, client=client, **parts), methods=["POST"])
+            for api in (CHAT, COMPLETIONS)
+        ),
+        Route("/tokenize", TokenizingEndpoint(tokenizing.tokenize, **parts), methods=["POST"]),
+        Route("/detokenize", TokenizingEndpoint(tokenizing.detokenize, **parts), methods=["POST"]),
         Route("/v1/models", list_models),
         Route("/v1/models/{model:path}", retrieve_model),
         Route("/health", health.ready),

@@ -15,7 +15,7 @@ from common.text.chat_messages import ChatMessage, ToolCall
 from common.text.output_formats import OutputFormat
 from gateway.answer import Api, finish_reason, with_token_ids
 from gateway.errors import ApiError, invalid, not_served
-from gateway.fields import GenerationFields, parse_fields
+from gateway.fields import GenerationFields, RequestFields, parse_fields
 from gateway.logprobs import chat_logprobs, prompt_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
@@ -48,17 +48,25 @@ def _at_most(num: int) -> BeforeValidator:
 MAX_TOOLS = 128
 
 
-class ChatFields(GenerationFields):
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), _at_most(MAX_MESSAGES)]
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), _at_most(MAX_MESSAGES)]
+
+
+class TemplateFields(RequestFields):
+    """The fields that the chat template sees, besides the messages."""
+
     tools: Annotated[list[Any], _at_most(MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
+class ChatFields(GenerationFields, TemplateFields):
+    messages: Messages
     max_completion_tokens: int | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -139,6 +147,15 @@ def _delta(events: Iterable[OutputEvent]) -> dict[str, Any]:
     return {**texts, "tool_calls": list(calls.values())} if calls else dict(texts)
 
 
+def chat_prompt(messages: Sequence[dict[str, Any]], fields: TemplateFields) -> ChatPrompt:
+    """Returns the prompt of a chat. Raises ApiError, which names the wrong field."""
+    return ChatPrompt(
+        messages=tuple(_message(f"messages[{i}]", each) for i, each in enumerate(messages)),
+        tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
+        options=_template_options(fields),
+    )
+
+
 def parse_chat(body: bytes) -> Plan:
     """Parses the body of a chat request. Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, ChatFields)
@@ -147,12 +164,7 @@ def parse_chat(body: bytes) -> Plan:
     if fields.best_of not in (None, fields.n):
         raise not_served("best_of", "only the value of n is")
     max_tokens, max_name = _max_tokens(fields)
-    tools = parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-    prompt = ChatPrompt(
-        messages=tuple(_message(f"messages[{i}]", each) for i, each in enumerate(fields.messages)),
-        tools=tools,
-        options=_template_options(fields),
-    )
+    prompt = chat_prompt(fields.messages, fields)
     return Plan(
         model=fields.model,
         prompts=(prompt,),
@@ -163,11 +175,12 @@ def parse_chat(body: bytes) -> Plan:
         ),
         cache_salt=fields.cache_salt,
         cache_prompt=fields.cache_prompt,
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
         is_streamed=fields.stream,
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
-        functions={} if tools is None else tools.functions,
+        functions={} if prompt.tools is None else prompt.tools.functions,
         max_reasoning_tokens=_max_reasoning_tokens(fields),
         num_prompt_logprobs=fields.prompt_logprobs,
         params={
@@ -201,7 +214,7 @@ CHAT = Api(
 )
 
 
-def _template_options(fields: ChatFields) -> dict[str, Any]:
+def _template_options(fields: TemplateFields) -> dict[str, Any]:
     """Returns what the request asks of the chat template, without what is so by default."""
     options: dict[str, Any] = {}
     variables = fields.chat_template_kwargs or {}

@@ -118,6 +118,7 @@ def parse_completion(body: bytes) -> Plan:
         hides_logprobs=ranks,
         cache_salt=fields.cache_salt,
         cache_prompt=fields.cache_prompt,
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
         is_streamed=fields.stream,
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,

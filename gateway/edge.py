@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.api_keys import ApiKeys
 from gateway.errors import ApiError
 from gateway.metrics import GatewayMetrics
-from gateway.request_record import RequestRecord
+from gateway.request_record import TOKENIZING_PATHS, RequestRecord
 from gateway.responses import send_error
 
 _MAX_LOGGED_CHARS = 256
@@ -65,7 +65,8 @@ class Edge:
 
 
 class KeyCheck:
-    """An ASGI layer that requires a key under /v1, and with `covers_status` also for the status page and metrics.
+    """An ASGI layer that requires a key under /v1 and for tokenising, and with `covers_status` also for the status page
+    and metrics.
 
     Edge and the CORS layer wrap it, because a browser sends preflights without a key.
     """
@@ -90,7 +91,7 @@ class KeyCheck:
 
 
 def is_api(scope: Scope) -> bool:
-    return bool(scope["path"].startswith("/v1/"))
+    return bool(scope["path"].startswith("/v1/")) or scope["path"] in TOKENIZING_PATHS
 
 
 def _why(error: ApiError | None) -> dict[str, Any]:

@@ -96,7 +96,6 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "timings_per_token": (False,),
     "top_a": (0,),
     "transforms": ([],),
-    "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
@@ -135,11 +134,15 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False  # accepted, because no stream of the gateway is obfuscated
 
 
-class GenerationFields(GrammarFields):
-    """The request fields that both endpoints accept: OpenAI's, and Baton's own."""
+class RequestFields(StrictFields):
+    """The fields of a request's body."""
 
     asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """More unsupported fields with their neutral values, for this endpoint only."""
+
+
+class GenerationFields(GrammarFields, RequestFields):
+    """The request fields that both generating endpoints accept: OpenAI's, and Baton's own."""
 
     model: str
     stream: bool = False
@@ -162,6 +165,7 @@ class GenerationFields(GrammarFields):
     cache_salt: str | None = None
     cache_prompt: bool | None = None
     return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = None
     numbers: SkipValidation[Mapping[str, float]] = Field(default_factory=dict)
     """The given options among NUMBER_OPTIONS, by name. In the request body each is a field of its own."""
 
@@ -219,7 +223,7 @@ _NUMBER_FIELDS: dict[str, Any] = {
 }
 _Numbers = create_model("_Numbers", __base__=StrictFields, **_NUMBER_FIELDS)
 
-FieldsT = TypeVar("FieldsT", bound=GenerationFields)
+FieldsT = TypeVar("FieldsT", bound=RequestFields)
 
 
 def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
@@ -239,19 +243,20 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
     if len(values) > MAX_FIELDS:
         raise invalid(None, f"more than {MAX_FIELDS} fields")
     values = {name: value for name, value in values.items() if value is not None and name not in _HARMLESS}
-    numbers = {name: value for name, value in values.items() if name in NUMBER_OPTIONS}
+    takes_numbers = "numbers" in kind.model_fields
+    numbers = {name: value for name, value in values.items() if takes_numbers and name in NUMBER_OPTIONS}
     asked = {name: value for name, value in values.items() if name in kind.model_fields and name != "numbers"}
     for name in values:
         if name not in asked and name not in numbers:
             _refuse_what_asks(name, values, kind)
     try:
         given = _Numbers.model_validate(numbers).model_dump(exclude_unset=True)
-        return kind.model_validate({**asked, "numbers": given})
+        return kind.model_validate({**asked, **({"numbers": given} if takes_numbers else {})})
     except ValidationError as error:
         raise _api_error(error) from None
 
 
-def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[GenerationFields]) -> None:
+def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[RequestFields]) -> None:
     """Raises ApiError if the field `name` is unknown, or if it is unsupported and its value would change the answer."""
     value, nothings = values[name], {**_ASKS_FOR_NOTHING, **kind.asks_for_nothing}.get(name)
     if nothings is None:

@@ -9,9 +9,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import Unpack
 
 import structlog
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from baton import AsyncClient, Completion, Reasoning
 from baton.client import AsyncEventStream
@@ -22,21 +23,21 @@ from baton.requests import SamplingOptions
 from common.request_stats import SpeculationCounts
 from gateway.answer import Api, Choice, Envelope, best, usage
 from gateway.choices import Choices, IndexedEvent
-from gateway.errors import CLIENT_LEFT_STATUS, ApiError, ClientLeft, api_error_of, internal, invalid
-from gateway.limits import HttpLimits
+from gateway.errors import ApiError, api_error_of, internal, invalid
 from gateway.metrics import GatewayMetrics
-from gateway.open_requests import OpenRequest, OpenRequests
+from gateway.open_requests import OpenRequest
 from gateway.plan import Plan
+from gateway.post_endpoint import PostEndpoint, PostParts
 from gateway.prompt_bounds import check_prompts
-from gateway.receiving import read_json_body, unless_left
+from gateway.receiving import unless_left
 from gateway.request_record import RequestRecord
-from gateway.responses import EventStreamWriter, JsonResponse, send_error
-from gateway.served_model import ModelCard, ServedModel
+from gateway.responses import EventStreamWriter, JsonResponse
+from gateway.served_model import ModelCard
 
 _log = structlog.get_logger(__name__)
 
 
-class GenerationEndpoint:
+class GenerationEndpoint(PostEndpoint):
     """The ASGI application of one generating endpoint. When a client leaves, all calls of its request are cancelled."""
 
     def __init__(
@@ -44,37 +45,13 @@ class GenerationEndpoint:
         api: Api,
         *,
         client: AsyncClient,
-        served_model: ServedModel,
-        open_requests: OpenRequests,
-        metrics: GatewayMetrics,
-        limits: HttpLimits,
         unix_time: Callable[[], float] = time.time,
+        **common: Unpack[PostParts],
     ) -> None:
+        super().__init__(**common)
         self._api = api
         self._client = client
-        self._served_model = served_model
-        self._open_requests = open_requests
-        self._metrics = metrics
-        self._limits = limits
         self._unix_time = unix_time
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record: RequestRecord = scope["state"]["record"]
-        try:
-            with self._open_requests.enter() as open_request:
-                async with open_request.ends_when_failed():
-                    body = await self._read(scope, receive, record.client)
-                with self._open_requests.place(record.client):
-                    await self._answer(body, open_request, record, receive, send)
-        except ApiError as error:
-            await send_error(error, scope, receive, send)
-        except ClientLeft:
-            record.status = CLIENT_LEFT_STATUS
-            self._metrics.on_disconnect()
-
-    async def _read(self, scope: Scope, receive: Receive, client: str) -> bytes:
-        with self._open_requests.reading(client) as hold:
-            return await read_json_body(receive, scope["headers"], limits=self._limits, hold=hold)
 
     async def _answer(
         self, body: bytes, open_request: OpenRequest, record: RequestRecord, receive: Receive, send: Send
@@ -99,12 +76,6 @@ class GenerationEndpoint:
             param = "best_of" if plan.best_of > plan.n else "n" if plan.n > 1 else "prompt"
             raise invalid(param, f"{plan.num_generations} choices are more than {self._limits.max_choices}")
         return plan
-
-    async def _card(self, receive: Receive) -> ModelCard:
-        try:
-            return await unless_left(receive, self._served_model.card())
-        except BatonError as error:
-            raise api_error_of(error, {}) from None
 
     def _opener(self, plan: Plan, card: ModelCard, record: RequestRecord) -> Callable[[int], AsyncEventStream]:
         """Returns a function that starts the Generate call of a choice, given the choice's index.
@@ -133,6 +104,7 @@ class GenerationEndpoint:
                 choice_index=choice_index,
                 cache_salt=plan.cache_salt,
                 cache_prompt=plan.cache_prompt,
+                truncate_prompt_tokens=plan.truncate_prompt_tokens,
                 same_server_as=None if plan.cache_prompt is False else firsts.get(prompt),
                 timeout_s=self._limits.request_timeout_s,
                 **(sampling if choice_index == 0 else further),

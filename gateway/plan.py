@@ -84,6 +84,7 @@ class Plan:
     sampling: SamplingOptions
     cache_salt: str | None
     cache_prompt: bool | None
+    truncate_prompt_tokens: int | None
     is_streamed: bool
     includes_usage: bool
     has_usage_in_chunks: bool

@@ -18,7 +18,8 @@ def check_prompts(plan: Plan, card: ModelCard) -> None:
     The token count of a text is not checked, because only the decode service knows it.
     """
     for prompt in plan.prompts:
-        if isinstance(prompt, TokenIdsPrompt) and len(prompt.token_ids) >= card.max_context_tokens:
+        is_cut = plan.truncate_prompt_tokens is not None
+        if isinstance(prompt, TokenIdsPrompt) and not is_cut and len(prompt.token_ids) >= card.max_context_tokens:
             raise context_exceeded(
                 "prompt",
                 prompt="prompt",

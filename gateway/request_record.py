@@ -13,8 +13,10 @@ from starlette.types import Scope
 from common.addresses import network_of
 from gateway.errors import ApiError, invalid
 
+TOKENIZING_PATHS = ("/tokenize", "/detokenize")
 _ROUTES = frozenset(
     {
+        *TOKENIZING_PATHS,
         "/",
         "/health",
         "/health/live",

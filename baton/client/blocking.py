@@ -20,8 +20,18 @@ from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
 from baton.events import Completion, Event
-from baton.requests import CompleteOptions, JsonSchema, ModelT, SamplingOptions, generate_request, parser_of
-from baton.server_info import HealthStatus, InferenceLoad, ModelInfo
+from baton.requests import (
+    ChatOptions,
+    CompleteOptions,
+    JsonSchema,
+    ModelT,
+    SamplingOptions,
+    detokenize_request,
+    generate_request,
+    parser_of,
+    tokenize_request,
+)
+from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, Tokenized
 from baton.v1 import inference_pb2
 from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 
@@ -182,6 +192,7 @@ class Client:
         choice_index: int | None = None,
         cache_salt: str | None = None,
         cache_prompt: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
         same_server_as: EventStream | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -200,6 +211,9 @@ class Client:
         A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
         with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
 
+        With `truncate_prompt_tokens` the prompt is at most its last so many tokens; -1 keeps as many as leave room for
+        `max_tokens`.
+
         With several decode services, the stream goes where the stream `same_server_as` is, if that service is ready:
         for further outputs of one prompt, which then share its KV.
         """
@@ -217,6 +231,7 @@ class Client:
             choice_index=choice_index,
             cache_salt=cache_salt,
             cache_prompt=cache_prompt,
+            truncate_prompt_tokens=truncate_prompt_tokens,
             sampling=sampling,
         )
         generation = Generation(
@@ -259,6 +274,42 @@ class Client:
             return model_info_from_wire(self._ask(lambda server: server.inference.GetModelInfo, request))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        chat: Iterable[ChatMessage] | None = None,
+        add_special_tokens: bool | None = None,
+        with_pieces: bool = False,
+        **chat_options: Unpack[ChatOptions],
+    ) -> Tokenized:
+        """Returns the tokens of a text or of a chat, which may have more than the context.
+
+        `chat_options` are those of `generate`. `add_special_tokens` adds those that the tokenizer adds by itself; None
+        means for a text only. `with_pieces` asks for the tokens' spelling too.
+        """
+        request = tokenize_request(
+            prompt=prompt,
+            chat=chat,
+            add_special_tokens=add_special_tokens,
+            with_pieces=with_pieces,
+            chat_options=chat_options,
+        )
+        try:
+            answer = self._ask(lambda server: server.inference.Tokenize, request)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        return Tokenized(tuple(answer.token_ids), tuple(answer.pieces))
+
+    def detokenize(self, token_ids: Iterable[int]) -> str:
+        """Returns the text of these tokens. Special tokens stand in it by their names."""
+        request = detokenize_request(token_ids)
+        try:
+            answer = self._ask(lambda server: server.inference.Detokenize, request)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        return str(answer.text)
 
     def load(self) -> InferenceLoad:
         request = inference_pb2.GetInferenceLoadRequest()

@@ -118,6 +118,10 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
+    def pieces_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the tokens as the vocabulary spells them; "" for an id past it."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def bytes_of(self, token_id: int, *, begins_text: bool = False) -> bytes:
         return self._bytes_of(token_id, begins_text=begins_text)
 

@@ -40,9 +40,11 @@ from decode_service.edge.request_checks import (
     ModelLimits,
     check_lengths,
     check_request,
+    check_tokenize,
 )
 from decode_service.edge.request_trace import RequestTrace, RequestTraces
 from decode_service.edge.responses import PromptTokens, delta_event, finished_event, pool_load, started_event
+from decode_service.edge.sampling_checks import check_token_ids
 from decode_service.edge.span_attributes import ending_attributes, request_attributes, sampling_attributes
 from decode_service.edge.text.output import OutputProcessor
 from decode_service.edge.text.prompts import Prompts
@@ -55,7 +57,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Serves Generate, GetModelInfo and GetLoad on the event loop. Slow work with texts is left to `prompts`."""
+    """Serves the Inference service on the event loop. Slow work with texts is left to `prompts`."""
 
     def __init__(
         self,
@@ -153,7 +155,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         Raises the request's error if it fails. gRPC cancels the call, and so this method, when the client leaves.
         """
         with self._request_track.task("tokenize", live.request_id):
-            prompt_token_ids = await self._prompts.encode(checked.prompt)
+            prompt_token_ids = await self._prompts.encode(checked.prompt, is_bounded=checked.max_prompt_tokens is None)
+            if checked.max_prompt_tokens is not None:
+                prompt_token_ids = prompt_token_ids[-checked.max_prompt_tokens :]
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
         if sampling.reasoning is not None:
             last_bytes = b"".join(map(self._decoder.bytes_of, prompt_token_ids[-NUM_LAST_TOKENS:]))
@@ -248,6 +252,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if num_tokens == 0:
             return new_output()
         return await self._prompts.replay(new_output, num_tokens=num_tokens)
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        adds = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        try:
+            token_ids = await self._prompts.encode(check_tokenize(request), is_bounded=False, adds_special_tokens=adds)
+            pieces: Sequence[str] = ()
+            if request.with_pieces:
+                spell = partial(self._decoder.pieces_of, token_ids)
+                pieces = await self._prompts.replay(spell, num_tokens=len(token_ids))
+        except BatonError as error:
+            await abort_with(context, error)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, pieces=pieces)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        def detokenize() -> str:
+            token_ids = check_token_ids("token_ids", request.token_ids, self._limits.vocab_size)
+            return self._decoder.showing(None).decode(token_ids)
+
+        try:
+            text = await self._prompts.replay(detokenize, num_tokens=len(request.token_ids))
+        except BatonError as error:
+            await abort_with(context, error)
+        return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context

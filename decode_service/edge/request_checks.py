@@ -75,7 +75,7 @@ class CheckedRequest:
 
     `request_id` is None if the client chose none. `generated_token_ids` were delivered by an earlier stream.
     `cache_salt` names the namespace of the prefix cache that the request uses; "" is the common one. None means that it
-    neither uses nor leaves cached KV.
+    neither uses nor leaves cached KV. If `max_prompt_tokens` is set, only so many of the prompt's last tokens count.
     """
 
     request_id: str | None
@@ -84,6 +84,7 @@ class CheckedRequest:
     sampling: SamplingRequest
     choice_index: int
     cache_salt: str | None
+    max_prompt_tokens: int | None
 
 
 GENERIC_TOOL_GRAMMARS = ToolGrammars(HERMES, {})
@@ -103,7 +104,8 @@ def check_request(
             f"{num_generated} tokens do not fit a context of {limits.max_context_tokens}",
             max_context_tokens=limits.max_context_tokens,
         )
-    prompt = _prompt(request, limits)
+    max_prompt_tokens = _max_prompt_tokens(request, limits)
+    prompt = _prompt(request, limits, max_prompt_tokens)
     sampling = check_sampling(
         request.sampling, limits.vocab_size, limits.eos_token_ids, defaults=limits.sampling_defaults
     )
@@ -116,11 +118,22 @@ def check_request(
     return CheckedRequest(
         request_id=_request_id(request),
         prompt=prompt,
+        max_prompt_tokens=max_prompt_tokens,
         generated_token_ids=check_token_ids("generated_token_ids", request.generated_token_ids, limits.vocab_size),
         sampling=sampling,
         choice_index=_choice_index(request),
         cache_salt=_cache_salt(request),
     )
+
+
+def check_tokenize(request: inference_pb2.TokenizeRequest) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "chat":
+            return _chat(request.chat)
+        case _:
+            raise InvalidRequest("prompt", "one of text and chat must be set")
 
 
 def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits: ModelLimits) -> ResolvedSampling:
@@ -199,7 +212,18 @@ def _cache_salt(request: inference_pb2.GenerateRequest) -> str | None:
     return request.cache_salt if caches else None
 
 
-def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Prompt:
+def _max_prompt_tokens(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> int | None:
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    most = request.truncate_prompt_tokens
+    if most == -1:
+        return max(1, limits.max_context_tokens - max(1, request.sampling.max_tokens))
+    if not 1 <= most <= limits.max_context_tokens:
+        raise InvalidRequest("truncate_prompt_tokens", f"{most} is not -1 or in [1, {limits.max_context_tokens}]")
+    return most
+
+
+def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits, max_prompt_tokens: int | None) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
             if not request.text:
@@ -208,8 +232,9 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Prom
         case "token_ids":
             if not request.token_ids.ids:
                 raise InvalidRequest("prompt", "is empty")
-            _room(len(request.token_ids.ids), limits)  # checked first, because there may be millions of ids
-            return TokenIdsPrompt(check_token_ids("token_ids", request.token_ids.ids, limits.vocab_size))
+            token_ids = request.token_ids.ids[-(max_prompt_tokens or 0) :]
+            _room(len(token_ids), limits)  # checked first, because there may be millions of ids
+            return TokenIdsPrompt(check_token_ids("token_ids", token_ids, limits.vocab_size))
         case "chat":
             return _chat(request.chat)
         case _:

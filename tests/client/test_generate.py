@@ -244,6 +244,13 @@ async def test_absent_options_stay_absent_and_zero_travels(server: ScriptedServe
     assert dict(request.sampling.logit_bias) == {4: -1.0}
 
 
+async def test_a_cut_prompt_travels(server: ScriptedServer, either: EitherClient) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete("Hi", truncate_prompt_tokens=-1)
+    request = server.inference.requests.get(timeout=BOUND_S)
+    assert (request.HasField("truncate_prompt_tokens"), request.truncate_prompt_tokens) == (True, -1)
+
+
 async def test_what_is_ruled_out_travels(server: ScriptedServer, either: EitherClient) -> None:
     server.inference.script = [started(), finished()]
     await either.complete("Hi", bad_words=["bad", "worse"], allowed_token_ids=(3, 1))

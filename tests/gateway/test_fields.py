@@ -52,7 +52,7 @@ def test_options_of_a_stream_that_ask_for_nothing_need_no_stream(options: dict[s
         {"reasoning": {"effort": "none"}, "thinking": None, "enable_thinking": None},
         {"reasoning_effort": None, "verbosity": "medium", "include_reasoning": True, "modalities": ["text"]},
         {"response_format": {"type": "text"}, "guided_json": None, "guided_choice": [], "structured_outputs": {}},
-        {"echo": False, "suffix": "", "truncate_prompt_tokens": None, "prompt_logprobs": None},
+        {"echo": False, "suffix": "", "prompt_logprobs": None},
         {"service_tier": "auto", "store": False, "metadata": {}, "user": "u", "prompt_cache_key": "k"},
         {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}, "documents": []},
         {"mirostat": 0, "typical_p": 1, "repeat_penalty": 1.0, "n_probs": 0, "grammar": ""},

@@ -58,16 +58,24 @@ class Prompts:
         """
         return await self._threads.run("replay", work, num_bytes=num_tokens * _BYTES_PER_REPLAYED_TOKEN)
 
-    async def encode(self, prompt: Prompt) -> Sequence[int]:
-        """Returns the prompt's token ids. Raises InvalidRequest, ContextExceeded or Overloaded."""
+    async def encode(
+        self, prompt: Prompt, *, is_bounded: bool = True, adds_special_tokens: bool | None = None
+    ) -> Sequence[int]:
+        """Returns the prompt's token ids. Raises InvalidRequest, ContextExceeded or Overloaded.
+
+        If `is_bounded`, a text that cannot fit the context is refused as soon as that is clear. `adds_special_tokens`
+        adds those that the tokenizer adds by itself; None means for a text, and not for a chat.
+        """
         match prompt:
             case TokenIdsPrompt(token_ids):
                 return token_ids
             case TextPrompt(text):
-                return await self._tokenize("encode", text, adds_special_tokens=True)
+                adds = True if adds_special_tokens is None else adds_special_tokens
+                return await self._tokenize("encode", text, adds_special_tokens=adds, is_bounded=is_bounded)
             case ChatPrompt():
                 text = await self._render(prompt)
-                return await self._tokenize("encode_chat", text, adds_special_tokens=False)
+                adds = bool(adds_special_tokens)
+                return await self._tokenize("encode_chat", text, adds_special_tokens=adds, is_bounded=is_bounded)
 
     async def spell(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences that spell any of `texts`. Raises Overloaded."""
@@ -86,20 +94,19 @@ class Prompts:
         except TextTooLong as error:
             raise self._too_long() from error
 
-    async def _tokenize(self, name: str, text: str, *, adds_special_tokens: bool) -> Sequence[int]:
-        num_bytes = self._num_bytes(text)
-        work = partial(
-            self._encoder.encode, text, max_tokens=self._max_context_tokens, adds_special_tokens=adds_special_tokens
-        )
+    async def _tokenize(self, name: str, text: str, *, adds_special_tokens: bool, is_bounded: bool) -> Sequence[int]:
+        num_bytes = self._num_bytes(text, is_bounded=is_bounded)
+        max_tokens = self._max_context_tokens if is_bounded else None
+        work = partial(self._encoder.encode, text, max_tokens=max_tokens, adds_special_tokens=adds_special_tokens)
         try:
             return await self._threads.run(name, work, num_bytes=num_bytes)
         except TextTooLong as error:
             raise self._too_long() from error
 
-    def _num_bytes(self, *texts: str) -> int:
-        """Returns the total bytes of `texts`. Raises ContextExceeded if they are too many."""
+    def _num_bytes(self, *texts: str, is_bounded: bool = True) -> int:
+        """Returns the total bytes of `texts`. Raises ContextExceeded if they are too many, if `is_bounded`."""
         num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
-        if num_bytes > self._max_bytes:
+        if is_bounded and num_bytes > self._max_bytes:
             raise self._too_long()
         return num_bytes
 

@@ -1,0 +1,91 @@
+"""The endpoints /tokenize and /detokenize, in the form that vLLM gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Unpack
+
+from pydantic import Field
+from starlette.types import Receive, Send
+
+from baton import AsyncClient
+from baton.errors import BatonError
+from gateway.chat import Messages, TemplateFields, chat_prompt
+from gateway.errors import api_error_of, invalid
+from gateway.fields import RequestFields, parse_fields
+from gateway.open_requests import OpenRequest
+from gateway.post_endpoint import PostEndpoint, PostParts
+from gateway.receiving import unless_left
+from gateway.request_record import RequestRecord
+from gateway.responses import JsonResponse
+from gateway.served_model import ModelCard
+
+
+class TokenizeFields(TemplateFields):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(RequestFields):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(fail_fast=True)]
+
+
+class TokenizingEndpoint(PostEndpoint):
+    """One of the two endpoints. `answer` makes the answer's JSON from the request's body, or raises ApiError or
+    BatonError.
+    """
+
+    def __init__(
+        self, answer: Callable[[bytes, ModelCard], Coroutine[Any, Any, dict[str, Any]]], **common: Unpack[PostParts]
+    ) -> None:
+        super().__init__(**common)
+        self._answer_of = answer
+
+    async def _answer(
+        self, body: bytes, open_request: OpenRequest, record: RequestRecord, receive: Receive, send: Send
+    ) -> None:
+        async with open_request.ends_when_failed():
+            card = await self._card(receive)
+            try:
+                answer = await unless_left(receive, self._answer_of(body, card))
+            except BatonError as error:
+                raise api_error_of(error, {"chat": "messages", "token_ids": "tokens"}) from None
+        await JsonResponse(answer).send_to(send)
+
+
+class Tokenizing:
+    """Tokenises and detokenises with the decode service's tokenizer."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def tokenize(self, body: bytes, card: ModelCard) -> dict[str, Any]:
+        fields = parse_fields(body, TokenizeFields)
+        if fields.model is not None:
+            card.check(fields.model)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        source = (
+            {"prompt": fields.prompt} if fields.messages is None else chat_prompt(fields.messages, fields).arguments
+        )
+        tokenized = await self._client.tokenize(
+            **source,
+            add_special_tokens=fields.add_special_tokens,
+            with_pieces=fields.return_token_strs,
+        )
+        return {
+            "count": len(tokenized.token_ids),
+            "max_model_len": card.max_context_tokens,
+            "tokens": tokenized.token_ids,
+            "token_strs": tokenized.pieces if fields.return_token_strs else None,
+        }
+
+    async def detokenize(self, body: bytes, card: ModelCard) -> dict[str, Any]:
+        fields = parse_fields(body, DetokenizeFields)
+        if fields.model is not None:
+            card.check(fields.model)
+        return {"prompt": await self._client.detokenize(fields.tokens)}
