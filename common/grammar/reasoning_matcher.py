@@ -20,9 +20,9 @@ class MarkerTokens:
     """What the tokens of a vocabulary do at each place of an output up to its answer. It never changes.
 
     `bytes_of` has the bytes of each token. `past_end` are masks of the tokens that complete the end marker and go on
-    after it. Of places before the reasoning, `opening` are masks of the tokens that go on with the start marker or
-    complete it, without going past the end marker too, and `completing` of those after which the reasoning has begun.
-    `closing` has the next token of the end marker, by the number of its bytes that are there.
+    after it, and `completing`, of places before the reasoning, masks of those after which the reasoning has begun.
+    `opening` and `closing` have the next usual token of the start and the end marker, by the number of its bytes that
+    are there; there is none where no tokens spell the rest of the start marker.
     """
 
     def __init__(self, reasoning: Reasoning, bytes_of: Sequence[bytes], spell: Spell) -> None:
@@ -30,7 +30,6 @@ class MarkerTokens:
         self.markers = markers = Markers(reasoning)
         self.bytes_of = bytes_of
         self.past_end: dict[Place, Mask] = {}
-        self.opening: dict[Place, Mask] = {}
         self.completing: dict[Place, Mask] = {}
         start_parts = _that_touch(markers.start, bytes_of) if markers.start else []
         for num_matched in range(len(markers.start)):
@@ -38,17 +37,18 @@ class MarkerTokens:
             after = {each: markers.after(place, bytes_of[each]) for each in start_parts}
             past_end = [each for each, (to, num_answer) in after.items() if to.part is Part.ANSWER and num_answer]
             completing = [each for each, (to, _) in after.items() if to.part in (Part.REASONING, Part.ANSWER)]
-            opening = {each for each, (to, _) in after.items() if to.part is not Part.UNREASONED}
-            if not num_matched:
-                opening = {each for each in opening if not bytes_of[each][:1].isspace()}
             self.past_end[place] = self._mask(past_end)
-            self.opening[place] = self._mask(opening.difference(past_end))
             self.completing[place] = self._mask(completing)
         end_parts = _that_touch(markers.end, bytes_of)
         for num_matched in range(len(markers.end)):
             place = Place(Part.REASONING, num_matched)
             self.past_end[place] = self._mask(each for each in end_parts if markers.after(place, bytes_of[each])[1])
-        self.closing = _closing(markers.end, bytes_of, spell)
+        self.opening = _next_tokens(markers.start, bytes_of, spell)
+        self.closing = _next_tokens(markers.end, bytes_of, spell)
+        if not self.closing:
+            raise MarkerUnspeakable
+        for num_matched in range(len(markers.end)):
+            self.closing.setdefault(num_matched, self.closing[0])  # a new one, where nothing spells the rest
 
     def _mask(self, token_ids: Iterable[int]) -> Mask:
         return mask_of(token_ids, len(self.bytes_of))
@@ -64,16 +64,15 @@ def _that_touch(marker: bytes, bytes_of: Sequence[bytes]) -> list[int]:
     return [token_id for token_id, text in enumerate(bytes_of) if touches(text) or touches(text.lstrip())]
 
 
-def _closing(marker: bytes, bytes_of: Sequence[bytes], spell: Spell) -> tuple[int, ...]:
-    usual = spell(marker)
-    if not usual:
-        raise MarkerUnspeakable
-    closing = [next(iter(spell(marker[place:])), usual[0]) for place in range(len(marker))]
+def _next_tokens(marker: bytes, bytes_of: Sequence[bytes], spell: Spell) -> dict[int, int]:
+    """Returns the next token of `marker` by the number of its bytes that are there, where tokens spell the rest."""
+    rests = {place: spell(marker[place:]) for place in range(len(marker))}
+    following = {place: token_ids[0] for place, token_ids in rests.items() if token_ids}
     place = 0
-    for token_id in usual:
-        closing[place] = token_id
+    for token_id in rests.get(0, ()):
+        following[place] = token_id
         place += len(bytes_of[token_id])
-    return tuple(closing)
+    return following
 
 
 class ReasoningMatcher:
@@ -81,7 +80,7 @@ class ReasoningMatcher:
 
     `grammar` must not change: copies of it follow outputs. With a grammar the reasoning must end, so no end token may
     come before, and its end marker must end with a token, because the grammar begins with the next one. An output whose
-    reasoning is not open may begin with its answer.
+    reasoning is not open may begin with its answer, or with the start marker in its usual tokens.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class ReasoningMatcher:
             return False
         if self._answer is not None and self._answer.accept(token_id):
             return True
-        if not allows(self._tokens.opening[self._place], token_id):
+        if token_id != self._tokens.opening.get(self._place.num_matched):
             return False
         self._answer = None
         return True
@@ -172,5 +171,6 @@ class ReasoningMatcher:
             mask[:] = 0
         else:
             self._answer.fill(mask)
-        mask |= self._tokens.opening[self._place]
         mask &= ~self._tokens.past_end[self._place]
+        if (opening := self._tokens.opening.get(self._place.num_matched)) is not None:
+            allow(mask, opening)

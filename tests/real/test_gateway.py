@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton import ChatMessage, Client
+from baton import ChatMessage, Client, Reasoning
 from baton.events import tokens_per_forward
 from baton.local_pair import LocalPair
 from tests.gateway.gateway_here import GatewayHere, gateway_here
@@ -52,6 +52,32 @@ def test_a_short_question_is_answered_without_a_handoff(pair: LocalPair) -> None
             for prompt in (QUESTIONS[0], book + QUESTIONS[0], book + QUESTIONS[1])
         ]
     assert [answer.timings.num_handoff_attempts for answer in answers] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [("Two primes as JSON:", 0), ("Two primes as JSON: <think>\n", 8)])
+def test_a_schema_begins_after_the_reasoning(prompt: str, max_tokens: int, pair: LocalPair) -> None:
+    """The prompt opens the reasoning, and the limit ends it."""
+    schema = {"type": "array", "items": {"enum": [2, 3, 5, 7]}, "minItems": 2, "maxItems": 2}
+    reasoning = Reasoning("<think>", "</think>", max_tokens=max_tokens)
+    with Client(pair.decode_addresses[0]) as client:
+        answers = [
+            client.complete(
+                prompt,
+                json_schema=schema,
+                reasoning=reasoning,
+                max_tokens=64,
+                temperature=temperature,
+                seed=3,
+                speculate=drafts,
+            )
+            for temperature in (0.0, 0.8)
+            for drafts in (True, False)
+        ]
+    for answer in answers:
+        assert len(answer.parsed) == 2 and set(answer.parsed) <= {2, 3, 5, 7}
+        assert answer.text.count("</think>[") == (max_tokens > 0)
+        assert answer.usage.num_reasoning_tokens == (max_tokens + 3 if max_tokens else 0)
+    assert answers[0].token_ids == answers[1].token_ids and answers[2].token_ids == answers[3].token_ids
 
 
 def over_http(gateway: GatewayHere, question: str, **options: Any) -> Any:
