@@ -34,6 +34,7 @@ from gateway.responses import JsonResponse, error_response, send_error
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
+from gateway.status.snapshot import Gateway
 from gateway.tokenizing import Tokenizing, TokenizingEndpoint
 from gateway.tracing import TracedApp
 
@@ -73,6 +74,14 @@ def build_app(
     async def version(_request: Request) -> Response:
         return JsonResponse({"version": package_version("baton-serve")})
 
+    def state() -> Gateway:
+        card = served_model.known()
+        return Gateway(
+            version=package_version("baton-serve"),
+            model_names=() if card is None else card.names,
+            errors={str(status): count for status, count in sorted(metrics.errors.items())},
+        )
+
     async def exposition(_request: Request) -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -91,7 +100,7 @@ def build_app(
         Route("/ping", health.ready, methods=["GET", "POST"]),
         Route("/version", version),
         Route("/metrics", exposition),
-        *(() if status is None else status_routes(status)),
+        *(() if status is None else status_routes(status, state)),
     ]
     app = Starlette(
         routes=routes,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
+from http import HTTPStatus
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -32,6 +34,8 @@ class GatewayMetrics:
         )
         for route, status in product(_API_ROUTES, _STATUSES):
             self._requests.labels(route, str(status))
+        self.errors: collections.Counter[int] = collections.Counter()
+        """The requests that ended with an error, by status."""
         self._request_s = Histogram(
             "baton_gateway_request_seconds",
             "From a request's head to the end of its answer",
@@ -67,6 +71,8 @@ class GatewayMetrics:
         self._reading.set_function(num_reading)
 
     def on_end(self, *, route: str, status: int, seconds: float) -> None:
+        if status >= HTTPStatus.BAD_REQUEST:
+            self.errors[status] += 1
         self._requests.labels(route, str(status)).inc()
         self._request_s.labels(route).observe(seconds)
 

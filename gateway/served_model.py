@@ -72,11 +72,9 @@ class ServedModel:
         self._asked_s = 0.0
         self._asking: asyncio.Task[ModelCard | BatonError] | None = None
 
-    async def card(self) -> ModelCard:
-        """Returns the served model.
-
-        A known answer is returned at once; if it is old, a new one is fetched in the background. If none is known yet,
-        waits for the call, and raises its BatonError.
+    def known(self) -> ModelCard | None:
+        """Returns the served model as far as it is known, at once. If that is old or nothing, the answer to a new
+        question is fetched in the background.
         """
         if self._card is not None and self._clock() - self._asked_s < self._max_age_s:
             return self._card
@@ -84,8 +82,13 @@ class ServedModel:
             self._asked_s = self._clock()
             self._asking = asyncio.create_task(self._ask(), name="model_info")
             self._asking.add_done_callback(self._on_answer)
-        if self._card is not None:
-            return self._card
+        return self._card
+
+    async def card(self) -> ModelCard:
+        """Returns the served model. If nothing is `known` yet, waits for the call, and raises its BatonError."""
+        if (card := self.known()) is not None:
+            return card
+        assert self._asking is not None
         answer = await asyncio.shield(self._asking)  # a caller that leaves must not cancel the call for the others
         if isinstance(answer, BatonError):
             raise answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from gateway.status.snapshot import Snapshot
+from gateway.status.snapshot import Gateway, Snapshot
 
 
 class Document:
@@ -15,6 +15,11 @@ class Document:
         fields = dataclasses.asdict(snapshot)
         del fields["age_s"]
         self._others = json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
+
+    @staticmethod
+    def beside(gateway: Gateway, document: bytes) -> bytes:
+        """Returns the document of a snapshot with the gateway's own state in it."""
+        return b'{"gateway":%s,%s' % (json.dumps(dataclasses.asdict(gateway)).encode(), document[1:])
 
     def at_age(self, age_s: float | None) -> bytes:
         return b'{"age_s":%s,%s' % (json.dumps(age_s).encode(), self._others[1:])

@@ -45,6 +45,7 @@ class Members(Generic[MemberT]):
         self._join = join
         self._max_members = max_members
         self._by_address: dict[Address, MemberT] = {}
+        self._awaited = dict.fromkeys(targets)
 
     @property
     def all(self) -> tuple[MemberT, ...]:
@@ -60,6 +61,11 @@ class Members(Generic[MemberT]):
     def unknown(self) -> tuple[tuple[str, str], ...]:
         """Returns the targets that have no address, each with the reason."""
         return tuple((target.target, target.reason) for target in self._targets if not target.found)
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Returns the targets that have not been sampled yet."""
+        return tuple(self._awaited)
 
     @property
     def outdated(self) -> tuple[tuple[str, str], ...]:
@@ -86,6 +92,7 @@ class Members(Generic[MemberT]):
                 self._by_address[address] = self._join(address)
         here = [self._by_address[address] for address in target.found if address in self._by_address]
         await asyncio.gather(*(member.close() for member in gone), *(member.sample(now_s) for member in here))
+        self._awaited.pop(target.target, None)
 
     async def close(self) -> None:
         members, self._by_address = list(self._by_address.values()), {}

@@ -6,18 +6,23 @@ import base64
 import hashlib
 import importlib.resources
 import re
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.status.collector import StatusCollector
+from gateway.status.document import Document
+from gateway.status.snapshot import Gateway
 
 _INLINE = {kind: re.compile(f"<{kind}>(.*?)</{kind}>", re.DOTALL) for kind in ("script", "style")}
 
 
-def status_routes(collector: StatusCollector) -> list[Route]:
-    """Returns the routes of the status page: `/` is the page, `/status.json` a `Snapshot`. Neither may be cached."""
+def status_routes(collector: StatusCollector, gateway: Callable[[], Gateway]) -> list[Route]:
+    """Returns the routes of the status page: `/` is the page, `/status.json` a `Snapshot` beside the state that
+    `gateway` returns. Neither may be cached.
+    """
     page = importlib.resources.files("gateway.status").joinpath("page.html").read_text(encoding="utf-8")
     headers = {
         "cache-control": "no-store",
@@ -30,7 +35,8 @@ def status_routes(collector: StatusCollector) -> list[Route]:
         return Response(page, media_type="text/html", headers=headers)
 
     async def figures(_request: Request) -> Response:
-        return Response(collector.look(), media_type="application/json", headers=headers)
+        document = Document.beside(gateway(), collector.look())
+        return Response(document, media_type="application/json", headers=headers)
 
     return [Route("/", show), Route("/status.json", figures)]
 

@@ -63,8 +63,13 @@ class Sampler:
         self._document = Document(self.snapshot)
 
     def document(self) -> bytes:
-        """Returns `snapshot` as JSON with its present age. This is cheap, because only the age is serialised."""
-        return self._document.at_age(None if self._sampled_s is None else self._clock() - self._sampled_s)
+        """Returns `snapshot` as JSON with its present age. This is cheap, because only the age is serialised.
+
+        During the first round it has what is known so far.
+        """
+        if self._sampled_s is None:
+            return Document(self._snapshot(self._clock())).at_age(None)
+        return self._document.at_age(self._clock() - self._sampled_s)
 
     def _snapshot(self, now_s: float) -> Snapshot:
         watched = self._services.all
@@ -73,6 +78,7 @@ class Sampler:
             interval_s=self._interval_s,
             age_s=None if self._sampled_s is None else now_s - self._sampled_s,
             window_s=max((each.span_s for each in watched), default=0.0),
+            awaited=(*self._services.awaited, *self._decode.awaited),
             num_left_out=self._services.num_left_out + self._decode.num_left_out,
             outdated=tuple(Outdated(*each) for each in (*self._services.outdated, *self._decode.outdated)),
             pair=pair_of(watched, views, now_s),

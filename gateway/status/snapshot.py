@@ -1,4 +1,4 @@
-"""The document /status.json. Its keys are the fields of these classes; docs/status.md explains them.
+"""The document /status.json. Its keys are the fields of Snapshot, and `gateway`; docs/status.md explains them.
 
 None means unknown: nothing was observed, or there are not yet two samples to compare.
 """
@@ -169,8 +169,20 @@ class Outdated:
 
 
 @dataclass(frozen=True, slots=True)
+class Gateway:
+    """The gateway itself, now. `model_names` is empty until a decode service has said what it serves. `errors` counts
+    the requests since the gateway's start that it answered with an error, by HTTP status; 499: the client left.
+    """
+
+    version: str
+    model_names: tuple[str, ...]
+    errors: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The result of the last complete round. `age_s` is its age; None before the first round.
+    """The result of the last complete round. `age_s` is its age; None before the end of the first round, during which
+    `awaited` are the targets that have not been sampled yet.
 
     `window_s` is the time that the samples span. `num_left_out` counts known addresses that are not sampled because
     there are too many.
@@ -179,6 +191,7 @@ class Snapshot:
     interval_s: float
     age_s: float | None
     window_s: float
+    awaited: tuple[str, ...]
     num_left_out: int
     outdated: tuple[Outdated, ...]
     pair: Pair

@@ -124,6 +124,18 @@ def test_metrics_count_requests_tokens_and_times(edge: GatewayHere, scripted: Sc
     assert edge.ask("GET", "/metrics").headers["content-type"].startswith("text/plain")
 
 
+def test_the_status_page_has_the_models_names_the_version_and_the_errors(
+    loop: LoopThread, scripted: ScriptedServer
+) -> None:
+    with gateway_here(loop, scripted.address, served_model_name="a,b") as gateway:
+        scripted.become_ready()
+        assert gateway.ask("POST", COMPLETIONS, {"model": "a"}).status == 400
+        assert gateway.ask("POST", COMPLETIONS, {"model": "c", "prompt": "hi"}).status == 404
+        assert gateway.ask("GET", "/nowhere").status == 404
+        shown = gateway.ask("GET", "/status.json").json["gateway"]
+    assert shown == {"version": version("baton-serve"), "model_names": ["a", "b"], "errors": {"400": 1, "404": 2}}
+
+
 def test_every_answer_has_its_request_id(edge: GatewayHere) -> None:
     assert edge.ask("GET", "/health", x_request_id="mine").headers["x-request-id"] == "mine"
     first, second = (edge.ask("GET", path).headers["x-request-id"] for path in ("/health", "/nope"))

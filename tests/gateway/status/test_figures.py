@@ -203,6 +203,33 @@ async def test_figures_are_made_once_a_round_and_only_their_age_moves_until_the_
     await sampling.close()
 
 
+async def test_while_the_first_round_lasts_who_has_answered_is_shown_and_who_has_not_is_named(clock: Clock) -> None:
+    has_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    class Slow(Decode):
+        async def load(self) -> InferenceLoad:
+            has_asked.set()
+            await may_answer.wait()
+            return await super().load()
+
+    clients = {"10.0.0.1:50051": Decode(LOAD), "10.0.0.2:50051": Slow(LOAD)}
+    sampling = sampler(clock, [], list(clients), open_client=lambda address: clients[address.numeric])
+    assert json.loads(sampling.document())["awaited"] == list(clients)
+    under_way = asyncio.create_task(sampling.sample())
+    await has_asked.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    early = json.loads(sampling.document())
+    assert (early["age_s"], early["awaited"]) == (None, ["10.0.0.2:50051"])
+    assert [decode["is_reachable"] for decode in early["decode"]] == [True, False]
+
+    may_answer.set()
+    await under_way
+    whole = json.loads(sampling.document())
+    assert (whole["awaited"], [decode["is_reachable"] for decode in whole["decode"]]) == ([], [True, True])
+    await sampling.close()
+
+
 async def test_without_metrics_targets_a_round_is_whole_all_the_same() -> None:
     sampling = sampler(Clock(), [], ["10.0.0.1:50051"])
     await sampling.sample()

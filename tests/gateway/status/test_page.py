@@ -14,8 +14,10 @@ from starlette.applications import Starlette
 
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
-from gateway.status.snapshot import Figures, Replica
+from gateway.status.snapshot import Figures, Gateway, Replica, Snapshot
 from tests.gateway.status.scene import Decode, ExposedDecode, numeric
+
+GATEWAY = Gateway("1.2.3", ("demo", "other"), {"429": 3})
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ async def viewer() -> AsyncIterator[httpx2.AsyncClient]:
             open_client=lambda address: Decode(),
             look_up=numeric,
         )
-        transport = httpx2.ASGITransport(app=Starlette(routes=status_routes(collector)))
+        transport = httpx2.ASGITransport(app=Starlette(routes=status_routes(collector, lambda: GATEWAY)))
         async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
             yield client
         await collector.close()
@@ -76,7 +78,8 @@ async def test_every_element_that_the_script_asks_for_is_there(viewer: httpx2.As
 async def test_every_field_that_the_script_reads_is_in_the_figures(viewer: httpx2.AsyncClient) -> None:
     figures = (await viewer.get("/status.json")).json()
     assert figures["age_s"] is None, "a look returns at once"
-    assert set(figures) == {"interval_s", "age_s", "window_s", "num_left_out", "outdated", "pair", "services", "decode"}
+    assert set(figures) == {"gateway", *(field.name for field in dataclasses.fields(Snapshot))}
+    assert figures["gateway"] == {"version": "1.2.3", "model_names": ["demo", "other"], "errors": {"429": 3}}
 
     script = inline("script", (await viewer.get("/")).text)
     assert set(re.findall(r"\bpair\.(\w+)", script)) <= set(figures["pair"])
@@ -85,6 +88,7 @@ async def test_every_field_that_the_script_reads_is_in_the_figures(viewer: httpx
     assert {"cached_share", "evicted_tokens_per_s"} <= of_service
     assert of_service <= {field.name for field in dataclasses.fields(Figures)}
     assert set(re.findall(r"\bshown\.(\w+)", script)) <= set(figures)
+    assert set(re.findall(r"\bgateway\.(\w+)", script)) == set(figures["gateway"])
     assert re.search(r"waitS = shown === null \|\| shown.age_s === null \? ", script), (
         "hurried until the first round only"
     )
