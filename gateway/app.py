@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from importlib.metadata import version as package_version
 
@@ -20,25 +20,33 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton import AsyncClient
 from baton.errors import BatonError
 from gateway.api_keys import ApiKeys
-from gateway.chat import CHAT
-from gateway.completions import COMPLETIONS
+from gateway.chat import CHAT, ChatFields
+from gateway.completions import COMPLETIONS, CompletionFields
 from gateway.edge import Edge, KeyCheck
 from gateway.errors import ApiError, api_error_of, internal
+from gateway.fields import RequestFields
 from gateway.generation import GenerationEndpoint
 from gateway.health import Health
 from gateway.limits import HttpLimits
 from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequests
+from gateway.openapi import openapi_document
 from gateway.post_endpoint import PostParts
 from gateway.responses import JsonResponse, error_response, send_error
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
 from gateway.status.snapshot import Gateway
-from gateway.tokenizing import Tokenizing, TokenizingEndpoint
+from gateway.tokenizing import DetokenizeFields, TokenizeFields, Tokenizing, TokenizingEndpoint
 from gateway.tracing import TracedApp
 
 _METHODS = ("GET", "POST")
+_BODIES: Mapping[str, type[RequestFields]] = {
+    CHAT.path: ChatFields,
+    COMPLETIONS.path: CompletionFields,
+    "/tokenize": TokenizeFields,
+    "/detokenize": DetokenizeFields,
+}
 
 
 def build_app(
@@ -82,6 +90,9 @@ def build_app(
             errors={str(status): count for status, count in sorted(metrics.errors.items())},
         )
 
+    async def openapi(_request: Request) -> Response:
+        return JsonResponse(document)
+
     async def exposition(_request: Request) -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -99,9 +110,11 @@ def build_app(
         Route("/health/ready", health.ready),
         Route("/ping", health.ready, methods=["GET", "POST"]),
         Route("/version", version),
+        Route("/openapi.json", openapi),
         Route("/metrics", exposition),
         *(() if status is None else status_routes(status, state)),
     ]
+    document = openapi_document(routes, bodies=_BODIES, version=package_version("baton-serve"))
     app = Starlette(
         routes=routes,
         exception_handlers={

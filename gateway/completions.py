@@ -6,7 +6,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
 
 from baton.events import Completion, Delta, Finished, PromptLogprobs, PromptToken, Started
 from common.text.output_formats import OutputFormat
@@ -17,6 +18,16 @@ from gateway.logprobs import CompletionLogprobs, prompt_logprobs
 from gateway.plan import Plan, Prompt, TextPrompt, TokenIdsPrompt
 
 _PROMPT_KINDS = "must be a string, or a list of strings, of token ids, or of lists of token ids"
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA: JsonSchemaValue = {
+    "description": _PROMPT_KINDS,
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        _IDS,
+        {"type": "array", "items": _IDS},
+    ],
+}
 DEFAULT_MAX_TOKENS = 16
 """The value that OpenAI documents."""
 
@@ -27,7 +38,7 @@ def _unless_false(value: Any) -> Any:
 
 
 class CompletionFields(GenerationFields):
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     echo: bool = False
     logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_unless_false)] = None
 

@@ -18,11 +18,12 @@ from pydantic import (
     Field,
     SkipValidation,
     ValidationError,
+    WithJsonSchema,
     create_model,
 )
 
 from baton.requests import SamplingOptions
-from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS
+from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS, NumberOption
 from gateway.errors import ApiError, invalid, not_served
 from gateway.grammar_fields import GrammarFields, StrictFields, without_null
 
@@ -116,6 +117,9 @@ def _as_list(value: Any) -> Any:
     return value
 
 
+_TEXTS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+
+
 def _bounded(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS_ENTRIES:
         raise ValueError(f"more than {MAX_LOGIT_BIAS_ENTRIES} entries")
@@ -151,7 +155,7 @@ class GenerationFields(GrammarFields, RequestFields):
     best_of: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
-    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list), _TEXTS] | None = None
     max_tokens: int | None = None
     # Fields beyond OpenAI's.
     ignore_eos: bool | None = None
@@ -254,6 +258,51 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         return kind.model_validate({**asked, **({"numbers": given} if takes_numbers else {})})
     except ValidationError as error:
         raise _api_error(error) from None
+
+
+SCHEMAS = "#/components/schemas/"
+"""Where the schemas of `body_schema` refer to each other, as in an OpenAPI document."""
+
+
+def body_schema(kind: type[RequestFields]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the JSON schema of the bodies that `parse_fields` takes for `kind`, and the schemas that it refers to, by
+    name.
+    """
+    schema = kind.model_json_schema(ref_template=SCHEMAS + "{model}")
+    definitions = schema.pop("$defs", {})
+    properties: dict[str, Any] = schema["properties"]
+    if properties.pop("numbers", None) is not None:
+        properties |= {name: _number_schema(option) for name, option in NUMBER_OPTIONS.items()}
+    for name, nothings in {**_ASKS_FOR_NOTHING, **kind.asks_for_nothing}.items():
+        about = "Not served. These values ask for nothing and are accepted."
+        properties.setdefault(name, {"enum": list(nothings), "description": about})
+    for name in sorted(_HARMLESS):
+        properties.setdefault(name, {"description": "Accepted and ignored."})
+    required = schema.get("required", [])
+    for name, content in properties.items():
+        if name not in required:
+            properties[name] = _or_null(content)
+    return schema, definitions
+
+
+def _number_schema(option: NumberOption) -> dict[str, Any]:
+    low = "exclusiveMinimum" if option.is_low_open else "minimum"
+    kind = "integer" if option.kind is int else "number"
+    within = {"type": kind, low: option.low, "maximum": option.high}
+    others = [0] * option.takes_zero + [-1] * (option.name in _NUMBER_TYPES)
+    about = {"description": option.help, "default": option.default}
+    return {**about, "anyOf": [within, {"enum": others}]} if others else {**about, **within}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a field that may be null too, which counts as absent."""
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None]}
+    if "type" in schema:
+        return {**schema, "type": [schema["type"], "null"]}
+    if "anyOf" in schema and {"type": "null"} not in schema["anyOf"]:
+        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
+    return schema
 
 
 def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[RequestFields]) -> None:

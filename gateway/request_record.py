@@ -22,6 +22,7 @@ _ROUTES = frozenset(
         "/health/live",
         "/health/ready",
         "/metrics",
+        "/openapi.json",
         "/ping",
         "/status.json",
         "/v1/chat/completions",

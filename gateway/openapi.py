@@ -1,0 +1,79 @@
+"""The OpenAPI document of the gateway, made from its routes and from the tables by which it parses requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from starlette.routing import Route
+
+from gateway.fields import SCHEMAS, RequestFields, body_schema
+
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+_ERROR = {"$ref": "#/components/responses/Error"}
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field of the request that is wrong."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def openapi_document(
+    routes: Iterable[Route], *, bodies: Mapping[str, type[RequestFields]], version: str
+) -> dict[str, Any]:
+    """Returns the document, of version 3.1. `bodies` has the fields of the requests' bodies, by path.
+
+    Answers are described by their media type only. A key is needed where the gateway has a list of keys.
+    """
+    schemas: dict[str, Any] = {"Error": _ERROR_SCHEMA}
+    paths: dict[str, Any] = {}
+    for route in routes:
+        path = _PARAMETER.sub(r"{\1}", route.path)
+        names = [match[1] for match in _PARAMETER.finditer(route.path)]
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            operation = _operation(method, path, names)
+            if (kind := bodies.get(route.path)) is not None and method == "POST":
+                schema, definitions = body_schema(kind)
+                schemas |= {kind.__name__: schema, **definitions}
+                content = {"application/json": {"schema": {"$ref": SCHEMAS + kind.__name__}}}
+                operation["requestBody"] = {"required": True, "content": content}
+            paths.setdefault(path, {})[method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "responses": {
+                "Error": {
+                    "description": "An error.",
+                    "content": {"application/json": {"schema": {"$ref": SCHEMAS + "Error"}}},
+                }
+            },
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(method: str, path: str, names: Sequence[str]) -> dict[str, Any]:
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    words = re.findall(r"\w+", path) or ["status"]
+    return {
+        "operationId": "_".join([method.lower(), *words]),
+        **({"parameters": parameters} if parameters else {}),
+        "responses": {str(HTTPStatus.OK.value): {"description": "The answer."}, "default": _ERROR},
+    }

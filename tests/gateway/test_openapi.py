@@ -1,0 +1,101 @@
+"""The OpenAPI document says what the gateway takes: the routes, and the fields by which it parses bodies."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gateway.chat import parse_chat
+from gateway.completions import parse_completion
+from gateway.errors import ApiError
+from tests.gateway.gateway_here import GatewayHere
+
+MESSAGES = [{"role": "user", "content": "x"}]
+KEYS = {
+    "document": {"openapi", "info", "paths", "components", "security"},
+    "operation": {"operationId", "parameters", "requestBody", "responses"},
+}
+
+
+@pytest.fixture
+def document(edge: GatewayHere) -> Any:
+    answer = edge.ask("GET", "/openapi.json")
+    assert answer.status == 200
+    return answer.json
+
+
+def operations(document: Any) -> Iterator[tuple[str, str, Any]]:
+    return ((path, method, each) for path, methods in document["paths"].items() for method, each in methods.items())
+
+
+def every(value: Any) -> Iterator[Any]:
+    yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from every(each)
+
+
+def test_it_has_the_form_of_an_openapi_document(document: Any) -> None:
+    assert re.fullmatch(r"3\.1\.\d", document["openapi"])
+    assert set(document) == KEYS["document"] and {"title", "version"} == set(document["info"])
+    ids = []
+    for path, method, operation in operations(document):
+        assert path.startswith("/") and method in ("get", "post") and set(operation) <= KEYS["operation"]
+        ids.append(operation["operationId"])
+        declared = {each["name"] for each in operation.get("parameters", ()) if each["in"] == "path"}
+        assert declared == set(re.findall(r"\{(.*?)\}", path))
+        assert all("$ref" in each or each["description"] for each in operation["responses"].values())
+        assert "requestBody" not in operation or method == "post"
+    assert len(set(ids)) == len(ids)
+    for value in every(document):
+        if isinstance(value, dict) and "$ref" in value:
+            assert value["$ref"].startswith("#/")
+            found = document
+            for part in value["$ref"][2:].split("/"):
+                found = found[part]
+
+
+def test_every_path_in_it_is_served_and_those_with_a_body_say_which(edge: GatewayHere, document: Any) -> None:
+    bodies = {path for path, _, operation in operations(document) if "requestBody" in operation}
+    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"} <= bodies
+    assert {"/v1/models", "/v1/models/{model}", "/health/ready", "/openapi.json", "/"} <= set(document["paths"])
+    for path, method, _ in operations(document):
+        answer = edge.ask(method.upper(), path.format(model="demo"))
+        assert answer.status == 503 or "is not served" not in answer.body.decode(errors="replace"), path
+        assert answer.status != 405
+
+
+@pytest.mark.parametrize(
+    ("parse", "name", "body"),
+    [
+        (parse_completion, "CompletionFields", {"model": "demo", "prompt": "x"}),
+        (parse_chat, "ChatFields", {"model": "demo", "messages": MESSAGES}),
+    ],
+)
+def test_a_body_has_exactly_the_fields_that_are_taken(
+    document: Any, parse: Callable[[bytes], Any], name: str, body: dict[str, Any]
+) -> None:
+    def code_of(**fields: Any) -> str | None:
+        try:
+            parse(json.dumps({**body, **fields}).encode())
+        except ApiError as error:
+            return error.code
+        return None
+
+    schema = document["components"]["schemas"][name]
+    assert schema["additionalProperties"] is False
+    assert set(schema["required"]) == set(body)
+    for field, content in schema["properties"].items():
+        assert code_of(**{field: {"odd": "value"}}) != "unknown_parameter", field
+        for value in content.get("enum", ()):
+            assert code_of(**{field: value}) is None, (field, value)
+        if "default" in content:
+            assert code_of(**{field: content["default"]}) is None, field
+    assert code_of(nonsense=1) == "unknown_parameter" and "nonsense" not in schema["properties"]
+    assert "numbers" not in schema["properties"]
+    temperature = schema["properties"]["temperature"]
+    assert temperature["anyOf"][0] == {"type": "number", "minimum": 0.001, "maximum": 100.0}
+    assert temperature["default"] == 1.0 and temperature["anyOf"][1:] == [{"enum": [0]}, {"type": "null"}]
