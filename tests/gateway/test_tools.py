@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton import ChatMessage, Client, Tool, ToolChoice
+from baton import AsyncClient, ChatMessage, Client, Tool, ToolChoice
 from gateway.chat import parse_chat
 from gateway.plan import ChatPrompt
 from gateway.tools import ToolUse, parse_tools
 from tests.gateway.callers import Caller
+from tests.support.services_here import pair_here
 
 SIZE = {
     "type": "object",
@@ -69,6 +72,7 @@ async def test_calls_that_must_come_have_arguments_that_fit(
     for each in answer.choices:
         ((name, arguments),) = calls = called(each.message)
         assert_fits(name, arguments)
+        assert each.finish_reason == "tool_calls"
         assert name == "pick" or choice == "required"
         assert not each.message.content
         assert called_in(chunks, each.index) == calls
@@ -155,3 +159,15 @@ def test_only_functions_that_may_be_called_are_looked_for_in_an_output() -> None
     assert use.functions == {"pick": SIZE}
     assert parse_tools([PICK], "none", None) is None
     assert parse_tools([], "auto", True) is None
+
+
+async def test_calls_come_in_the_form_that_the_decode_service_is_set_to(tiny_model_dir: Callable[[str], Path]) -> None:
+    choice = ToolChoice(required=True, parallel=False)
+    async with (
+        pair_here(tiny_model_dir("llama"), decode={"output_format": "llama3"}) as pair,
+        AsyncClient(pair.decode.address) as client,
+    ):
+        answer = await client.complete(
+            chat=[ChatMessage("user", "a")], tools=[Tool("clock")], tool_choice=choice, seed=1
+        )
+    assert re.fullmatch(r'\n{0,2}\{"name": "clock", "parameters": \{\s*\}\}', answer.text)
