@@ -50,7 +50,13 @@ def test_generate_writes_only_the_text_to_standard_output(server: ScriptedServer
 def test_generate_prints_one_event_a_line(server: ScriptedServer) -> None:
     result = run("generate", "Hi", "--address", server.address, "--json")
     first, *deltas, last = json_lines(result)
-    assert first == {"event": "started", "request_id": "r1", "num_prompt_tokens": 3, "seed": 7}
+    assert first == {
+        "event": "started",
+        "request_id": "r1",
+        "num_prompt_tokens": 3,
+        "seed": 7,
+        "is_reasoning_open": False,
+    }
     assert [(line["event"], line["token_ids"], line["text"]) for line in deltas] == [
         ("delta", [5], "Hel"),
         ("delta", [6], "lo"),
