@@ -262,6 +262,12 @@ def test_words_are_not_held_back_longer_than_they_may_begin_a_marker() -> None:
     assert parser.push("b") == [ContentText(" \nb")]
 
 
+def test_a_header_without_an_end_is_held_back_up_to_a_bound() -> None:
+    parser = OutputParser(HARMONY, functions=FUNCTIONS)
+    text = "<|channel|>" + 300 * "a"
+    assert parser.push(text) == [ContentText(text)]
+
+
 def test_an_answer_without_functions_is_not_held_back_at_all() -> None:
     parser = OutputParser(HERMES, functions={})
     assert parser.push("a \n") == [ContentText("a \n")]

@@ -180,6 +180,15 @@ TRANSCRIPTS = [
         Said("Hm.\nSo.", "I look.\nIt is <|so.", (("look_up", ROME), ("stop", NONE_OF))),
     ),
     Transcript(
+        "harmony, without calls",
+        HARMONY,
+        [
+            *("<|channel|>", "analysis", "<|message|>", "Hm.", " \n", "<|end|>", "<|start|>", "assistant"),
+            *("<|channel|>", "final", "<|message|>", "Yes.", "\n", "<|return|>"),
+        ],
+        Said("Hm.", "Yes."),
+    ),
+    Transcript(
         "json",
         JSON,
         [*call("look_up", ROME), "\n", *call("stop", NONE_OF)],

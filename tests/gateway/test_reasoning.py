@@ -1,0 +1,79 @@
+"""Reasoning over HTTP, in front of a real pair with a random model: it is bounded, and what must fit follows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.callers import BlockingCaller
+from tests.gateway.gateway_here import gateway_here
+from tests.support.loop_thread import LoopThread
+from tests.support.services_here import pair_here
+
+BUDGET = 12
+OPENED: list[Any] = [{"role": "user", "content": "the other thing"}, {"role": "assistant", "content": "<think>"}]
+SHAPE: Any = {"type": "json_schema", "json_schema": {"name": "shape", "schema": {"enum": [7, "ab"]}}}
+TOOL: Any = {"type": "function", "function": {"name": "clock"}}
+ASKED: dict[str, Any] = {
+    "messages": OPENED,
+    "n": 2,
+    "max_tokens": 100,
+    "seed": 3,
+    "extra_body": {"continue_final_message": True, "thinking_token_budget": BUDGET},
+}
+
+
+@pytest.fixture(scope="module")
+def caller(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[BlockingCaller]:
+    """A caller of a gateway whose model writes as Hermes does, with reasoning."""
+    stack = AsyncExitStack()
+
+    async def start() -> str:
+        pair = await stack.enter_async_context(
+            pair_here(tiny_model_dir("llama"), decode={"output_format": "hermes", "local_prefill_tokens": 4096})
+        )
+        return pair.decode.address
+
+    try:
+        with gateway_here(loop, loop.run(start()), served_model_name="tiny") as here:
+            yield BlockingCaller(here)
+    finally:
+        loop.run(stack.aclose())
+
+
+def reasoning_in(chunks: list[Any], index: int) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices)
+
+
+def content_in(chunks: list[Any], index: int) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+async def test_an_answer_fits_its_schema_after_bounded_reasoning(caller: BlockingCaller) -> None:
+    answer = await caller.chat(**ASKED, response_format=SHAPE)
+    chunks = await caller.chat_chunks(**ASKED, response_format=SHAPE)
+    for each in answer.choices:
+        assert json.loads(each.message.content) in (7, "ab")
+        assert each.message.reasoning_content and "think" not in each.message.reasoning_content
+        assert reasoning_in(chunks, each.index) == each.message.reasoning_content
+        assert content_in(chunks, each.index) == each.message.content
+    # The end marker, which counts as reasoning, follows after the budget, in one token for each of its bytes at most.
+    num_reasoning = answer.usage.completion_tokens_details.reasoning_tokens
+    assert 2 * BUDGET < num_reasoning <= 2 * (BUDGET + len("</think>"))
+    assert num_reasoning < answer.usage.completion_tokens
+
+
+async def test_a_call_that_must_come_follows_the_reasoning(caller: BlockingCaller) -> None:
+    answer = await caller.chat(**ASKED, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    for each in answer.choices:
+        (call,) = each.message.tool_calls
+        assert (call.function.name, each.finish_reason) == ("clock", "tool_calls")
+        assert json.loads(call.function.arguments) == {}
+        assert each.message.reasoning_content and each.message.content is None
