@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from common.errors import UnsupportedModel
 from common.model.model_files import model_faults, read_tokenizer
-from common.text.chat_messages import ChatMessage
+from common.text.chat_messages import NO_OPTIONS, ChatMessage, ChatOptions
 from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
 from common.text.token_bytes import TokenBytes
 
@@ -53,9 +53,9 @@ class PromptEncoder(Protocol):
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns the token ids of `text`, with the special tokens that the model's tokenizer adds by itself."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """Renders the messages with the model's chat template, up to where the assistant's answer begins, and encodes
-        the text.
+    def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
+        """Renders the messages with the model's chat template, by default up to where an answer begins, and encodes the
+        text.
 
         The template runs in this process; a service renders in a separate one, which can be stopped. Raises
         ChatRefused.
@@ -166,8 +166,8 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
             raise ChatRefused("the model has no chat template")
         return source, dict(self._pretrained.special_tokens_map)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        return self._encode(self._chat_template.render(messages), adds_special_tokens=False)
+    def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
+        return self._encode(self._chat_template.render(messages, options), adds_special_tokens=False)
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:

@@ -65,15 +65,15 @@ def generate_request() -> Iterator[Run]:
             match checked.prompt:
                 case TextPrompt(text):
                     token_ids = tokenizer.encode(text)
-                case ChatPrompt(messages):
-                    token_ids = tokenizer.encode_chat(messages)
+                case ChatPrompt(messages, options):
+                    token_ids = tokenizer.encode_chat(messages, options)
                 case prompt:
                     token_ids = prompt.token_ids
             sampling = check_lengths(checked, token_ids, limits)
         except ProtocolError:
             return
         except ChatRefused as error:
-            assert_travels(InvalidRequest("chat", str(error)))
+            assert_travels(InvalidRequest(error.field, str(error)))
             return
         except InvalidRequest as error:
             assert_travels(error)
