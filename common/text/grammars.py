@@ -23,6 +23,7 @@ from common.grammar.matcher import Mask, Matcher
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerTokens, MarkerUnspeakable, ReasoningMatcher
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
+from common.text.json_patterns import PatternRefused, has_unwritable, writable_pattern
 
 _MAX_CACHED = 256
 _MAX_CACHED_BYTES = 256 << 20
@@ -421,15 +422,41 @@ def _checked_schema(text: str) -> dict[str, Any]:
 def _check_schema(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise GrammarRefused("is not a JSON object")
-    for part in _schemas_in(schema):
-        if "x-guidance" in part:
-            raise GrammarRefused("x-guidance: is not supported")
-        multiple = part.get("multipleOf")
-        if isinstance(multiple, int | float) and not 0 < multiple <= _MAX_MULTIPLE:
-            raise GrammarRefused(f"multipleOf: {multiple} is not in (0, {_MAX_MULTIPLE}]")
-        if isinstance(part.get("minProperties"), int) and part["minProperties"] > 1:
-            raise GrammarRefused("minProperties: more than 1 is not supported")  # it would count a repeated key twice
+    schemas = list(_schemas_in(schema))
+    for part in schemas:
+        _check_keywords(part)
+        _make_writable(part)
+    if any(map(_has_odd_reference, schemas)):
+        known = set(map(id, schemas))
+        for part in _objects_in(schema):
+            _check_keywords(part)
+            if id(part) not in known and (isinstance(part.get("pattern"), str) or "patternProperties" in part):
+                raise GrammarRefused("pattern: is not supported in a value where a $ref may lead to values")
     return schema
+
+
+def _check_keywords(part: dict[str, Any]) -> None:
+    if "x-guidance" in part:
+        raise GrammarRefused("x-guidance: is not supported")
+    multiple = part.get("multipleOf")
+    if isinstance(multiple, int | float) and not 0 < multiple <= _MAX_MULTIPLE:
+        raise GrammarRefused(f"multipleOf: {multiple} is not in (0, {_MAX_MULTIPLE}]")
+    if isinstance(part.get("minProperties"), int) and part["minProperties"] > 1:
+        raise GrammarRefused("minProperties: more than 1 is not supported")  # it would count a repeated key twice
+
+
+def _make_writable(part: dict[str, Any]) -> None:
+    """Rewrites the patterns of a schema for what our grammars write. Raises GrammarRefused for values with more."""
+    for keyword in ("const", "enum"):
+        if any(map(has_unwritable, _texts_in(part.get(keyword)))):
+            raise GrammarRefused(f"{keyword}: has a control character without a short escape")
+    try:
+        if isinstance(pattern := part.get("pattern"), str):
+            part["pattern"] = writable_pattern(pattern)
+        if isinstance(by_pattern := part.get("patternProperties"), dict):
+            part["patternProperties"] = {writable_pattern(name): value for name, value in by_pattern.items()}
+    except PatternRefused as error:
+        raise GrammarRefused(f"pattern: {error}") from error
 
 
 def _checked_lark(text: str) -> str:
@@ -460,8 +487,7 @@ def _check_length(num_chars: int, kind: GrammarKind) -> None:
 
 
 def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the schema and those inside it, and all objects in values too if a `$ref` may lead there."""
-    has_odd_reference = False
+    """Yields the schema and those inside it."""
     waiting: list[Any] = [schema]
     while waiting:
         part = waiting.pop()
@@ -474,10 +500,24 @@ def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
                     waiting += value.values()
                 elif keyword not in _VALUES:
                     waiting.append(value)
-            reference = part.get("$ref")
-            has_odd_reference |= isinstance(reference, str) and not _PLAIN_REFERENCE.fullmatch(reference)
-    if has_odd_reference:
-        yield from _objects_in(schema)
+
+
+def _has_odd_reference(schema: dict[str, Any]) -> bool:
+    """Whether a `$ref` of the schema may lead to an object in a value."""
+    reference = schema.get("$ref")
+    return isinstance(reference, str) and not _PLAIN_REFERENCE.fullmatch(reference)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
 
 
 def _objects_in(value: Any) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,66 @@
+"""Makes patterns of JSON schemas match only strings that our grammars write: without most control characters.
+
+llguidance 1.9 writes no control character that has no short escape, and gets patterns wrong that match one: a literal
+one is dropped from the string, and a class with all of them, such as `[^"]`, also matches the quote and the backslash.
+"""
+
+from __future__ import annotations
+
+import re
+
+_UNWRITABLE = r"\x00-\x07\x0b\x0e-\x1f\x7f"
+_HAS_UNWRITABLE = re.compile(f"[{_UNWRITABLE}]")
+_ESCAPE = re.compile(
+    r"\\(?:[pP](?:\{[^}]*\}|.)|[xuU]\{[^}]*\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL
+)
+_MAY_MATCH_UNWRITABLE = frozenset("pPWDSsxuUav")
+_IGNORES_SPACE = re.compile(r"\(\?[a-zA-Z]*x")
+
+
+class PatternRefused(Exception):
+    """The pattern is not supported. The text says why."""
+
+
+def has_unwritable(text: str) -> bool:
+    """Whether the text has a control character that our grammars do not write."""
+    return _HAS_UNWRITABLE.search(text) is not None
+
+
+def writable_pattern(pattern: str) -> str:
+    """Returns a regular expression, in Rust's syntax, for the strings among those of `pattern` that can be written.
+
+    One that is malformed may be returned as it is. Raises PatternRefused.
+    """
+    if _IGNORES_SPACE.search(pattern):
+        raise PatternRefused("the flag x is not supported")
+    parts, place = [], 0
+    while place < len(pattern):
+        end = _end_of_part(pattern, place)
+        part = pattern[place:end]
+        is_set = part[0] == "[" or (part[0] == "\\" and part[1:2] in _MAY_MATCH_UNWRITABLE) or has_unwritable(part)
+        parts.append(f"[{part}&&[^{_UNWRITABLE}]]" if is_set else part)
+        place = end
+    return "".join(parts)
+
+
+def _end_of_part(pattern: str, place: int) -> int:
+    """Returns where the class, the escape or the character at `place` ends."""
+    if pattern[place] == "\\":
+        escape = _ESCAPE.match(pattern, place)
+        return len(pattern) if escape is None else escape.end()
+    if pattern[place] != "[":
+        return place + 1
+    depth = 0
+    while place < len(pattern):
+        if pattern[place] == "\\":
+            place += 1
+        elif pattern[place] == "[":
+            depth += 1
+            place += pattern.startswith("^", place + 1)
+            place += pattern.startswith("]", place + 1)  # a first one stands for itself
+        elif pattern[place] == "]":
+            depth -= 1
+            if not depth:
+                return place + 1
+        place += 1
+    return len(pattern)
