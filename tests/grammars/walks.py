@@ -52,8 +52,8 @@ class Walker:
         output = b""
         for _ in range(max_tokens):
             allowed = self.allowed(matcher)
-            if matcher.failure:
-                return Walk(output, is_complete=False, failure=matcher.failure)
+            if matcher.failure or not len(allowed):
+                return Walk(output, is_complete=False, failure=matcher.failure or "nothing may come next")
             ends = [token_id for token_id in self._eos_token_ids if token_id in allowed]
             if ends and (len(allowed) == len(ends) or draw.random() < 0.5):
                 return Walk(output, is_complete=True)

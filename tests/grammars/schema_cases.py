@@ -1,0 +1,377 @@
+"""JSON schemas with instances that fit them and that do not, by the categories of the JSON Schema Test Suite (draft
+2020-12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A schema. `refused` is the word by which it is refused, or "" if it is served.
+
+    Instances in `narrow` fit the schema, and a served grammar forbids them all the same. `is_drawn` is False if
+    jsonschema cannot check outputs, because Python's `re` cannot read the pattern.
+    """
+
+    category: str
+    schema: Any
+    valid: Sequence[Any] = ()
+    invalid: Sequence[Any] = ()
+    narrow: Sequence[Any] = ()
+    refused: str = ""
+    is_drawn: bool = True
+
+    def __str__(self) -> str:
+        return self.category
+
+
+STRING, INTEGER, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+_AB = {"a": INTEGER, "b": INTEGER}
+
+
+def _object(required: Sequence[str] = (), /, *, closed: bool = False, **properties: Any) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        schema["required"] = list(required)
+    if closed:
+        schema["additionalProperties"] = False
+    return schema
+
+
+def _format(name: str, valid: Sequence[Any], invalid: Sequence[Any]) -> Case:
+    return Case(f"format {name}", {"type": "string", "format": name}, valid, invalid)
+
+
+CASES = (
+    # type
+    Case("type string", STRING, ["a", 'é\n"\\/', "\u2028", "😀"], [1, None]),
+    Case("type integer", INTEGER, [0, -5, 10**12], [1.5, "1"], narrow=[1.0]),
+    Case("type number", NUMBER, [0, -1.5, 1e20, 1.0], ["1"]),
+    Case("type boolean", {"type": "boolean"}, [True], [0]),
+    Case("type null", {"type": "null"}, [None], [0]),
+    Case("type list", {"type": ["string", "null", "integer"]}, ["a", None, 3], [1.5, []]),
+    Case("type array", {"type": "array"}, [[], [1, "a", {}]], [{}]),
+    Case("type object", {"type": "object"}, [{}, {"a": [1]}], [[]]),
+    Case("boolean_schema anything", {}, [1, "a", {"b": []}, None]),
+    # enum, const
+    Case("enum", {"enum": ["a", 1, None, True, {"x": 1}, [1, 2]]}, ["a", 1, None, True, {"x": 1}, [1, 2]], ["b", 2]),
+    Case("enum escaped", {"enum": ['a"b', "tab\t", "ünï", "/slash"]}, ['a"b', "tab\t", "ünï", "/slash"], ["ab"]),
+    Case("enum with type", {"type": "string", "enum": ["a", 1]}, ["a"], [1]),
+    Case("const object", {"const": {"a": [1, 2, {"b": None}]}}, [{"a": [1, 2, {"b": None}]}], [{}]),
+    Case("const number", {"const": 1.5}, [1.5], [1]),
+    Case("const control character", {"const": "a\u0001"}, refused="const"),
+    Case("enum control character", {"enum": ["b", {"c": ["a\u007f"]}]}, refused="enum"),
+    Case("const short escapes", {"const": "\b\f\n\r\t"}, ["\b\f\n\r\t"], [""]),
+    # objects
+    Case("properties", _object(a=INTEGER), [{"a": 1, "b": "x"}, {}], [{"a": "x"}]),
+    Case("properties false", _object(a=False, b=INTEGER), [{"b": 1}], [{"a": 1}]),
+    Case(
+        "properties escaped",
+        _object(['a"b', "c\\d", "é"], **{'a"b': STRING, "c\\d": INTEGER, "é": INTEGER}),
+        [{'a"b': "x", "c\\d": 1, "é": 2}],
+        [{}],
+    ),
+    Case(
+        "properties in another order",
+        _object(["a", "b"], closed=True, a=STRING, b=INTEGER),
+        [{"a": "x", "b": 1}],
+        [{"a": 1, "b": 1}],
+        narrow=[{"b": 1, "a": "x"}],
+    ),
+    Case(
+        "properties named like keywords",
+        _object(["$ref", "not"], closed=True, **{"$ref": STRING, "not": INTEGER}),
+        [{"$ref": "#", "not": 1}],
+        [{"$ref": 1, "not": 1}],
+    ),
+    Case(
+        "required",
+        _object(["a", "c"], a=STRING, b=INTEGER, c=NUMBER),
+        [{"a": "x", "c": 1}, {"a": "x", "b": 1, "c": 2.5}, {"a": "x", "c": 1, "zz": 1}],
+        [{"a": "x"}, {}],
+    ),
+    Case("required undeclared", _object(["b"], a=STRING), [{"b": 1}, {"a": "x", "b": 1}], [{"a": "x"}, {}]),
+    Case("required alone", {"type": "object", "required": ["a"]}, [{"a": 1}], [{}, {"b": 1}]),
+    Case("required without type", {"required": ["a"], "properties": {"a": STRING}}, [{"a": "x"}, 3], [{}]),
+    Case(
+        "required after optional",
+        _object(["d"], closed=True, a=INTEGER, b=INTEGER, c=INTEGER, d=INTEGER),
+        [{"d": 1}, {"a": 1, "d": 1}, {"b": 1, "c": 2, "d": 3}],
+        [{"a": 1}],
+    ),
+    Case(
+        "additionalProperties false", _object(closed=True, a=STRING), [{}, {"a": "x"}], [{"b": 1}, {"a": "x", "c": 2}]
+    ),
+    Case(
+        "additionalProperties schema",
+        {**_object(a=STRING), "additionalProperties": INTEGER},
+        [{"a": "x", "b": 1}, {"b": 2}],
+        [{"b": "x"}],
+    ),
+    Case(
+        "patternProperties",
+        {"type": "object", "patternProperties": {"^s_": STRING, "^i_": INTEGER}, "additionalProperties": False},
+        [{"s_a": "x", "i_b": 1}],
+        [{"s_a": 1}, {"zz": 1}],
+    ),
+    Case(
+        "patternProperties with properties",
+        {**_object(name=STRING), "patternProperties": {"^x-": NUMBER}},
+        [{"name": "a", "x-1": 1}],
+        [{"x-1": "a"}],
+    ),
+    Case(
+        "patternProperties without quotes",
+        {"type": "object", "patternProperties": {'^[^"]+$': INTEGER}, "additionalProperties": False},
+        [{"a\\": 1}],
+        [{'"': 1}, {"a": "x"}],
+    ),
+    Case("propertyNames", {"type": "object", "propertyNames": {"maxLength": 3}}, refused="propertyNames"),
+    Case("minProperties", {"type": "object", "minProperties": 2}, refused="minProperties"),
+    Case("minProperties 1", {"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
+    Case("maxProperties", {"type": "object", "maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
+    Case("maxProperties with properties", {**_object(**_AB), "maxProperties": 1}, refused="maxProperties"),
+    Case("dependentRequired", {**_object(**_AB), "dependentRequired": {"a": ["b"]}}, refused="dependentRequired"),
+    Case(
+        "dependentSchemas",
+        {**_object(**_AB), "dependentSchemas": {"a": {"required": ["b"]}}},
+        refused="dependentSchemas",
+    ),
+    Case("dependencies", {**_object(**_AB), "dependencies": {"a": ["b"]}}, refused="dependencies"),
+    Case(
+        "unevaluatedProperties",
+        {"allOf": [_object(a=STRING)], "type": "object", "unevaluatedProperties": False},
+        refused="unevaluatedProperties",
+    ),
+    # arrays
+    Case("items", {"type": "array", "items": INTEGER}, [[], [1, 2]], [["a"]]),
+    Case("minItems", {"type": "array", "items": INTEGER, "minItems": 2}, [[1, 2], [1, 2, 3]], [[], [1]]),
+    Case("maxItems", {"type": "array", "items": INTEGER, "maxItems": 2}, [[], [1, 2]], [[1, 2, 3]]),
+    Case("minItems of anything", {"type": "array", "minItems": 2}, [[1, "a"]], [[], [1]]),
+    Case("prefixItems", {"type": "array", "prefixItems": [STRING, INTEGER]}, [["a", 1, None], []], [[1], ["a", "b"]]),
+    Case(
+        "prefixItems without more",
+        {"type": "array", "prefixItems": [STRING, INTEGER], "items": False},
+        [["a", 1], ["a"], []],
+        [["a", 1, 2], [1]],
+    ),
+    Case(
+        "prefixItems with items",
+        {"type": "array", "prefixItems": [STRING], "items": INTEGER, "minItems": 1},
+        [["a"], ["a", 1, 2]],
+        [[], ["a", "b"]],
+    ),
+    Case("uniqueItems", {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True}, refused="uniqueItems"),
+    Case("contains", {"type": "array", "contains": INTEGER}, refused="contains"),
+    Case("minContains", {"type": "array", "contains": INTEGER, "minContains": 2}, refused="contains"),
+    Case(
+        "unevaluatedItems",
+        {"type": "array", "prefixItems": [STRING], "unevaluatedItems": False},
+        refused="unevaluatedItems",
+    ),
+    # strings
+    Case("minLength", {"type": "string", "minLength": 3}, ["abc", "日本語", "a\nb"], ["ab", "", "\n\n"]),
+    Case("maxLength", {"type": "string", "maxLength": 3}, ["", "abc", "😀😀😀", '"""'], ["abcd"]),
+    Case("pattern", {"type": "string", "pattern": "^[a-z]{2,4}$"}, ["ab", "abcd"], ["a", "ABC", "abcde"]),
+    Case("pattern not anchored", {"type": "string", "pattern": "[0-9]"}, ["a1b", "1"], ["ab", ""]),
+    Case("pattern anchored at its beginning", {"type": "string", "pattern": "^ab"}, ["abc", "ab"], ["xab"]),
+    Case("pattern classes", {"type": "string", "pattern": "^\\d{3}-\\w+$"}, ["123-ab_1"], ["12-a", "1234"]),
+    Case("pattern escapes", {"type": "string", "pattern": '^"[\\\\/]"$'}, ['"/"', '"\\"'], ["x"]),
+    Case("pattern without quotes", {"type": "string", "pattern": '^[^"]{2}$'}, ["ab", "\\\n"], ['a"', '""']),
+    Case("pattern without backslashes", {"type": "string", "pattern": r"^[^\\]{2}$"}, ["ab", '""'], ["a\\", "\\\\"]),
+    Case("pattern not printable", {"type": "string", "pattern": r"^[^ -~]{2}$"}, ["éé", "\n\t"], ["aa", '""', "\\\\"]),
+    Case(
+        "pattern of controls",
+        {"type": "string", "pattern": r"^\p{Cc}[[:cntrl:]]$"},
+        ["\n\t"],
+        ['""', "\\\\", "aa"],
+        is_drawn=False,
+    ),
+    Case(
+        "pattern of no letters",
+        {"type": "string", "pattern": r"^\P{L}\W\D$"},
+        ['"\\.', "\n\t "],
+        ["abc", "a.."],
+        is_drawn=False,
+    ),
+    Case(
+        "pattern of sets",
+        {"type": "string", "pattern": r"^[]a][^]a][\W--\"][a-z&&[^b]]$"},
+        ["]b.c", "ab\\c"],
+        ["]]..", ']b"c', "]b.b"],
+        is_drawn=False,
+    ),
+    Case("pattern with a control character", {"type": "string", "pattern": "^a\\x01$"}, refused="nsatisfiable"),
+    Case("pattern with a flag", {"type": "string", "pattern": "(?x) a # ["}, refused="flag x"),
+    Case("pattern dot", {"type": "string", "pattern": "^.{3}$"}, ["abc", "日本語"], ["ab", "abcd"]),
+    Case("pattern alternation", {"type": "string", "pattern": "^a|b$"}, ["ac", "cb"], ["c"]),
+    Case("pattern look-ahead", {"type": "string", "pattern": "^(?=.*[0-9]).{4,}$"}, refused="look-around"),
+    Case(
+        "pattern with length",
+        {"type": "string", "pattern": "^a*$", "minLength": 2, "maxLength": 4},
+        ["aa", "aaaa"],
+        ["a", "aaaaa", "bb"],
+    ),
+    # format
+    _format("date-time", ["2024-05-17T12:34:56Z", "2024-02-29T00:00:00.123+02:00"], ["2024-05-17", "x"]),
+    _format("date", ["2024-05-17"], ["2024-13-40", "2023-02-30", "x"]),
+    _format("time", ["12:34:56Z"], ["25:00:00Z"]),
+    _format("email", ["a@b.com"], ["ab"]),
+    _format("ipv4", ["1.2.3.4"], ["1.2.3.400"]),
+    _format("ipv6", ["::1", "2001:db8::ff"], ["x"]),
+    _format("uuid", ["123e4567-e89b-12d3-a456-426614174000"], ["123"]),
+    _format("uri", ["http://a.b/c"], ["\\\\"]),
+    _format("hostname", ["a.example.com"], ["-a-"]),
+    _format("duration", ["P1DT2H"], ["1D"]),
+    Case("format regex", {"type": "string", "format": "regex"}, refused="format"),
+    Case("format json-pointer", {"type": "string", "format": "json-pointer"}, refused="format"),
+    # numbers
+    Case("minimum", {"type": "integer", "minimum": 3}, [3, 99], [2, -1]),
+    Case("maximum", {"type": "integer", "maximum": 3}, [3, -99], [4]),
+    Case("exclusiveMinimum", {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 6}, [4, 5], [3, 6]),
+    Case(
+        "minimum of a number",
+        {"type": "number", "minimum": -1.5, "maximum": 2.25},
+        [0, -1.5, 2.25, 0.1],
+        [2.26, -1.6, 3],
+    ),
+    Case(
+        "exclusiveMinimum of a number",
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        [0.5, 0.001],
+        [0, 1, 1.0, 0.0],
+    ),
+    Case("minimum without type", {"minimum": 5}, [5, "x"], [4]),
+    Case("multipleOf", {"type": "integer", "multipleOf": 7}, [0, 7, -14], [1, 8]),
+    Case("multipleOf of a number", {"type": "number", "multipleOf": 0.25}, [0.25], [0.3], narrow=[1.5]),
+    Case(
+        "multipleOf in a range", {"type": "integer", "multipleOf": 5, "minimum": 1, "maximum": 20}, [5, 20], [0, 3, 25]
+    ),
+    Case("multipleOf large", {"type": "integer", "multipleOf": 999_983}, refused="multipleOf"),
+    # combinations
+    Case("anyOf", {"anyOf": [STRING, {"type": "integer", "minimum": 2}]}, ["a", 2], [1]),
+    Case(
+        "anyOf beside properties",
+        {**_object(["a"], a=STRING), "anyOf": [{"required": ["b"]}, {"required": ["c"]}]},
+        [{"a": "x", "b": 1}],
+        [{"a": "x"}],
+    ),
+    Case("oneOf disjoint", {"oneOf": [STRING, INTEGER]}, ["a", 1], [1.5]),
+    Case(
+        "oneOf that may overlap",
+        {"oneOf": [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}]},
+        refused="oneOf",
+    ),
+    Case(
+        "oneOf with a discriminator",
+        {
+            "oneOf": [
+                _object(["k", "x"], closed=True, k={"const": "a"}, x=INTEGER),
+                _object(["k", "y"], closed=True, k={"const": "b"}, y=STRING),
+            ]
+        },
+        [{"k": "a", "x": 1}, {"k": "b", "y": "s"}],
+        [{"k": "a", "y": "s"}],
+    ),
+    Case(
+        "allOf",
+        {"allOf": [_object(["a"], a=STRING), _object(["b"], b=INTEGER)]},
+        [{"a": "x", "b": 1}],
+        [{"a": "x"}, {"b": 1}],
+    ),
+    Case("allOf of ranges", {"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 5}]}, [2, 5], [1, 6]),
+    Case("allOf of strings", {"type": "string", "allOf": [{"minLength": 2}, {"pattern": "^a"}]}, ["ab"], ["a", "bb"]),
+    Case("allOf that nothing fits", {"allOf": [STRING, INTEGER]}, refused="nsatisfiable"),
+    Case("not", {"type": "string", "not": {"const": "a"}}, refused="not"),
+    Case(
+        "if-then-else",
+        {
+            **_object(["k"], k={"enum": ["a", "b"]}),
+            "if": {"properties": {"k": {"const": "a"}}},
+            "then": {"required": ["x"]},
+        },
+        refused="if",
+    ),
+    # references
+    Case(
+        "ref",
+        {"$defs": {"p": {"type": "integer", "minimum": 1}}, **_object(["a"], a={"$ref": "#/$defs/p"})},
+        [{"a": 1}],
+        [{"a": 0}],
+    ),
+    Case("ref beside keywords", {"$defs": {"p": INTEGER}, "$ref": "#/$defs/p", "minimum": 5}, [5], [4]),
+    Case(
+        "ref recursive",
+        {
+            "$defs": {
+                "n": _object(
+                    ["v", "next"], closed=True, v=INTEGER, next={"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}
+                )
+            },
+            "$ref": "#/$defs/n",
+        },
+        [{"v": 1, "next": {"v": 2, "next": None}}],
+        [{"v": 1}],
+    ),
+    Case(
+        "ref to the root",
+        _object(closed=True, c={"type": "array", "items": {"$ref": "#"}}),
+        [{"c": [{}, {"c": []}]}],
+        [{"c": [1]}],
+    ),
+    Case("ref escaped", {"$defs": {"a/b~c": INTEGER}, "$ref": "#/$defs/a~1b~0c"}, [1], ["x"]),
+    Case("ref to itself", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, refused="NoExtension"),
+    Case("ref to nothing", {"$ref": "#/$defs/a"}, refused="$defs"),
+    Case("refRemote", {"$ref": "http://example.com/schema.json"}, refused="example.com"),
+    Case("anchor", {"$defs": {"a": {"$anchor": "foo", "type": "integer"}}, "$ref": "#foo"}, [1], ["x"]),
+    Case("dynamicRef", {"$defs": {"a": {"$dynamicAnchor": "n"}}, "$dynamicRef": "#n"}, refused="dynamicRef"),
+    Case(
+        "definitions",
+        {"definitions": {"p": {"type": "boolean"}}, "type": "array", "items": {"$ref": "#/definitions/p"}},
+        [[True]],
+        [[1]],
+    ),
+    # what says nothing about instances
+    Case("unknownKeyword", {"type": "string", "frobnicate": 3}, ["a"], [1]),
+    Case("content", {"type": "string", "contentEncoding": "base64"}, ["YQ=="]),
+    Case(
+        "default", {"type": "string", "title": "x", "default": "z", "examples": ["a"], "deprecated": True}, ["a"], [1]
+    ),
+    # as clients send them
+    Case(
+        "clients' schemas",
+        {
+            "$defs": {
+                "Address": _object(
+                    ["street", "zip"], closed=True, street=STRING, zip={"type": "string", "pattern": r"^\d{5}$"}
+                ),
+                "Item": _object(
+                    ["kind", "price"],
+                    closed=True,
+                    kind={"enum": ["book", "film"]},
+                    price={"type": "number", "minimum": 0},
+                    tags={"type": "array", "items": STRING, "maxItems": 3},
+                ),
+            },
+            **_object(
+                ["id", "address", "items"],
+                closed=True,
+                id={"type": "string", "format": "uuid"},
+                address={"anyOf": [{"$ref": "#/$defs/Address"}, {"type": "null"}]},
+                items={"type": "array", "items": {"$ref": "#/$defs/Item"}, "minItems": 1},
+            ),
+        },
+        [
+            {
+                "id": "123e4567-e89b-12d3-a456-426614174000",
+                "address": {"street": "Main Street 1", "zip": "12345"},
+                "items": [{"kind": "book", "price": 1.5, "tags": ["new"]}],
+            }
+        ],
+        [{"id": "123e4567-e89b-12d3-a456-426614174000", "address": None, "items": []}],
+    ),
+)
