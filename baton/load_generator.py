@@ -168,11 +168,7 @@ def summarize(workload: Workload, records: Sequence[RequestRecord]) -> LoadRepor
     ttft_s = [record.ttft_s for record in done]
     gaps_s = [gap for record in done for gap in _gaps_s(record.token_times_s)]
     timings = [record.timings for record in done if record.timings is not None]
-    handoff_rates = [
-        each.kv_bytes / (each.prefill_s + each.transfer_s) / 1e6
-        for each in timings
-        if each.prefill_s + each.transfer_s > 0
-    ]
+    handoff_rates = [each.kv_bytes / each.handoff_s / 1e6 for each in timings if each.handoff_s > 0]
     transfers_s = [each.transfer_s for each in timings]
     num_at_full_load, full_load_s = _full_load(done, workload.concurrency)
     return LoadReport(

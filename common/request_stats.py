@@ -28,6 +28,11 @@ class Timings:
     num_retractions: int = 0
     num_cached_tokens: int = 0
 
+    @property
+    def handoff_s(self) -> float:
+        """The seconds of all phases between the queue and the first decode step."""
+        return self.prefill_s + self.transfer_s
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:

@@ -21,6 +21,7 @@ from tests.engine.harness import ScriptedEngine
 ROOT = Path(__file__).parents[2]
 ENGINE_FOLDERS = ("decode_service", "prefill_service", "common/kv")
 DECODE_LIFE, PREFILL_LIFE = "decode_service/schedule/life.py", "prefill_service/schedule/life.py"
+SUMMING_FOLDERS = ("baton", "benchmarks", "common", "decode_service", "gateway", "scripts")
 WRITERS = {
     "phase": {DECODE_LIFE, PREFILL_LIFE},
     "lease": {DECODE_LIFE, PREFILL_LIFE},
@@ -95,6 +96,31 @@ def test_every_phase_has_its_rule_and_every_time_its_field() -> None:
         assert (rule.place is Place.NOWHERE) == (not rule.following), f"{phase} is no end, or is one and goes on"
         assert (rule.lease is None) == (rule.place in (Place.WAITING, Place.NOWHERE)), f"{phase} holds what it may not"
         assert rule.lease not in (LeaseState.QUARANTINED, LeaseState.FREE), "the pool alone puts a row there"
+
+
+@pytest.mark.parametrize("seconds", sorted({rule.seconds for rule in RULES.values()} - {""}))
+def test_the_time_of_a_handoff_is_that_of_its_phases(seconds: str) -> None:
+    during = {rule.seconds for rule in RULES.values() if rule.place in (Place.LANDING, Place.LOCAL)}
+    assert Timings(**{seconds: 1.0}).handoff_s == float(seconds in during)
+
+
+def sums_of_timings(source: str) -> list[str]:
+    """The sums in the source that have a field of Timings as a term."""
+    names = {name for name in Timings.__dataclass_fields__ if name.endswith("_s")}
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Add)
+        and any(isinstance(term, ast.Attribute) and term.attr in names for term in (node.left, node.right))
+    ]
+
+
+def test_timings_alone_add_up_their_phases() -> None:
+    """A new timing takes its time from another one. A sum made elsewhere would lack it."""
+    paths = [path for folder in SUMMING_FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)) for path in paths if sums_of_timings(path.read_text())}
+    assert found == {"common/request_stats.py"}
 
 
 @pytest.mark.parametrize(
