@@ -47,7 +47,7 @@ _HARMLESS = frozenset(
     }
 )
 """Fields that are accepted and ignored: they concern billing, caching, storage and libraries, not the output."""
-_ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
+ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's fields
     "audio": (),
     "function_call": ("none", "auto"),
@@ -273,7 +273,7 @@ def body_schema(kind: type[RequestFields]) -> tuple[dict[str, Any], dict[str, An
     properties: dict[str, Any] = schema["properties"]
     if properties.pop("numbers", None) is not None:
         properties |= {name: _number_schema(option) for name, option in NUMBER_OPTIONS.items()}
-    for name, nothings in {**_ASKS_FOR_NOTHING, **kind.asks_for_nothing}.items():
+    for name, nothings in {**ASKS_FOR_NOTHING, **kind.asks_for_nothing}.items():
         about = "Not served. These values ask for nothing and are accepted."
         properties.setdefault(name, {"enum": list(nothings), "description": about})
     for name in sorted(_HARMLESS):
@@ -307,7 +307,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[RequestFields]) -> None:
     """Raises ApiError if the field `name` is unknown, or if it is unsupported and its value would change the answer."""
-    value, nothings = values[name], {**_ASKS_FOR_NOTHING, **kind.asks_for_nothing}.get(name)
+    value, nothings = values[name], {**ASKS_FOR_NOTHING, **kind.asks_for_nothing}.get(name)
     if nothings is None:
         raise invalid(name[:64], "is unknown", code="unknown_parameter")
     if any(_is_same(value, nothing) for nothing in nothings):

@@ -116,7 +116,7 @@ class ResolvedSampling:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether top_k, top_p or min_p excludes some tokens from being drawn."""
+        """Whether an option, such as top_k, excludes some tokens from being drawn."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property

@@ -199,7 +199,7 @@ class SamplingBatch:
     """
 
     sampled: NDArray[np.int64]
-    truncated: NDArray[np.int64]  # top_k, top_p or min_p
+    truncated: NDArray[np.int64]  # some option excludes tokens from the draw
     penalised: NDArray[np.int64]
     biased: NDArray[np.int64]
     min_length: NDArray[np.int64]

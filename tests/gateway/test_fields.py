@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from common.sampling.params import NUMBER_OPTIONS
 from common.text.chat_messages import ChatMessage
-from gateway.chat import parse_chat
-from gateway.completions import parse_completion
+from gateway.chat import ChatFields, parse_chat
+from gateway.completions import CompletionFields, parse_completion
 from gateway.errors import ApiError
+from gateway.fields import ASKS_FOR_NOTHING
 from gateway.plan import Plan
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -27,6 +29,15 @@ def completion(**fields: Any) -> Plan:
 
 def chat(**message: Any) -> Plan:
     return parse_chat(to_json({"model": "demo", "messages": [{"role": "user", "content": "x", **message}]}))
+
+
+def test_no_field_is_both_served_and_listed_as_unsupported() -> None:
+    """Such a line has no effect. It is left over from before the field was served."""
+    kinds = (ChatFields, CompletionFields)
+    served = [{*NUMBER_OPTIONS, *kind.model_fields} for kind in kinds]
+    assert not set.intersection(*served) & set(ASKS_FOR_NOTHING)
+    for kind, names in zip(kinds, served, strict=True):
+        assert not names & set(kind.asks_for_nothing)
 
 
 @pytest.mark.parametrize("options", [{"include_usage": None}, {"include_usage": None, "include_obfuscation": None}, {}])
