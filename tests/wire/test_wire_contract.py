@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from base64 import b64decode
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,35 +34,13 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
-CONTRACT = (13, "43e47cbb3a894a21")
-"""The protocol version, and the digest of its fields."""
-SENT = {
-    "prefill_batch": (
-        "CucCCokBCA0SBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEgdmbG"
-        "9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSxgEKB2dyw7zDn2UQARgCIgQD8KIE"
-        "KAIyCgoGdGFyZ2V0EAAyCQoFZHJhZnQQADp6ClwNAAAAPxUAAIA+GAQlAAAAPikBAAAAAAAAgDAIOAJKAgUGXQAAwD9lAAAAv20AAEA/eAKiAQ"
-        "dbw6TDtl0rwgERCgQ8w7w+EgU8L8O8PhgBIAPaAQUDCfCiBOABARIBBxoCCAkiCAAAwL8AAABAKgMKAQUqBAoCBgdAgICAgIAgSgkwMC0xLTIt"
-        "MDNSCm1hbmRhbnQgw7wiEAABAgMEBQYHCAkKCwwNDg9xAAAAAAAAAAB94SvXSw=="
-    ),
-    "cancel_rows": "EgYKBAHwogRxAAAAAAAAAAB9KCPUXg==",
-    "release_segments": "GgkKBwGAgICAgCBxAAAAAAAAAAB9Rk+SWg==",
-    "accepted": (
-        "CpYBCokBCA0SBmMwZmZlZRoEYmVlZiIEZDRhZioFZWFnbGUyGQoGdGFyZ2V0EAIYAiABKAIyB2Zsb2F0MzI6BDdlNTdCFAoGdG9wa19wEgdmbG"
-        "9hdDMyGgECQhYKCnRvcGtfaW5kZXgSBWludDY0GgECQhsKDWhpZGRlbl9zdGF0ZXMSB2Zsb2F0MTYaAQMSCGluc3RhbmNlcQAAAAAAAAAAfX5S"
-        "c4w="
-    ),
-    "kv_segment": "AAECAwQFBgcICQoLDA0ODxIUCAESBnRhcmdldBgBIAEoATABWAFxEAAAAAAAAAB9fIGBbg==",
-    "prebuilt_batch": (
-        "GqUBCgIBABICAgIaAgsMIggAAAC/AAAAACoOCgIBAhIIAAAAvwAAwL8qADIRCgZ0YXJnZXQSB4CAgICAIEA6EAAAgD8AAIA/AACAPwAAgD9CIA"
-        "AAAAAAAAAAAQAAAAAAAAACAAAAAAAAAAMAAAAAAAAASgwAAAA8AEAAQgBEAEVSEAAAAAAAAOA/mpmZmZmZuT9aEAAAAAAAANA/mpmZmZmZyT9q"
-        "AgIBcQAAAAAAAAAAfYHCfps="
-    ),
-    "row_logprobs": "KhYIARABGgQAAMC/IgEDKgEHMgQAAAC/cQAAAAAAAAAAfVDwE1I=",
-    "row_failed": "IhMIARADGAEg+gEqCGdyw7bDn2VycQAAAAAAAAAAfUcqrOs=",
-}
-"""The bytes that a peer of that version sends for the values below, in base64. They contain all fields but `shard`
-and `ticket`.
+CONTRACT_FILE = Path(__file__).with_name("contract.json")
+"""The protocol version, the digest of its fields, and in base64 the bytes that a peer of that version sends for the
+values below. `write_contract` writes it.
 """
+CONTRACT = json.loads(CONTRACT_FILE.read_text())
+SENT: dict[str, str] = CONTRACT["sent"]
+"""These messages contain all fields but `shard` and `ticket`."""
 
 TARGET = LayerGroupSpec("target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 FINGERPRINT = Fingerprint(
@@ -148,11 +128,12 @@ COMMANDS: dict[str, HandoffCommand] = {
 CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=100)
 
 
-def digest_of_fields(*kinds: Descriptor) -> str:
-    """A digest of all messages in these: the numbers and types of their fields and the values of enums. Renaming a
-    field does not change it.
+def digest_of_fields() -> str:
+    """A digest of all messages of the handoff: the numbers and types of their fields and the values of enums. Renaming
+    a field does not change it.
     """
-    reached = {message.full_name: message for kind in kinds for message in messages(kind)}
+    kinds = (prefill_pb2.HandoffCommand, prefill_pb2.HandoffFrame, prefill_pb2.HandoffTrailer)
+    reached = {message.full_name: message for kind in kinds for message in messages(kind.DESCRIPTOR)}
     contract = [
         (name, [described(field) for field in sorted(message.fields, key=lambda field: field.number)])
         for name, message in sorted(reached.items())
@@ -171,6 +152,14 @@ def described(field: FieldDescriptor) -> tuple[object, ...]:
     )
 
 
+def test_a_change_of_the_fields_raises_the_protocol_version() -> None:
+    written = (CONTRACT["protocol_version"], CONTRACT["digest_of_fields"])
+    assert (PROTOCOL_VERSION, digest_of_fields()) == written, (
+        "the handoff's fields changed: raise PROTOCOL_VERSION_CURRENT (types.proto), then run "
+        "python -m tests.wire.write_contract"
+    )
+
+
 def test_every_kind_of_message_is_fixed() -> None:
     kinds = (prefill_pb2.HandoffCommand, prefill_pb2.HandoffFrame)
     assert {field.name for kind in kinds for field in kind.DESCRIPTOR.fields} == set(SENT)
@@ -185,15 +174,3 @@ def test_a_frame_that_a_peer_of_this_version_sends_is_understood(kind: str) -> N
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_a_command_that_a_peer_of_this_version_sends_is_understood(kind: str) -> None:
     assert decode_command(b64decode(SENT[kind])) == COMMANDS[kind]
-
-
-def test_a_change_of_the_fields_raises_the_protocol_version() -> None:
-    digest = digest_of_fields(
-        prefill_pb2.HandoffCommand.DESCRIPTOR,
-        prefill_pb2.HandoffFrame.DESCRIPTOR,
-        prefill_pb2.HandoffTrailer.DESCRIPTOR,
-    )
-    assert (PROTOCOL_VERSION, digest) == CONTRACT, (
-        "the handoff's fields changed, which must raise PROTOCOL_VERSION_CURRENT (types.proto); then CONTRACT "
-        "and SENT here are the new version's"
-    )
