@@ -66,11 +66,12 @@ class TemplateFields(RequestFields):
 class ChatFields(GenerationFields, TemplateFields):
     messages: Messages
     max_completion_tokens: int | None = None
+    include_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    asks_for_nothing: ClassVar = {"add_special_tokens": (False,), "echo": (False,)}
+    asks_for_nothing: ClassVar = {"add_special_tokens": (False,), "echo": (False,), "separate_reasoning": (True,)}
 
 
 class ChatChoice:
@@ -88,17 +89,17 @@ class ChatChoice:
         return None
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
-        spoken = _delta(self._parser.push(delta.text))
+        spoken = self._delta(self._parser.push(delta.text))
         if not (spoken or delta.logprobs or self._plan.returns_token_ids):
             return None  # the text comes later than the token ids
         return self._chunk(spoken or {"content": ""}, logprobs=chat_logprobs(delta.logprobs), token_ids=delta.token_ids)
 
     def ending(self, finished: Finished) -> dict[str, Any]:
-        rest = _delta(self._parser.end())
+        rest = self._delta(self._parser.end())
         return self._chunk(rest, reason=self._finish_reason(finished.reason))
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        spoken = _delta([*self._parser.push(completion.text), *self._parser.end()])
+        spoken = self._delta([*self._parser.push(completion.text), *self._parser.end()])
         calls = spoken.pop("tool_calls", [])
         message = {"role": "assistant", "content": None if calls else "", "refusal": None, **spoken}
         if calls:
@@ -110,6 +111,27 @@ class ChatChoice:
             "finish_reason": self._finish_reason(completion.finish_reason),
         }
         return with_token_ids(choice, completion.token_ids, self._plan)
+
+    def _delta(self, events: Iterable[OutputEvent]) -> dict[str, Any]:
+        """Returns the `delta` object of a chunk. A call's first piece has its id and its function's name."""
+        texts: dict[str, str] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for event in events:
+            match event:
+                case ReasoningText() if not self._plan.includes_reasoning:
+                    pass
+                case ReasoningText(text):
+                    texts["reasoning_content"] = texts.get("reasoning_content", "") + text
+                case ContentText(text):
+                    texts["content"] = texts.get("content", "") + text
+                case CallBegun(index, name):
+                    call_id = uuid.uuid4().hex[:_CALL_ID_CHARS]
+                    function = {"name": name, "arguments": ""}
+                    calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
+                case CallArguments(index, text):
+                    call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                    call["function"]["arguments"] += text
+        return {**texts, "tool_calls": list(calls.values())} if calls else dict(texts)
 
     def _finish_reason(self, reason: FinishReason) -> str:
         has_ended = reason is not FinishReason.LENGTH
@@ -125,26 +147,6 @@ class ChatChoice:
     ) -> dict[str, Any]:
         chunk = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return with_token_ids(chunk, token_ids, self._plan)
-
-
-def _delta(events: Iterable[OutputEvent]) -> dict[str, Any]:
-    """Returns the `delta` object of a chunk. A call's first piece has its id and its function's name."""
-    texts: dict[str, str] = {}
-    calls: dict[int, dict[str, Any]] = {}
-    for event in events:
-        match event:
-            case ReasoningText(text):
-                texts["reasoning_content"] = texts.get("reasoning_content", "") + text
-            case ContentText(text):
-                texts["content"] = texts.get("content", "") + text
-            case CallBegun(index, name):
-                call_id = uuid.uuid4().hex[:_CALL_ID_CHARS]
-                function = {"name": name, "arguments": ""}
-                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
-            case CallArguments(index, text):
-                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += text
-    return {**texts, "tool_calls": list(calls.values())} if calls else dict(texts)
 
 
 def chat_prompt(messages: Sequence[dict[str, Any]], fields: TemplateFields) -> ChatPrompt:
@@ -182,6 +184,7 @@ def parse_chat(body: bytes) -> Plan:
         returns_token_ids=fields.return_token_ids,
         functions={} if prompt.tools is None else prompt.tools.functions,
         max_reasoning_tokens=_max_reasoning_tokens(fields),
+        includes_reasoning=fields.include_reasoning,
         num_prompt_logprobs=fields.prompt_logprobs,
         params={
             "sampling.max_tokens": max_name,

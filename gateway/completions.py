@@ -42,7 +42,7 @@ class CompletionFields(GenerationFields):
     echo: bool = False
     logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_unless_false)] = None
 
-    asks_for_nothing: ClassVar = {"add_special_tokens": (True,)}
+    asks_for_nothing: ClassVar = {"add_special_tokens": (True,), "separate_reasoning": (False, True)}
 
 
 class TextChoice:

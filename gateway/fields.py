@@ -89,7 +89,6 @@ ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "repeat_penalty": (1,),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
-    "separate_reasoning": (False,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([], ""),
     "tfs_z": (1,),

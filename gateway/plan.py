@@ -94,6 +94,7 @@ class Plan:
     num_prompt_logprobs: int | None = None
     params: Mapping[str, str]
     max_reasoning_tokens: int | None = None
+    includes_reasoning: bool = True
     functions: Mapping[str, Any] = field(default_factory=dict)
     hides_logprobs: bool = False
 

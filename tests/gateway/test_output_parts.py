@@ -163,8 +163,8 @@ def reasons(scripted: ScriptedServer) -> ScriptedServer:
     return scripted
 
 
-def deltas_of(edge: GatewayHere) -> list[dict[str, Any]]:
-    body = edge.ask("POST", "/v1/chat/completions", {**CHAT, "stream": True}).body.decode()
+def deltas_of(edge: GatewayHere, **fields: Any) -> list[dict[str, Any]]:
+    body = edge.ask("POST", "/v1/chat/completions", {**CHAT, "stream": True, **fields}).body.decode()
     *events, done, _ = body.split("\n\n")
     assert done == "data: [DONE]"
     return [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
@@ -222,6 +222,14 @@ def test_the_usage_counts_the_tokens_of_reasoning(edge: GatewayHere, reasons: Sc
         8,
         {"reasoning_tokens": 6, "draft_tokens": 0, "accepted_draft_tokens": 0},
     )
+
+
+@pytest.mark.usefixtures("reasons")
+def test_reasoning_may_be_left_out_of_the_answer(edge: GatewayHere) -> None:
+    body = {**CHAT, "include_reasoning": False}
+    message = edge.ask("POST", "/v1/chat/completions", body).json["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
+    assert joined(iter(deltas_of(edge, include_reasoning=False))) == {"content": "Yes."}
 
 
 def test_reasoning_that_the_prompt_opened_is_known(edge: GatewayHere, reasons: ScriptedServer) -> None:
