@@ -31,7 +31,7 @@ class MarkerTokens:
         self.bytes_of = bytes_of
         self.past_end: dict[Place, Mask] = {}
         self.completing: dict[Place, Mask] = {}
-        start_parts = _that_touch(markers.start, bytes_of) if markers.start else []
+        start_parts = _that_complete(markers.start, bytes_of) if markers.start else []
         for num_matched in range(len(markers.start)):
             place = Place(Part.BEFORE, num_matched)
             after = {each: markers.after(place, bytes_of[each]) for each in start_parts}
@@ -39,7 +39,7 @@ class MarkerTokens:
             completing = [each for each, (to, _) in after.items() if to.part in (Part.REASONING, Part.ANSWER)]
             self.past_end[place] = self._mask(past_end)
             self.completing[place] = self._mask(completing)
-        end_parts = _that_touch(markers.end, bytes_of)
+        end_parts = _that_complete(markers.end, bytes_of)
         for num_matched in range(len(markers.end)):
             place = Place(Part.REASONING, num_matched)
             self.past_end[place] = self._mask(each for each in end_parts if markers.after(place, bytes_of[each])[1])
@@ -54,14 +54,10 @@ class MarkerTokens:
         return mask_of(token_ids, len(self.bytes_of))
 
 
-def _that_touch(marker: bytes, bytes_of: Sequence[bytes]) -> list[int]:
-    """Returns the tokens that begin with some part of `marker`, after white space at most, or contain all of it."""
+def _that_complete(marker: bytes, bytes_of: Sequence[bytes]) -> list[int]:
+    """Returns the tokens that may complete `marker`: those that begin with its end or contain all of it."""
     ends = tuple(marker[place:] for place in range(len(marker)))
-
-    def touches(text: bytes) -> bool:
-        return bool(text) and (text in marker or text.startswith(ends) or marker in text)
-
-    return [token_id for token_id, text in enumerate(bytes_of) if touches(text) or touches(text.lstrip())]
+    return [token_id for token_id, text in enumerate(bytes_of) if text.startswith(ends) or marker in text]
 
 
 def _next_tokens(marker: bytes, bytes_of: Sequence[bytes], spell: Spell) -> dict[int, int]:

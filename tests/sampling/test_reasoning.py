@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import Matcher, allows, num_words
+from common.grammar.matcher import Matcher, MinLength, allows, fill_nodes, num_words
 from common.grammar.reasoning import Markers, Part, Reasoning, ReasoningCount
 from common.grammar.reasoning_matcher import MarkerTokens
 from common.text.grammars import Grammars, OutputRefused, ReasoningRefused
@@ -196,3 +197,49 @@ def test_tokens_that_go_past_the_end_of_the_reasoning_are_known() -> None:
         for place, mask in made.past_end.items()
     }
     assert past == {0: [5], 1: [5, 7], 2: [2, 5], 3: [5, 6]}
+
+
+def test_where_nothing_spells_the_rest_of_the_end_marker_it_comes_anew() -> None:
+    tokens = [b"<", b"</t>", b"x"]
+    made = MarkerTokens(Reasoning("", "</t>", is_open=True), tokens, lambda text: [1] if text == b"</t>" else [])
+    assert made.closing == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+def test_a_token_that_goes_through_the_reasoning_into_the_answer_is_not_allowed_beside_a_grammar() -> None:
+    a, b, abc = ids_of_pieces(BYTES, ["a", "b", "abc"])
+    matcher = GRAMMARS.matcher(Grammar(GrammarKind.REGEX, "[abc]+"), (), Reasoning("a", "b"))
+    mask = np.empty(num_words(VOCAB), np.int32)
+    matcher.fill(mask)
+    assert [allows(mask, each) for each in (a, b, abc)] == [True, True, False]
+    assert not matcher.accept(abc) and matcher.accept(a) and matcher.accept(b)
+
+
+def test_masks_of_drafts_around_the_reasoning_are_those_of_new_matchers() -> None:
+    """Some paths are answers without reasoning, and others go through it."""
+    grammar, reasoning = Grammar(GrammarKind.REGEX, "bcbc"), Reasoning("bb", "cc")
+    letters, parents = "bcbccbb", [0, 1, 1, 3, 4, 5, 2]
+    token_ids = ids_of_pieces(BYTES, letters)
+    masks, expected = (np.empty((8, num_words(VOCAB)), np.int32) for _ in range(2))
+    fill_nodes(GRAMMARS.matcher(grammar, (), reasoning), masks, MinLength(0, ()), token_ids, parents)
+    for node in range(8):
+        path, at = list[int](), node
+        while at:
+            path, at = [token_ids[at - 1], *path], parents[at - 1]
+        GRAMMARS.matcher(grammar, path, reasoning).fill(expected[node])
+    assert masks.tolist() == expected.tolist()
+
+
+def test_the_vocabulary_is_searched_once_for_the_same_markers() -> None:
+    class Counting(TextTokenizer):
+        num_encoded = 0
+
+        def encode(self, *args: Any, **options: Any) -> tuple[int, ...]:
+            self.num_encoded += 1
+            return BYTES.encode(*args, **options)
+
+    tokenizer = Counting(BYTES._pretrained)
+    grammars = Grammars(lambda: tokenizer, vocab_size=VOCAB, eos_token_ids=[EOS])
+    grammars.matcher(None, (), Reasoning("<r>", "abc", is_open=False, max_tokens=2))
+    num_encoded = tokenizer.num_encoded
+    grammars.matcher(None, (), Reasoning("<r>", "abc", is_open=False, max_tokens=3))
+    assert tokenizer.num_encoded == num_encoded > 0
