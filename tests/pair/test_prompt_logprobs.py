@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from common.attention.backend import ForwardInput
 from common.errors import EngineFault
-from common.model.target import TargetModel
+from common.model.target import TargetModel, TargetOutput
 from common.prompts import scores
 from common.sampling.params import ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
@@ -127,12 +129,45 @@ def test_a_cached_prompt_still_has_all_of_them_and_leaves_its_kv(
     for name, sampling in (("cold", SCORED), ("warm", SCORED), ("plain", PLAIN), ("alone", ALONE)):
         pair.submit(name, PROMPT, sampling, cache_salt="")
         pair.run()
+        if name == "warm":
+            assert pair.decode.load().num_expected_cached == 0, "the replica computes all of it, and is chosen so"
     for name in ("cold", "warm", "alone"):
         assert_those_of_transformers(pair.outcomes[name], tiny_model_dir("llama"), PROMPT, num_top=NUM_TOP)
     plain = pair.outcomes["plain"].finished
     assert plain is not None and plain.timings.num_cached_tokens == len(PROMPT) - 1
     assert pair.outcomes["warm"].token_ids == pair.outcomes["plain"].token_ids
     pair.settle()
+
+
+def test_prompts_without_them_add_no_logits(
+    make_pair: MakePair, tiny_target: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_logits: list[int] = []
+    forward = TargetModel.forward
+
+    def counted(self: TargetModel, batch: ForwardInput, **options: Any) -> TargetOutput:
+        assert batch.logits_rows is not None
+        num_logits.append(len(batch.logits_rows))
+        return forward(self, batch, **options)
+
+    pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=512, max_batch_tokens=512))
+    pair.submit("scored", PROMPT[:30], ALONE)
+    pair.submit("plain", PROMPT, PLAIN)
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetModel, "forward", counted)
+        pair.finish_prefill()
+    assert num_logits == [29 + 1 + 1]
+    pair.run()
+
+
+def test_nobody_waits_for_kv_that_is_not_used_or_does_not_come(make_pair: MakePair, tiny_target: Tiny) -> None:
+    pair = make_pair(tiny_target("llama"), CHUNKS)
+    for name, sampling in (("alone", ALONE), ("plain", PLAIN), ("scored", SCORED), ("waits", PLAIN)):
+        pair.submit(name, PROMPT, sampling, cache_salt="")
+    pair.step_decode()
+    assert [row.request_id for row in pair.handed_over] == ["alone", "plain", "scored"]
+    pair.run()
+    assert pair.outcomes["waits"].token_ids == pair.outcomes["plain"].token_ids
 
 
 def test_logits_are_bounded_and_the_values_the_same(
