@@ -30,7 +30,7 @@ from baton import Client
 from baton.errors import BatonError, InvalidArgument, ResourceExhausted
 from baton.local_pair import LocalPair
 from common.grammar.grammar import Grammar, GrammarKind
-from tests.grammars.hostile import hostile_grammar
+from tests.grammars.hostile import hostile_grammar, is_list_of_texts
 
 WINDOW_S = 10.0
 SILENT, HARMLESS, HOSTILE = "silent", "harmless", "hostile"
@@ -148,6 +148,8 @@ def _attack(address: str, figures: Figures, is_over: threading.Event, seed: int)
                 continue
             harmless = Grammar(GrammarKind.REGEX, f"[a-z ]{{{draw.randrange(9, 99)},}}")
             grammar = hostile_grammar(draw) if mode == HOSTILE else harmless
+            if grammar.kind is GrammarKind.CHOICE and not is_list_of_texts(grammar.text):
+                continue
             began_s = time.monotonic()
             end = _sent(client, grammar, figures)
             took_s = time.monotonic() - began_s
@@ -159,7 +161,8 @@ def _attack(address: str, figures: Figures, is_over: threading.Event, seed: int)
 
 
 def _sent(client: Client, grammar: Grammar, figures: Figures) -> str:
-    options: dict[str, Any] = {grammar.kind.value: grammar.text}
+    is_choice = grammar.kind is GrammarKind.CHOICE
+    options: dict[str, Any] = {grammar.kind.value: grammar.choices if is_choice else grammar.text}
     try:
         return client.complete("x", max_tokens=ATTACK_TOKENS, **options).finish_reason
     except (InvalidArgument, ResourceExhausted) as error:

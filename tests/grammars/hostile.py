@@ -17,7 +17,7 @@ _NAMES = ("a", "b", "const", "$ref", "properties", "\u0000", "a/b~c", "%25", "")
 
 def hostile_grammar(draw: random.Random) -> Grammar:
     """Returns a grammar of one of the families below. Its size and shape are drawn."""
-    make = draw.choice((*_SCHEMAS, *_REGEXES, *_LARKS, _damaged))
+    make = draw.choice((*_SCHEMAS, *_REGEXES, *_LARKS, *_OTHERS, _damaged))
     return make(draw)
 
 
@@ -29,6 +29,15 @@ def encoded(grammar: Grammar) -> bytes:
 def decoded(data: bytes) -> Grammar:
     """Returns the grammar of any bytes."""
     return Grammar(_KINDS[(data[0] if data else 0) % len(_KINDS)], data[1:].decode(errors="replace"))
+
+
+def is_list_of_texts(text: str) -> bool:
+    """Whether this is the text of a grammar of choices, as `Grammar.of_choices` makes it."""
+    try:
+        made = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(made, list) and all(isinstance(each, str) for each in made)
 
 
 def _size(draw: random.Random, most: int) -> int:
@@ -262,6 +271,29 @@ def _lark(draw: random.Random) -> str:
     )()
 
 
+def _ebnf(draw: random.Random) -> str:
+    num = _size(draw, 2000)
+    return draw.choice(
+        (
+            lambda: 'root ::= root root | "a" | ""',
+            lambda: "root ::= " + "(" * num + '"a"' + ")" * num,
+            lambda: "\n".join(["root ::= r0", *(f'r{place} ::= "x" r{place + 1}' for place in range(num // 2))]),
+            lambda: "root ::= " + " | ".join(f'"{place}"*' for place in range(num)),
+            lambda: f"root ::= x{{1,{num}}}\nx ::= y{{1,{num}}}\ny ::= [ab]{{1,{num}}}",
+            lambda: "root ::= " + '"a"? ' * num,
+            lambda: "root ::= (" + "(" * min(num, 200) + '""' + ")*" * min(num, 200) + ")+",
+        )
+    )()
+
+
+def _choice(draw: random.Random) -> list[str]:
+    num = _size(draw, 6000)
+    texts = (f"v{place * 7919}" for place in range(num))
+    return draw.choice(
+        ([*texts], ["x" * place for place in range(min(num, 350))], [draw.choice(_WORDS) * num], [], [""])
+    )
+
+
 def _json_of(draw: random.Random) -> str:
     return "%json " + json.dumps(_random_schema(draw))
 
@@ -274,7 +306,7 @@ def _damaged(draw: random.Random) -> Grammar:
     """A grammar of another family with some of its text changed, or no grammar at all."""
     if draw.random() < 0.1:
         return Grammar(draw.choice(_KINDS), draw.choice(_JSON_TEXTS))
-    grammar = draw.choice((*_SCHEMAS, *_REGEXES, *_LARKS))(draw)
+    grammar = draw.choice((*_SCHEMAS, *_REGEXES, *_LARKS, *_OTHERS))(draw)
     text = grammar.text
     for _ in range(_size(draw, 5)):
         place = draw.randrange(len(text) + 1)
@@ -289,3 +321,7 @@ _REGEXES = (
     lambda draw: Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": _pattern(draw)})),
 )
 _LARKS = (lambda draw: Grammar(GrammarKind.LARK, _lark(draw)),) * 3
+_OTHERS = (
+    lambda draw: Grammar(GrammarKind.EBNF, _ebnf(draw)),
+    lambda draw: Grammar.of_choices(_choice(draw)),
+)
