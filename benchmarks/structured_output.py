@@ -29,13 +29,15 @@ async def tokens_per_s(client: AsyncClient, concurrency: int, new_tokens: int, *
     """Runs `concurrency` requests at a time, each of `new_tokens` tokens, and returns the output tokens/s of all."""
     sampling: SamplingOptions = {"max_tokens": new_tokens, "min_tokens": new_tokens, "temperature": 0.0}
     if is_constrained:
-        sampling["json_schema"] = SCHEMA
+        sampling["json_schema"] = {**SCHEMA, "minItems": new_tokens}  # it does not end before
     else:
         sampling["ignore_eos"] = True
     chats = [[ChatMessage("user", _ASKED.format(10 + number))] for number in range(concurrency)]
     begun_s = time.perf_counter()
     answers = await asyncio.gather(*(client.complete(chat=chat, **sampling) for chat in chats))
-    return sum(answer.usage.num_completion_tokens for answer in answers) / (time.perf_counter() - begun_s)
+    wall_s = time.perf_counter() - begun_s
+    assert all(answer.usage.num_completion_tokens == new_tokens for answer in answers), "an output ended early"
+    return concurrency * new_tokens / wall_s
 
 
 async def measure(address: str, levels: list[int], num_rounds: int, new_tokens: int) -> dict[int, list[list[float]]]:

@@ -42,7 +42,7 @@ _CALLS: Mapping[str, _Calls] = {
     "harmony": _Calls(before=f"{CHANNEL}commentary to=functions.", between=f" {CONSTRAIN}json{MESSAGE}", after=""),
     "json": _Calls(separator="\n"),
 }
-"""By the name of the OutputFormat. Of the others the markers around a call say all."""
+"""How calls are written, by the name of the OutputFormat. In other formats only the markers stand around a call."""
 _LATER_MISTRAL = _Calls(before="[TOOL_CALLS]", between=ARGUMENTS, after="", separator="")
 _END = "<|end|>"
 _WORDS = r"/(.|\n)*/"

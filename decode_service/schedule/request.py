@@ -229,7 +229,7 @@ class Request:
 
     @property
     def num_unsent_tokens(self) -> int:
-        """Of how many of its first tokens the replica sends no KV."""
+        """The number of its first tokens of which the replica sends no KV."""
         return self.num_held_tokens if self.needs_kv else len(self.token_ids)
 
     def leave_row(self) -> None:

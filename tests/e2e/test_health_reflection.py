@@ -41,7 +41,8 @@ def test_a_request_can_be_made_from_reflected_descriptors_alone(pair: RunningPai
     with grpc.insecure_channel(address_of(pair, "decode")) as channel:
         pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
         service = pool.FindServiceByName("baton.v1.Inference")
-        assert {method.name for method in service.methods} == {"Generate", "GetLoad", "GetModelInfo"}
+        methods = {"Generate", "GetLoad", "GetModelInfo", "Tokenize", "Detokenize"}
+        assert {method.name for method in service.methods} == methods
         method = service.FindMethodByName("Generate")
         request_class, event_class = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         generate = channel.unary_stream(

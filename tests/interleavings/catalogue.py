@@ -115,6 +115,7 @@ EXHAUSTIVE: dict[AnyScenario, int] = {
     _chunk_retracted: 3,
     _continued_lost: 222,
     Scenario(scenarios.one_constrained, 1, 16): 7,
+    _constrained_chunk: 13,
     _prompt: 154,
     PrefillScenario(prefill_scenarios.one_prompt, 1, 8, 2): 70,
     PrefillScenario(prefill_scenarios.two_prompts, 1, 8, 2): 1584,
@@ -171,7 +172,6 @@ LARGE: tuple[AnyScenario, ...] = (
     Scenario(scenarios.constrained_and_aborted, 1, 24, CHAIN, lags=True),
     _constrained_stopped,
     _constrained_short,
-    _constrained_chunk,
 )
 
 CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (

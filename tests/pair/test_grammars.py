@@ -204,6 +204,7 @@ def test_a_step_says_what_its_masks_cost(
 
     monkeypatch.setattr(scheduler, "masks_of", after_the_forward)
     pair = run(make_pair, leaning, PairOptions(), has_head=has_head, new_device=new_device)
+    pair.settle()  # a step may still be in flight
     masks = [step.masks for step in pair.decode_steps if step.masks is not None]
     assert len(masks) == len(took) > 0
     for stats, (num_rows, seconds) in zip(masks, took, strict=True):
