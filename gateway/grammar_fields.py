@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from common.grammar.grammar import MAX_CHARS, GrammarKind
 from gateway.errors import invalid
 
-_EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _OBJECT = json.dumps({"type": "object"})
 
 
@@ -132,5 +133,8 @@ class GrammarFields(StrictFields):
 
 
 def _language(grammar: str) -> Literal["ebnf", "lark"]:
-    """Returns which of the two languages that vLLM takes in one field this is."""
-    return "ebnf" if _EBNF_RULE.search(grammar) else "lark"
+    """Returns which of the two languages that vLLM takes in one field this is.
+
+    Only as much as EBNF may have is searched, because this runs on the event loop. The decode service refuses the rest.
+    """
+    return "ebnf" if _EBNF_RULE.search(grammar, 0, MAX_CHARS[GrammarKind.EBNF]) else "lark"

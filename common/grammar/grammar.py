@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,6 +19,16 @@ class GrammarKind(Enum):
     CHOICE = "choice"
     """The text is a JSON list of the texts to choose from."""
     EBNF = "ebnf"
+
+
+MAX_CHARS: Mapping[GrammarKind, int] = {
+    GrammarKind.JSON_SCHEMA: 1 << 16,
+    GrammarKind.REGEX: 1 << 14,
+    GrammarKind.LARK: 1 << 14,
+    GrammarKind.CHOICE: 1 << 16,
+    GrammarKind.EBNF: 1 << 14,
+}
+"""The most characters of a grammar's text; in Lark, the JSON schemas in it are counted apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.grammar import MAX_CHARS, Grammar, GrammarKind
 from common.grammar.matcher import Mask, Matcher
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerTokens, MarkerUnspeakable, ReasoningMatcher
@@ -29,13 +29,6 @@ _MAX_CACHED = 256
 _MAX_CACHED_BYTES = 256 << 20
 _MAX_CACHED_MARKERS = 16
 """Markers take 20 KiB a byte, with a vocabulary of 150,000 tokens."""
-_MAX_CHARS = {
-    GrammarKind.JSON_SCHEMA: 1 << 16,
-    GrammarKind.REGEX: 1 << 14,
-    GrammarKind.LARK: 1 << 14,
-    GrammarKind.CHOICE: 1 << 16,
-    GrammarKind.EBNF: 1 << 14,
-}
 _MAX_MULTIPLE = 10_000
 """The largest `multipleOf`: llguidance's time for one grows with it, and no limit of its own bounds that."""
 _LIMITS = LLParserLimits(max_grammar_size=50_000, step_max_items=10_000, verbose_errors=False)
@@ -482,7 +475,7 @@ def _checked_lark(text: str) -> str:
 
 
 def _check_length(num_chars: int, kind: GrammarKind) -> None:
-    if num_chars > (most := _MAX_CHARS[kind]):
+    if num_chars > (most := MAX_CHARS[kind]):
         raise GrammarRefused(f"has {num_chars} characters, more than {most}")
 
 
