@@ -28,7 +28,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequest
 from gateway.plan import Plan
 from gateway.post_endpoint import PostEndpoint, PostParts
-from gateway.prompt_bounds import check_prompts
+from gateway.prompt_bounds import check_prompt_logprobs, check_prompts
 from gateway.receiving import unless_left
 from gateway.request_record import RequestRecord
 from gateway.responses import EventStreamWriter, JsonResponse
@@ -145,6 +145,7 @@ class _Answering:
         Raises BatonError or ApiError if the request fails; then nothing has been sent.
         """
         started = await self._started(choices)
+        check_prompt_logprobs(self._plan, self._record.num_prompt_tokens)
         builders = [CompletionBuilder() for _ in started]
         for builder, first in zip(builders, started, strict=True):
             builder.add(first)

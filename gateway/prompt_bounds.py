@@ -1,15 +1,20 @@
-"""Refuses prompts that are too large before a decode service is called, because each choice sends its prompt again."""
+"""Refuses what would be too much for the gateway's event loop and memory: prompts that each choice sends again, and
+log-probabilities of prompts that each choice repeats.
+"""
 
 from __future__ import annotations
 
 from gateway.errors import context_exceeded, invalid
-from gateway.plan import Plan, TokenIdsPrompt
+from gateway.plan import ChatPrompt, Plan, TokenIdsPrompt
 from gateway.served_model import ModelCard
 
 MAX_SENT_BYTES = 32 << 20
 """The most bytes in the prompts of all choices together. With 32 choices a prompt may have a megabyte, some 250,000
 tokens.
 """
+
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""The most log-probabilities of prompts in an answer that is not streamed. They take about 10 MB and 0.3 s."""
 
 
 def check_prompts(plan: Plan, card: ModelCard) -> None:
@@ -30,3 +35,18 @@ def check_prompts(plan: Plan, card: ModelCard) -> None:
     if num_bytes * plan.best_of > MAX_SENT_BYTES:
         param = "best_of" if plan.best_of > plan.n else "n"
         raise invalid(param, f"{num_bytes} bytes of prompts, {plan.best_of} times, are more than {MAX_SENT_BYTES}")
+
+
+def check_prompt_logprobs(plan: Plan, num_prompt_tokens: int) -> None:
+    """Raises ApiError if a whole answer would have too many log-probabilities of its prompts, each with those of the
+    likely tokens. `num_prompt_tokens` is that of all prompts together.
+    """
+    asked = {"logprobs": plan.num_echoed_logprobs, "prompt_logprobs": plan.num_prompt_logprobs}
+    of_token = {param: num_top + 1 for param, num_top in asked.items() if num_top is not None}
+    num_times = 1 if isinstance(plan.prompts[0], ChatPrompt) else plan.n  # the answer to a chat has them once
+    num = num_prompt_tokens * num_times * sum(of_token.values())
+    if num > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            max(of_token, key=lambda param: of_token[param]),
+            f"{num} log-probabilities of prompts in all choices are more than {MAX_PROMPT_LOGPROBS}",
+        )

@@ -14,6 +14,7 @@ from baton.events import PositionLogprobs, PromptToken, TokenLogprob
 from baton.v1 import inference_pb2
 from common.text.tokenizer import TextTokenizer
 from gateway.logprobs import CompletionLogprobs
+from gateway.prompt_bounds import MAX_PROMPT_LOGPROBS
 from tests.client.scripted_inference import ScriptedServer, delta, finished, prompt_tokens, started
 from tests.gateway.callers import Caller
 from tests.gateway.gateway_here import COMPLETIONS, GatewayHere
@@ -172,6 +173,27 @@ def test_one_choice_asks_for_the_prompt_and_the_others_wait_for_it(edge: Gateway
     assert texts == {0: "abd", 1: "abe"}
     requests = [scripted.inference.requests.get(timeout=10.0) for _ in range(2)]
     assert [each.choice_index for each in requests if each.sampling.HasField("prompt_logprobs")] == [0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True, "logprobs": 1, "n": 2}, "logprobs"),
+        ({"prompt_logprobs": 1, "n": 2}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 1}, "logprobs"),
+        ({"echo": True, "logprobs": 1, "n": 2, "stream": True}, None),
+        ({"echo": True, "logprobs": 1}, None),
+        ({"logprobs": 20, "n": 2}, None),
+        ({"messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 1, "n": 2}, None),
+    ],
+)
+def test_a_whole_answer_has_a_bounded_number_of_log_probabilities_of_prompts(
+    edge: GatewayHere, scripted: ScriptedServer, fields: dict[str, Any], param: str | None
+) -> None:
+    scripted.inference.script = [started(num_prompt_tokens=MAX_PROMPT_LOGPROBS // 4 + 1), finished()]
+    path, source = ("/v1/chat/completions", {}) if "messages" in fields else (COMPLETIONS, {"prompt": [5, 6]})
+    answer = edge.ask("POST", path, {"model": "demo", "max_tokens": 0, **source, **fields})
+    assert (answer.status, answer.error["param"] if param else None) == (400 if param else 200, param)
 
 
 def test_a_token_that_the_tokenizer_adds_has_no_place_in_the_text() -> None:
