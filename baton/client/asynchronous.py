@@ -292,7 +292,7 @@ class AsyncClient:
         with_pieces: bool = False,
         **chat_options: Unpack[ChatOptions],
     ) -> Tokenized:
-        """Returns the tokens of a text or of a chat, which may have more than the context.
+        """Returns the tokens of a text or of a chat. A text may have up to 4 contexts of them.
 
         `chat_options` are those of `generate`. `add_special_tokens` adds those that the tokenizer adds by itself; None
         means for a text only. `with_pieces` asks for the tokens' spelling too.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -36,8 +37,10 @@ from decode_service.edge.observer import RequestObserver, client_left
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import (
     GENERIC_TOOL_GRAMMARS,
+    MAX_CONTEXTS,
     CheckedRequest,
     ModelLimits,
+    check_detokenize,
     check_lengths,
     check_request,
     check_tokenize,
@@ -155,7 +158,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         Raises the request's error if it fails. gRPC cancels the call, and so this method, when the client leaves.
         """
         with self._request_track.task("tokenize", live.request_id):
-            prompt_token_ids = await self._prompts.encode(checked.prompt, is_bounded=checked.max_prompt_tokens is None)
+            max_contexts = 1 if checked.max_prompt_tokens is None else MAX_CONTEXTS
+            prompt_token_ids = await self._prompts.encode(checked.prompt, max_contexts=max_contexts)
             if checked.max_prompt_tokens is not None:
                 prompt_token_ids = prompt_token_ids[-checked.max_prompt_tokens :]
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
@@ -258,11 +262,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else None
         try:
-            token_ids = await self._prompts.encode(check_tokenize(request), is_bounded=False, adds_special_tokens=adds)
-            pieces: Sequence[str] = ()
-            if request.with_pieces:
-                spell = partial(self._decoder.pieces_of, token_ids)
-                pieces = await self._prompts.replay(spell, num_tokens=len(token_ids))
+            prompt = check_tokenize(request)
+            with self._place(context):
+                token_ids = await self._prompts.encode(prompt, max_contexts=MAX_CONTEXTS, adds_special_tokens=adds)
+                pieces: Sequence[str] = ()
+                if request.with_pieces:
+                    spell = partial(self._decoder.pieces_of, token_ids)
+                    pieces = await self._prompts.replay(spell, num_tokens=len(token_ids))
         except BatonError as error:
             await abort_with(context, error)
         return inference_pb2.TokenizeResponse(token_ids=token_ids, pieces=pieces)
@@ -275,10 +281,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             return self._decoder.showing(None).decode(token_ids)
 
         try:
-            text = await self._prompts.replay(detokenize, num_tokens=len(request.token_ids))
+            check_detokenize(request, self._limits)
+            with self._place(context):
+                text = await self._prompts.replay(detokenize, num_tokens=len(request.token_ids))
         except BatonError as error:
             await abort_with(context, error)
         return inference_pb2.DetokenizeResponse(text=text)
+
+    @contextmanager
+    def _place(self, context: Context) -> Iterator[None]:
+        """Takes a place among the live requests for a call that needs nothing but the text threads.
+
+        Raises Draining, EngineLost or Overloaded.
+        """
+        live = self._live_requests.admit(None, client=self._client_of(context))
+        try:
+            yield
+        finally:
+            self._live_requests.release(live)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context

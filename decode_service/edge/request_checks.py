@@ -36,6 +36,8 @@ MAX_TOOL_NAME_CHARS = 256
 _TOOL_NAME = re.compile("[a-zA-Z0-9_.:/-]{1,256}")
 MAX_OPTIONS_CHARS = 1 << 18
 """The most characters of a chat's tools and of its `chat_template_kwargs`. Parsing so much takes a few milliseconds."""
+MAX_CONTEXTS = 4
+"""How many contexts of tokens a text may have that is only tokenised, or that is cut to its last tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,13 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> Prompt:
             raise InvalidRequest("prompt", "one of text and chat must be set")
 
 
+def check_detokenize(request: inference_pb2.DetokenizeRequest, limits: ModelLimits) -> None:
+    """Checks how many ids there are, and not each of them: there may be millions."""
+    num_ids, most = len(request.token_ids), MAX_CONTEXTS * limits.max_context_tokens
+    if num_ids > most:
+        raise InvalidRequest("token_ids", f"{num_ids} tokens are more than {most}, {MAX_CONTEXTS} contexts")
+
+
 def check_lengths(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits: ModelLimits) -> ResolvedSampling:
     """Checks the request's lengths and returns its sampling parameters, for the prefill and the decode engine alike.
 
@@ -230,10 +239,11 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: ModelLimits, max_pro
                 raise InvalidRequest("prompt", "is empty")
             return TextPrompt(request.text)
         case "token_ids":
-            if not request.token_ids.ids:
+            if not (num_ids := len(request.token_ids.ids)):
                 raise InvalidRequest("prompt", "is empty")
-            token_ids = request.token_ids.ids[-(max_prompt_tokens or 0) :]
-            _room(len(token_ids), limits)  # checked first, because there may be millions of ids
+            num_kept = min(num_ids, max_prompt_tokens or num_ids)
+            _room(num_kept, limits)  # before a copy is made, because there may be millions of ids
+            token_ids = request.token_ids.ids[num_ids - num_kept :]
             return TokenIdsPrompt(check_token_ids("token_ids", token_ids, limits.vocab_size))
         case "chat":
             return _chat(request.chat)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import grpc
 import pytest
 
 from baton.v1 import inference_pb2, types_pb2
-from common.errors import InvalidRequest
+from common.errors import ContextExceeded, InvalidRequest
 from common.text.chat_messages import ChatMessage, ToolCall
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, check_lengths, check_request
 from tests.decode_edge.edge_under_test import CONTEXT, Edge, error_of
@@ -57,6 +58,18 @@ def test_a_wrong_request_is_refused_by_the_name_of_its_field(field: str, fields:
         check(**fields)
 
     assert refusal.value.field == field
+
+
+def test_token_ids_that_do_not_fit_are_refused_before_they_are_copied() -> None:
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1] * 1_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ContextExceeded):
+            check_request(request, LIMITS)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20
 
 
 def call(id: str, name: str = "f") -> dict[str, Any]:

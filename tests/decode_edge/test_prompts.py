@@ -21,10 +21,11 @@ from baton.v1 import inference_pb2
 from common.errors import ContextExceeded, InvalidRequest, Overloaded
 from common.text.chat_messages import ChatMessage, ToolCall
 from common.text.tokenizer import TextTokenizer
-from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt
+from decode_service.edge.request_checks import MAX_CONTEXTS, ChatPrompt, ModelLimits, TextPrompt
 from decode_service.edge.text.chat_rendering import ChatRendering
 from decode_service.edge.text.prompts import Prompts
-from tests.decode_edge.edge_under_test import error_of, running_edge
+from tests.decode_edge.edge_under_test import CONTEXT as EDGE_CONTEXT
+from tests.decode_edge.edge_under_test import MAX_LIVE, Edge, error_of, running_edge
 from tests.decode_edge.fake_engine import BOUND_S, until
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level
 
@@ -93,6 +94,38 @@ async def test_a_long_text_of_long_tokens_fits_exactly() -> None:
     assert len(token) == 1
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
         assert await prompts.encode(TextPrompt("<tool call>" * CONTEXT)) == token * CONTEXT
+
+
+async def test_a_text_that_need_not_fit_has_a_bound_too(edge: Edge) -> None:
+    most = MAX_CONTEXTS * EDGE_CONTEXT
+    assert len((await edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * most))).token_ids) == most
+    assert (await edge.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[65] * most))).text
+    assert (await edge.generate(text="a" * most, truncate_prompt_tokens=2).read()).started.num_prompt_tokens == 2
+    for field, call in (
+        ("prompt", edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * (most + 1)))),
+        ("prompt", edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * 100 * most))),
+        ("token_ids", edge.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[65] * (most + 1)))),
+        ("prompt", edge.generate(text="a" * (most + 1), truncate_prompt_tokens=2)),
+    ):
+        code, reason, told = await error_of(call)
+        assert (code, reason, told["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", field)
+
+
+async def test_tokenising_takes_a_place_among_the_requests(edge: Edge) -> None:
+    def calls() -> list[Any]:
+        detokenize = inference_pb2.DetokenizeRequest(token_ids=[65])
+        return [edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="a")), edge.stub.Detokenize(detokenize)]
+
+    for _ in range(MAX_LIVE + 1):
+        for call in calls():
+            await call
+    assert len(edge.live_requests) == 0, "each gives its place back"
+    for num in range(MAX_LIVE):
+        edge.generate()
+        await edge.engine.submitted(num + 1)
+    assert [(await error_of(call))[1] for call in calls()] == ["QUEUE_FULL"] * 2
+    edge.live_requests.drain()
+    assert [(await error_of(call))[1] for call in calls()] == ["DRAINING"] * 2
 
 
 @pytest.mark.parametrize("new_tokenizer", [byte_level, byte_fallback])

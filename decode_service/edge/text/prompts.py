@@ -23,7 +23,7 @@ _BYTES_PER_REPLAYED_TOKEN = 16
 class Prompts:
     """Turns prompts into token ids. For the event loop only, inside an `async with`. Errors name the request's field.
 
-    A text that has more bytes than a full context of the longest tokens is rejected without tokenising it.
+    A text that has more bytes than as many of the longest tokens as are allowed is rejected without tokenising it.
     """
 
     def __init__(
@@ -59,23 +59,24 @@ class Prompts:
         return await self._threads.run("replay", work, num_bytes=num_tokens * _BYTES_PER_REPLAYED_TOKEN)
 
     async def encode(
-        self, prompt: Prompt, *, is_bounded: bool = True, adds_special_tokens: bool | None = None
+        self, prompt: Prompt, *, max_contexts: int = 1, adds_special_tokens: bool | None = None
     ) -> Sequence[int]:
         """Returns the prompt's token ids. Raises InvalidRequest, ContextExceeded or Overloaded.
 
-        If `is_bounded`, a text that cannot fit the context is refused as soon as that is clear. `adds_special_tokens`
-        adds those that the tokenizer adds by itself; None means for a text, and not for a chat.
+        A text with more tokens than `max_contexts` contexts have is refused as soon as that is clear. With 1 the check
+        is rough, and `check_lengths` must follow. `adds_special_tokens` adds those that the tokenizer adds by itself;
+        None means for a text, and not for a chat.
         """
         match prompt:
             case TokenIdsPrompt(token_ids):
                 return token_ids
             case TextPrompt(text):
                 adds = True if adds_special_tokens is None else adds_special_tokens
-                return await self._tokenize("encode", text, adds_special_tokens=adds, is_bounded=is_bounded)
+                return await self._tokenize("encode", text, adds_special_tokens=adds, max_contexts=max_contexts)
             case ChatPrompt():
                 text = await self._render(prompt)
                 adds = bool(adds_special_tokens)
-                return await self._tokenize("encode_chat", text, adds_special_tokens=adds, is_bounded=is_bounded)
+                return await self._tokenize("encode_chat", text, adds_special_tokens=adds, max_contexts=max_contexts)
 
     async def spell(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences that spell any of `texts`. Raises Overloaded."""
@@ -94,24 +95,29 @@ class Prompts:
         except TextTooLong as error:
             raise self._too_long() from error
 
-    async def _tokenize(self, name: str, text: str, *, adds_special_tokens: bool, is_bounded: bool) -> Sequence[int]:
-        num_bytes = self._num_bytes(text, is_bounded=is_bounded)
-        max_tokens = self._max_context_tokens if is_bounded else None
+    async def _tokenize(self, name: str, text: str, *, adds_special_tokens: bool, max_contexts: int) -> Sequence[int]:
+        num_bytes = self._num_bytes(text, max_contexts=max_contexts)
+        max_tokens = max_contexts * self._max_context_tokens
         work = partial(self._encoder.encode, text, max_tokens=max_tokens, adds_special_tokens=adds_special_tokens)
         try:
-            return await self._threads.run(name, work, num_bytes=num_bytes)
+            token_ids = await self._threads.run(name, work, num_bytes=num_bytes)
         except TextTooLong as error:
-            raise self._too_long() from error
+            raise self._too_long(max_contexts) from error
+        if max_contexts > 1 and len(token_ids) > max_tokens:
+            raise self._too_long(max_contexts)
+        return token_ids
 
-    def _num_bytes(self, *texts: str, is_bounded: bool = True) -> int:
-        """Returns the total bytes of `texts`. Raises ContextExceeded if they are too many, if `is_bounded`."""
+    def _num_bytes(self, *texts: str, max_contexts: int = 1) -> int:
+        """Returns the total bytes of `texts`. Raises InvalidRequest if they are too many for `max_contexts`."""
         num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
-        if is_bounded and num_bytes > self._max_bytes:
-            raise self._too_long()
+        if num_bytes > max_contexts * self._max_bytes:
+            raise self._too_long(max_contexts)
         return num_bytes
 
-    def _too_long(self) -> ContextExceeded:
+    def _too_long(self, max_contexts: int = 1) -> InvalidRequest:
         most = self._max_context_tokens
+        if max_contexts > 1:
+            return InvalidRequest("prompt", f"has more than {max_contexts * most} tokens, {max_contexts} contexts")
         return ContextExceeded(
             "prompt",
             f"more than {most} tokens leave no room for output in a context of {most}",
