@@ -268,14 +268,34 @@ def _schema_text(schema: JsonSchema) -> str:
     return json.dumps(dict(schema) if isinstance(schema, Mapping) else schema.model_json_schema(), allow_nan=False)
 
 
-def parser_of(json_schema: JsonSchema | None) -> Callable[[str], Any] | None:
+def parser_of(json_schema: JsonSchema | None, request: inference_pb2.GenerateRequest) -> Callable[[str], Any] | None:
     """Returns the function that turns an answer's whole text into an object; None without a schema.
 
-    The object is of the schema's class, if the schema is one. Then the function raises what the class raises.
+    The object is of the schema's class, if the schema is one. Then the function raises what the class raises. If the
+    text is calls of the request's tools, the function returns None.
     """
     if json_schema is None:
         return None
-    return json.loads if isinstance(json_schema, str | Mapping) else json_schema.model_validate_json
+    parse: Callable[[str], Any]
+    parse = json.loads if isinstance(json_schema, str | Mapping) else json_schema.model_validate_json
+    names = [tool.name for tool in request.chat.tools]
+    if not names:
+        return parse
+    return lambda text: None if _has_calls(text, names) else parse(text)
+
+
+def _has_calls(text: str, names: Sequence[str]) -> bool:
+    """Whether an output, which is an answer in JSON or calls of these tools, is calls, in whatever form."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return True  # calls with their markers, or several calls
+    # The markers may be special tokens that the text does not show, and some models write none.
+    calls = value if isinstance(value, list) else [value]
+    return any(
+        isinstance(call, dict) and call.get("name") in names and ("arguments" in call or "parameters" in call)
+        for call in calls
+    )
 
 
 def _no_string(values: Any) -> Any:

@@ -265,12 +265,13 @@ class AsyncClient:
     ) -> Completion:
         """Run `generate` to its end and return all its output as one Completion.
 
-        With a `json_schema`, `Completion.parsed` is the object that the model wrote, after its reasoning. If the schema
-        is a class, that class may refuse the object, and its error is raised.
+        With a `json_schema`, `Completion.parsed` is the object that the model wrote, after its reasoning, or None if it
+        called tools instead. If the schema is a class, that class may refuse the object, and its error is raised.
         """
         async with self.generate(prompt, json_schema=json_schema, **options) as events:
             is_all = not (events.progress.generated_token_ids or options.get("include_stop_str_in_output"))
-            builder = CompletionBuilder(parser_of(json_schema) if is_all else None, reasoning=options.get("reasoning"))
+            parse = parser_of(json_schema, events._generation.request) if is_all else None
+            builder = CompletionBuilder(parse, reasoning=options.get("reasoning"))
             async for event in events:
                 if (completion := builder.add(event)) is not None:
                     return completion

@@ -208,6 +208,35 @@ async def test_an_answer_is_parsed_after_its_reasoning(
     assert not server.inference.requests.get(timeout=BOUND_S).sampling.shown_special_tokens
 
 
+TOOL = Tool("f")
+FORMS_OF_CALLS = [
+    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    '\n{"name": "f", "arguments": {}}\n',
+    '[{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]',
+    '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}',
+    "f{}",
+]
+
+
+@pytest.mark.parametrize("json_schema", [{}, Even], ids=["object", "class"])
+@pytest.mark.parametrize("text", FORMS_OF_CALLS)
+async def test_calls_of_tools_are_not_parsed(
+    server: ScriptedServer, either: EitherClient, json_schema: Any, text: str
+) -> None:
+    server.inference.script = [started(), delta([5], text), finished(inference_pb2.FINISH_REASON_EOS, 1)]
+    answer = await either.complete(chat=[ChatMessage("user", "Hi")], tools=iter([TOOL]), json_schema=json_schema)
+    assert (answer.parsed, answer.text) == (None, text)
+
+
+async def test_an_answer_beside_tools_is_parsed(server: ScriptedServer, either: EitherClient) -> None:
+    chat: dict[str, Any] = {"chat": [ChatMessage("user", "Hi")], "tools": [TOOL], "json_schema": Even}
+    server.inference.script = WROTE_2
+    assert (await either.complete(**chat)).parsed == Even(number=2)
+    server.inference.script = WROTE_3
+    with pytest.raises(pydantic.ValidationError, match="is odd"):
+        await either.complete(**chat)
+
+
 async def test_a_class_may_refuse_an_answer(server: ScriptedServer, either: EitherClient) -> None:
     server.inference.script = WROTE_3
     with pytest.raises(pydantic.ValidationError, match="is odd"):
