@@ -268,8 +268,9 @@ class Grammars:
 
     def vocabulary(self) -> Vocabulary:
         """Returns the vocabulary for JSON: `tokens`, each byte a character of Latin-1, the ids among them that are
-        `skipped`, and `eos_token_ids`.
+        `skipped`, and `eos_token_ids`. Raises GrammarRefused for a model that serves no grammar.
         """
+        self._check_end_tokens()
         with self._lock:
             vocabulary = self._open_vocabulary()
         return {
@@ -317,12 +318,15 @@ class Grammars:
     def _open_tokenizer(self) -> LLTokenizer:
         """Returns the library's form of the vocabulary. Call it with the lock held. Raises GrammarRefused."""
         if self._tokenizer is None:
-            if not self._eos_token_ids:
-                raise GrammarRefused("the model has no token that ends an output")
+            self._check_end_tokens()
             self._tokenizer = LLTokenizer(
                 TokenizerWrapper(self._open_vocabulary()), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
             )
         return self._tokenizer
+
+    def _check_end_tokens(self) -> None:
+        if not self._eos_token_ids:
+            raise GrammarRefused("the model has no token that ends an output")
 
     def _sound_copy(self, grammar: Grammar, num_bytes: int) -> LLMatcher:
         """Returns a new matcher that can make its first mask. Raises GrammarRefused.

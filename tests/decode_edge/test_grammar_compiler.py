@@ -112,6 +112,14 @@ async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end
     assert not list(trial_pids())
 
 
+async def test_a_model_without_end_tokens_serves_no_grammar_and_starts_no_process() -> None:
+    grammars = Grammars(byte_level, vocab_size=vocab_size(byte_level()), eos_token_ids=[])
+    async with compiler_of(grammars) as compiler:
+        with pytest.raises(InvalidRequest, match="has no token that ends an output"):
+            await compiler.matcher(SMALL)
+        assert not list(trial_pids())
+
+
 async def test_a_client_that_leaves_during_a_trial_costs_no_process() -> None:
     async with compiler_of(new_grammars()) as compiler:
         await compiler.matcher(SMALL)
