@@ -152,7 +152,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def shown_special_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of special tokens that stand in the text even so."""
+        """Special tokens whose names occur in these stand in the text even so."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -97,16 +97,15 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
     def special_ids(self) -> frozenset[int]:
         return self._special_ids
 
-    def showing(self, names: Collection[str] | None) -> TokenDecoder:
-        """Returns the same decoder, except that the special tokens with these names are text: their names. None means
-        all special tokens. A name that is no special token's counts for nothing.
+    def showing(self, texts: Collection[str] | None) -> TokenDecoder:
+        """Returns the same decoder, except that the special tokens whose names occur in these texts are text: their
+        names. None means all special tokens.
         """
-        shown = self._special_ids if names is None else self._special_ids.intersection(map(self._id_of, names))
+        shown = self._special_ids
+        if texts is not None:
+            joined = "\0".join(texts)
+            shown = frozenset(token_id for name, token_id in self.special_tokens.items() if name in joined)
         return _ShowingSpecialTokens(self, self._backend, shown) if shown else self
-
-    def _id_of(self, name: str) -> int | None:
-        token_id: int | None = self._backend.token_to_id(name)
-        return token_id
 
     def is_skipped(self, token_id: int) -> bool:
         return token_id in self._special_ids or self._backend.id_to_token(token_id) is None

@@ -24,6 +24,7 @@ from common.wire.codec_rows import grammar_of, reasoning_of
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_SHOWN_SPECIAL_TOKENS = 32
+MAX_SHOWN_CHARS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_BIAS = 100.0
 
@@ -128,6 +129,8 @@ def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
 def _shown_special_tokens(names: Sequence[str]) -> tuple[str, ...]:
     if len(names) > MAX_SHOWN_SPECIAL_TOKENS:
         raise InvalidRequest("sampling.shown_special_tokens", f"more than {MAX_SHOWN_SPECIAL_TOKENS} names")
+    if any(len(name) > MAX_SHOWN_CHARS for name in names):
+        raise InvalidRequest("sampling.shown_special_tokens", f"each must have at most {MAX_SHOWN_CHARS} characters")
     return tuple(names)
 
 

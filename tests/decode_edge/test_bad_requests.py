@@ -239,7 +239,7 @@ def test_a_request_without_prompt_is_refused() -> None:
         ("presence_penalty", [-2.5, 2.5, NAN]),
         ("frequency_penalty", [-2.5, 2.5, NAN]),
         ("logprobs", [65, 2**32 - 1]),
-        ("shown_special_tokens", [["<pad>"] * 33]),
+        ("shown_special_tokens", [["<pad>"] * 33, ["x" * 257]]),
         ("prompt_logprobs", [65, 2**32 - 1]),
         ("stop", [[""], ["x" * 257], [str(n) for n in range(17)]]),
         ("stop_token_ids", [[100], list(range(64))]),

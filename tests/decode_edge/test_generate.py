@@ -252,6 +252,7 @@ async def test_a_request_chooses_whether_its_text_has_special_tokens_and_what_en
         {"skip_special_tokens": False, "include_stop_str_in_output": True},
         {"shown_special_tokens": ["<pad>", "a", "nobody's"], "include_stop_str_in_output": True},
         {"shown_special_tokens": ["<eos>"], "include_stop_str_in_output": True},
+        {"shown_special_tokens": ["<eos>b<pad>"], "include_stop_str_in_output": True},
     ):
         call = edge.generate(sampling=sampling(**options))
         submit = await edge.engine.submitted(len(texts) + 1)
@@ -261,7 +262,7 @@ async def test_a_request_chooses_whether_its_text_has_special_tokens_and_what_en
         texts.append(text_of(events))
         assert ids_in(events) == [A, pad, B, eos]
 
-    assert texts == ["ab", "ab", "a<pad>b", "a<pad>b<eos>", "a<pad>b", "ab<eos>"]
+    assert texts == ["ab", "ab", "a<pad>b", "a<pad>b<eos>", "a<pad>b", "ab<eos>", "a<pad>b<eos>"]
 
 
 async def test_the_text_ends_with_the_stop_string_when_asked_for(edge: Edge) -> None:
