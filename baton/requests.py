@@ -11,6 +11,7 @@ from baton.errors import InvalidArgument
 from baton.v1 import inference_pb2, types_pb2
 from common.grammar.reasoning import Reasoning
 from common.text.chat_messages import ChatMessage, Tool, ToolChoice
+from common.text.output_formats import FINAL, START
 
 _GRAMMARS = ("json_schema", "regex", "choice", "ebnf", "lark")
 _LISTS = ("stop", "stop_token_ids", "shown_special_tokens", "bad_words", "allowed_token_ids")
@@ -248,8 +249,9 @@ def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
                 setattr(params, name, value)
         except (TypeError, ValueError) as error:
             raise _invalid(f"sampling.{name}", str(error)) from error
-    if params.HasField("reasoning") and sampling.get("shown_special_tokens") is None:
-        params.shown_special_tokens.extend(filter(None, (params.reasoning.start, params.reasoning.end)))
+    if sampling.get("shown_special_tokens") is None:
+        header = f"{START}{FINAL}" if params.HasField("json_schema") else ""  # a part of some models' answers
+        params.shown_special_tokens.extend(filter(None, (params.reasoning.start, params.reasoning.end, header)))
     return params
 
 

@@ -21,6 +21,7 @@ from baton.events import (
 )
 from baton.v1 import inference_pb2
 from common.grammar.reasoning import Reasoning
+from common.text.output_formats import without_header
 
 
 class EventOrder:
@@ -102,6 +103,6 @@ class CompletionBuilder:
                     usage=event.usage,
                     timings=event.timings,
                     speculation=event.speculation,
-                    parsed=self._parse(answer) if is_whole and self._parse is not None else None,
+                    parsed=self._parse(without_header(answer)) if is_whole and self._parse is not None else None,
                 )
         return None

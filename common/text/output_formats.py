@@ -43,6 +43,7 @@ class OutputFormat:
 
 CALL_ID, ARGUMENTS = "[CALL_ID]", "[ARGS]"
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+FINAL = f"{CHANNEL}final{MESSAGE}"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 _THINK = Section("<think>", "</think>")
@@ -74,6 +75,12 @@ _SIGNS: Sequence[tuple[Sequence[str], OutputFormat]] = (
     (("<|start_header_id|>", '"parameters"'), LLAMA3),
 )
 """What the chat templates of a family contain. The first match counts."""
+
+
+def without_header(answer: str) -> str:
+    """Returns the words of an answer, which in channels come after the header of the final message."""
+    has_header = answer.startswith((START, CHANNEL)) and FINAL in answer
+    return answer.partition(FINAL)[2] if has_header else answer
 
 
 def format_of_template(source: str) -> OutputFormat:

@@ -3,7 +3,8 @@
 required     calls
 else         words, calls, words ...; or what the grammar of an answer says, or calls
 
-In both the names are those of tools, and arguments fit where they must.
+In both the names are those of tools, and arguments fit where they must. An answer without tools is here where the
+family writes it with a header.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from llguidance import regex_to_lark
+
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
 from common.text.chat_messages import Tool, ToolChoice, json_object
-from common.text.output_formats import ARGUMENTS, CHANNEL, CONSTRAIN, MESSAGE, START, OutputFormat
+from common.text.output_formats import ARGUMENTS, CHANNEL, CONSTRAIN, FINAL, MESSAGE, START, OutputFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,28 @@ class ToolGrammars:
         lines.append(f"function: {' | '.join(f'f{index}' for index in range(len(functions)))}")
         return Grammar(GrammarKind.LARK, "\n".join(lines), made_of="chat.tools")
 
+    def answer(self, grammar: Grammar | None) -> Grammar | None:
+        """Returns the grammar of a chat's output without tools: `grammar`, that of its answer, in the message in which
+        the model's family writes an answer.
+
+        Grammars in Lark and EBNF say all of the output, so they are returned as they are. Raises InvalidRequest.
+        """
+        if grammar is None or not self._form.has_channels:
+            return grammar
+        lines: list[str] = []
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                answer = _answer(grammar)
+            case GrammarKind.REGEX if grammar.text:
+                answer = f"/{regex_to_lark(grammar.text, use_ascii='')}/"
+            case GrammarKind.CHOICE if grammar.choices and all(grammar.choices):
+                answer = "CHOICE"
+                lines.append(f"CHOICE: {' | '.join(map(json.dumps, grammar.choices))}")
+            case _:
+                return grammar
+        lines += self._messages(self._final(answer))
+        return Grammar(GrammarKind.LARK, "\n".join(lines), made_of=grammar.request_field)
+
     @property
     def _calls(self) -> _Calls:
         """The text of calls in the model's form. Raises InvalidRequest if they have none."""
@@ -101,11 +126,8 @@ class ToolGrammars:
         if not f"{calls.opens}{calls.before}".startswith(marker):
             marker = ""  # calls are written without it
         if form.has_channels:
-            new, head, body = (self._text(each) for each in (f"{START}assistant", CHANNEL, MESSAGE))
-            # What comes before it the prompt has, or reasoning before the grammar's beginning leaves to it.
-            yield f'thought: {head} ("analysis" | "commentary") {body} {_WORDS} {self._text(_END)} {new}'
-            final = "" if choice.required else f' | {head} "final" {body} {_answer(answer) or _WORDS}'
-            yield f"start: ({new})? thought* ({all_calls}{final})"
+            final = "" if choice.required else f" | {self._final(_answer(answer) or _WORDS)}"
+            yield from self._messages(f"{all_calls}{final}")
         elif choice.required:
             yield f"start: {_AFTER_REASONING}? {all_calls}"
         elif answer is not None:
@@ -122,6 +144,16 @@ class ToolGrammars:
                 yield f"start: (begun {rest} function {after})* {_WORDS}"
             else:
                 yield f"start: {_WORDS} | begun {rest} function {after}"
+
+    def _messages(self, last: str) -> Iterator[str]:
+        """Yields the rules of an output in channels. `last` says what its last message is."""
+        new, head, body = (self._text(each) for each in (f"{START}assistant", CHANNEL, MESSAGE))
+        # What comes before it the prompt has, or reasoning before the grammar's beginning leaves to it.
+        yield f'thought: {head} ("analysis" | "commentary") {body} {_WORDS} {self._text(_END)} {new}'
+        yield f"start: ({new})? thought* ({last})"
+
+    def _final(self, answer: str) -> str:
+        return f"{self._text(FINAL)} {answer}"
 
     def _text(self, text: str) -> str:
         """Returns a text in the grammar's language: as strings, and as tokens where it names special ones."""

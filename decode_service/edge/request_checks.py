@@ -117,6 +117,9 @@ def check_request(
         if grammar is not None and request.sampling.ignore_eos:
             raise InvalidRequest("sampling.ignore_eos", "does not go with tools whose calls are bound to fit")
         sampling = replace(sampling, resolved=replace(sampling.resolved, grammar=grammar))
+    elif isinstance(prompt, ChatPrompt) and not prompt.options.continue_final_message:
+        grammar = tool_grammars.answer(sampling.resolved.grammar)
+        sampling = replace(sampling, resolved=replace(sampling.resolved, grammar=grammar))
     return CheckedRequest(
         request_id=_request_id(request),
         prompt=prompt,

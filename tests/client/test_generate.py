@@ -237,6 +237,17 @@ async def test_an_answer_beside_tools_is_parsed(server: ScriptedServer, either: 
         await either.complete(**chat)
 
 
+async def test_an_answer_in_channels_is_parsed_after_its_header(server: ScriptedServer, either: EitherClient) -> None:
+    reasoning = Reasoning("<|channel|>analysis<|message|>", "<|end|>")
+    said = '<|channel|>analysis<|message|>2?<|end|><|start|>assistant<|channel|>final<|message|>{"number": 2}'
+    server.inference.script = [started(), delta([5], said), finished(inference_pb2.FINISH_REASON_EOS, 1)]
+    given: list[dict[str, Any]] = [{}, {"reasoning": reasoning}]
+    for options in given:
+        assert (await either.complete("Hi", json_schema={}, **options)).parsed == {"number": 2}
+        shown = "".join(server.inference.requests.get(timeout=BOUND_S).sampling.shown_special_tokens)
+        assert all(each in shown for each in ("<|start|>", "<|channel|>", "<|message|>"))
+
+
 async def test_a_class_may_refuse_an_answer(server: ScriptedServer, either: EitherClient) -> None:
     server.inference.script = WROTE_3
     with pytest.raises(pydantic.ValidationError, match="is odd"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from baton.v1 import inference_pb2
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
@@ -19,6 +20,7 @@ from common.text.grammars import GrammarRefused, Grammars
 from common.text.output_formats import FORMATS
 from common.text.tokenizer import TextTokenizer
 from common.text.tool_grammars import ToolGrammars
+from decode_service.edge.request_checks import ModelLimits, check_request
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
 
 SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"], "additionalProperties": False}
@@ -176,6 +178,46 @@ def test_what_an_answer_must_be_does_not_bind_calls(name: str) -> None:
     assert family.fits(grammar, says) and family.fits(grammar, call(name))
     assert not family.fits(grammar, words(name))
     assert not family.fits(family.writes.grammar([ADD], REQUIRED, answer), says)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fitting", "other"),
+    [
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"enum": [7, "</>"]}'), ["7", '"</>"'], "8"),
+        (Grammar(GrammarKind.REGEX, r"a/[0-9]+|\/b\\n"), ["a/12", r"/b\n"], "a"),
+        (Grammar.of_choices(["yes", 'n"o']), ["yes", 'n"o'], "n"),
+    ],
+)
+def test_in_channels_an_answer_without_tools_has_its_header(answer: Grammar, fitting: list[str], other: str) -> None:
+    family = Family("harmony")
+    grammar, final = family.writes.answer(answer), "<|channel|>final<|message|>"
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    for text in fitting:
+        assert family.fits(grammar, final + text) and family.fits(grammar, thought + final + text)
+        assert family.fits(grammar, thought + final + text, Reasoning("<|channel|>analysis<|message|>", "<|end|>"))
+        assert not family.fits(grammar, text)
+    assert not family.fits(grammar, final + other)
+    assert grammar is not None and grammar.request_field == answer.request_field
+
+
+def test_a_chat_without_tools_asks_for_an_answer_with_its_header() -> None:
+    writes, limits = Family("harmony").writes, ModelLimits(9, 64, eos_token_ids=(1,))
+    schema = Grammar(GrammarKind.JSON_SCHEMA, "{}")
+    user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "{"}
+
+    def grammar_of(**prompt: Any) -> Grammar | None:
+        request = inference_pb2.GenerateRequest(**prompt, sampling={"json_schema": "{}"})
+        return check_request(request, limits, writes).sampling.resolved.grammar
+
+    assert grammar_of(chat={"messages": [user]}) == writes.answer(schema) != schema
+    assert grammar_of(chat={"messages": [user, assistant], "continue_final_message": True}) == schema
+    assert grammar_of(text="hi") == schema
+
+
+def test_without_channels_and_in_a_grammar_s_own_language_an_answer_has_no_header() -> None:
+    schema, lark = Grammar(GrammarKind.JSON_SCHEMA, "{}"), Grammar(GrammarKind.LARK, 'start: "a"')
+    assert Family("hermes").writes.answer(schema) is schema
+    assert Family("harmony").writes.answer(lark) is lark
 
 
 def test_an_answer_of_another_kind_does_not_go_with_calls() -> None:
