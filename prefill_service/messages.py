@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.grammar.matcher import Matcher
-from common.wire.handoff import Frame, HandoffRow
+from common.wire.handoff import Frame, HandoffRow, RowFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +14,33 @@ class OpenCall:
     RowFailed may also follow PrebuiltBatch, if KV cannot be sent.
 
     RowStarted and ChunkComputed are posted only for `traced_rows`. With `shares_memory` the receiver can read the pool.
-    `matchers` has those of rows whose sampling is constrained, by their index; they belong to the engine from now on.
+    A row whose sampling is constrained waits for its GiveMatcher, or ends with FailRow.
     """
 
     call_id: str
     rows: tuple[HandoffRow, ...]
     traced_rows: frozenset[int] = frozenset()
     shares_memory: bool = False  # the receiver can read this service's KV pool
-    matchers: Mapping[int, Matcher] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GiveMatcher:
+    """Gives a row whose sampling is constrained its matcher. `row` is its index in the rows of the OpenCall.
+
+    The matcher has accepted the output in the row's token ids. It belongs to the engine from now on.
+    """
+
+    call_id: str
+    row: int
+    matcher: Matcher
+
+
+@dataclass(frozen=True, slots=True)
+class FailRow:
+    """Fails a row for which no matcher could be made. `failed.row` is its index in the rows of the OpenCall."""
+
+    call_id: str
+    failed: RowFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +79,7 @@ class Drain:
     """Makes the engine refuse new calls (RowFailed DRAINING, retryable) and finish the others."""
 
 
-Command = OpenCall | CancelCallRows | CloseCall | SegmentBytesSent | SegmentsReturned | Drain
+Command = OpenCall | GiveMatcher | FailRow | CancelCallRows | CloseCall | SegmentBytesSent | SegmentsReturned | Drain
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ class Prompt:
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
     cache, and `num_kept_tokens` those whose KV was found or left there; while it is queued, those that it would have
     found when it arrived. `awaited` is the KV of its first tokens that it waits for, because another prompt computes it
-    now. If its output is constrained, its `matcher` has accepted the output in `row.token_ids`.
+    now. If its output is constrained, it is queued until it has its `matcher`, which has accepted the output in
+    `row.token_ids`.
     """
 
     call_id: str

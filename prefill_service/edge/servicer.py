@@ -1,7 +1,7 @@
 """Serves Handoff, GetFingerprint and GetLoad, and connects the calls to the prefill engine.
 
 receiver ──PrefillBatch, CancelRows, ReleaseSegments──▶ servicer
-         servicer ──OpenCall, CancelCallRows, SegmentBytesSent, SegmentsReturned, CloseCall──▶ engine
+         servicer ──OpenCall, GiveMatcher, FailRow, CancelCallRows, SegmentBytesSent, SegmentsReturned, CloseCall──▶ engine
 receiver ◀──Accepted, frames in order── servicer ◀───────────── FrameReady, CallDone ───────────────────── engine
 """
 
@@ -51,6 +51,8 @@ from prefill_service.messages import (
     CloseCall,
     Command,
     Event,
+    FailRow,
+    GiveMatcher,
     OpenCall,
     SegmentBytesSent,
     SegmentsReturned,
@@ -66,12 +68,14 @@ class HandoffLimits:
     """The bounds of one handoff call.
 
     It has at most `max_rows` rows. It fails if its first command does not come within `first_command_timeout_s`, or if
-    for `stall_timeout_s` the receiver takes no frame, or returns no lent segment after the last frame.
+    for `stall_timeout_s` the receiver takes no frame, or returns no lent segment after the last frame. A row whose
+    matcher is not made within `matcher_timeout_s` fails alone; until then the receiver may get no frame.
     """
 
     max_rows: int = MAX_CALL_ROWS
     first_command_timeout_s: float = 10.0
     stall_timeout_s: float = 60.0
+    matcher_timeout_s: float = 15.0  # longer than a grammar may wait for its turn
 
 
 class PrefillServicer:
@@ -185,7 +189,6 @@ class PrefillServicer:
         batch = await self._first_command(context)
         with self._edge_track.span("check_rows", rows=len(batch.rows)):
             rows = self._checked_rows(batch)
-        rows, matchers = await self._with_matchers(rows)
         numbering = RowNumbering(rows)
         call = HandoffCall(f"{self._instance_id}/{next(self._call_numbers)}", numbering, RowTraces(self._tracer))
         if not numbering.accepted:
@@ -200,10 +203,16 @@ class PrefillServicer:
                 numbering.accepted,
                 frozenset(numbering.for_engine(sorted(traced))),
                 shares_memory=self._can_read_the_pool(batch),
-                matchers={numbering.for_engine([row])[0]: matcher for row, matcher in matchers.items()},
             )
         )
-        commands = asyncio.create_task(self._follow_commands(context, call))
+        beside = [
+            asyncio.create_task(self._follow_commands(context, call)),
+            *(
+                asyncio.create_task(self._make_matcher(call, index, row))
+                for index, row in enumerate(numbering.accepted)
+                if row.sampling.is_constrained
+            ),
+        ]
         is_complete = False
         try:
             await self._write_opening(context, call)
@@ -215,7 +224,8 @@ class PrefillServicer:
                     self._engine.post(SegmentBytesSent(call.call_id, frame.num_bytes))
             is_complete = True
         finally:
-            commands.cancel()
+            for task in beside:
+                task.cancel()
             call.traces.close()
             del self._calls[call.call_id]
             if not is_complete:
@@ -264,29 +274,36 @@ class PrefillServicer:
             for index, row in enumerate(batch.rows)
         ]
 
-    async def _with_matchers(
-        self, rows: list[HandoffRow | RowFailed]
-    ) -> tuple[list[HandoffRow | RowFailed], dict[int, Matcher]]:
-        """Returns the rows and the matchers of those that need one. A row whose grammar is refused, or finds too many
-        waiting, fails alone; so does one whose output is against its rules.
+    async def _make_matcher(self, call: HandoffCall, index: int, row: HandoffRow) -> None:
+        """Makes the matcher of a constrained row, which is number `index` for the engine, and posts it.
+
+        A row whose grammar is refused, or comes too late, fails alone; so does one whose output is against its rules.
         """
-        checked, matchers = rows.copy(), {}
-        for index, row in enumerate(rows):
-            if isinstance(row, HandoffRow) and row.sampling.is_constrained:
-                try:
-                    output_ids, sampling = row.token_ids[row.prompt_len :], row.sampling
-                    matcher: Matcher | None = None
-                    if sampling.constrains_text:
-                        matcher = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning)
-                    if (rules := sampling.token_rules) is not None:
-                        matcher = ruled(matcher, rules, output_ids, vocab_size=self._model_limits.vocab_size)
-                    assert matcher is not None
-                    matchers[index] = matcher
-                except InvalidRequest as error:
-                    checked[index] = invalid_row(index, str(error))
-                except Overloaded as error:
-                    checked[index] = no_room_for_row(index, str(error))
-        return checked, matchers
+        command: Command
+        try:
+            async with asyncio.timeout(self._limits.matcher_timeout_s):
+                command = GiveMatcher(call.call_id, index, await self._matcher(row))
+        except InvalidRequest as error:
+            command = FailRow(call.call_id, invalid_row(index, str(error)))
+        except Overloaded as error:
+            command = FailRow(call.call_id, no_room_for_row(index, str(error)))
+        except TimeoutError:
+            message = f"its matcher was not made within {self._limits.matcher_timeout_s} s"
+            command = FailRow(call.call_id, no_room_for_row(index, message))
+        except Exception as error:
+            call.fail(EngineFault(f"making a matcher failed: {error!r}"))
+            return
+        self._engine.post(command)
+
+    async def _matcher(self, row: HandoffRow) -> Matcher:
+        output_ids, sampling = row.token_ids[row.prompt_len :], row.sampling
+        matcher: Matcher | None = None
+        if sampling.constrains_text:
+            matcher = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning)
+        if (rules := sampling.token_rules) is not None:
+            matcher = ruled(matcher, rules, output_ids, vocab_size=self._model_limits.vocab_size)
+        assert matcher is not None
+        return matcher
 
     async def _follow_commands(self, context: HandoffContext, call: HandoffCall) -> None:
         """Forwards cancellations and returned segments until the receiver closes its side. An invalid command fails the

@@ -45,7 +45,9 @@ from prefill_service.messages import (
     Command,
     Drain,
     Event,
+    FailRow,
     FrameReady,
+    GiveMatcher,
     OpenCall,
     RowStarted,
     SegmentBytesSent,
@@ -252,6 +254,13 @@ class PrefillEngine:
         match command:
             case OpenCall():
                 self._open_call(command)
+            case GiveMatcher(call_id, row, matcher):
+                if (prompt := self._calls.get(call_id, {}).get(row)) is not None:  # else it has ended
+                    prompt.matcher = matcher
+            case FailRow(call_id, failed):
+                if (prompt := self._calls.get(call_id, {}).get(failed.row)) is not None:
+                    self._fail(prompt, failed.reason, failed.message, retryable=failed.retryable)
+                    self._end_call_if_done(call_id)
             case CancelCallRows(call_id, rows):
                 prompts = self._calls.get(call_id, {})
                 for index in rows:
@@ -278,14 +287,7 @@ class PrefillEngine:
         prompts = self._calls[command.call_id] = {}
         for index, row in enumerate(command.rows):
             is_traced = index in command.traced_rows
-            prompt = Prompt(
-                command.call_id,
-                index,
-                row,
-                arrived_s=self._clock(),
-                is_traced=is_traced,
-                matcher=command.matchers.get(index),
-            )
+            prompt = Prompt(command.call_id, index, row, arrived_s=self._clock(), is_traced=is_traced)
             prompts[index] = prompt
             num_queued = self._lives.num_in(PromptPhase.QUEUED)
             self._lives.admit(prompt)
@@ -326,7 +328,9 @@ class PrefillEngine:
             self._unseeded[prompt] = None
 
     def _waits(self, prompt: Prompt) -> bool:
-        """Returns whether the prompt should wait, because another one computes much of its KV now."""
+        """Returns whether the prompt should wait for its matcher, or for KV that another one computes now."""
+        if prompt.sampling.is_constrained and prompt.matcher is None:
+            return True
         if prompt.awaited is not None and not prompt.awaited.is_over:
             return True
         computing = self._lives.in_phase(PromptPhase.COMPUTING)

@@ -31,7 +31,7 @@ from decode_service.handoff.status_errors import error_info
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.messages import CancelCallRows, SegmentBytesSent
+from prefill_service.messages import CancelCallRows, Command, FailRow, GiveMatcher, SegmentBytesSent
 from tests.handoff.samples import FINGERPRINT, SEGMENT_BYTES, failed, prebuilt, row, segment
 from tests.handoff.scripted_prefill import BOUND_S, ScriptedPrefill
 from tests.support.prefill_edge import running_prefill_edge
@@ -207,9 +207,6 @@ INVALID_ROWS = {
     "token id 995 is not below": replace(
         row(), sampling=replace(row().sampling, token_rules=TokenRules(forbidden=((1,), (995, 2))))
     ),
-    "generated_token_ids: token 127 at index 1 is not allowed": replace(
-        row(), prompt_len=126, sampling=replace(row().sampling, token_rules=TokenRules(forbidden=((126, 127),)))
-    ),
     "token_ids: is empty": replace(row(), token_ids=()),
     "prompt_len: 129 is not in": replace(row(), prompt_len=129),
 }
@@ -265,6 +262,22 @@ async def test_rows_beside_an_invalid_one_keep_their_numbers(edge: Edge) -> None
     assert edge.prefill.sent_bytes() == 2 * SEGMENT_BYTES, "the cancelled row's segment returns its budget too"
 
 
+def constrained(text: str) -> HandoffRow:
+    brought = replace(row(text), prompt_len=126)
+    return replace(brought, sampling=replace(brought.sampling, grammar=Grammar(GrammarKind.REGEX, text)))
+
+
+async def matchers_of(edge: Edge, count: int) -> dict[int, Any]:
+    """The matcher of each row that has got one, or its RowFailed, in the order of the rows. Waits for `count`."""
+
+    def made(commands: list[Command]) -> dict[int, Any]:
+        given = {command.row: command.matcher for command in commands if isinstance(command, GiveMatcher)}
+        failed = {command.failed.row: command.failed for command in commands if isinstance(command, FailRow)}
+        return dict(sorted((given | failed).items()))
+
+    return made(await asyncio.to_thread(edge.prefill.commands.wait_until, lambda commands: len(made(commands)) >= count))
+
+
 async def test_rows_whose_grammars_find_no_matcher_fail_alone() -> None:
     async def new_matcher(grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None) -> Any:
         match grammar.text if grammar else "":
@@ -272,33 +285,68 @@ async def test_rows_whose_grammars_find_no_matcher_fail_alone() -> None:
                 raise InvalidRequest("sampling.regex", "is bad")
             case "late":
                 raise Overloaded("grammars wait")
+            case "never":
+                await asyncio.Event().wait()
         return grammar, reasoning, list(output_ids)
-
-    def constrained(text: str) -> HandoffRow:
-        brought = replace(row(text), prompt_len=126)
-        return replace(brought, sampling=replace(brought.sampling, grammar=Grammar(GrammarKind.REGEX, text)))
 
     def limited(max_tokens: int | None) -> HandoffRow:
         reasoning = Reasoning("<r>", "</r>", is_open=False, max_tokens=max_tokens)
         return replace(row("limited"), sampling=replace(row("limited").sampling, reasoning=reasoning))
 
-    rows = (constrained("bad"), row("free"), constrained("late"), constrained("good"), limited(None), limited(3))
+    named = [constrained(text) for text in ("bad", "late", "never", "good")]
+    rows = (row("free"), *named, limited(None), limited(3))
+    async with serve(HandoffLimits(matcher_timeout_s=0.05), new_matcher=new_matcher) as edge:
+        call = await edge.open(*rows)
+        (opened,) = await asyncio.to_thread(edge.prefill.opened)
+        assert opened.rows == rows
+        refused, *late, good, three = (await matchers_of(edge, 5)).items()
+        assert (refused[0], refused[1].reason, refused[1].retryable) == (1, RowFailure.INVALID_ROW, False)
+        assert [(index, failed.reason, failed.retryable) for index, failed in late] == [
+            (2, RowFailure.CAPACITY, True),
+            (3, RowFailure.CAPACITY, True),
+        ]
+        assert good == (4, (Grammar(GrammarKind.REGEX, "good"), None, [126, 127]))
+        assert three == (6, (None, Reasoning("<r>", "</r>", is_open=False, max_tokens=3), []))
+        edge.prefill.finish(opened.call_id)
+        await ends_well(call)
+
+
+async def test_a_call_is_accepted_and_its_other_rows_are_served_while_a_grammar_is_compiled() -> None:
+    compiled = asyncio.Event()
+
+    async def new_matcher(grammar: Grammar, output_ids: Sequence[int], reasoning: Reasoning | None) -> Any:
+        if grammar.text == "slow":
+            await compiled.wait()
+        return grammar.text
+
+    rows = (constrained("slow"), constrained("fast"))
     async with serve(HandoffLimits(), new_matcher=new_matcher) as edge:
         call = await edge.open(*rows)
         assert isinstance(await read(call, rows), Accepted)
-        refused = [await read(call, rows) for _ in range(2)]
-        assert [(each.row, each.reason, each.retryable) for each in refused if isinstance(each, RowFailed)] == [
-            (0, RowFailure.INVALID_ROW, False),
-            (2, RowFailure.CAPACITY, True),
-        ]
-        (opened,) = await asyncio.to_thread(edge.prefill.opened)
-        assert opened.rows == (rows[1], *rows[3:])
-        assert opened.matchers == {
-            1: (Grammar(GrammarKind.REGEX, "good"), None, [126, 127]),
-            3: (None, Reasoning("<r>", "</r>", is_open=False, max_tokens=3), []),
-        }
-        edge.prefill.finish(opened.call_id)
+        assert await matchers_of(edge, 1) == {1: "fast"}
+        compiled.set()
+        assert await matchers_of(edge, 2) == {0: "slow", 1: "fast"}
+        edge.prefill.finish(await edge.opened())
         await ends_well(call)
+
+
+async def test_output_against_the_rows_rules_fails_it_for_good(edge: Edge) -> None:
+    rules = TokenRules(forbidden=((126, 127),))
+    await edge.open(replace(row(), prompt_len=126, sampling=replace(row().sampling, token_rules=rules)))
+    failed = (await matchers_of(edge, 1))[0]
+    assert (failed.reason, failed.retryable) == (RowFailure.INVALID_ROW, False)
+    assert failed.message == "generated_token_ids: token 127 at index 1 is not allowed"
+
+
+async def test_a_matcher_that_cannot_be_made_because_of_a_defect_fails_the_call() -> None:
+    async def new_matcher(grammar: Grammar, output_ids: Sequence[int], reasoning: Reasoning | None) -> Any:
+        raise KeyError("defect")
+
+    async with serve(HandoffLimits(), new_matcher=new_matcher) as edge:
+        status = await status_of(await edge.open(constrained("any")))
+        assert status.code() == grpc.StatusCode.INTERNAL
+        assert "defect" in (status.details() or "")
+        assert edge.prefill.num_closed() == 1
 
 
 # ---- how a call ends ------------------------------------------------------------------------------------------------

@@ -112,12 +112,11 @@ class _PrefillInbox:
         self.owed_bytes: dict[str, int] = {}
 
     def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None:
-        matchers = {
-            index: self._new_matcher(row.sampling, row.token_ids[row.prompt_len :])
-            for index, row in enumerate(rows)
-            if row.sampling.is_constrained
-        }
-        self.commands.append(prefill.OpenCall(call_id, rows, matchers=matchers))
+        self.commands.append(prefill.OpenCall(call_id, rows))
+        for index, row in enumerate(rows):
+            if row.sampling.is_constrained:
+                matcher = self._new_matcher(row.sampling, row.token_ids[row.prompt_len :])
+                self.commands.append(prefill.GiveMatcher(call_id, index, matcher))
 
     def cancel(self, call_id: str, rows: tuple[int, ...]) -> None:
         self.commands.append(prefill.CancelCallRows(call_id, rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from typing import get_args
+from typing import cast, get_args
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import pytest
 import decode_service.messages as decode
 import prefill_service.messages as prefill
 from common.errors import EngineFault, FingerprintMismatch, InvalidRequest, RowFailure
+from common.grammar.matcher import Matcher
 from common.kv.shared_kv import PoolTicket, SharedKv
 from common.request_stats import Timings
 from common.sampling.params import ResolvedSampling, TokenLogprobs
@@ -38,6 +39,8 @@ FRAMES = (
 SAMPLES: tuple[object, ...] = (
     *FRAMES,
     prefill.OpenCall("call", ROWS),
+    prefill.GiveMatcher("call", 0, cast(Matcher, "a matcher")),
+    prefill.FailRow("call", RowFailed(1, RowFailure.CAPACITY, True, 5, "why")),
     prefill.CancelCallRows("call", (0,)),
     prefill.CloseCall("call"),
     prefill.SegmentBytesSent("call", 3),
