@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain
 
 from common.errors import InvalidRequest
 from common.grammar.matcher import Mask, Matcher, allows, forbid, mask_of
@@ -17,8 +18,9 @@ class RuledMatcher:
         # Tokens that are allowed wherever they come: forbidden sequences of one token are taken out.
         self._always = mask_of(rules.allowed_ids or range(vocab_size), vocab_size)
         forbid(self._always, (sequence[0] for sequence in rules.forbidden if len(sequence) == 1))
-        self._after = _by_last_but_one(rules.forbidden)
-        self._longest = max(map(len, rules.forbidden), default=1) - 1
+        self._after = _by_beginning(rules.forbidden)
+        self._lens = sorted(set(map(len, self._after)))
+        self._longest = max(self._lens, default=0)
         self._tail: tuple[int, ...] = ()  # the last tokens of the output, as many as a forbidden sequence begins with
         self._text = text
         self._is_stuck = False
@@ -46,7 +48,7 @@ class RuledMatcher:
         else:
             self._text.fill(mask)
             mask &= self._always
-        forbid(mask, self._forbidden_now())
+        forbid(mask, chain.from_iterable(self._forbidden_now()))
         self._is_stuck = not mask.any()
 
     def replay(self, output_ids: Sequence[int]) -> None:
@@ -61,13 +63,13 @@ class RuledMatcher:
             self._tail = (*self._tail, token_id)[-self._longest :]
 
     def _allows(self, token_id: int) -> bool:
-        return allows(self._always, token_id) and token_id not in self._forbidden_now()
+        return allows(self._always, token_id) and not any(token_id in ids for ids in self._forbidden_now())
 
-    def _forbidden_now(self) -> Iterator[int]:
-        """Yields the tokens that would complete a forbidden sequence of several tokens."""
-        for beginning, token_id in self._after.get(self._tail[-1], ()) if self._tail else ():
-            if self._tail[-len(beginning) :] == beginning:
-                yield token_id
+    def _forbidden_now(self) -> Iterator[Set[int]]:
+        """Yields the tokens that would complete a forbidden sequence of several tokens, by the sequence's length."""
+        for length in self._lens:
+            if found := self._after.get(self._tail[-length:]):
+                yield found
 
 
 def ruled(text: Matcher | None, rules: TokenRules, output_ids: Sequence[int], *, vocab_size: int) -> RuledMatcher:
@@ -79,12 +81,10 @@ def ruled(text: Matcher | None, rules: TokenRules, output_ids: Sequence[int], *,
     return matcher
 
 
-def _by_last_but_one(
-    sequences: Sequence[tuple[int, ...]],
-) -> Mapping[int, Sequence[tuple[tuple[int, ...], int]]]:
-    """Returns the sequences of several tokens as (beginning, last token), by the last token of the beginning."""
-    found: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+def _by_beginning(sequences: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Set[int]]:
+    """Returns the last tokens of the sequences of several tokens, by the tokens before them."""
+    found: dict[tuple[int, ...], set[int]] = {}
     for *beginning, last in sequences:
         if beginning:
-            found.setdefault(beginning[-1], []).append((tuple(beginning), last))
+            found.setdefault(tuple(beginning), set()).add(last)
     return found

@@ -196,7 +196,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if sampling.constrains_text:
             matcher = await self._matcher(live, sampling, checked.generated_token_ids, self._client_of(context))
         if (token_rules := sampling.token_rules) is not None:
-            matcher = ruled(matcher, token_rules, checked.generated_token_ids, vocab_size=self._limits.vocab_size)
+            output_ids = checked.generated_token_ids
+            apply = partial(ruled, matcher, token_rules, output_ids, vocab_size=self._limits.vocab_size)
+            matcher = await self._prompts.replay(apply, num_tokens=len(output_ids))
         self._live_requests.submit(
             live,
             output=output,

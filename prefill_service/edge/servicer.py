@@ -301,7 +301,8 @@ class PrefillServicer:
         if sampling.constrains_text:
             matcher = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning)
         if (rules := sampling.token_rules) is not None:
-            matcher = ruled(matcher, rules, output_ids, vocab_size=self._model_limits.vocab_size)
+            vocab_size = self._model_limits.vocab_size
+            matcher = await asyncio.to_thread(ruled, matcher, rules, output_ids, vocab_size=vocab_size)
         assert matcher is not None
         return matcher
 

@@ -14,9 +14,10 @@ import pytest
 from baton.v1 import inference_pb2, types_pb2
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
+from common.telemetry.timeline import TOKENIZE, Timeline
 from common.text.grammars import GrammarRefused, Grammars, OutputRefused
 from common.text.tokenizer import TextTokenizer
-from tests.decode_edge.edge_under_test import Edge, error_of, vocab_size
+from tests.decode_edge.edge_under_test import Edge, error_of, running_edge, vocab_size
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of_pieces, with_space_mark
 
 JSON_SCHEMA, REGEX, CHOICE, EBNF = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.EBNF
@@ -137,6 +138,17 @@ async def test_the_engine_gets_a_matcher_of_the_words_and_tokens_that_are_ruled_
     submit = await edge.engine.submitted()
     assert submit.sampling.token_rules.allowed_ids == tuple(sorted((a, b, c, space_a)))
     assert allowed(submit.matcher, edge.tokenizer) == sorted((a, c, space_a))
+
+
+async def test_rules_about_tokens_are_applied_beside_the_event_loop(log: list[dict[str, Any]]) -> None:
+    timeline = Timeline()
+    async with running_edge(log, timeline=timeline) as edge:
+        timeline.start(max_events=100)
+        edge.generate(token_ids=PROMPT, sampling=types_pb2.SamplingParams(allowed_token_ids=[7]))
+        submit = await edge.engine.submitted()
+        assert allowed(submit.matcher, edge.tokenizer) == [7]
+        events = {track.name: track.events for track in timeline.stop().take_tracks()}
+    assert [event.name for event in events[TOKENIZE]] == ["replay"]
 
 
 async def test_brought_output_that_has_a_bad_word_is_refused(edge: Edge) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +33,7 @@ from decode_service.handoff.status_errors import error_info
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.messages import CancelCallRows, Command, FailRow, GiveMatcher, SegmentBytesSent
+from prefill_service.messages import CancelCallRows, Command, FailRow, GiveMatcher, OpenCall, SegmentBytesSent
 from tests.handoff.samples import FINGERPRINT, SEGMENT_BYTES, failed, prebuilt, row, segment
 from tests.handoff.scripted_prefill import BOUND_S, ScriptedPrefill
 from tests.support.prefill_edge import running_prefill_edge
@@ -328,6 +330,23 @@ async def test_a_call_is_accepted_and_its_other_rows_are_served_while_a_grammar_
         assert await matchers_of(edge, 2) == {0: "slow", 1: "fast"}
         edge.prefill.finish(await edge.opened())
         await ends_well(call)
+
+
+async def test_a_rows_rules_are_replayed_beside_the_event_loop(edge: Edge) -> None:
+    free = threading.Event()
+    executor = ThreadPoolExecutor(1)
+    executor.submit(free.wait)
+    asyncio.get_running_loop().set_default_executor(executor)
+    try:
+        rows = (replace(row(), sampling=replace(row().sampling, token_rules=TokenRules((1,)))),)
+        call = await edge.open(*rows)
+        assert isinstance(await read(call, rows), Accepted)
+        assert [type(command) for command in edge.prefill.commands.all()] == [OpenCall]
+    finally:
+        free.set()
+    assert list(await matchers_of(edge, 1)) == [0]
+    edge.prefill.finish(await edge.opened())
+    await ends_well(call)
 
 
 async def test_output_against_the_rows_rules_fails_it_for_good(edge: Edge) -> None:

@@ -52,7 +52,7 @@ class Prompts:
         self._threads.shut_down()
 
     async def replay(self, work: Callable[[], T], *, num_tokens: int) -> T:
-        """Runs `work`, which detokenises `num_tokens` tokens, on one of the TextThreads and returns its result.
+        """Runs `work`, which goes through `num_tokens` tokens, on one of the TextThreads and returns its result.
 
         Raises Overloaded if too much text waits there.
         """
