@@ -60,6 +60,7 @@ class InvalidRequest(BatonError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -231,6 +232,7 @@ class RowFailure(StrEnum):
     COMPUTE = "COMPUTE"
     STALLED = "STALLED"
     CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
+    CONSTRAINT = "CONSTRAINT"
 
 
 ROW_FAILURE_ERRORS: dict[RowFailure, type[BatonError]] = {
@@ -243,14 +245,20 @@ ROW_FAILURE_ERRORS: dict[RowFailure, type[BatonError]] = {
     RowFailure.COMPUTE: EngineFault,
     RowFailure.STALLED: PrefillUnavailable,
     RowFailure.CONTEXT_EXCEEDED: ContextExceeded,
+    RowFailure.CONSTRAINT: InvalidRequest,
 }
 
 
-def error_for_row_failure(reason: RowFailure, message: str) -> BatonError:
-    """Returns the error with which a request ends after a replica failed its row for good."""
+def error_for_row_failure(reason: RowFailure, message: str, *, constraint_field: str = "sampling") -> BatonError:
+    """Returns the error with which a request ends after a replica failed its row for good.
+
+    `constraint_field` is the request's field that constrains its output.
+    """
     kind = ROW_FAILURE_ERRORS[reason]
     if kind is FingerprintMismatch:
         return FingerprintMismatch(message or "fingerprint", "one value", "another")
     if kind is ContextExceeded:
         return ContextExceeded("prompt", message or "is longer than the prefill service takes")
+    if kind is InvalidRequest:
+        return InvalidRequest(constraint_field, message or "is not served")
     return kind(message or reason.value)

@@ -36,6 +36,8 @@ class _RowFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RowFailure
     ROW_FAILURE_COMPUTE: _RowFailure.ValueType  # 7
     ROW_FAILURE_STALLED: _RowFailure.ValueType  # 8
     ROW_FAILURE_CONTEXT_EXCEEDED: _RowFailure.ValueType  # 9
+    ROW_FAILURE_CONSTRAINT: _RowFailure.ValueType  # 10
+    """its grammar, or another constraint of its output, is not served, or lets nothing follow"""
 
 class RowFailure(_RowFailure, metaclass=_RowFailureEnumTypeWrapper): ...
 
@@ -49,6 +51,8 @@ ROW_FAILURE_DRAINING: RowFailure.ValueType  # 6
 ROW_FAILURE_COMPUTE: RowFailure.ValueType  # 7
 ROW_FAILURE_STALLED: RowFailure.ValueType  # 8
 ROW_FAILURE_CONTEXT_EXCEEDED: RowFailure.ValueType  # 9
+ROW_FAILURE_CONSTRAINT: RowFailure.ValueType  # 10
+"""its grammar, or another constraint of its output, is not served, or lets nothing follow"""
 Global___RowFailure: _TypeAlias = RowFailure  # noqa: Y015
 
 @_typing.final

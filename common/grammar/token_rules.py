@@ -16,6 +16,11 @@ class TokenRules:
     allowed_ids: tuple[int, ...] = ()
     forbidden: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def request_field(self) -> str:
+        """The request's field, for errors."""
+        return "sampling.allowed_token_ids" if self.allowed_ids else "sampling.bad_words"
+
     def failed(self, why: str) -> InvalidRequest:
         """Returns the error of a request whose output cannot go on."""
-        return InvalidRequest("sampling.allowed_token_ids" if self.allowed_ids else "sampling.bad_words", why)
+        return InvalidRequest(self.request_field, why)

@@ -104,6 +104,12 @@ class ResolvedSampling:
     reasoning: Reasoning | None = None
     token_rules: TokenRules | None = None
 
+    @property
+    def constraint_field(self) -> str:
+        """The request's field that constrains its output, for errors. If several do, it is the grammar's."""
+        constraint = self.grammar or self.token_rules
+        return "sampling.reasoning" if constraint is None else constraint.request_field
+
     def stuck(self, why: str) -> InvalidRequest:
         """Returns the error of a constrained request whose matcher has failed."""
         constraint = self.grammar or self.token_rules

@@ -462,9 +462,8 @@ class LandingZone:
         if call is None or row is None:
             return ()
         self._complete.pop(row, None)
-        error = error_for_row_failure(failed.reason, failed.message)
-        if failed.reason is RowFailure.INVALID_ROW:  # it may be that no token is allowed, which is no fault
-            error = row.req.stuck_after(vocab_size=self._vocab_size) or error
+        field = row.req.sampling.constraint_field
+        error = error_for_row_failure(failed.reason, failed.message, constraint_field=field)
         is_refusal = failed.reason in (RowFailure.CAPACITY, RowFailure.DRAINING)
         return (
             LostRow(

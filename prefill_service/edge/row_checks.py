@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from common.errors import RowFailure
+from common.errors import InvalidRequest, RowFailure
 from common.grammar.token_rules import TokenRules
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs
 
@@ -49,6 +49,13 @@ def check_row(
 
 def invalid_row(index: int, message: str) -> RowFailed:
     return RowFailed(row=index, reason=RowFailure.INVALID_ROW, retryable=False, message=message)
+
+
+def unmatched_row(index: int, error: InvalidRequest) -> RowFailed:
+    """Returns the failure of a row whose constraint of its output is refused, or whose output does not fit it."""
+    if error.field == "generated_token_ids":  # a defect: the decode service has checked it
+        return invalid_row(index, str(error))
+    return RowFailed(row=index, reason=RowFailure.CONSTRAINT, retryable=False, message=error.message)
 
 
 def no_room_for_row(index: int, message: str) -> RowFailed:

@@ -1,7 +1,8 @@
 """Serves Handoff, GetFingerprint and GetLoad, and connects the calls to the prefill engine.
 
 receiver ──PrefillBatch, CancelRows, ReleaseSegments──▶ servicer
-         servicer ──OpenCall, GiveMatcher, FailRow, CancelCallRows, SegmentBytesSent, SegmentsReturned, CloseCall──▶ engine
+         servicer ──OpenCall, GiveMatcher, FailRow, CancelCallRows, CloseCall──▶ engine
+         servicer ──SegmentBytesSent, SegmentsReturned──▶ engine
 receiver ◀──Accepted, frames in order── servicer ◀───────────── FrameReady, CallDone ───────────────────── engine
 """
 
@@ -44,7 +45,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import MAX_CALL_ROWS, Accepted, Frame, HandoffRow, KvSegment, RowFailed, frame_figures
 from prefill_service.edge.call import HandoffCall
-from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row, invalid_row, no_room_for_row
+from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row, no_room_for_row, unmatched_row
 from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import (
     CancelCallRows,
@@ -284,7 +285,7 @@ class PrefillServicer:
             async with asyncio.timeout(self._limits.matcher_timeout_s):
                 command = GiveMatcher(call.call_id, index, await self._matcher(row))
         except InvalidRequest as error:
-            command = FailRow(call.call_id, invalid_row(index, str(error)))
+            command = FailRow(call.call_id, unmatched_row(index, error))
         except Overloaded as error:
             command = FailRow(call.call_id, no_room_for_row(index, str(error)))
         except TimeoutError:

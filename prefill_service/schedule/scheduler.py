@@ -459,8 +459,8 @@ class PrefillEngine:
             if prompt.phase is PromptPhase.ENDED:
                 continue
             if prompt.matcher is not None and prompt.matcher.failure:
-                message = str(prompt.sampling.stuck(prompt.matcher.failure))
-                self._fail(prompt, RowFailure.INVALID_ROW, message, retryable=False)
+                message = prompt.sampling.stuck(prompt.matcher.failure).message
+                self._fail(prompt, RowFailure.CONSTRAINT, message, retryable=False)
                 self._end_call_if_done(prompt.call_id)
                 continue
             if invalid[place]:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import ContextExceeded, PrefillUnavailable, RowFailure
+from common.errors import ContextExceeded, InvalidRequest, PrefillUnavailable, RowFailure
 from common.wire.handoff import RowFailed
 from decode_service.messages import Event, FrameArrived, Replica, ReplicasChanged, StartHandoff
 from decode_service.schedule import dispatcher
 from tests.engine.harness import ScriptedEngine
+from tests.engine.tags import TAG_GRAMMAR
 
 
 def test_more_rows_than_a_call_may_have_are_asked_for_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,3 +254,14 @@ def test_a_row_that_fails_after_its_first_token_came_is_handed_off_again() -> No
     assert engine.engine.load().num_row_retries == 1
     engine.run()
     assert [outcome.token_ids for outcome in outcomes] == [outcome.expected for outcome in outcomes]
+
+
+def test_a_grammar_that_a_replica_refuses_is_the_requests_fault() -> None:
+    engine = ScriptedEngine()
+    outcome = engine.submit("a", SHORT, 3, is_constrained=True)
+    engine.step()
+    engine.refuse("a", RowFailure.CONSTRAINT, retryable=False)
+    engine.step()
+    assert isinstance(outcome.error, InvalidRequest)
+    assert str(outcome.error) == f"{TAG_GRAMMAR.request_field}: planted"
+    engine.run()

@@ -277,7 +277,9 @@ async def matchers_of(edge: Edge, count: int) -> dict[int, Any]:
         failed = {command.failed.row: command.failed for command in commands if isinstance(command, FailRow)}
         return dict(sorted((given | failed).items()))
 
-    return made(await asyncio.to_thread(edge.prefill.commands.wait_until, lambda commands: len(made(commands)) >= count))
+    return made(
+        await asyncio.to_thread(edge.prefill.commands.wait_until, lambda commands: len(made(commands)) >= count)
+    )
 
 
 async def test_rows_whose_grammars_find_no_matcher_fail_alone() -> None:
@@ -302,7 +304,8 @@ async def test_rows_whose_grammars_find_no_matcher_fail_alone() -> None:
         (opened,) = await asyncio.to_thread(edge.prefill.opened)
         assert opened.rows == rows
         refused, *late, good, three = (await matchers_of(edge, 5)).items()
-        assert (refused[0], refused[1].reason, refused[1].retryable) == (1, RowFailure.INVALID_ROW, False)
+        assert (refused[0], refused[1].reason, refused[1].retryable) == (1, RowFailure.CONSTRAINT, False)
+        assert refused[1].message == "is bad"
         assert [(index, failed.reason, failed.retryable) for index, failed in late] == [
             (2, RowFailure.CAPACITY, True),
             (3, RowFailure.CAPACITY, True),

@@ -131,7 +131,15 @@ def test_the_dashboard_shows_every_metric_but_a_few() -> None:
 
 NOT_THE_SERVICES_FAULT = {
     # Reasons of the request or of its sender.
-    *("invalid_field", "context_exceeded", "duplicate_request_id", "unauthenticated", "deadline", "cancelled"),
+    *(
+        "invalid_field",
+        "constraint",
+        "context_exceeded",
+        "duplicate_request_id",
+        "unauthenticated",
+        "deadline",
+        "cancelled",
+    ),
     # Reasons that operators know: they stopped the service. Its rows and clients continue at other services.
     "draining",
 }

@@ -178,7 +178,7 @@ def test_a_prefill_service_exposes_every_outcome_before_the_first_row(registry: 
     HandoffMetrics(registry)
 
     expected = {"prebuilt", "fingerprint_mismatch", "invalid_row", "capacity", "cancelled", "deadline", "draining"}
-    assert outcomes(registry) == dict.fromkeys(expected | {"compute", "stalled", "context_exceeded"}, 0.0)
+    assert outcomes(registry) == dict.fromkeys(expected | {"compute", "stalled", "context_exceeded", "constraint"}, 0.0)
 
 
 def test_the_endpoint_serves_the_registry_it_was_given(registry: CollectorRegistry) -> None:
