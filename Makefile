@@ -11,13 +11,14 @@ FUZZ := .venv/.installed-fuzz
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test compose-test check format stubs parity bench soak fuzz gpu clean
+.PHONY: help demo test compose-test clients-test check format stubs parity bench soak fuzz gpu clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo         serve SmolLM2-135M on a prefill and a decode process, stream an answer, print the figures'
 	@echo 'make test         the test suite                  (PYTEST_ARGS="tests/kv -k slots" for a part)'
 	@echo 'make compose-test build the images and run the compose files; needs Docker, compose, openssl and promtool'
+	@echo 'make clients-test try the clients of other projects, in an environment of their own'
 	@echo 'make check        format, lint, types, imports, stubs'
 	@echo 'make format       apply formatting and safe lint fixes'
 	@echo 'make stubs        generate baton/v1 from proto/'
@@ -36,6 +37,9 @@ test: $(DEV)
 
 compose-test: $(DEV)
 	$(BIN)/python -m tests.compose
+
+clients-test: $(DEV)
+	$(BIN)/python -m tests.clients
 
 check: $(DEV)
 	$(BIN)/ruff format --check .
@@ -71,7 +75,7 @@ gpu:
 	python3 -m pytest -c tests/gpu/pytest.ini --confcutdir=tests -p no:asyncio -p no:benchmark tests/gpu $(PYTEST_ARGS)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache .fuzz build dist *.egg-info
+	rm -rf .venv .venv-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache .fuzz build dist *.egg-info
 
 # torch goes first, by its range alone: pip then takes the newest build on offer (a CPU build where an index has one), and
 # nothing installed after it can bring in another.

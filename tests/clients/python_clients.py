@@ -1,0 +1,170 @@
+"""Small agent runs with the Python clients of other projects, in the environment that requirements.txt describes.
+
+python python_clients.py BASE_URL
+
+Prints a line for each, and ends with status 1 if one failed. The demo model is small: what it says matters less than
+that it comes in the shape that the client asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import instructor
+from agents import Agent as OpenAIAgent
+from agents import OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+URL = sys.argv[1]
+KEY = "none"
+MODEL = "demo"
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 160}
+QUESTION = "Paris has 2 million people. Give its name and population as JSON with the keys name and population."
+WEATHER = "What is the weather in Paris?"
+FUNCTION = {
+    "name": "get_weather",
+    "description": "Tells the weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+class City(BaseModel):
+    name: str = Field(max_length=20)
+    population: int = Field(ge=0, le=100_000_000)
+
+
+def openai_parses() -> City | None:
+    answer = OpenAI(base_url=URL, api_key=KEY).chat.completions.parse(
+        model=MODEL, messages=[{"role": "user", "content": QUESTION}], response_format=City, **OPTIONS
+    )
+    return answer.choices[0].message.parsed
+
+
+def openai_streams_an_object() -> City | None:
+    with OpenAI(base_url=URL, api_key=KEY).chat.completions.stream(
+        model=MODEL, messages=[{"role": "user", "content": QUESTION}], response_format=City, **OPTIONS
+    ) as stream:
+        return stream.get_final_completion().choices[0].message.parsed
+
+
+def openai_calls_a_tool_and_answers() -> str | None:
+    client = OpenAI(base_url=URL, api_key=KEY)
+    tools: Any = [{"type": "function", "function": FUNCTION}]
+    messages: Any = [{"role": "user", "content": WEATHER}]
+    asked = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=tools, tool_choice="required", parallel_tool_calls=False, **OPTIONS
+    )
+    (choice,) = asked.choices
+    assert choice.finish_reason == "tool_calls", choice
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function" and json.loads(call.function.arguments)["city"]
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"}]
+    told = client.chat.completions.create(model=MODEL, messages=messages, tools=tools, tool_choice="none", **OPTIONS)
+    return told.choices[0].message.content
+
+
+def openai_streams_a_call() -> str:
+    stream = OpenAI(base_url=URL, api_key=KEY).chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": WEATHER}],
+        tools=[{"type": "function", "function": FUNCTION}],  # type: ignore[list-item]
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+        stream=True,
+        **OPTIONS,
+    )
+    calls = [call for chunk in stream for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+    parts = [call.function for call in calls if call.function is not None]
+    assert [part.name for part in parts if part.name] == ["get_weather"], parts
+    return json.loads("".join(part.arguments or "" for part in parts))["city"]
+
+
+def langchain() -> ChatOpenAI:
+    return ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL, **OPTIONS)
+
+
+def langchain_parses() -> list[Any]:
+    methods: Any = ("json_schema", "function_calling")
+    return [langchain().with_structured_output(City, method=method).invoke(QUESTION) for method in methods]
+
+
+def langchain_binds_tools() -> Any:
+    @tool
+    def get_weather(city: str) -> str:
+        """Tells the weather of a city."""
+        return "sunny"
+
+    bound = langchain().bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False, strict=True)
+    return bound.invoke(WEATHER).tool_calls[0]["args"]["city"]
+
+
+def pydantic_ai_runs_an_agent() -> City:
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=URL, api_key=KEY))
+    agent = Agent(model, output_type=City, model_settings={"temperature": 0, "max_tokens": 160})
+    return agent.run_sync(QUESTION).output
+
+
+def instructor_parses() -> list[City]:
+    modes = (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA)
+    return [
+        instructor.from_openai(OpenAI(base_url=URL, api_key=KEY), mode=mode).chat.completions.create(
+            model=MODEL,
+            response_model=City,
+            messages=[{"role": "user", "content": QUESTION}],
+            max_retries=0,
+            **OPTIONS,
+        )
+        for mode in modes
+    ]
+
+
+def openai_agents_run() -> City:
+    set_tracing_disabled(True)
+    model = OpenAIChatCompletionsModel(MODEL, AsyncOpenAI(base_url=URL, api_key=KEY))
+    agent = OpenAIAgent(name="clerk", instructions="Answer in JSON.", model=model, output_type=City)
+    return asyncio.run(Runner.run(agent, QUESTION)).final_output_as(City)
+
+
+RUNS: tuple[Callable[[], Any], ...] = (
+    openai_parses,
+    openai_streams_an_object,
+    openai_calls_a_tool_and_answers,
+    openai_streams_a_call,
+    langchain_parses,
+    langchain_binds_tools,
+    pydantic_ai_runs_an_agent,
+    instructor_parses,
+    openai_agents_run,
+)
+
+
+def main() -> int:
+    num_failed = 0
+    for run in RUNS:
+        try:
+            answer = run()
+            assert answer and None not in (answer if isinstance(answer, list) else [answer]), "no answer"
+            print(f"{run.__name__}: {answer}", flush=True)
+        except Exception:
+            num_failed += 1
+            print(f"{run.__name__} FAILED\n{traceback.format_exc()}")
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
