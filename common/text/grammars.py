@@ -26,12 +26,20 @@ from common.text.ebnf import EbnfRefused, ebnf_to_lark
 from common.text.json_patterns import PatternRefused, has_unwritable, writable_pattern
 
 _MAX_CACHED = 256
-_MAX_CACHED_BYTES = 256 << 20
+MAX_CACHED_BYTES = 2 << 30
 _MAX_CACHED_MARKERS = 16
 """Markers take 20 KiB a byte, with a vocabulary of 150,000 tokens."""
 _MAX_MULTIPLE = 10_000
 """The largest `multipleOf`: llguidance's time for one grows with it, and no limit of its own bounds that."""
-_LIMITS = LLParserLimits(max_grammar_size=50_000, step_max_items=10_000, verbose_errors=False)
+_MAX_STATES = 50_000
+LEXER_BYTES = _MAX_STATES * 1024
+"""What the lexer that a prototype and its copies share may grow to while outputs go on.
+
+A state takes 400 to 800 bytes. Strings with a `maxLength` need five for each character.
+"""
+_LIMITS = LLParserLimits(
+    max_grammar_size=50_000, step_max_items=10_000, max_lexer_states=_MAX_STATES, verbose_errors=False
+)
 _CALL_CPU_S, _MAX_OWED_CPU_S = 0.0005, 0.05
 """What a matcher's call may take of the processor, and how much more its calls may take together for a while.
 
@@ -254,8 +262,8 @@ class Grammars:
     ) -> Matcher:
         """Returns a matcher that has accepted `output_ids`. Either of `grammar` and `reasoning` may be None.
 
-        The last used grammars are kept; `num_bytes` is what this one counts for among them. Raises GrammarRefused,
-        ReasoningRefused or OutputRefused.
+        The last used grammars are kept; among them this one counts for `num_bytes` and for what its lexer may grow to.
+        Raises GrammarRefused, ReasoningRefused or OutputRefused.
         """
         matcher = self._new_matcher(grammar, reasoning, num_bytes)
         for place, token_id in enumerate(output_ids):
@@ -357,17 +365,18 @@ class Grammars:
         with self._lock:
             self._drop(grammar)
             self._prototypes[grammar] = _Prototype(matcher, num_bytes)
-            self._num_bytes += num_bytes
-            while len(self._prototypes) > _MAX_CACHED or self._num_bytes > _MAX_CACHED_BYTES:
+            self._num_bytes += num_bytes + LEXER_BYTES
+            while len(self._prototypes) > _MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
                 self._drop(next(iter(self._prototypes)))
         return matcher
 
     def _drop(self, grammar: Grammar) -> int:
-        """Forgets a grammar, and returns how many bytes it counted for."""
+        """Forgets a grammar, and returns the `num_bytes` that it was kept with, or 0."""
         dropped = self._prototypes.pop(grammar, None)
-        num_bytes = 0 if dropped is None else dropped.num_bytes
-        self._num_bytes -= num_bytes
-        return num_bytes
+        if dropped is None:
+            return 0
+        self._num_bytes -= dropped.num_bytes + LEXER_BYTES
+        return dropped.num_bytes
 
 
 def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:

@@ -9,13 +9,14 @@ from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 
 from baton.v1 import inference_pb2, types_pb2
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
 from common.telemetry.timeline import TOKENIZE, Timeline
-from common.text.grammars import GrammarRefused, Grammars, OutputRefused
+from common.text.grammars import LEXER_BYTES, MAX_CACHED_BYTES, GrammarRefused, Grammars, OutputRefused
 from common.text.tokenizer import TextTokenizer
 from tests.decode_edge.edge_under_test import Edge, error_of, running_edge, vocab_size
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of_pieces, with_space_mark
@@ -242,6 +243,38 @@ def test_a_grammar_is_compiled_once_and_then_found() -> None:
     with pytest.raises(GrammarRefused):
         grammars.matcher(Grammar(REGEX, "(a"))
     assert len(compiled_s) == 3 and min(compiled_s) > 0
+
+
+def test_what_outputs_make_of_a_grammar_is_bounded_and_harms_no_later_output() -> None:
+    """Each output of this expression leads to new states of the lexer that all of them share."""
+    tokenizer = byte_level()
+    grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
+    grammar, draw, failure = Grammar(REGEX, "(a|b)*a(a|b){18}"), random.Random(0), ""
+    first = allowed(grammars.matcher(grammar), tokenizer)
+    before = resident_bytes()
+    while not failure:
+        matcher = grammars.matcher(grammar)
+        for token_id in draw.choices(tokenizer.encode("ab"), k=1000):
+            matcher.accept(token_id)
+        allowed(matcher, tokenizer)
+        failure = matcher.failure
+    assert "too many states" in failure
+    assert resident_bytes() - before < LEXER_BYTES
+    assert allowed(grammars.matcher(grammar), tokenizer) == first
+
+
+def test_the_grammars_that_are_kept_may_grow_within_the_bound_on_all() -> None:
+    tokenizer = byte_level()
+    grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
+    used = [Grammar(REGEX, f"a{{{number}}}") for number in range(1, 65)]
+    for grammar in used:
+        grammars.matcher(grammar)
+    kept = [grammar in grammars for grammar in used]
+    assert kept[-1] and sum(kept) == MAX_CACHED_BYTES // LEXER_BYTES
+
+
+def resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
 
 
 def allowed(matcher: Matcher, tokenizer: TextTokenizer) -> list[int]:
