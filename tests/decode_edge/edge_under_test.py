@@ -218,7 +218,7 @@ async def events_of(call: Any) -> list[inference_pb2.GenerateEvent]:
 async def error_of(call: Any) -> tuple[grpc.StatusCode, str, dict[str, str]]:
     """The code, ErrorInfo reason and ErrorInfo metadata of a call, which must fail."""
     try:
-        await (events_of(call) if isinstance(call, grpc.aio.UnaryStreamCall) else call)
+        await (events_of(call) if isinstance(call, (grpc.aio.UnaryStreamCall, grpc.aio.StreamStreamCall)) else call)
     except grpc.aio.AioRpcError as error:
         status = await rpc_status.aio.from_call(call)
         assert status is not None, f"no rich status: {error}"

@@ -102,12 +102,12 @@ async def test_a_text_that_need_not_fit_has_a_bound_too(edge: Edge) -> None:
     assert (await edge.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[65] * most))).text
     assert (await edge.generate(text="a" * most, truncate_prompt_tokens=2).read()).started.num_prompt_tokens == 2
     for field, call in (
-        ("prompt", edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * (most + 1)))),
-        ("prompt", edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * 100 * most))),
-        ("token_ids", edge.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[65] * (most + 1)))),
-        ("prompt", edge.generate(text="a" * (most + 1), truncate_prompt_tokens=2)),
+        ("prompt", lambda: edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * (most + 1)))),
+        ("prompt", lambda: edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * 100 * most))),
+        ("token_ids", lambda: edge.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[65] * (most + 1)))),
+        ("prompt", lambda: edge.generate(text="a" * (most + 1), truncate_prompt_tokens=2)),
     ):
-        code, reason, told = await error_of(call)
+        code, reason, told = await error_of(call())
         assert (code, reason, told["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", field)
 
 
