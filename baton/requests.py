@@ -76,7 +76,7 @@ class SamplingOptions(UnparsedOptions, total=False):
 
 
 class ChatOptions(TypedDict, total=False):
-    """What a request asks of the chat template. `generate` of the client explains it."""
+    """Options of the chat template. `generate` of the client explains them."""
 
     tools: Iterable[Tool] | None
     tool_choice: ToolChoice | None

@@ -17,7 +17,7 @@ class MarkerUnspeakable(Exception):
 
 
 class MarkerTokens:
-    """What the tokens of a vocabulary do at each place of an output up to its answer. It never changes.
+    """A table of what each token of a vocabulary does at each place of an output up to its answer. It never changes.
 
     `bytes_of` has the bytes of each token. `past_end` are masks of the tokens that complete the end marker and go on
     after it, and `completing`, of places before the reasoning, masks of those after which the reasoning has begun.

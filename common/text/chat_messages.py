@@ -74,7 +74,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What an output may call: the functions with these `names`, or any tool if there are none.
+    """The tools that an output may call: those with these `names`, or all if there are none.
 
     If it is `required`, the output is calls and nothing else, and their arguments fit the tools' schemas. Unless it is
     `parallel` there is one call at most.
@@ -87,7 +87,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a chat template gets besides the messages.
+    """The values that a chat template gets besides the messages.
 
     `chat_template_kwargs` is JSON text: an object with more variables of the template, or "". With
     `continue_final_message` the output continues the last message. With `add_generation_prompt` the prompt ends with

@@ -288,7 +288,7 @@ def _ranges(node: _Node) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """What a node's sentences begin with, and with which characters some of them go on where others have ended."""
+    """The characters that a node's sentences begin with, and those with which some go on where others have ended."""
 
     can_be_empty: bool
     first: Characters

@@ -47,7 +47,7 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one trial may use: seconds of the processor, seconds of the clock, and bytes beyond those of this process.
+    """The limits of one trial: seconds of the processor, seconds of the clock, and bytes beyond those of this process.
 
     `stack_bytes` of these are for the stack.
     """

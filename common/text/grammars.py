@@ -33,7 +33,7 @@ _MAX_MULTIPLE = 10_000
 """The largest `multipleOf`: llguidance's time for one grows with it, and no limit of its own bounds that."""
 _MAX_STATES = 50_000
 LEXER_BYTES = _MAX_STATES * 1024
-"""What the lexer that a prototype and its copies share may grow to while outputs go on.
+"""The most states of the lexer that a prototype and its copies share, which grows while outputs go on.
 
 A state takes 400 to 800 bytes. Strings with a `maxLength` need five for each character.
 """
@@ -41,7 +41,7 @@ _LIMITS = LLParserLimits(
     max_grammar_size=50_000, step_max_items=10_000, max_lexer_states=_MAX_STATES, verbose_errors=False
 )
 _CALL_CPU_S, _MAX_OWED_CPU_S = 0.0005, 0.05
-"""What a matcher's call may take of the processor, and how much more its calls may take together for a while.
+"""The processor's seconds that a matcher's call may take, and how many more its calls may owe together.
 
 The library's own limits are for one call, and an ambiguous grammar stays below them with 100 ms at each token. Masks of
 usual grammars take 0.1 ms.
