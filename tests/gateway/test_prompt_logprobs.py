@@ -129,8 +129,8 @@ def assert_vllms_form(found: list[Any], model_dir: Path, token_ids: Sequence[int
 
 
 def test_prompt_logprobs_of_a_completion(gateway: GatewayHere, model_dir: Path, text_ids: Sequence[int]) -> None:
-    request = {"model": "tiny", "prompt": [TEXT, TEXT], "prompt_logprobs": 3, "max_tokens": 2, "n": 2, "logprobs": 1}
-    choices = gateway.ask("POST", COMPLETIONS, request).json["choices"]
+    request = {"model": "tiny", "prompt": [TEXT, TEXT], "prompt_logprobs": 3, "n": 2, "logprobs": 1}
+    choices = gateway.ask("POST", COMPLETIONS, {**request, "max_tokens": 2, "ignore_eos": True}).json["choices"]
     assert len(choices) == 4
     for choice in choices:
         assert_vllms_form(choice["prompt_logprobs"], model_dir, text_ids, 3)
