@@ -2,9 +2,8 @@
 
     die_with_parent.py PARENT_PID COMMAND...
 
-This is a separate script because code between fork and exec is unsafe in a process with gRPC's threads. The kernel
-takes the thread that started the process for the parent. On systems other than Linux the command runs, but nothing
-kills it.
+This is a separate script because code between fork and exec is unsafe in a process with gRPC's threads. For the kernel
+the parent is the thread that started the process. On systems other than Linux the command runs, but nothing kills it.
 """
 
 import ctypes

@@ -38,8 +38,8 @@ _MAX_MESSAGE_BYTES = 1024
 
 
 class BatonError(Exception):
-    """The base of all errors. `reason` and `metadata` come from the server's `google.rpc.ErrorInfo`; empty if it sent
-    none.
+    """The base of all errors. `reason` and `metadata` are those of the server's `google.rpc.ErrorInfo`, or empty if it
+    sent none.
     """
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
@@ -60,9 +60,7 @@ class BatonError(Exception):
 
     @property
     def field(self) -> str | None:
-        """Returns the field of the request, or of the model's fingerprint, that the error is about; None if it names
-        none.
-        """
+        """The field of the request, or of the model's fingerprint, that the error is about; None if it names none."""
         return self.metadata.get("field")
 
 

@@ -35,8 +35,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The log-probabilities at one output position: the chosen token's, and those of the likeliest
-    tokens, best first.
+    """The log-probabilities at one output position: that of the chosen token, and those of the likeliest tokens, best
+    first.
     """
 
     chosen: TokenLogprob
@@ -45,10 +45,10 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """A token of the prompt with its log-probability, and those of the likeliest tokens in its place, best first.
+    """A token of the prompt with its log-probability, and `top`, the likeliest tokens at its position, best first.
 
-    `token` is as in TokenLogprob. `rank` counts the likelier tokens of its place and itself. The prompt's first token
-    has no log-probability: its `logprob` and `rank` are None.
+    `token` is the token's bytes, as in TokenLogprob. `rank` is 1 for the likeliest token at that position. The prompt's
+    first token has no log-probability: its `logprob` and `rank` are None.
     """
 
     token_id: int
@@ -60,7 +60,7 @@ class PromptToken:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The tokens of a generation. The first `num_reasoning_tokens` of the completion's are its reasoning."""
+    """The numbers of tokens of a generation. The first `num_reasoning_tokens` of the completion are its reasoning."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
@@ -68,8 +68,8 @@ class Usage:
 
 
 def tokens_per_forward(counts: Iterable[SpeculationCounts]) -> float:
-    """Returns the mean tokens per forward of the target model over several requests; 1 if no draft was made or
-    accepted.
+    """Returns the mean number of tokens that each forward of the target model gave over several requests; 1 if no draft
+    was made or accepted.
     """
     each = list(counts)
     num_steps = sum(count.num_verify_steps for count in each)
@@ -80,8 +80,8 @@ def tokens_per_forward(counts: Iterable[SpeculationCounts]) -> float:
 class Started:
     """The first event: the request was admitted.
 
-    `seed` is the seed in use; the server draws one if the request has none. `is_reasoning_open` says that the prompt
-    has opened the reasoning that the output begins with.
+    `seed` is the seed in use; the server draws one if the request has none. `is_reasoning_open` says whether the prompt
+    ends inside a reasoning section, so that the output begins with reasoning.
     """
 
     request_id: str
@@ -92,8 +92,8 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """The next tokens of the prompt, from position `start` on, if `prompt_logprobs` asked for them. All tokens of the
-    prompt come before the first Delta.
+    """The next tokens of the prompt with their log-probabilities, from position `start` on. They are sent only if the
+    request set `prompt_logprobs`. All tokens of the prompt come before the first Delta.
     """
 
     start: int
@@ -102,7 +102,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The output since the last event, never cumulative. Text may come later than its token ids."""
+    """The output since the event before, never cumulative. Text may come in a later event than its token ids."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -127,12 +127,13 @@ Event = Started | PromptLogprobs | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion(Generic[ParsedT]):
-    """The whole output of a generation. `logprobs` has one entry per token id if they were asked for, else it is empty.
-    So has `prompt_logprobs` for the tokens of the prompt.
+    """The whole output of a generation. `logprobs` has one entry for each token id, and `prompt_logprobs` one for each
+    token of the prompt; each is empty if the request did not ask for it.
 
-    `parsed` is the object that the text is, if the request had a JSON schema: an object of the schema's class, if it is
-    one, else what `json.loads` returns. It is None if the output was cut before the model ended it, if the request
-    brought a part of it along, and with `include_stop_str_in_output`, because then the text has more.
+    If the request had a JSON schema, `parsed` is the output as an object: of the schema's class if the schema is one,
+    else what `json.loads` returns. It is None if the output was cut before the model ended it, if the model called
+    tools, if the request brought a part of the output along, and with `include_stop_str_in_output`, because the text
+    then also has the stop string.
     """
 
     request_id: str

@@ -17,17 +17,19 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def are_fused(metrics_addresses: Sequence[str]) -> bool:
-    """Returns whether all services run fused forwards. Each address is that of a service's metrics page.
+    """Returns whether all services run fused forwards (the whole model as one program). Each address is that of a
+    service's metrics page.
 
-    Raises OSError, which names the page, when one does not answer.
+    Raises OSError, which names the page, if a page does not answer.
     """
     return all(_is_fused(f"http://{address}/metrics") for address in metrics_addresses)
 
 
 def await_fused(metrics_addresses: Sequence[str], *, timeout_s: float) -> bool:
-    """Waits until all services run fused forwards. Returns False if `timeout_s` passes first.
+    """Waits until all services run fused forwards (the whole model as one program). Returns False if `timeout_s` passes
+    first.
 
-    Raises OSError like `are_fused`.
+    Raises OSError, which names the page, if a metrics page does not answer.
     """
     deadline_s = time.monotonic() + timeout_s
     while not are_fused(metrics_addresses):

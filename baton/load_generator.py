@@ -39,8 +39,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request, timed by the client. `token_times_s` has each token's arrival time, the same for all tokens of a
-    delta.
+    """One request, timed by the client. `token_times_s` has the arrival time of each token, which is the same for all
+    tokens of one Delta event.
     """
 
     sent_s: float
@@ -93,8 +93,7 @@ async def run_workload(
     vocab_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RequestRecord]:
-    """Sends the requests of `workload`, spread over `clients` in turn. Failures are recorded in
-    the result, not raised.
+    """Sends the requests of `workload`, spread over `clients` in turn. Failures are recorded in the result, not raised.
     """
     return await send_prompts(
         clients,
@@ -214,8 +213,7 @@ def _gaps_s(token_times_s: Sequence[float]) -> list[float]:
 
 
 def _full_load(records: Sequence[RequestRecord], concurrency: int) -> tuple[int, float]:
-    """Takes the times at which exactly `concurrency` of the requests decode. Returns how many tokens arrive at these
-    times, and how many seconds they last in all.
+    """Returns how many tokens arrive while exactly `concurrency` of the requests decode, and how many seconds that is.
 
     A request decodes from its first token to its last.
     """

@@ -45,7 +45,7 @@ class Phase(Enum):
 
 
 OnPhase = Callable[[ServiceProcess, Phase, str], None]
-"""A callback that receives a process's new phase. The text says why a live process is not ready; "" if unknown."""
+"""A callback that receives the new phase of a process. The text says why a live process is not ready; "" if unknown."""
 OnWords = Callable[[ServiceProcess, str], None]
 
 
@@ -152,7 +152,7 @@ class LocalPair:
 
     @property
     def processes(self) -> tuple[ServiceProcess, ...]:
-        """Returns all services, and the gateway if there is one."""
+        """All services, and the gateway if there is one."""
         return self.services if self.gateway is None else (*self.services, self.gateway)
 
     @property
@@ -160,12 +160,12 @@ class LocalPair:
         return None if self.gateway is None else f"http://{self.gateway.address}"
 
     def start(self) -> None:
-        """Start every process at once, because the order does not matter. Does not wait until they are ready."""
+        """Starts all processes at once, because the order does not matter. Does not wait until they are ready."""
         for process in self.processes:
             process.start()
 
     def wait_ready(self) -> None:
-        """Return once every process is ready.
+        """Waits until every process is ready.
 
         Raises ServiceDied if one has ended, PairMismatch if the services cannot work together, and StartTimedOut after
         `start_timeout_s`.
@@ -194,10 +194,10 @@ class LocalPair:
             process.check()
 
     def stop(self, *, keeps_logs: bool = False) -> None:
-        """End every process: first the gateway, then the decode services, then the prefill services.
+        """Ends every process: first the gateway, then the decode services, then the prefill services.
 
-        Each kind may drain for `stop_timeout_s`. Processes that have not ended then are killed. A temporary log
-        directory is removed unless `keeps_logs`.
+        Each kind has `stop_timeout_s` to finish its requests. Processes that have not ended by then are killed. A
+        temporary log directory is removed unless `keeps_logs`.
         """
         try:
             for processes in ((self.gateway,) if self.gateway else (), self.decode, self.prefill):
@@ -379,9 +379,10 @@ def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mappin
     """Returns for each role the option that sets `memory_share`, so that services on one device divide its memory.
 
     Each entry of `kinds` is a role, the number of its services and their arguments. Services with a configured share
-    keep it. The others divide the rest equally: the rest of one default share on a GPU, and of two on a CPU, because a
-    CPU's default share is that of one service of two. A role has no option if its share is configured, if the default
-    is small enough, or if nothing is left. No role has one if a configuration is invalid, which is reported later.
+    keep it. The others divide the rest equally: what the configured ones leave of one default share on a GPU, and of
+    two default shares on a CPU, because there the default is the share of one of two services. The result has no option
+    for a role whose share is configured, or whose default is small enough, or for which nothing is left. It is empty
+    if a configuration is invalid, which is reported later.
     """
     from common.config.load import load_settings
     from common.config.settings import DecodeSettings, PrefillSettings

@@ -34,7 +34,7 @@ class PairSettings:
 
 
 def check_pair(pair: LocalPair) -> PairSettings:
-    """Check settings, ports and devices, and return the settings of both kinds of service.
+    """Checks settings, ports and devices, and returns the settings of both kinds of service.
 
     Finds errors that would otherwise appear only in running processes. Raises InvalidArgument, which names the setting.
     Fetches nothing, and imports no model library.
@@ -60,7 +60,7 @@ def check_pair(pair: LocalPair) -> PairSettings:
 
 
 def fetch_models(settings: PairSettings, progress: Progress) -> None:
-    """Fetch the models and draft heads that the services will load. Raises FailedPrecondition if that fails."""
+    """Fetches the models and draft heads that the services will load. Raises FailedPrecondition if that fails."""
     try:
         for model, dtype in {(each.model, each.dtype) for each in (settings.prefill, settings.decode)}:
             resolve_model(model, progress, dtype=dtype)

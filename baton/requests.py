@@ -30,11 +30,11 @@ class SchemaModel(Protocol):
 ModelT = TypeVar("ModelT", bound=SchemaModel)
 
 JsonSchema = str | Mapping[str, Any] | type[SchemaModel]
-"""A JSON schema: its text, the object that it is, or a class that has one."""
+"""A JSON schema: as JSON text, as a mapping, or as a class that has one, such as a pydantic model."""
 
 
 class UnparsedOptions(TypedDict, total=False):
-    """The sampling options but `json_schema`, which says as what an answer is parsed.
+    """All sampling options except `json_schema`, on which the type of a parsed answer depends.
 
     If a key is absent or None, the server's default applies.
     """
@@ -76,7 +76,7 @@ class SamplingOptions(UnparsedOptions, total=False):
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options of the chat template. `generate` of the client explains them."""
+    """The options of a chat prompt. `Client.generate` explains them."""
 
     tools: Iterable[Tool] | None
     tool_choice: ToolChoice | None
@@ -86,7 +86,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class CompleteOptions(UnparsedOptions, ChatOptions, total=False):
-    """The arguments of `complete` beside the prompt and `json_schema`. `generate` of the client explains them."""
+    """The arguments of `Client.complete` except the prompt and `json_schema`. `Client.generate` explains them."""
 
     token_ids: Iterable[int] | None
     chat: Iterable[ChatMessage] | None
@@ -119,7 +119,7 @@ def generate_request(
 ) -> inference_pb2.GenerateRequest:
     """Builds the request message. Raises InvalidArgument, naming the field, for values that protobuf cannot carry.
 
-    The server checks ranges.
+    Whether values are in range is left to the server.
     """
     if sum(source is not None for source in (prompt, token_ids, chat)) != 1:
         raise _invalid("prompt", "give exactly one of prompt, token_ids and chat")
@@ -177,7 +177,7 @@ def tokenize_request(
 
 
 def detokenize_request(token_ids: Iterable[int]) -> inference_pb2.DetokenizeRequest:
-    """Builds the request message. Raises InvalidArgument for values that are no token ids."""
+    """Builds the request message. Raises InvalidArgument for values that are not token ids."""
     request = inference_pb2.DetokenizeRequest()
     _fill("token_ids", request.token_ids, token_ids)
     return request
@@ -273,8 +273,8 @@ def _schema_text(schema: JsonSchema) -> str:
 def parser_of(json_schema: JsonSchema | None, request: inference_pb2.GenerateRequest) -> Callable[[str], Any] | None:
     """Returns the function that turns an answer's whole text into an object; None without a schema.
 
-    The object is of the schema's class, if the schema is one. Then the function raises what the class raises. If the
-    text is calls of the request's tools, the function returns None.
+    If the schema is a class, the object is of that class, and the function raises the errors of its validation. If the
+    text consists of calls of the request's tools, the function returns None.
     """
     if json_schema is None:
         return None
@@ -287,7 +287,10 @@ def parser_of(json_schema: JsonSchema | None, request: inference_pb2.GenerateReq
 
 
 def _has_calls(text: str, names: Sequence[str]) -> bool:
-    """Whether an output, which is an answer in JSON or calls of these tools, is calls, in whatever form."""
+    """Returns whether an output consists of tool calls, in whatever form. Otherwise it is an answer in JSON.
+
+    `names` are the names of the request's tools.
+    """
     try:
         value = json.loads(text)
     except ValueError:
@@ -301,7 +304,7 @@ def _has_calls(text: str, names: Sequence[str]) -> bool:
 
 
 def _no_string(values: Any) -> Any:
-    """Returns `values`, a list. Raises TypeError for a string, which would pass for a list of characters."""
+    """Returns `values` unchanged. Raises TypeError for a string, which would pass for a list of its characters."""
     if isinstance(values, str):
         raise TypeError("give a list, not a string")
     return values

@@ -18,7 +18,7 @@ _CONFIG_ERROR = 2
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A report that a process has ended with `error`, and that it will be started again in `restart_in_s`."""
+    """A report that a process has ended with `error`, and will be started again after `restart_in_s` seconds."""
 
     error: BatonError
     restart_in_s: float
@@ -47,10 +47,10 @@ class Restarts:
         self._is_start_open = False  # the process was restarted and has not been ready since
 
     def look(self, *, is_ready: bool) -> Ended | StartedAgain | None:
-        """Check the process once, and start it again when its wait is over. Call this repeatedly.
+        """Checks the process once, and starts it again when its wait is over. Must be called repeatedly.
 
-        `is_ready` says whether the process reports itself ready. Returns an end or a new start, or None if nothing
-        happened. Raises ServiceDied when it gives up: the process ended and will not be restarted.
+        `is_ready` says whether the process reports itself ready. Returns Ended or StartedAgain, or None if nothing
+        happened. Raises ServiceDied if the process has ended and will not be restarted.
         """
         now_s = self._clock()
         if self._start_at_s is not None:

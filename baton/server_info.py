@@ -18,9 +18,9 @@ class ModelInfo:
 
     `layer_groups` maps the name of each group of KV layers to its KV bytes per token. `digest` covers the model's
     configuration, weights and tokenizer; the services compare theirs. `output_format` names the form in which the model
-    writes tool calls and, if it `has_reasoning`, reasoning. Both follow from the chat template.
-    `sampling_defaults` are the values of sampling options that a request leaves open, by name, where the model's
-    generation config sets them.
+    writes tool calls, and reasoning if it `has_reasoning`. Both are derived from the chat template.
+    `sampling_defaults` holds the sampling options that the model's generation config sets, by name; they apply where a
+    request does not set them.
     """
 
     model: str
@@ -40,7 +40,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """The tokens of a text. `pieces`, if they were asked for, are the tokens as the vocabulary spells them."""
+    """The tokens of a text. `pieces` are the tokens as the vocabulary spells them; empty if they were not asked for."""
 
     token_ids: tuple[int, ...]
     pieces: tuple[str, ...]
@@ -50,7 +50,7 @@ class Tokenized:
 class PoolLoad:
     """How many of a KV pool's rows, or of its slots, are in each state. The states add up to `total`.
 
-    `cached` slots keep KV for later requests. A request that needs slots gets them like free ones.
+    `cached` slots keep KV for later requests. A request that needs slots can take them like free ones.
     """
 
     total: int
@@ -63,7 +63,7 @@ class PoolLoad:
 
     @property
     def held(self) -> int:
-        """How many are neither free nor cached."""
+        """The number of rows or slots that are neither free nor cached."""
         return self.total - self.free - self.cached
 
 
@@ -71,8 +71,8 @@ class PoolLoad:
 class PrefillReplica:
     """A prefill replica as a decode service sees it.
 
-    If it is not ready, `reason` says why in words, and `error_reason` is the error reason that requests get. It should
-    have the KV of `num_known_tokens` in its cache, as far as the decode service knows.
+    If it is not ready, `reason` says why in words, and `error_reason` is the error reason that requests get.
+    `num_known_tokens` is the number of tokens whose KV the decode service expects to be in the replica's cache.
     """
 
     address: str

@@ -56,8 +56,8 @@ def log_tail(path: Path, *, start: int = 0) -> str:
 def why_it_ended(tail: str) -> str:
     """Returns why a process failed, from the end of its log; "" if the log does not say.
 
-    The answer is the last line that has the level of an error or is no log line, such as a traceback's. It is "" when
-    the process was ended from outside. An `engine_stalled` error does not count if the engine moved again later.
+    It is taken from the last line that has the level of an error or is not a log line, such as a traceback's. It is ""
+    if the process was ended from outside. An `engine_stalled` error does not count if the engine moved again later.
     """
     went_on = False
     for text in reversed(tail.splitlines()):

@@ -57,7 +57,7 @@ class ChildProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process. After its end it can be started again, and writes on into the same log."""
+        """Starts the process. After its end it can be started again, and then appends to the same log."""
         assert not self.is_running, f"{self.name} is running"
         self._log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
         wrapper = [sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid())]
@@ -77,18 +77,18 @@ class ChildProcess:
             raise ServiceDied(self.name, returncode, self.log_tail(), self.log_file)
 
     def terminate(self) -> None:
-        """Ask the process to finish its requests and end."""
+        """Asks the process to finish its requests and end."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the process and its children at once."""
+        """Kills the process and its children at once."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the process has ended. Returns False if it is still running after `timeout_s`."""
+        """Waits until the process has ended. Returns False if it is still running after `timeout_s`."""
         if self._process is None:
             return True
         try:

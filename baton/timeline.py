@@ -23,7 +23,7 @@ ANSWER_TIMEOUT_S = 60.0
 class EventKind(Enum):
     """The kind of a timeline event, as in `baton.v1`.
 
-    A SPAN is work of the track itself; the spans of a track nest. A TASK is work of an asyncio task, interleaved with
+    A SPAN is work on the track itself; the spans of a track nest. A TASK is work of an asyncio task, interleaved with
     other tasks; events with the same `task` nest. A COUNTER holds figures that are valid from `start_ns` on.
     """
 
@@ -56,8 +56,8 @@ class ServiceTimeline:
     """The recording of one service.
 
     `tracks` maps a track's name to its events, ordered by their ends. `num_dropped` maps it to the number of older
-    events for which there was no room. Two services with equal, non-empty `clock_id`s share a clock. Add
-    `unix_offset_ns` to a time to get Unix time.
+    events for which there was no room. Two services with equal, non-empty `clock_id`s share a clock. A time plus
+    `unix_offset_ns` is Unix time.
     """
 
     address: str

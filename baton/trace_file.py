@@ -23,7 +23,7 @@ TraceEvent = dict[str, Any]
 
 
 def write_trace(path: Path, timelines: Sequence[ServiceTimeline]) -> int:
-    """Write the timelines to a gzip file. Returns the number of events in it.
+    """Writes the timelines to a gzip file. Returns the number of events in it.
 
     Raises OSError if the file cannot be written.
     """
@@ -78,7 +78,7 @@ def _event(event: TimelineEvent, pid: int, tid: int, track: str, shift_ns: int) 
 
 
 def _arrows(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
-    """Yields the arrows of each flow, from the first of its spans through all others to the last."""
+    """Yields the arrows that join the spans of each flow, such as one KV segment, in the order of time."""
     spans = [event for event in events if event["ph"] == "X" and FLOW in event["args"]]
     spans.sort(key=lambda span: (span["args"][FLOW], span["ts"]))
     for flow, group in groupby(spans, key=lambda span: span["args"][FLOW]):

@@ -22,7 +22,7 @@ LAST, STABLE = "last.pt", "stable.pt"
 
 @dataclass(slots=True)
 class RunState:
-    """The progress of a run. `epoch` and `group` name the next batch.
+    """The progress of a run. `epoch` and `group` (its number within the epoch) say which batch is next.
 
     `loss_sums` adds up the loss of each draft step over the `num_losses` training steps since the last evaluation.
     """

@@ -15,7 +15,7 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The settings of a training run. Raises ConfigError, naming a setting that is out of range.
+    """The settings of a training run. Its constructor raises ConfigError, naming a setting that is out of range.
 
     `max_tokens`, `warmup_tokens` and `eval_tokens` count answer tokens only. `layers` are the target's layers whose
     input the head reads; None means the EAGLE-3 format's default. `batch_tokens` limits the size of a training step:

@@ -56,10 +56,11 @@ def head_config(target: Any, *, draft_vocab: int, layers: tuple[int, ...] | None
 
 
 def head_spec(config: dict[str, Any], target: Any, directory: Path) -> Eagle3Spec:
-    """Returns the spec of the head, read from `config` as the services will read it. `directory` is the target's.
+    """Returns the spec of the head, read from its `config` in the same way as the services will read it.
 
-    Raises ConfigError for layers that the target does not have, and UnsupportedModel or DraftMismatch, naming
-    `directory`, if the services would not serve such a head.
+    `target` is the target model's config and `directory` its directory. Raises ConfigError for layers that the target
+    does not have, and UnsupportedModel or DraftMismatch, naming `directory`, if the services would not serve such a
+    head.
     """
     spec = read_spec(config, (), directory=str(directory), num_target_layers=target.num_hidden_layers)
     assert isinstance(spec, Eagle3Spec)

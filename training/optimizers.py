@@ -35,7 +35,7 @@ class Optimizers:
         ]
 
     def step(self, factor: float) -> None:
-        """Clip the gradients, apply them with the learning rates times `factor`, and clear them."""
+        """Clips the gradients, applies them with the learning rates times `factor`, and clears them."""
         torch.nn.utils.clip_grad_norm_(self._weights, _MAX_GRADIENT_NORM)
         for optimizer, rate in self._parts:
             for group in optimizer.param_groups:

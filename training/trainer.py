@@ -72,11 +72,11 @@ class Trainer:
     _pace: _Pace = field(init=False, default_factory=_Pace)
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> list[Evaluation]:
-        """Train until the end or until `should_stop` returns True; it is called after each step.
+        """Trains until the end or until `should_stop` returns True, which is called after each step.
 
         Continues from the checkpoint in the run's directory if there is one. At the end it saves a checkpoint and
-        exports the head. Returns all evaluations, including those of earlier runs. Raises ConfigError for a checkpoint
-        of another run.
+        exports the head. Returns all evaluations, including those made before the run was continued. Raises ConfigError
+        for a checkpoint of another run.
         """
         self._optimizers = Optimizers(self.head, self.config)
         self._restore()

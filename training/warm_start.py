@@ -26,7 +26,7 @@ class StartingHead:
     """A trained head from which a run starts.
 
     `weights` have the names of the EAGLE-3 format. Row i of the output layer belongs to token i of `vocabulary`.
-    `digest` is the weight file's.
+    `digest` is the digest of the weight file.
     """
 
     weights: dict[str, Tensor]

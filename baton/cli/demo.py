@@ -145,13 +145,13 @@ def _started(
 def _reach_full_speed(
     pair: LocalPair, arguments: tuple[list[str], list[str]], console: Console, as_json: bool
 ) -> bool | None:
-    """Wait until the services have compiled their kernels, which the first start on a machine has to do.
+    """Waits until the services have compiled their kernels, which the first start on a machine has to do.
 
-    `arguments` are the user's arguments for the prefill and the decode service. A service for which they set whether it
-    fuses forwards is not waited for.
+    `arguments` are the user's arguments for the prefill and the decode service. If they say whether a service compiles
+    the whole model (`fused_forwards`), it does not wait for that service.
 
-    Returns True once they have, False if the time limit passed first. If the metrics pages do not answer, it prints the
-    reason and returns None.
+    Returns True when the kernels are compiled, False if the time limit passed first. If the metrics pages do not
+    answer, it prints the reason and returns None.
     """
     fusing = [
         address
@@ -170,7 +170,7 @@ def _reach_full_speed(
 
 
 def _measure(client: Client, is_full_speed: bool | None) -> _Figures:
-    """Measure each prompt with and without drafts.
+    """Measures each prompt with and without drafts.
 
     Which of the two goes first alternates, so that a change in the machine's speed affects both alike.
     """

@@ -48,7 +48,7 @@ def about(
 
 
 def main() -> None:
-    """Run the `baton` command. SIGTERM ends it like Ctrl-C, so that it stops the processes it started."""
+    """Runs the `baton` command. SIGTERM ends it like Ctrl-C, so that it stops the processes it started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
 

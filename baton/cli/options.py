@@ -101,7 +101,7 @@ CommandT = TypeVar("CommandT", bound=Callable[..., None])
 
 
 def takes_sampling(command: CommandT) -> CommandT:
-    """Adds the options of SAMPLING to `command`, which receives their values as the keyword argument `sampling`."""
+    """Adds a flag for each sampling option to `command`, which receives their values as its argument `sampling`."""
 
     @functools.wraps(command)
     def with_sampling(**values: Any) -> None:

@@ -50,7 +50,7 @@ def text_console() -> Console:
 
 @contextmanager
 def reported_errors(as_json: bool) -> Iterator[None]:
-    """Wraps a command: prints a BatonError of it without a traceback, and ends the command with status 1.
+    """Wraps a command: if it raises a BatonError, prints that without a traceback and ends with status 1.
 
     With `as_json` the error is a JSON line on standard output, else text on standard error. A missing library is
     reported in the same way, because some commands need the services' libraries.

@@ -41,7 +41,7 @@ def self_chat(
     server_name: options.ServerName = None,
     token_file: options.TokenFile = None,
 ) -> None:
-    """Let the served model ask itself questions and answer them. The file is training data for `train-draft`."""
+    """Let the served model ask itself questions and answer them, and write training data for `train-draft`."""
     if openings and questions:
         raise typer.BadParameter("give one of them", param_hint="--openings and --questions")
     answer_temperatures = _parse_temperatures(temperatures)

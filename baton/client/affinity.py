@@ -1,14 +1,15 @@
 """Remembers which server last had the beginning of a request, so that requests that begin alike can go to one server.
 
-A server that has a beginning has its KV cached. The client sees no tokens, so it compares bytes: of a chat's messages,
-of a text, or of token ids. Some positions of a request are marked, and the bytes up to each mark are a *beginning*,
-known by a digest:
+A server that computed a beginning probably has its KV cached. The client does not know the prompt's tokens, so it
+compares bytes: of a chat's messages, of a text, or of token ids. Some positions of a request are marked. The bytes up
+to a mark are a *beginning*, identified by their digest:
 
-chat  | system . question | answer . question |     marks: ends of messages (|), and blocks in long ones
+chat  | system | question | answer | question |     marks: ends of messages, and of blocks in long messages
 text  |  block  |  block  |  block  |  rest         marks: ends of blocks
 
-A mark depends only on the bytes before it. So two requests have the same beginnings as far as they are equal. Only the
-ends of a chat's last messages are always marked: where a chat ended, its next turn finds the mark again.
+A mark depends only on the bytes before it. So two requests that begin with the same bytes have the same beginnings
+there. A short message may end without a mark, except the last few messages of a chat. So the chat's next turn always
+finds the mark at which the chat ended before.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from baton.v1 import inference_pb2
 BLOCK_BYTES = 256
 """The distance between two marks inside a text: 64 token ids of 4 bytes, or about as many tokens of text."""
 BLOCK_SHARE = 32
-"""Two marks are at least this part of the bytes before them apart. So a long request has some hundreds of marks."""
+"""The distance between two marks is at least 1/BLOCK_SHARE of the bytes before them, so a long request has only some
+hundreds of marks.
+"""
 LAST_MESSAGES = 8
-"""The ends of so many last messages of a chat are marked, however short they are: a turn adds fewer, unless it calls
-many tools.
+"""The number of last messages of a chat whose ends are always marked, however short they are. A turn adds fewer
+messages, unless it calls many tools.
 """
 MAX_BYTES = 1 << 20
 """Only the first so many bytes of a request get marks, so that hashing one takes some milliseconds at most."""
 MAX_BEGINNINGS = 65_536
 """The most beginnings that are remembered: those of about a thousand chats of 10,000 tokens."""
 MIN_SHARED = 0.5
-"""A beginning that several requests share, such as a system prompt, decides only if it is at least this part of the
-request. Otherwise all requests with the same short system prompt would go to one server, and leave the other ones'
-caches empty.
+"""A beginning that several requests share, such as a system prompt, decides the server only if it is at least this part
+of the request. Otherwise all requests with the same short system prompt would go to one server, and the caches of the
+others would stay empty.
 """
 
 _DIGEST_BYTES = 8
@@ -45,8 +48,9 @@ _ID_BYTES = array("I").itemsize
 
 @dataclass(frozen=True, slots=True)
 class Beginnings:
-    """A request's beginnings, the shortest first: their digests, and how many bytes each has of `num_bytes`. The last
-    one is the whole request if it has as many.
+    """The beginnings of one request (its marked prefixes), shortest first: the digest and the bytes of each.
+
+    `num_bytes` is the size of the whole request. The last beginning is the whole request if it has that size.
     """
 
     digests: tuple[bytes, ...] = ()
@@ -58,8 +62,8 @@ NO_BEGINNINGS = Beginnings()
 
 
 def beginnings_of(request: inference_pb2.GenerateRequest) -> Beginnings:
-    """Returns the beginnings of a request's prompt in the namespace of its salt. A request with `cache_prompt` False
-    has none.
+    """Returns the beginnings (marked prefixes) of a request's prompt. Requests with different cache salts share none,
+    and a request with `cache_prompt` False has none.
     """
     if request.HasField("cache_prompt") and not request.cache_prompt:
         return NO_BEGINNINGS
@@ -88,8 +92,10 @@ def beginnings_of(request: inference_pb2.GenerateRequest) -> Beginnings:
 
 
 class ServersByBeginning:
-    """The server that last accepted each beginning, and those that are being asked for it now. Of the accepted ones it
-    forgets the least recent.
+    """Maps each beginning (a marked prefix of requests) to the server that last accepted a request with it, and to the
+    servers that are being asked for one now.
+
+    Holds at most `max_beginnings` accepted ones: it forgets the least recent first.
     """
 
     def __init__(self, max_beginnings: int = MAX_BEGINNINGS) -> None:
@@ -103,10 +109,11 @@ class ServersByBeginning:
         return len(self._known)
 
     def find(self, beginnings: Beginnings, servers: Container[str]) -> str | None:
-        """Returns the one of `servers` that has the longest known beginning, or None if there is none.
+        """Returns the one of `servers` that knows the longest of the beginnings, or None.
 
-        A beginning decides if an earlier request ended there, or if it is a large part of this request. A server that
-        is being asked for it now counts before the one that accepted it last.
+        None also means that this beginning is only a small part of the request, and no earlier request ended with it.
+        A large beginning may also be found at a server that is being asked for it now; that server is preferred to the
+        one that accepted it last.
         """
         for digest, num_bytes in zip(reversed(beginnings.digests), reversed(beginnings.sizes), strict=True):
             is_large = num_bytes >= MIN_SHARED * beginnings.num_bytes
@@ -126,7 +133,7 @@ class ServersByBeginning:
             counts[server] = counts.pop(server, 0) + 1
 
     def forget_opening(self, beginnings: Beginnings, server: str) -> None:
-        """Ends one `note_opening`, if there is one: the request was accepted, or its call has ended."""
+        """Undoes one `note_opening`, if there is one: the request was accepted, or its call has ended."""
         for digest in beginnings.digests:
             counts = self._opening.get(digest, {})
             if counts.get(server, 0) > 1:
@@ -149,7 +156,7 @@ class ServersByBeginning:
 
 
 class _Marker:
-    """Marks positions of a request while its bytes are added, and keeps the digest of the bytes up to each."""
+    """Marks positions of a request while its bytes are added, and keeps the digest of all bytes up to each mark."""
 
     def __init__(self, namespace: str) -> None:
         self._hash = hashlib.blake2b(f"{namespace}\0".encode(), digest_size=_DIGEST_BYTES)
@@ -174,7 +181,7 @@ class _Marker:
         self._num_bytes += len(view)
 
     def mark(self, *, is_one_of_last: bool) -> None:
-        """Marks the end of a message, if it is far enough from the last mark or one of the chat's last messages."""
+        """Marks the end of a message if it is far enough from the last mark, or if the message is one of the last."""
         if self._num_bytes - self._last > self._last // BLOCK_SHARE:
             self._mark()
         elif is_one_of_last and self._sizes[-1:] != [self._num_bytes]:

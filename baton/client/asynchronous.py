@@ -98,7 +98,7 @@ class AsyncEventStream(AsyncIterator[Event]):
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Cancel the call if it is still open; both services drop the request. Closing twice is fine."""
+        """Cancels the call if it is still open; both services drop the request. Closing twice is fine."""
         self._is_closed.set()
         self._servers.wake()
         self._cancel_call()
@@ -154,8 +154,8 @@ class AsyncEventStream(AsyncIterator[Event]):
 
 
 class AsyncClient:
-    """A client of one decode service, or of several: then each request goes to one that is ready, if possible to the
-    one that has the request's beginning in its cache.
+    """A client of one decode service or of several. With several, each request goes to one that is ready, if possible
+    to one that has the request's beginning in its cache.
 
     `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT". `rpc_timeout_s` bounds the small calls
     (model_info, load, health). A generation has its own `timeout_s`, which travels as the request's deadline; None
@@ -205,25 +205,25 @@ class AsyncClient:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncEventStream:
-        """Start a generation from exactly one of `prompt`, `token_ids` and `chat`.
+        """Starts a generation from exactly one of `prompt`, `token_ids` and `chat`.
 
         `generated_token_ids` is the output that an earlier stream of this request delivered: the new stream continues
         after it. Requests with the same `seed` and different `choice_index` (0, 1, ...) draw different tokens. The
         caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
 
-        With `chat` go `tools`, the functions that the model is told of, `tool_choice`, which of them the output may or
-        must call, and `chat_template_kwargs`, more variables for the model's chat template. With
-        `continue_final_message` the output continues the chat's last message, an assistant's. With
+        Some options need `chat`: `tools` are the functions that the model is told of, `tool_choice` says which of them
+        the output may or must call, and `chat_template_kwargs` are more variables for the model's chat template. With
+        `continue_final_message` the output continues the chat's last message, which is an assistant's. With
         `add_generation_prompt=False` the prompt ends with the last message.
 
         A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
         with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
 
-        With `truncate_prompt_tokens` the prompt is at most its last so many tokens; -1 keeps as many as leave room for
+        `truncate_prompt_tokens` limits the prompt to its last so many tokens; -1 keeps as many as leave room for
         `max_tokens`.
 
-        With several decode services, the stream goes where the stream `same_server_as` is, if that service is ready:
-        for further outputs of one prompt, which then share its KV.
+        `same_server_as` is the stream of another output for the same prompt. With several decode services, this stream
+        uses the same one if it is ready, so that both outputs share the prompt's KV.
         """
         request = generate_request(
             prompt=prompt,
@@ -263,7 +263,7 @@ class AsyncClient:
     async def complete(
         self, prompt: str | None = None, *, json_schema: JsonSchema | None = None, **options: Unpack[CompleteOptions]
     ) -> Completion:
-        """Run `generate` to its end and return all its output as one Completion.
+        """Runs `generate` to its end and returns all its output as one Completion.
 
         With a `json_schema`, `Completion.parsed` is the object that the model wrote, after its reasoning, or None if it
         called tools instead. If the schema is a class, that class may refuse the object, and its error is raised.
@@ -293,10 +293,10 @@ class AsyncClient:
         with_pieces: bool = False,
         **chat_options: Unpack[ChatOptions],
     ) -> Tokenized:
-        """Returns the tokens of a text or of a chat. A text may have up to 4 contexts of them.
+        """Returns the tokens of a text or of a chat. A text may have up to four times as many as the model's context.
 
-        `chat_options` are those of `generate`. `add_special_tokens` adds those that the tokenizer adds by itself; None
-        means for a text only. `with_pieces` asks for the tokens' spelling too.
+        `chat_options` are those of `generate`. `add_special_tokens` says whether to add the special tokens that the
+        tokenizer adds by itself; None adds them to a text only. `with_pieces` asks for the tokens' spelling too.
         """
         request = tokenize_request(
             prompt=prompt,
@@ -312,7 +312,7 @@ class AsyncClient:
         return Tokenized(tuple(answer.token_ids), tuple(answer.pieces))
 
     async def detokenize(self, token_ids: Iterable[int]) -> str:
-        """Returns the text of these tokens. Special tokens stand in it by their names."""
+        """Returns the text of these tokens. Special tokens appear in it by their names."""
         request = detokenize_request(token_ids)
         try:
             answer = await self._ask(lambda server: server.inference.Detokenize, request)
@@ -342,7 +342,7 @@ class AsyncClient:
             raise error_from_rpc(error) from None
 
     async def close(self) -> None:
-        """Cancel the open calls and close the connections."""
+        """Cancels the open calls and closes the connections."""
         await self._servers.close()
 
     async def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:

@@ -48,8 +48,8 @@ class Tls:
 def channel_options(tls: Tls | None, overrides: ChannelOptions | None) -> list[tuple[str, int | str]]:
     """Returns gRPC's channel arguments. An argument in `overrides` replaces the default one.
 
-    Keepalive pings are sent only while a call is open, and at most once a minute. A long generation thus notices a dead
-    server, and a strict server does not answer with GOAWAY.
+    Keepalive pings are sent only while a call is open, so that a long generation notices a dead server. They are at
+    most one a minute, because a strict server closes connections that send more.
     """
     options: dict[str, int | str] = {
         "grpc.max_send_message_length": MAX_MESSAGE_BYTES,

@@ -49,7 +49,7 @@ class EventOrder:
         return event
 
     def end(self) -> None:
-        """Call when the stream has ended without an error status. Raises Internal if Finished has not come."""
+        """Must be called when the stream has ended without an error status. Raises Internal if Finished is missing."""
         if not self._has_finished:
             raise Internal("the server ended the stream before it finished", reason="PROTOCOL")
 
@@ -57,8 +57,8 @@ class EventOrder:
 class CompletionBuilder:
     """Collects the events of one generation into a Completion.
 
-    `parse` turns the answer into the completion's `parsed`, if the model ended it. The answer is the text after the
-    request's `reasoning`.
+    `parse` turns the answer into the completion's `parsed`. It is called only if the model itself ended the output. The
+    answer is the text after the reasoning, whose form `reasoning` describes; None means that there is no reasoning.
     """
 
     def __init__(self, parse: Callable[[str], Any] | None = None, *, reasoning: Reasoning | None = None) -> None:

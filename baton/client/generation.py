@@ -30,13 +30,13 @@ from baton.v1 import inference_pb2
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 TOLD_SPREAD_S = 0.5
-"""Upper bound in seconds of a random delay after the server's retry time.
+"""Upper bound, in seconds, of the random delay that is added to the retry time that a server names.
 
-It spreads out clients that were told to retry in the same second. A server reserves a place for each of them until 1 s
-after the time that it named.
+It spreads out clients that were told to retry in the same second. The server reserves a place for each of them until
+1 s after the time that it named.
 """
 MAX_BREAKS = 40
-"""The most breaks in a row without output. The bound stops a request that crashes each server it reaches."""
+"""How many calls in a row may break without output. The bound stops a request that crashes each server it reaches."""
 
 _QUEUE_FULL, _RETRY_AFTER_S = "QUEUE_FULL", "retry_after_s"
 _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
@@ -47,7 +47,8 @@ class Progress:
     """The output that a generation has delivered so far.
 
     A request with this seed and these tokens, and otherwise the same prompt and options, continues the output. `seed`
-    is None before Started. `generated_token_ids` holds those that the request came with, then the delivered ones.
+    is None before the Started event. `generated_token_ids` are the output tokens that the request brought along, and
+    then those delivered since.
     """
 
     seed: int | None
@@ -103,7 +104,7 @@ class Generation:
 
     @property
     def remaining_s(self) -> float | None:
-        """Returns what is left of the timeout in seconds. None: there is no timeout."""
+        """What is left of the timeout in seconds, or None if there is no timeout."""
         return None if self._deadline_s is None else self._deadline_s - self._clock()
 
     @property
@@ -115,7 +116,7 @@ class Generation:
         return self._order.has_finished
 
     def begin_wait(self) -> float | None:
-        """Call before waiting for a server. Returns how long the wait may take in seconds (None: no limit)."""
+        """Must be called before waiting for a server. Returns how many seconds the wait may take (None: no limit)."""
         self._waiting_since_s = self._clock()
         if self._limit_s is None or self._broken_since_s is None:
             return self._limit_s
@@ -136,8 +137,8 @@ class Generation:
     def accept(self, message: inference_pb2.GenerateEvent) -> Event | None:
         """Takes one message of the current call and returns the event for the caller.
 
-        Returns None for what an earlier call delivered: Started, and tokens of the prompt. Raises Internal for a wrong
-        order.
+        Returns None if an earlier call already delivered the event (Started, or tokens of the prompt). Raises Internal
+        if the order of the events is wrong.
         """
         event: Event = self._order.accept(message)
         if isinstance(event, Started):
@@ -168,7 +169,7 @@ class Generation:
         return PromptLogprobs(event.start + num_known, event.tokens[num_known:])
 
     def end(self) -> None:
-        """Call when a call has ended without an error status. Raises Internal if Finished has not come."""
+        """Must be called when a call has ended without an error status. Raises Internal if Finished is missing."""
         self._order.end()
 
     def pause_s_after(self, error: BatonError) -> float:

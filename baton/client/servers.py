@@ -5,9 +5,10 @@ while the server is ready to serve. Among the ready servers the choice is:
 
 1. not the one that broke or refused this generation's last call, nor one that did so to any call just now, if there is
    another;
-2. the one that another choice of the same prompt has (`CommonServer`), however many open calls it has;
-3. the one that has the longest beginning of the request (`affinity`), or is being asked for it now, unless it has too
-   many open calls;
+2. the one that serves another choice (another output) of the same prompt (`CommonServer`), however many open calls it
+   has;
+3. the one that has computed, or is being asked for, the longest beginning of the request (`affinity`), unless it has
+   too many open calls;
 4. else the one with the fewest open calls; of equals, the one that was chosen least recently.
 """
 
@@ -40,8 +41,8 @@ from common.rpc.name_lookup import LookUp, look_up
 
 MIN_MARGIN_CALLS = 2
 MARGIN_SHARE = 0.25
-"""The bound on imbalance. A server that has a request's beginning is chosen only while it has at most so many open
-calls more than the least busy one: 2, or a quarter of the servers' mean if that is more.
+"""The bound on imbalance. A server that has a request's beginning in its cache is chosen only if it has at most this
+many more open calls than the least busy server: 2, or a quarter of the mean over all servers if that is more.
 
 So a conversation stays where it is while the load is about even, and a beginning that many requests share does not fill
 one server while others are idle. A difference of two calls says nothing about the load, because calls differ in length.
@@ -52,21 +53,23 @@ calls, and would attract all requests.
 """
 LOOK_UP_INTERVAL_S = 5.0
 LOOK_UP_TIMEOUT_S = 5.0
-"""How long a call waits for look-ups in all if no server is ready."""
+"""How long one call waits in all for look-ups of the name while no server is ready."""
 READY_TIMEOUT_S = 20.0
-"""How long a call waits in all while servers are being connected to and none is ready.
+"""How long one call waits in all while no server is ready and connections are being made.
 
-gRPC itself gives up a connection after as long. But it waits for ever for a server that accepts the connection and
-never tells its health.
+gRPC itself gives up a connection after the same time. But it waits for ever for a server that accepts the connection
+and never reports its health.
 """
 
 ASK_STATE_S = 0.02
 """How often an asyncio client asks for the state of the channels while calls wait for a ready server."""
 
 FIRST_STATE_TIMEOUT_S = 1.0
-"""How long closing a blocking client waits until gRPC has told the state of a new channel. It takes a millisecond."""
+"""How long closing a blocking client waits at most until gRPC has reported the state of a new channel, which takes a
+millisecond.
+"""
 STATE_THREAD_S = 0.25
-"""A little more than the 0.2 s after which gRPC's thread sees that nobody wants to be told the state any more."""
+"""A little more than the 0.2 s in which gRPC's thread notices that nobody listens to the channel's state any more."""
 
 _READY, _IDLE, _CONNECTING = (
     grpc.ChannelConnectivity.READY,
@@ -84,9 +87,10 @@ _LOOK_UP_ARG = "grpc.dns_min_time_between_resolutions_ms"
 
 @dataclass(slots=True)
 class CommonServer:
-    """The server that the choices of one prompt have in common: the last one chosen for any of their calls, or None.
+    """The server that several choices (outputs) of one prompt share, so that the prompt is computed and sent once.
 
-    The choices count as one call when their server is chosen, so that the prompt is computed and sent once.
+    `server` is the one last chosen for a call of any of them, or None. The other choices go there however many calls
+    it has.
     """
 
     server: Server | None = None
@@ -94,8 +98,9 @@ class CommonServer:
 
 @dataclass(slots=True)
 class Opening:
-    """The time in which one call asks a server for a request with these beginnings. It ends when the server accepts the
-    request or the call ends.
+    """Says whether a call still asks a server for a request with these beginnings (marked prefixes, see `affinity`).
+
+    That ends when the server accepts the request or the call ends.
     """
 
     beginnings: Beginnings
@@ -104,8 +109,10 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The ends of one call's wait for a server, as times of `time.monotonic`: of the wait for look-ups, of the wait for
-    servers that are being connected to, and of the call itself.
+    """Until when one call waits for a server, in times of `time.monotonic`.
+
+    It waits for look-ups until `look_ups_until_s`, for servers that are being connected to until `until_s`, and never
+    longer than `deadline_s`, its own deadline.
     """
 
     look_ups_until_s: float
@@ -113,9 +120,9 @@ class Wait:
     deadline_s: float
 
     def pause_s(self, asked_s: float) -> float:
-        """Returns how long it is from `asked_s` until the next of these ends. Whoever waits then asks again.
+        """Returns the seconds from `asked_s` to the next of these three times, at which the caller calls `take` again.
 
-        `asked_s` is a time before the last `take`, so that no end is missed that has passed since.
+        `asked_s` is a time before the last `take`, so that no time is missed that has passed since.
         """
         ends = (self.look_ups_until_s, self.until_s, self.deadline_s)
         return min(end_s - asked_s for end_s in ends if end_s > asked_s)
@@ -142,10 +149,10 @@ class Server:
 class Servers(ABC):
     """The servers of one client. The subclasses say which threads may use them.
 
-    `address`, `tls`, `token` and `channel_overrides` are the client's. A name is looked up on a thread of its own, when
-    a call is made and the last look-up began `LOOK_UP_INTERVAL_S` ago or earlier. (gRPC's channel argument for that
-    interval replaces it.) A server that the name no longer has gets no new call, and its channel is closed when its
-    calls have ended.
+    `address`, `tls`, `token` and `channel_overrides` are the client's. If the address is a name, a call looks it up
+    again, on a thread of its own, when the last look-up began at least `LOOK_UP_INTERVAL_S` ago. (gRPC's channel
+    argument for that interval replaces it.) A server that the name no longer lists gets no new call, and its channel is
+    closed when its calls have ended.
 
     Raises what `parse_target` raises, ValueError if metadata cannot carry the token, and OverflowError for a channel
     argument that does not fit in 32 bits.
@@ -202,12 +209,14 @@ class Servers(ABC):
     ) -> Server | None:
         """Chooses the server of a call and counts the call as open there, until `give_back`.
 
-        Later calls follow its beginnings there, until it ends without having been accepted. `common` is set to it.
+        Later calls with the same `beginnings` prefer this server, until this call ends without having been accepted.
+        `common`, if given, is set to the chosen server. `avoided` is chosen only if there is no other.
 
-        Returns None if no server is ready but one may soon be: wait for a change. `wait` bounds that; without one the
-        wait has not begun. If none is ready or expected, or the call's deadline has passed, returns any; gRPC then says
-        why the call fails. Raises Cancelled if this object is closed, Unavailable if no server is known or if the wait
-        is over while they are still being connected to.
+        Returns None if no server is ready but one may soon be; the caller then waits for a change. `wait` bounds all
+        waiting of the call; None means that it has not waited yet. If no server is ready or expected to be, or the
+        call's deadline has passed, it returns any server, so that gRPC says why the call fails. Raises Cancelled if
+        this object is closed. Raises Unavailable if no server is known, or if the wait is over while all servers are
+        still being connected to.
         """
         with self._changed:
             if self._is_closed:
@@ -240,7 +249,10 @@ class Servers(ABC):
             return server
 
     def give_back(self, server: Server, opening: Opening | None = None) -> None:
-        """Call when a call at a server that `take` returned has ended. One without beginnings needs no `opening`."""
+        """Must be called when a call has ended for which `take` returned `server`.
+
+        `opening` is the call's; a call without beginnings has none.
+        """
         with self._changed:
             server.num_open -= 1
             if opening is not None:
@@ -248,13 +260,13 @@ class Servers(ABC):
             self._close_if_done(server)
 
     def note_accepted(self, server: Server, opening: Opening) -> None:
-        """Call when the server has accepted the request of the call that began with `opening`."""
+        """Notes that the server has accepted the request of the call that `opening` belongs to."""
         with self._changed:
             self._known.note(opening.beginnings, server.target)
             self._end_opening(server, opening)
 
     def note_failed(self, server: Server, error: BatonError) -> None:
-        """Call when a call at the server has failed. Only errors that say something about the server count."""
+        """Notes that a call at the server has failed. Only errors that say something about the server count."""
         if isinstance(error, Unavailable | ResourceExhausted | Internal):
             with self._changed:
                 server.failed_until_s = self._clock() + FAILED_FOR_S
@@ -272,14 +284,14 @@ class Servers(ABC):
 
     @abstractmethod
     def _follow(self, server: Server) -> None:
-        """Connects to the server. If the state of its channel will be told, wakes all that wait at each change."""
+        """Connects to the server. If changes of its channel's state are reported, each one wakes all that wait."""
 
     @abstractmethod
     def _state(self, server: Server) -> grpc.ChannelConnectivity: ...
 
     @abstractmethod
     def _hand_over(self, take: Callable[[Sequence[str] | Exception], None], answer: Sequence[str] | Exception) -> None:
-        """Called on a look-up's thread. Calls `take(answer)` where this object may be changed."""
+        """Called on a look-up's thread. Calls `take(answer)` on a thread that may change this object."""
 
     def _choose(
         self,
@@ -364,7 +376,7 @@ class Servers(ABC):
         self._hand_over(self._take_answer, answer)
 
     def _take_answer(self, answer: Sequence[str] | Exception) -> None:
-        """Takes a look-up's result: servers come and go. If it failed, the known ones stay."""
+        """Adds and removes servers as a look-up's result says. If the look-up failed, the known servers stay."""
         with self._changed:
             self._looking_since_s = None
             if self._is_closed:
@@ -387,7 +399,8 @@ class Servers(ABC):
 
 
 class BlockingServers(Servers):
-    """The servers of a blocking client. Any thread may use them. gRPC's threads tell the state of the channels."""
+    """The servers of a blocking client. Any thread may use them. gRPC's threads report changes of the channels' states.
+    """
 
     def take_when_ready(
         self,
@@ -399,10 +412,10 @@ class BlockingServers(Servers):
         max_wait_s: float | None = None,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> Server:
-        """Like `take`, but waits until a server is ready or none is expected. `timeout_s` is what is left of the call's
-        deadline; `max_wait_s` bounds only the wait.
+        """Like `take`, but waits until a server is ready, or until none is expected to be.
 
-        Raises Cancelled when `is_given_up` is True; call `wake` after a change.
+        `timeout_s` is the time left until the call's deadline; `max_wait_s` bounds only the wait. Raises Cancelled when
+        `is_given_up()` returns True; whoever changes what it returns must call `wake`.
         """
         wait = self._begin_wait(timeout_s, max_wait_s)
         with self._changed:
@@ -468,9 +481,9 @@ class AsyncServers(Servers):
     """The servers of an asyncio client. Construct it in a running event loop, and call everything but `give_back`
     there.
 
-    The state of channels is asked for when a call is made, and by one task while any calls wait for a server. To be
-    told of changes would leave work in gRPC that nothing can end, and that reports to an event loop which may be
-    closed.
+    It asks for the states of the channels when a call is made, and one task asks repeatedly while calls wait for a
+    server. It does not subscribe to changes, because gRPC could not end the subscription, and would report to an event
+    loop that may be closed.
     """
 
     def __init__(self, address: str, **options: Any) -> None:
@@ -491,10 +504,10 @@ class AsyncServers(Servers):
         max_wait_s: float | None = None,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> Server:
-        """Like `take`, but waits until a server is ready or none is expected. `timeout_s` is what is left of the call's
-        deadline; `max_wait_s` bounds only the wait.
+        """Like `take`, but waits until a server is ready, or until none is expected to be.
 
-        Raises Cancelled when `is_given_up` is True; call `wake` after a change.
+        `timeout_s` is the time left until the call's deadline; `max_wait_s` bounds only the wait. Raises Cancelled when
+        `is_given_up()` returns True; whoever changes what it returns must call `wake`.
         """
         wait = self._begin_wait(timeout_s, max_wait_s)
         while not is_given_up():
@@ -571,8 +584,10 @@ class AsyncServers(Servers):
 
 
 def _stop_following(servers: Sequence[Server]) -> None:
-    """Ends what `BlockingServers._follow` began, so that the channels can be closed. Waits until gRPC's threads that
-    tell the states have ended, because they fail if they ask a closed channel. They cannot be joined.
+    """Unsubscribes from the servers' channel states, so that the channels can be closed.
+
+    It waits until gRPC's threads that report the states have ended, because they fail if they ask a closed channel.
+    They cannot be joined, so it sleeps.
     """
     followed = [server for server in servers if server.on_state is not None]
     for server in followed:

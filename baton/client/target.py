@@ -1,4 +1,4 @@
-"""Parses a client's address: one server, a list of servers, or a name behind which there are several."""
+"""Parses a client's address: one server, a list of servers, or a DNS name that stands for several."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The servers that a client's address names. `addresses` are gRPC's targets of those known from the start.
+    """The servers that a client's address names. `addresses` are those known from the start, as gRPC's targets.
 
-    If `is_single`, there is one server, which is called even when it is not ready. `name` is looked up again and again
-    for further servers, unless it is None.
+    If `is_single`, there is one server, which is called even when it is not ready. `name`, unless it is None, is looked
+    up again and again to find further servers.
     """
 
     addresses: tuple[str, ...]

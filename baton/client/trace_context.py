@@ -10,7 +10,7 @@ _W3C = TraceContextTextMapPropagator()
 
 
 def trace_metadata() -> Metadata:
-    """Returns the current span's `traceparent`, and its `tracestate` if it has one. Returns nothing without a span."""
+    """Returns the current span's `traceparent`, and its `tracestate` if it has one. Without a span it is empty."""
     carrier: dict[str, str] = {}
     _W3C.inject(carrier)
     return tuple(carrier.items())
