@@ -73,7 +73,7 @@ def why_not_listen(address: str) -> str:
 
 
 def is_listened_on(address: str) -> bool:
-    """Whether "HOST:PORT" accepts a connection now."""
+    """Returns whether "HOST:PORT" accepts a connection now."""
     try:
         socket.create_connection(host_and_port(address), _CONNECT_TIMEOUT_S).close()
     except OSError:
@@ -104,7 +104,7 @@ def network_of(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether "host:port" is reachable from this machine only. Returns False for every host name but localhost."""
+    """Returns whether "host:port" is reachable from this machine only; False for every host name but localhost."""
     host, _ = host_and_port(address.removeprefix("dns:///"))
     try:
         return host == "localhost" or ip_address(host).is_loopback

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class PoolCounts:
     """The number of rows or slots in a pool by state. The states add up to `total`.
 
-    `cached` slots hold KV for rows to come. A row that needs slots gets them like free ones.
+    `cached` slots hold KV for later rows. A row that needs slots can take them like free ones.
     """
 
     total: int
@@ -44,11 +44,11 @@ class PrefixCounts:
 class EngineLoad:
     """An engine's load at one time. `num_steps` counts the steps that launched or finished a forward.
 
-    On prefill `num_uncomputed_tokens` counts the tokens that queued and running prompts have still to compute. On
-    decode `num_expected_cached` counts the tokens that prefill services should have had cached when rows were handed to
-    them, `num_known_tokens` those that each of them should have cached now, by its address, and `held_bytes` the KV of
-    landed rows that was not sent, because the decode engine had it. `is_degraded` is True while a decode engine
-    computes prompts itself because no prefill replica is ready.
+    On prefill, `num_uncomputed_tokens` counts the tokens of queued and running prompts that are still to be computed.
+    On decode, `num_expected_cached` counts the tokens that prefill services were expected to have cached when rows were
+    handed to them. `num_known_tokens` maps a prefill service's address to the number of tokens that it is expected to
+    have cached now. `held_bytes` is the size of the KV of landed rows that was not sent, because the decode engine had
+    it. `is_degraded` is True while a decode engine computes prompts itself because no prefill replica is ready.
     """
 
     rows: PoolCounts

@@ -14,8 +14,8 @@ class Timings:
     """A request's seconds per phase, summed over all attempts and retractions, and its other costs.
 
     Seconds are measured by the decode engine's clock. `num_cached_tokens` counts the prompt's tokens that the first
-    attempt did not compute, because other requests had left their KV. What a lost attempt left counts for no later one,
-    and for a request that brings output along none count.
+    attempt did not compute, because other requests had left their KV in a cache. KV that a lost attempt of the request
+    itself has left does not count. For a request that brings output along the number is 0.
     """
 
     queue_s: float = 0.0

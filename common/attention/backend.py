@@ -110,7 +110,7 @@ def paged_attention(
     attention_plan: AttentionPlan,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in each layer. It calls the forward's plan.
+    """Computes attention with the forward's plan. transformers calls this function in each layer.
 
     Shapes: query, key and value [1, heads, T, head_dim]; returns [1, T, heads, head_dim]. `attention_mask` is always
     None: no mask function is registered for this attention, and a model that makes its own mask is refused at load.

@@ -29,7 +29,7 @@ def shared_bytes_of(torch_device: torch.device) -> int:
 
 
 def overlaps_kernels(torch_device: torch.device) -> bool:
-    """Whether this CUDA device can start a kernel before the previous one ends."""
+    """Returns whether this CUDA device can start a kernel before the previous one ends."""
     return torch.cuda.get_device_capability(torch_device) >= (9, 0)
 
 

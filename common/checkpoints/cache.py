@@ -32,7 +32,7 @@ class Progress(Protocol):
 
 
 def silent(stage: str, num_done: int, num_total: int) -> None:
-    """A Progress that does nothing."""
+    """Does nothing. It is the Progress for callers that report none."""
 
 
 def default_cache_dir() -> Path:

@@ -28,9 +28,9 @@ MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
 
 _SHORT_PROMPT_ON_CPU = 128
-"""With so many tokens local prompts have their first token earlier than those handed over, and the longest gaps between
-running requests' tokens are hardly longer (`python -m benchmarks.local_prefill`). The next turns of several chats that
-come together fit, which they do not with half as many (`python -m benchmarks.prefix_reuse`).
+"""Up to this many tokens left to compute, a prompt has its first token earlier if the decode service computes it than
+after a handoff, and the longest gaps between running requests' tokens hardly grow (`benchmarks.local_prefill`). The
+next turns of several chats that come together stay below it, but not below half of it (`benchmarks.prefix_reuse`).
 """
 
 DEMO_MODEL = "demo"
@@ -49,7 +49,7 @@ class ServiceSettings(ProcessSettings):
         raise NotImplementedError
 
     def uses(self, path: FastPath) -> bool:
-        """Whether this optimisation is switched on."""
+        """Returns whether this optimisation is switched on."""
         return path not in self.disabled_fast_paths
 
     @property
@@ -201,7 +201,7 @@ class DecodeSettings(ServiceSettings):
 
     @property
     def max_short_prompt(self) -> int:
-        """The most tokens left to compute with which the decode service computes a prompt itself; 0: none."""
+        """The decode service computes a prompt itself if at most this many tokens are left to compute; 0: never."""
         if self.local_prefill_tokens is not None:
             return self.local_prefill_tokens
         return _SHORT_PROMPT_ON_CPU if self.device == "cpu" else 0

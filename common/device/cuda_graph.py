@@ -57,7 +57,7 @@ class CudaGraphRecorder(GraphRecorder):
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Keeps Python's garbage where it is: a dead CUDA graph that is freed by this thread would break the recording."""
+    """Disables Python's garbage collector inside this context: freeing a dead CUDA graph would break a recording."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

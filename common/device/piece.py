@@ -13,14 +13,16 @@ from common.telemetry.timeline import NOT_RECORDED, Track
 
 
 def piece_name(work: Callable[..., object]) -> str:
-    """Returns the name of a function that runs on a stream: of the inner one if it is a `partial` or `Measured`."""
+    """Returns the name of a function that runs on a stream. If it is a `partial` or a Measured, which wrap another
+    function, returns the name of that function.
+    """
     while isinstance(work, functools.partial | Measured):
         work = work.func if isinstance(work, functools.partial) else work.work
     return getattr(work, "__name__", type(work).__name__)
 
 
 def figures_of(work: Callable[..., object]) -> Mapping[str, int]:
-    """Returns the figures that the timeline shows with this work: those of a `Measured`, else none."""
+    """Returns the figures (numbers by name) that the timeline shows with this work. Only a Measured has any."""
     while isinstance(work, functools.partial):
         work = work.func
     return work.figures if isinstance(work, Measured) else {}
@@ -39,11 +41,11 @@ def run_piece(
     stream_scope: Scope,
     failure_for: Callable[[BaseException], BaseException] = lambda error: error,
 ) -> None:
-    """Runs `work`, unless its `scope` or its stream has failed already.
+    """Runs `work`, unless its `scope` (the group of work that fails together) or its stream has failed already.
 
-    `stream_scope` is the scope that stands for the whole stream: it fails when the stream does.
-    An exception fails the scope, or the stream if there is no scope, with the error that `failure_for` makes of it.
-    Only KeyboardInterrupt is also raised to the caller.
+    `stream_scope` stands for the whole stream: it fails when the stream does. An exception fails the scope, or the
+    stream if there is no scope, with the error that `failure_for` makes of it. Only KeyboardInterrupt is also raised to
+    the caller.
     """
     if failure_of(scope, stream_scope) is not None:
         return

@@ -49,14 +49,15 @@ If the event is not done afterwards, the blocked code gets a DeviceTimeout.
 
 
 def run_needed(device: ScriptedDevice, event: Event) -> None:
-    """A policy, called when code blocks on `event`. It runs only the work that the event needs, so that all other work
-    runs as late as possible.
+    """Runs only the work that `event` needs, so that all other work runs as late as possible.
+
+    This is a policy: the device calls it when code blocks on `event`.
     """
     device.run_until(event)
 
 
 def refuse(device: ScriptedDevice, event: Event) -> None:
-    """A policy, called when code blocks on `event`. It runs nothing, so the code gets a DeviceTimeout at once."""
+    """Runs nothing, so that code that blocks on `event` gets a DeviceTimeout at once. This is a policy."""
 
 
 def pick_with(choose: Callable[[Sequence[ScriptedStream]], ScriptedStream]) -> Policy:

@@ -119,7 +119,7 @@ class _NotYet:
 
 
 NOT_YET: Event = _NotYet()
-"""Stands for the end of work that is still being enqueued, where others must know that there will be some."""
+"""An event that is never done. It stands for the end of work that is still being enqueued."""
 
 
 def wait_in_order(event: Event, timeout_s: float) -> None:
@@ -213,7 +213,7 @@ class Stream(Protocol):
         """
 
     def close(self, timeout_s: float) -> None:
-        """Lets the work enqueued so far finish, then stops the stream. Idempotent.
+        """Lets the work enqueued so far finish, then stops the stream. A second call does nothing.
 
         Raises DeviceTimeout if the work does not finish in time. Then work that has not begun is dropped, and its
         events complete with StreamClosed. Work that hangs keeps its references.

@@ -28,14 +28,14 @@ MAX_CHARS: Mapping[GrammarKind, int] = {
     GrammarKind.CHOICE: 1 << 16,
     GrammarKind.EBNF: 1 << 14,
 }
-"""The most characters of a grammar's text; in Lark, the JSON schemas in it are counted apart."""
+"""The most characters of a grammar's text. JSON schemas inside a Lark grammar are not part of its count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The text of a grammar. Output that ends by itself is a sentence of it.
+    """The text of a grammar, which a request's output must fit.
 
-    `made_of` names the request's field of which it was made, if that is not the field of its kind.
+    `made_of` names the request's field that the grammar was derived from, if it is not the field of its kind.
     """
 
     kind: GrammarKind
@@ -44,7 +44,7 @@ class Grammar:
 
     @property
     def request_field(self) -> str:
-        """The request's field, for errors."""
+        """The request's field that errors name."""
         return self.made_of or f"sampling.{self.kind.value}"
 
     @classmethod
@@ -58,5 +58,5 @@ class Grammar:
         return texts
 
     def failed(self, why: str) -> InvalidRequest:
-        """Returns the error of a request whose output cannot go on, such as at a limit of the grammar's library."""
+        """Returns the error of a request whose output cannot go on, for example at a limit of the grammar library."""
         return InvalidRequest(self.request_field, f"does not let this output go on: {why}")

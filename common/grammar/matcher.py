@@ -1,4 +1,5 @@
-"""The interface of a matcher, which follows one output through its grammar, and the masks of a step's draws."""
+"""The interface of a matcher, which follows one output through its grammar, and masks of the tokens that may come next.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +19,38 @@ Mask = NDArray[np.int32]
 """One bit for each token of the vocabulary: bit t % 32 of word t // 32. 1 means that the token is allowed."""
 
 ALL_ALLOWED = -1
-"""A word of a mask that forbids nothing."""
+"""One word of a mask, with all its tokens allowed."""
 
 _BITS = 32
 
 
 class Matcher(Protocol):
-    """Follows one output and says which tokens may come next. It belongs to one thread at a time.
+    """Follows one output and says which tokens may come next. Only one thread may use it at a time.
 
-    `failure` says why it cannot go on: the grammar reached a limit. It is "" as long as it can.
+    `failure` says why the matcher cannot go on, for example that the grammar reached a limit. It is "" as long as it
+    can.
     """
 
     @property
     def failure(self) -> str: ...
 
     def copy(self) -> Matcher:
-        """Returns another one at the same place."""
+        """Returns an independent matcher at the same point of the output."""
 
     def accept(self, token_id: int) -> bool:
-        """Goes on by one token. Returns False, and stays where it is, if the token is forbidden here."""
+        """Advances by one token of the output. Returns False, and does not advance, if the token is forbidden here."""
 
     def fill(self, mask: Mask) -> None:
-        """Writes which tokens may come next: none if it has failed. If the output may end here, its end tokens are
-        among them.
+        """Writes into `mask` which tokens may come next: none if the matcher has failed. If the output may end here,
+        its end tokens are among them.
         """
 
 
 class NewMatcher(Protocol):
-    """Makes a matcher for a grammar that has accepted these tokens of output, with this reasoning before what must fit
-    the grammar. One of both may be None. Clients take turns. Raises InvalidRequest, naming the field, or Overloaded.
+    """Makes the matcher of a request, which has accepted the output tokens `output_ids` already.
+
+    `reasoning` describes the section that comes before the text that must fit `grammar`; one of the two may be None.
+    Requests of different clients take turns. Raises InvalidRequest, naming the field, or Overloaded.
     """
 
     def __call__(
@@ -57,7 +61,7 @@ class NewMatcher(Protocol):
 async def no_matchers(
     grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, *, client: str = ""
 ) -> Matcher:
-    """Refuses everything that needs a matcher: the service has no tokenizer."""
+    """Raises InvalidRequest for every request: a NewMatcher for services without a tokenizer."""
     field = "sampling.reasoning" if grammar is None else grammar.request_field
     raise InvalidRequest(field, "is not served here")
 
@@ -82,7 +86,7 @@ def allow(mask: Mask, token_id: int) -> None:
 
 
 def forbid(mask: Mask, token_ids: Iterable[int]) -> None:
-    """Takes these tokens out of the mask."""
+    """Removes these tokens from the mask of allowed tokens."""
     bits = mask.view(np.uint8)
     for token_id in token_ids:
         bits[token_id // 8] &= 0xFF ^ (1 << token_id % 8)
@@ -90,15 +94,15 @@ def forbid(mask: Mask, token_ids: Iterable[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MinLength:
-    """The minimum length of an output: none of `end_ids` may be among its next `num_tokens` tokens, unless the grammar
-    allows nothing else.
+    """The minimum length of an output: its next `num_tokens` tokens must not be end tokens (`end_ids`), unless the
+    grammar allows nothing else.
     """
 
     num_tokens: int
     end_ids: tuple[int, ...]
 
     def forbid_end(self, mask: Mask, num_drafts: int) -> None:
-        """Takes the end tokens out of the mask of a draw after `num_drafts` drafts, if it would come too early."""
+        """Removes the end tokens from the mask of the draw after `num_drafts` drafts, if an end there is too early."""
         if num_drafts >= self.num_tokens:
             return
         others = mask.copy()
@@ -110,11 +114,12 @@ class MinLength:
 def fill_nodes(
     matcher: Matcher, masks: Mask, least: MinLength, token_ids: Sequence[int] = (), parents: Sequence[int] = ()
 ) -> None:
-    """Fills the masks of the draws after each node of a tree of drafts, and leaves the matcher where it is.
+    """Fills the mask of the draw after each node of a draft tree. `matcher` itself does not advance.
 
-    Node 0 is the output so far. Drafts `token_ids` are nodes 1, 2, ...; the parent of each comes before it. `masks` is
-    [nodes, words]. After a draft that the grammar forbids nothing is drawn that counts, so its mask, and those of its
-    descendants, stay as they are. Copies follow the drafts, so that a limit that one of them meets fails only them.
+    Node 0 is the output so far. The drafts `token_ids` are nodes 1, 2, ...; the parent of each comes before it. `masks`
+    is [nodes, words]. If the grammar forbids a draft, no draw after it counts, so the masks of its node and of the
+    nodes below it are left unchanged. Copies of the matcher follow the drafts: if a draft takes a copy to a limit of
+    the grammar, only that copy fails.
     """
     matcher.fill(masks[0])
     least.forbid_end(masks[0], 0)

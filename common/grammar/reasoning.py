@@ -3,7 +3,7 @@
 BEFORE ──start marker──▶ REASONING ──end marker──▶ ANSWER
    └──any other text──▶ UNREASONED: all of the output is the answer
 
-Only the text's bytes decide, however tokens split it. A special token stands in it by its name.
+Only the text's bytes decide, however tokens split it. A special token counts as the bytes of its name.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from typing import AnyStr
 
 MAX_MARKER_CHARS = 32
 NUM_LAST_TOKENS = 4 * MAX_MARKER_CHARS + 32
-"""How many of a prompt's last tokens decide whether its end opens the reasoning: a marker's bytes, and white space."""
+"""The number of a prompt's last tokens that decide whether it ends with the start marker: enough for the marker's
+bytes, and white space.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
     """Where an output's reasoning is, and how long it may be.
 
-    If `is_open`, the prompt ends inside the reasoning, so it begins with the output. Otherwise it begins with the text
-    `start`, if that comes first in the output, after white space at most. It ends with the text `end`. If `is_open` is
-    None, the end of the prompt decides: `after_prompt` says what it is.
+    If `is_open`, the prompt ends inside the reasoning, so the output begins with reasoning. Otherwise the output has
+    reasoning only if it begins with the text `start`, after white space at most. If `is_open` is None, the end of the
+    prompt decides (`after_prompt`). The reasoning ends with the text `end`.
 
-    Once the output has `max_tokens` tokens and is still in its reasoning, it goes on with `end`. None is no limit. With
-    0 there is no reasoning: `start` cannot be drawn, unless a grammar asks for it, and then it means nothing.
+    If the output has `max_tokens` tokens and is still in its reasoning, it must go on with `end`. None means no limit.
+    With 0 there is no reasoning: `start` cannot be drawn, unless the grammar asks for it, and then it begins no
+    reasoning.
     """
 
     start: str
@@ -36,13 +39,15 @@ class Reasoning:
     max_tokens: int | None = None
 
     def after_prompt(self, last_bytes: bytes) -> Reasoning:
-        """Returns the same with `is_open` set, for a prompt that ends with this text, of NUM_LAST_TOKENS tokens."""
+        """Returns the same Reasoning with `is_open` set. `last_bytes` is the text of the prompt's last NUM_LAST_TOKENS
+        tokens.
+        """
         if self.is_open is not None:
             return self
         return replace(self, is_open=last_bytes.rstrip().endswith(self.start.encode()))
 
     def answer_in(self, text: str) -> str:
-        """Returns the answer in an output's whole text, if `is_open` is set."""
+        """Returns the answer in `text`, the whole text of an output. `is_open` must not be None."""
         if not self.may_begin:
             return text
         markers, whole = Markers(self), text.encode()
@@ -55,7 +60,7 @@ class Reasoning:
         return self.is_open is True or self.max_tokens != 0
 
     def fault(self) -> tuple[str, str] | None:
-        """Returns the name of a wrong field, and what is wrong with it; None if all are right."""
+        """Returns the name of an invalid field, and what is wrong with it; None if all fields are valid."""
         if not self.end:
             return "end", "is empty"
         if not self.start and not self.is_open:
@@ -77,14 +82,14 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How far an output is: its part, and how many bytes of the marker that ends this part are its last bytes."""
+    """A position in an output: the part that it is in, and how many bytes of the marker after this part have come."""
 
     part: Part
     num_matched: int = 0
 
 
 class Markers:
-    """Follows the text of outputs from part to part."""
+    """Follows the text of outputs from part to part, by the markers of the reasoning."""
 
     def __init__(self, reasoning: Reasoning) -> None:
         self.start = b"" if reasoning.is_open else reasoning.start.encode()
@@ -113,7 +118,9 @@ class Markers:
         return Place(Part.UNREASONED), len(text)
 
     def _after_reasoning(self, text: bytes) -> tuple[Place, int]:
-        """Takes the bytes of the reasoning that may belong to its end marker."""
+        """Returns what `after` returns, for `text` that is inside the reasoning and begins with the bytes of the end
+        marker that have come already.
+        """
         if (found := text.find(self.end)) >= 0:
             return Place(Part.ANSWER), len(text) - found - len(self.end)
         return Place(Part.REASONING, len_of_begun(text, self.end)), 0

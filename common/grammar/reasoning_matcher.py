@@ -1,4 +1,4 @@
-"""A matcher that leaves the reasoning free but for its length, and hands the answer on to a grammar's matcher."""
+"""A matcher that limits only the length of the reasoning, and hands the answer on to a grammar's matcher."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from common.grammar.matcher import ALL_ALLOWED, Mask, Matcher, allow, allows, fo
 from common.grammar.reasoning import Markers, Part, Place, Reasoning
 
 Spell = Callable[[bytes], Sequence[int]]
-"""Returns tokens whose joined bytes are exactly these, or none if no tokens are."""
+"""Returns tokens whose joined bytes are exactly these, or none if there are no such tokens."""
 
 
 class MarkerUnspeakable(Exception):
-    """No tokens spell the end marker."""
+    """The model has no tokens that spell the end marker."""
 
 
 class MarkerTokens:
-    """A table of what each token of a vocabulary does at each place of an output up to its answer. It never changes.
+    """Tables of what the tokens of a vocabulary lead to, at each place of an output before its answer. Never changes.
 
-    `bytes_of` has the bytes of each token. `past_end` are masks of the tokens that complete the end marker and go on
-    after it, and `completing`, of places before the reasoning, masks of those after which the reasoning has begun.
-    `opening` and `closing` have the next usual token of the start and the end marker, by the number of its bytes that
-    are there; there is none where no tokens spell the rest of the start marker.
+    `bytes_of` has the bytes of each token. `past_end` maps a place to the mask of the tokens that complete the end
+    marker and contain more text after it. `completing` maps a place before the reasoning to the mask of the tokens that
+    complete the start marker. `opening` and `closing` map the number of bytes of the start or the end marker that have
+    come already to the usual token that continues the marker. `opening` has no entry where no tokens spell the rest.
     """
 
     def __init__(self, reasoning: Reasoning, bytes_of: Sequence[bytes], spell: Spell) -> None:
-        """Raises MarkerUnspeakable."""
+        """Makes the tables. Raises MarkerUnspeakable."""
         self.markers = markers = Markers(reasoning)
         self.bytes_of = bytes_of
         self.past_end: dict[Place, Mask] = {}
@@ -61,7 +61,9 @@ def _that_complete(marker: bytes, bytes_of: Sequence[bytes]) -> list[int]:
 
 
 def _next_tokens(marker: bytes, bytes_of: Sequence[bytes], spell: Spell) -> dict[int, int]:
-    """Returns the next token of `marker` by the number of its bytes that are there, where tokens spell the rest."""
+    """Maps the number of bytes of `marker` that have come already to the usual token that continues it. Numbers at
+    which no tokens spell the rest are left out.
+    """
     rests = {place: spell(marker[place:]) for place in range(len(marker))}
     following = {place: token_ids[0] for place, token_ids in rests.items() if token_ids}
     place = 0
@@ -72,17 +74,18 @@ def _next_tokens(marker: bytes, bytes_of: Sequence[bytes], spell: Spell) -> dict
 
 
 class ReasoningMatcher:
-    """A Matcher that allows all but too much reasoning before the answer, and there what `grammar` allows, if given.
+    """A Matcher for an output with reasoning. It limits the reasoning's length, and allows in the answer what `grammar`
+    allows, or everything if there is none.
 
-    `grammar` must not change: copies of it follow outputs. With a grammar the reasoning must end, so no end token may
-    come before, and its end marker must end with a token, because the grammar begins with the next one. An output whose
-    reasoning is not open may begin with its answer, or with the start marker in its usual tokens.
+    `grammar` must not advance: copies of it follow outputs. With a grammar, no token may end the output inside the
+    reasoning, and no token may contain text after the end marker, because the grammar begins with the next token. An
+    output whose reasoning is not open may begin with its answer, or with the usual tokens of the start marker.
     """
 
     def __init__(
         self, tokens: MarkerTokens, reasoning: Reasoning, grammar: Matcher | None, end_ids: Collection[int]
     ) -> None:
-        """`end_ids` are the tokens that end an output under a grammar."""
+        """Makes a matcher at the beginning of an output. `end_ids` are the tokens that end an output."""
         self._tokens = tokens
         self._reasoning = reasoning
         self._grammar = grammar
@@ -140,7 +143,7 @@ class ReasoningMatcher:
         return self._reasoning.max_tokens is not None and self._num_tokens >= self._reasoning.max_tokens
 
     def _may_go_on_with(self, token_id: int) -> bool:
-        """Whether this token may come next in the reasoning."""
+        """Returns whether this token may come next in the reasoning."""
         if self._is_used_up:
             return token_id == self._tokens.closing[self._place.num_matched]
         if self._grammar is None:

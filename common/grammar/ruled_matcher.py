@@ -1,4 +1,4 @@
-"""A matcher that keeps an output to the rules about its tokens."""
+"""A matcher that enforces a request's rules about single tokens and sequences of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from common.grammar.token_rules import TokenRules
 
 
 class RuledMatcher:
-    """A Matcher of TokenRules beside `text`, that of a grammar or a limit on reasoning: what it allows, both do."""
+    """A Matcher that allows a token if both the rules and the matcher `text` allow it.
+
+    `text` follows a grammar or a limit on reasoning; None if the request has neither.
+    """
 
     def __init__(self, rules: TokenRules, text: Matcher | None, *, vocab_size: int) -> None:
         # Tokens that are allowed wherever they come: forbidden sequences of one token are taken out.
@@ -52,7 +55,7 @@ class RuledMatcher:
         self._is_stuck = not mask.any()
 
     def replay(self, output_ids: Sequence[int]) -> None:
-        """Follows output that `text` has accepted already. Raises InvalidRequest for output against the rules."""
+        """Follows output that `text` has accepted already. Raises InvalidRequest if the output breaks the rules."""
         for place, token_id in enumerate(output_ids):
             if not self._allows(token_id):
                 raise InvalidRequest("generated_token_ids", f"token {token_id} at index {place} is not allowed")
@@ -66,15 +69,17 @@ class RuledMatcher:
         return allows(self._always, token_id) and not any(token_id in ids for ids in self._forbidden_now())
 
     def _forbidden_now(self) -> Iterator[Set[int]]:
-        """Yields the tokens that would complete a forbidden sequence of several tokens, by the sequence's length."""
+        """Yields sets of tokens: those that would now complete a forbidden sequence of several tokens."""
         for length in self._lens:
             if found := self._after.get(self._tail[-length:]):
                 yield found
 
 
 def ruled(text: Matcher | None, rules: TokenRules, output_ids: Sequence[int], *, vocab_size: int) -> RuledMatcher:
-    """Returns a matcher of `rules` beside `text`. Both have accepted `output_ids`. Raises InvalidRequest for output
-    against the rules.
+    """Returns a matcher of `rules` and of `text`, the matcher of a grammar or a limit on reasoning (None: neither).
+
+    `text` has accepted the output tokens `output_ids` already, and so has the result. Raises InvalidRequest if they
+    break the rules.
     """
     matcher = RuledMatcher(rules, text, vocab_size=vocab_size)
     matcher.replay(output_ids)
@@ -82,7 +87,9 @@ def ruled(text: Matcher | None, rules: TokenRules, output_ids: Sequence[int], *,
 
 
 def _by_beginning(sequences: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Set[int]]:
-    """Returns the last tokens of the sequences of several tokens, by the tokens before them."""
+    """Maps the tokens before the last one of each sequence to all possible last tokens. Sequences of a single token are
+    left out.
+    """
     found: dict[tuple[int, ...], set[int]] = {}
     for *beginning, last in sequences:
         if beginning:

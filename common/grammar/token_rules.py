@@ -9,8 +9,10 @@ from common.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """The rules. Every token of the output is one of `allowed_ids`, which ascend; if there are none, any token may be.
-    None of `forbidden`, sequences of at least one token, is in the output.
+    """A request's rules about the tokens of its output.
+
+    Every token must be one of `allowed_ids` (ascending); if there are none, all tokens are allowed. The output must not
+    contain any of the `forbidden` sequences, each of at least one token.
     """
 
     allowed_ids: tuple[int, ...] = ()
@@ -18,9 +20,9 @@ class TokenRules:
 
     @property
     def request_field(self) -> str:
-        """The request's field, for errors."""
+        """The request's field that errors name."""
         return "sampling.allowed_token_ids" if self.allowed_ids else "sampling.bad_words"
 
     def failed(self, why: str) -> InvalidRequest:
-        """Returns the error of a request whose output cannot go on."""
+        """Returns the error of a request whose output cannot go on under the rules."""
         return InvalidRequest(self.request_field, why)

@@ -78,7 +78,7 @@ class AskedProcess:
         return not (self._is_killed or self.has_ended)
 
     def kill(self) -> None:
-        """Kills the process, without waiting for its end. Idempotent."""
+        """Kills the process, without waiting for its end. A second call does nothing."""
         self._is_killed = True
         if not self.has_ended:
             with suppress(ProcessLookupError):  # `Process.kill` would take the exit status, which `wait` needs

@@ -39,9 +39,9 @@ __all__ = ["CacheKey", "KvPool", "LeaseState", "RowLease"]
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """Says which cached KV a row may use: that of the same first tokens of `token_ids`, [N] int64, in `namespace`.
+    """Says which cached KV a row may use: KV in `namespace` of tokens that are the same as the first of `token_ids`.
 
-    The tokens of different namespaces never share KV.
+    `token_ids` is [N] int64. Rows of different namespaces never share KV.
     """
 
     token_ids: NDArray[np.int64]
@@ -70,8 +70,8 @@ class RowLease:
     ) -> None:
         """Makes the lease of `row`, and writes its `slots` and its state into `columns`, which all leases share.
 
-        The first slots are those of `prefix`. `generation` is the stamp that shared memory has for the others; 0 if the
-        pool is not in shared memory.
+        The first slots are those of `prefix`. `generation` is the stamp that the other slots have in shared memory (see
+        `SharedPool.stamp`); 0 if the pool is not in shared memory.
         """
         self.row = row
         self.generation = generation
@@ -192,15 +192,15 @@ class KvPool:
 
     @property
     def num_free_slots(self) -> int:
-        """The slots that a row can get now, those of the prefix cache that no row holds included."""
+        """The number of slots that a row can get now, including those of the prefix cache that no row holds."""
         return self._slots.num_free + self._prefixes.num_evictable
 
     @property
     def keeps_output(self) -> bool:
-        """Whether KV of output tokens may be kept.
+        """Whether the prefix cache may keep the KV of output tokens. It may not with a draft head of several layers.
 
-        A draft head of several layers wrote its KV of them from drafts, some of which were rejected: with that KV it
-        would guess other tokens than with the KV of a new prefill.
+        Such a head writes its KV of output tokens from drafts, some of which are rejected. With that KV it would guess
+        other tokens than with the KV of a new prefill.
         """
         return self._prefixes.lookahead <= 1
 
@@ -253,9 +253,9 @@ class KvPool:
         return min(self._prefixes.match(key.token_ids, key.namespace).num_tokens, len(key.token_ids) - 1)
 
     def num_common(self, key: CacheKey, other: CacheKey | None, *, at_least: int = 1) -> int:
-        """Returns how many tokens of `key` would have their KV in the prefix cache if it had that of `other`.
+        """Returns how many tokens of `key` would have their KV in the prefix cache if all KV of `other` were there.
 
-        Returns 0 if they are fewer than `at_least`, which is mostly found out without a comparison of all tokens.
+        Returns 0 if they are fewer than `at_least`, which is mostly found out without comparing all tokens.
         """
         last = at_least - 1 + self._prefixes.lookahead
         if other is None or not self._caches or key.namespace != other.namespace:
@@ -367,7 +367,7 @@ class KvPool:
 
     def release(self, lease: RowLease) -> None:
         """Gives up a row and its slots. They stay in quarantine until `reclaim` finds that no stream work uses them any
-        more. Idempotent.
+        more. A second call does nothing.
         """
         if not lease.is_held:
             return

@@ -125,16 +125,16 @@ class PrefixTree:
         return _joined(node.slots for node in self._nodes.values())
 
     def match(self, tokens: Tokens, namespace: str) -> Prefix:
-        """Returns the longest cached prefix of `tokens` [T], at most T - lookahead positions, as used now.
+        """Returns the longest cached prefix of `tokens` [T], at most T - lookahead positions, and marks it as used now.
 
-        It is not held. Ask before each decision: what is cached changes with `insert` and `evict`.
+        It is not held, and changes with each `insert` and `evict`, so call this before each decision.
         """
         prefix = self._walk(self._root, tokens, namespace, len(tokens) - self.lookahead)
         self._mark_used(prefix.node)
         return prefix
 
     def num_cached(self, tokens: Tokens, namespace: str) -> int:
-        """Returns how long the prefix is that `match` returns. It does not count as used."""
+        """Returns the length of the prefix that `match` would return, without marking it as used."""
         return self._walk(self._root, tokens, namespace, len(tokens) - self.lookahead).num_tokens
 
     def hold(self, tokens: Tokens, namespace: str, max_tokens: int) -> HeldPrefix:
@@ -223,10 +223,11 @@ class PrefixTree:
         return slots
 
     def forget(self, held: HeldPrefix) -> None:
-        """Makes every sequence that begins as `held` does, with the same 1 + lookahead tokens, match no more.
+        """Makes every cached sequence that begins with the first 1 + lookahead tokens of `held` unfindable.
 
-        For KV that was found to be bad. Slots that are held stay valid until they are let go; the others are the first
-        to be evicted. Does nothing for a prefix of no tokens. Takes time in proportion to the number of nodes.
+        It is called when KV was found to be bad. Slots that are held stay valid until they are let go; the others are
+        the first to be evicted. Does nothing for a prefix of no tokens. Takes time in proportion to the number of
+        nodes.
         """
         *_, top = [held.node, *held.node.path()]
         if top.parent is not self._root:  # no tokens, or forgotten before
@@ -326,7 +327,7 @@ class PrefixTree:
             each.last_used = self._clock
 
     def _add_holder(self, node: Node, *, above: Node | None) -> None:
-        """Counts a holder in `node` and the nodes over it, up to but without `above`; None for all."""
+        """Counts one more holder in `node` and the nodes above it, up to but not including `above` (None: all)."""
         for each in node.path():
             if each is above:
                 break
@@ -335,7 +336,7 @@ class PrefixTree:
             each.num_holders += 1
 
     def _enqueue(self, node: Node) -> None:
-        """Queues the node to be evicted, if it may be."""
+        """Adds the node to the queue of nodes to evict, if it may be evicted."""
         if _is_free_leaf(node) and not node.is_queued:
             node.is_queued = True
             heapq.heappush(self._queue, (node.last_used, node.number, node))

@@ -148,15 +148,19 @@ class SharedPool:
         return self._num_stamped
 
     def lend(self, group_name: str, layers: slice, slots: Sequence[int] | Slots, generation: int) -> SharedKv:
-        """Returns the KV of a group's `layers` in `slots`, with a new ticket, for a receiver to read. `generation` is
-        the stamp that the row's slots got with it; those from the prefix cache have older ones.
+        """Returns the KV of a group's `layers` in a row's `slots`, with a new ticket, for a receiver to read.
+
+        `generation` is the stamp that the row's own slots got when it was reserved. Slots from the prefix cache have
+        older stamps.
         """
         self._num_tickets += 1
         ticket = PoolTicket(tuple(np.asarray(slots).tolist()), generation, self._num_tickets)
         return SharedKv(ticket, self.groups[group_name][layers], self._stamps)
 
     def close(self) -> None:
-        """Closes the socket, so that there are no new readers. Present readers keep the memory. Idempotent."""
+        """Closes the socket, so that there are no new readers. Present readers keep the memory. A second call does
+        nothing.
+        """
         if self._door is not None:
             self._door.close()
         if self.file >= 0:
@@ -193,7 +197,7 @@ class _Door:
             raise
 
     def close(self) -> None:
-        """Deletes the socket and ends the thread. Idempotent."""
+        """Deletes the socket and ends the thread. A second call does nothing."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()

@@ -36,13 +36,13 @@ _TOLERANCE = 1e-4  # in float32, relative to the largest number: sums are taken 
 
 
 def mlp_agrees(block: nn.Module, replacement: nn.Module) -> bool:
-    """Whether an MLP and its replacement compute the same in float32."""
+    """Returns whether an MLP and its replacement compute the same in float32."""
     x = _random((2, linear_of(block, "gate_proj").in_features), block)
     return _agree(replacement(x), block(x))
 
 
 def attention_agrees(block: nn.Module, replacement: nn.Module) -> bool:
-    """Whether an attention block and its replacement compute the same in float32.
+    """Returns whether an attention block and its replacement compute the same in float32.
 
     They must hand the same queries, keys, values and scaling to attention, and return the same output.
     """
@@ -50,7 +50,7 @@ def attention_agrees(block: nn.Module, replacement: nn.Module) -> bool:
 
 
 def layer_agrees(layer: nn.Module, replacement: nn.Module) -> bool:
-    """Whether a decoder layer and its replacement compute the same in float32, including the inputs of attention."""
+    """Returns whether a decoder layer and its replacement compute the same in float32, also the inputs of attention."""
     attention: nn.Module = layer.self_attn  # type: ignore[assignment]
     return all(_attend_alike(layer, replacement, attention, num_tokens) for num_tokens in (1, 3))
 
@@ -70,7 +70,7 @@ def _attend_alike(block: nn.Module, replacement: nn.Module, attention: nn.Module
 
 
 class _Echo(AttentionPlan):
-    """An attention plan with which a block is checked: it keeps its arguments and returns the query."""
+    """A fake attention plan for checking a block: it records its arguments and returns the query as the result."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         self.scaling = scaling
@@ -106,7 +106,7 @@ def joined(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def is_plain(block: nn.Module) -> bool:
-    """Whether all linear layers of `block` are exactly `nn.Linear`, and no subclass of it."""
+    """Returns whether all linear layers of `block` are exactly `nn.Linear`, and no subclass of it."""
     return all(type(module) is nn.Linear for module in block.modules() if isinstance(module, nn.Linear))
 
 

@@ -712,7 +712,8 @@ def _check_report(files: ModelFiles, model: Any, report: Mapping[str, Any]) -> N
 
 
 def _is_old_buffer(tensor: str, stored: StoredTensor | None) -> bool:
-    """Whether the tensor is a buffer that earlier versions of transformers stored and that follows from the config.
+    """Returns whether the tensor is a buffer that earlier versions of transformers stored, and whose values follow from
+    the config.
 
     `stored` describes the tensor named `tensor`; None if no stored tensor has this name, and then the answer is False.
     """

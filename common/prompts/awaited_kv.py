@@ -1,4 +1,4 @@
-"""KV that a waiting prompt need not get for itself, because another prompt brings it to the prefix cache now."""
+"""Decides whether a prompt waits for KV that another prompt is about to bring into the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Protocol
 from common.kv.pool import CacheKey, KvPool
 
 _WORTH_WAITING = 0.25
-"""The share of a prompt's tokens that another prompt must bring for it, so that the prompt waits for that."""
+"""A prompt waits for another one only if that brings the KV of at least this share of its tokens."""
 
 
 class KvSource(Protocol):
-    """A prompt whose KV is on its way to the pool, into a row that it holds."""
+    """A prompt that holds a row of the pool, into which its KV is on its way."""
 
     @property
     def cache_key(self) -> CacheKey | None:
@@ -22,20 +22,20 @@ class KvSource(Protocol):
 
     @property
     def num_kept_tokens(self) -> int:
-        """How many of its first tokens have their KV in the prefix cache: found there, or left there."""
+        """How many of its first tokens have their KV in the prefix cache: it was found there, or put there."""
 
     @property
     def brings_kv(self) -> bool:
-        """Whether its KV is still on its way. False once all of it is there, and if it has failed or waits again."""
+        """Whether its KV is still on its way. False if all of it has come, or the prompt failed or is queued again."""
 
     @property
     def brings_it_in_chunks(self) -> bool:
-        """Whether its first tokens' KV is in the cache before that of its last ones."""
+        """Whether the KV of its first tokens enters the cache before that of its last ones, and not all at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitedKv:
-    """The KV of a prompt's first `num_tokens` tokens, which `source` brings."""
+    """KV that a prompt waits for: that of its first `num_tokens` tokens, which `source` brings to the prefix cache."""
 
     source: KvSource
     num_tokens: int
@@ -49,10 +49,11 @@ class AwaitedKv:
 def awaited_kv(pool: KvPool, key: CacheKey | None, sources: Iterable[KvSource]) -> AwaitedKv | None:
     """Returns the KV that a prompt with `key` should wait for before it gets a row, or None if it should not wait.
 
-    It waits for the source that brings most of what the cache lacks now, if that is a quarter of the prompt's tokens;
-    of several that bring as much, for the first. A source brings nothing of what it has in the cache already. Of one
-    that leaves everything at its end, what is not for this prompt must be no more than what is. To wait holds nothing,
-    so a prompt must wait only for `sources` that hold a row: then no two wait for each other.
+    It waits for the source that brings the most KV that the cache lacks now, if that is the KV of at least a quarter of
+    the prompt's tokens; if several bring as much, for the first of them. A source whose common KV is in the cache
+    already is not waited for. Some sources put all their KV into the cache at their end. Such a source is waited for
+    only if the KV that this prompt saves is at least as much as the KV that it cannot use. All `sources` must hold a
+    row. A waiting prompt holds none, so no two prompts wait for each other.
     """
     if key is None:
         return None

@@ -26,9 +26,9 @@ from common.sampling.state import SamplingBatch
 class ChunkedPrompt(Protocol):
     """A prompt that is computed in chunks: its tokens [N] int64, its row, and how it is sampled.
 
-    `num_launched_tokens` counts its tokens whose KV is cached or was launched. The first `prompt_len` tokens are the
-    prompt, and those after it output that the request has already. If its output is constrained, its `matcher` has
-    accepted that output.
+    `num_launched_tokens` counts its tokens whose KV is cached, or is computed by a forward that was launched. The first
+    `prompt_len` tokens are the prompt, and those after it output that the request has already. If its output is
+    constrained, its `matcher` has accepted that output.
     """
 
     @property
@@ -80,7 +80,7 @@ class Chunk(Generic[PromptT]):
 
     @property
     def num_scored(self) -> int:
-        """How many of its first tokens must give logits, for the log-probability of the prompt's next token."""
+        """How many of the chunk's first tokens need logits, to score the prompt token that follows each of them."""
         if self.prompt.sampling.num_prompt_logprobs is None:
             return 0
         return max(min(self.stop, self.prompt.prompt_len - 1) - self.start, 0)
@@ -225,7 +225,7 @@ class ChunkBatch(Generic[PromptT]):
 
     @property
     def num_top_scored(self) -> int:
-        """The most top entries that a scored prompt asks for."""
+        """The largest number of most likely tokens that a scored prompt asks for at each position."""
         return max(chunk.prompt.sampling.num_prompt_logprobs or 0 for chunk in self.chunks if chunk.num_scored)
 
     def prompt_logprobs(self, scores: Scores) -> Iterator[tuple[PromptT, PromptLogprobs]]:

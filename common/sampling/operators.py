@@ -34,7 +34,7 @@ class Largest:
     are_not_finite: Tensor
 
     def first(self, num_rows: int) -> Largest:
-        """Returns those of the first `num_rows` rows."""
+        """Returns the largest logits of the first `num_rows` rows only."""
         return Largest(self.token_ids[:num_rows], self.are_not_finite[:num_rows])
 
 

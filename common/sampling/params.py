@@ -106,7 +106,7 @@ class ResolvedSampling:
 
     @property
     def constraint_field(self) -> str:
-        """The request's field that constrains its output, for errors. If several do, it is the grammar's."""
+        """The request's field that constrains its output, which errors name. If several do, it is the grammar's."""
         constraint = self.grammar or self.token_rules
         return "sampling.reasoning" if constraint is None else constraint.request_field
 

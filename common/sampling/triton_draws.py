@@ -31,7 +31,7 @@ _ALIGNMENT = 16
 
 
 def _function(function: Callable[..., Any]) -> Any:
-    """A decorator for a function that kernels may call."""
+    """Returns `function`, compiled by Triton, as a function that kernels may call."""
     return triton.jit(function)
 
 

@@ -191,7 +191,7 @@ OwnerT = TypeVar("OwnerT", bound=HasTrack)
 def recorded(
     name: str,
 ) -> Callable[[Callable[Concatenate[OwnerT, P], R]], Callable[Concatenate[OwnerT, P], R]]:
-    """A decorator for methods. Each call is recorded as a span on the `track` of the method's object."""
+    """Returns a decorator for methods that records each call as a span on the `track` of the method's object."""
 
     def decorate(method: Callable[Concatenate[OwnerT, P], R]) -> Callable[Concatenate[OwnerT, P], R]:
         @functools.wraps(method)

@@ -21,7 +21,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation. Only an assistant's has `tool_calls`, and `reasoning`, which came before the rest.
+    """One message of a conversation. Only an assistant's message has `tool_calls` and `reasoning`, which precedes it.
 
     A tool's message answers the ToolCall whose `id` is `tool_call_id`; `name` is the name of its function.
     """
@@ -45,8 +45,8 @@ class ChatMessage:
 class Tool:
     """A function that the model may call.
 
-    `parameters` is JSON text: the JSON schema of the arguments, which are an object. "" means that there are none. The
-    arguments of each call of a `strict` tool fit it.
+    `parameters` is JSON text: the JSON schema of the arguments, which are an object. "" means that there are none. If
+    the tool is `strict`, the arguments of each call fit the schema.
     """
 
     name: str
@@ -76,8 +76,8 @@ class Tool:
 class ToolChoice:
     """The tools that an output may call: those with these `names`, or all if there are none.
 
-    If it is `required`, the output is calls and nothing else, and their arguments fit the tools' schemas. Unless it is
-    `parallel` there is one call at most.
+    If a call is `required`, the output consists of calls only, and their arguments fit the tools' schemas. Unless calls
+    may be `parallel`, there is one call at most.
     """
 
     required: bool = False
@@ -126,7 +126,7 @@ _MAX_DEPTH = 100
 
 
 def json_object(text: str) -> Mapping[str, Any] | None:
-    """Returns the JSON object in a text, or None if the text is none, or nests so deeply that writing it may fail."""
+    """Returns the JSON object in `text`. None if it is not an object, or nests so deeply that writing it may fail."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

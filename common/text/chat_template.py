@@ -123,13 +123,13 @@ class ChatTemplate:
         return text
 
     def _needs_ordinary(self, messages: Sequence[ChatMessage], options: ChatOptions) -> bool:
-        """Whether tools, calls and answers have to be written into ordinary messages."""
+        """Returns whether tools, calls and answers have to be written into ordinary messages."""
         if options.tools:
             return not self._writes_tools
         return any(message.tool_calls for message in messages) and not (self._writes_calls or self._writes_tools)
 
     def _check_kwargs(self, options: ChatOptions) -> None:
-        """Raises ChatRefused for a variable that the template does not read, or that is not the request's to set."""
+        """Raises ChatRefused for a variable that the template does not read, or that a request may not set."""
         for name in json_object(options.chat_template_kwargs) or ():
             if name not in self._variables:
                 reason = f"the model's chat template does not read {name[:64]!r}"

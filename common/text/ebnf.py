@@ -2,9 +2,9 @@
 
     text ──_Parser──▶ rules ──_Writer──▶ Lark
 
-GBNF knows characters only, but llguidance reads words before it parses them, and reads each as far as it goes. So parts
-without recursion that stand side by side become one word: in `[a-z]+ "s"` the "s" is found although [a-z] could be it.
-Where what follows a word could continue it, the word's end is parsed character by character.
+GBNF has characters only. llguidance first splits text into words (Lark's terminals), each as long as possible, and then
+parses these. So neighbouring parts without recursion become one word: in `[a-z]+ "s"` the "s" is found although [a-z]
+matches it too. Where the text after a word could also continue it, the word's end is parsed character by character.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from operator import or_
 
 _MAX_DEPTH = 100
 _MAX_TIMES = 2_000
-"""The most times that a repetition asks for or bounds: llama.cpp's bound too."""
+"""The largest number in a repetition. llama.cpp has the same limit."""
 _MAX_WORD = 1 << 16
-"""The most characters of a word, written out. llguidance takes seconds for more."""
+"""The most characters of a word (a terminal of Lark) with all its repetitions written out. llguidance takes seconds for
+more.
+"""
 _MAX_STEPS = 500_000
-"""The most looks at a part of a rule: about a second."""
+"""How often parts of rules may be visited, which takes about a second."""
 _LAST = 0x10FFFF
 _SPACE = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -37,7 +39,7 @@ _SIGNS: Mapping[tuple[int, int | None], str] = {(0, 1): "?", (0, None): "*", (1,
 
 
 class EbnfRefused(ValueError):
-    """The text is no grammar in this form, or uses what is not supported. The text of the error says what and where."""
+    """The text is not a grammar in this form, or uses something unsupported. The message says what and where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class _Literal:
 
 @dataclass(frozen=True, slots=True)
 class _OneOf:
-    """One character of these ranges, whose ends belong to them, or with `is_negated` one of no such range."""
+    """One character in any of these ranges, ends included, or with `is_negated` one that is in none of them."""
 
     ranges: Sequence[tuple[int, int]]
     is_negated: bool = False
@@ -81,11 +83,11 @@ class _Repeated:
 
     @property
     def is_open(self) -> bool:
-        """Whether one more time may follow the least."""
+        """Whether the part may occur more often than `least` times."""
         return self.most != self.least
 
     def around(self, part: str) -> str:
-        """Returns the repetition of a part that is written."""
+        """Returns this repetition in Lark, where `part` is the repeated part in Lark."""
         times = f"{{{self.least},{self.most or ''}}}"
         return f"({part}){_SIGNS.get((self.least, self.most), times)}"
 
@@ -94,7 +96,10 @@ _Node = _Literal | _OneOf | _Reference | _Sequence | _Alternatives | _Repeated
 
 
 def ebnf_to_lark(text: str) -> str:
-    """Returns the same grammar as Lark. Its length, and the time, grow as the text's. Raises EbnfRefused."""
+    """Returns the same grammar in Lark. Its length, and the time that this takes, grow in proportion to the text.
+
+    Raises EbnfRefused.
+    """
     rules = _Parser(text).rules()
     if "root" not in rules:
         raise EbnfRefused("there is no rule root")
@@ -108,7 +113,7 @@ def ebnf_to_lark(text: str) -> str:
 
 
 class _Parser:
-    """Reads rules. A rule ends where the next begins, so that its alternatives may stand on lines of their own."""
+    """Parses a grammar into rules. A rule ends where the next begins, so alternatives may be on lines of their own."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -141,7 +146,7 @@ class _Parser:
         return parts[0] if len(parts) == 1 else _Sequence(parts)
 
     def _part(self) -> _Node | None:
-        """Reads what a repetition may follow. Returns None at the end of a sequence."""
+        """Reads one part of a sequence, without the repetition after it. Returns None at the end of the sequence."""
         if self._takes('"', skips_space=False):
             text = "".join(character for character, _ in self._until('"'))
             self._skip_space()
@@ -201,7 +206,7 @@ class _Parser:
         return _Sequence(()) if most == 0 else _Repeated(part, least, most)
 
     def _until(self, end: str) -> Iterator[tuple[str, bool]]:
-        """Yields the characters before `end`, each with whether it is escaped, and goes past `end`."""
+        """Yields the characters before `end`, each with whether it was escaped, and moves past `end`."""
         while self._place < len(self._text):
             character = self._text[self._place]
             self._place += 1
@@ -253,7 +258,7 @@ def _in_class(character: int) -> str:
 
 
 Characters = int
-"""A set of characters: one bit for each range of characters that no class and no text of the grammar tells apart."""
+"""A set of characters, with one bit for each range of characters. No class or text of the grammar divides a range."""
 
 
 class _Alphabet:
@@ -265,7 +270,7 @@ class _Alphabet:
         self._bounds = sorted(bounds)
 
     def of(self, node: _Literal | _OneOf) -> Characters:
-        """Returns the characters with which the node begins."""
+        """Returns the characters with which a text that matches the node can begin."""
         found = 0
         for low, high in [(ord(node.text[0]),) * 2] if isinstance(node, _Literal) else node.ranges:
             found |= (2 << bisect_right(self._bounds, high)) - (1 << bisect_right(self._bounds, low))
@@ -288,7 +293,9 @@ def _ranges(node: _Node) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """The characters that a node's sentences begin with, and those with which some go on where others have ended."""
+    """How the texts that match a node can begin (`first`), and the characters with which one of these texts can go on
+    where another one has ended (`more`).
+    """
 
     can_be_empty: bool
     first: Characters
@@ -300,10 +307,11 @@ _EMPTY = _Edges(can_be_empty=True, first=0, more=0)
 
 
 class _Writer:
-    """Writes rules as Lark. Those without recursion become words that refer to each other, and are not copied.
+    """Writes rules in Lark. Each rule without recursion becomes a word (a terminal), and words refer to each other.
 
-    A word is read as far as it goes. So where what follows a part could also continue it, its end is written as rules
-    for single characters. Then so is all that begins with such a character, or a longer word would be read instead.
+    llguidance reads each word as far as it goes. So where the text after a part could also continue the part, the end
+    of the part is written as rules for single characters. Then everything that begins with one of these characters is
+    written in that way too, because a longer word would be read instead.
     """
 
     def __init__(self, rules: Mapping[str, _Node]) -> None:
@@ -324,11 +332,13 @@ class _Writer:
         self._find_edges()
         self._after = self._find_after()
         self._contested: Characters = 0
-        """Those that single characters are read for, and no words."""
+        """The characters that are read one by one, and with which no word begins."""
         self._words: dict[str, str] = {}
-        """The names of words by their definition."""
+        """The name of each word, by its definition."""
         self._split: dict[tuple[str, Characters | None], str] = {}
-        """The names of rules that stand for a word's rule, where these characters may follow; None: for any."""
+        """The names of rules that replace a word. The key is the name of the word's rule, and the characters that may
+        follow it (None: any may follow).
+        """
         self._to_split: list[tuple[str, Characters | None]] = []
 
     def lark(self) -> str:
@@ -383,7 +393,7 @@ class _Writer:
                 return _Edges(can_be_empty, edges.first, edges.more | edges.first if goes_on else edges.more)
 
     def _size(self, node: _Node) -> int:
-        """Returns how many characters a word has at most; repetitions without a bound count as the least."""
+        """Returns the most characters of a word. A repetition without a bound counts with its least number."""
         match node:
             case _Literal(text):
                 return len(text)
@@ -397,7 +407,7 @@ class _Writer:
                 return self._size(part) * (most or max(1, least))
 
     def _after_prefixes(self, parts: Sequence[_Node]) -> Characters:
-        """Returns the characters with which some of these texts go on where another has ended."""
+        """Returns the characters with which some of the texts among `parts` go on where another one has ended."""
         found, prefixes = 0, list[str]()
         for text in sorted({part.text for part in parts if isinstance(part, _Literal)}):
             while prefixes and not text.startswith(prefixes[-1]):
@@ -408,7 +418,7 @@ class _Writer:
         return found
 
     def _find_edges(self) -> None:
-        """Finds the edges of the rules with recursion: `more` is 0."""
+        """Computes the edges of the rules with recursion. Their `more` is 0."""
         has_changed = True
         while has_changed:
             has_changed = False
@@ -419,7 +429,7 @@ class _Writer:
                     has_changed = True
 
     def _find_after(self) -> dict[str, Characters]:
-        """Returns the characters that may follow each rule with recursion."""
+        """Returns, for each rule with recursion, the characters that may follow it."""
         after = dict.fromkeys(self._recursive, 0)
         has_changed = True
         while has_changed:
@@ -454,7 +464,7 @@ class _Writer:
         return found[::-1]
 
     def _after_time(self, node: _Repeated, after: Characters) -> Characters:
-        """Returns the characters that may follow one of the times of a repetition."""
+        """Returns the characters that may follow one occurrence of the repeated part."""
         return after if node.most == 1 else after | self._edges(node.part).first
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -496,7 +506,7 @@ class _Writer:
         raise AssertionError("literals and classes are words")
 
     def _in_words(self, node: _Node, after: Characters) -> str:
-        """Writes a part without recursion as one word, or as several if `after` could continue it."""
+        """Writes a part without recursion as one word, or as several if a character in `after` could continue it."""
         edges = self._edges(node)
         if edges.first & self._contested:
             return self._by_character(node)
@@ -527,7 +537,7 @@ class _Writer:
         raise AssertionError("nothing continues a literal or a class")
 
     def _num_in_word(self, parts: Sequence[tuple[_Node, Characters]]) -> int:
-        """Returns how many of the parts, at most, are a word whose end can be told from what follows."""
+        """Returns the largest number of first parts that make up a word that the text after them cannot continue."""
         edges, found = _EMPTY, 0
         for number, (part, after) in enumerate(parts, start=1):
             edges = _joined(edges, self._edges(part))
@@ -558,7 +568,9 @@ class _Writer:
         return self._split[name, after]
 
     def _word(self, node: _Node) -> str:
-        """Returns the name of a new word. One that can be empty is left out instead: llguidance reads no empty ones."""
+        """Returns the name of a word for `node`. llguidance allows no empty words, so a node that can be empty becomes an
+        optional word that is not empty.
+        """
         definition = self._in_word(node)
         can_be_empty = self._edges(node).can_be_empty
         if can_be_empty:
@@ -591,7 +603,7 @@ def _references(node: _Node) -> Iterator[str]:
 
 
 def _endless(rules: Mapping[str, _Node]) -> str | None:
-    """Returns the first rule that never comes to an end, or None."""
+    """Returns the first rule that no finite text can match, or None."""
     waiting, ended = dict(rules), set[str]()
     while found := [name for name, node in waiting.items() if _ends(node, ended)]:
         ended.update(found)
@@ -614,7 +626,7 @@ def _ends(node: _Node, ended: Set[str]) -> bool:
 
 
 def _without_recursion(rules: Mapping[str, _Node]) -> Iterator[str]:
-    """Yields the rules that lead to no recursion, each after those that it refers to."""
+    """Yields the rules from which no recursive rule is reached, each after the rules that it refers to."""
     needed = {name: set(_references(node)) for name, node in rules.items()}
     num_needed = {name: len(references) for name, references in needed.items()}
     users: dict[str, list[str]] = defaultdict(list)

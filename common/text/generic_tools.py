@@ -1,4 +1,4 @@
-"""A form of tools, calls and answers for models whose chat template has none: they are told in ordinary messages.
+"""Writes tools, tool calls and their answers as ordinary messages, for models whose chat template has no form for them.
 
 system      the tools, and how to call them
 assistant   its words, then <tool_call> blocks
@@ -28,8 +28,8 @@ If you need no function, answer in words."""
 
 
 def in_ordinary_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[list[ChatMessage], list[str]]:
-    """Returns the conversation without tools, calls and messages of tools, and what each message comes from, such as
-    "messages[0]".
+    """Returns the conversation with tools, calls and answers written as ordinary messages, and for each message the
+    place that it comes from, such as "messages[0]".
 
     Answers that follow each other become one message, because some templates want users and assistants to take turns.
     """

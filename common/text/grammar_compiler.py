@@ -1,9 +1,9 @@
-"""Compiles grammars beside the event loop: no grammar delays other work than compiling, or takes what was not tried.
+"""Compiles grammars on threads of their own, each one only after a trial in a child process.
 
     new grammar ──▶ its client's turn ──▶ trial in a child process ──▶ compiled here ──▶ matcher
     known grammar ─────────────────────────────────────────────────▶ copied here ──▶ matcher
 
-What the trial does within its limits takes as little here, where it cannot be stopped.
+Compiling cannot be stopped here. A grammar that stayed within the trial's limits takes as little time and memory here.
 """
 
 from __future__ import annotations
@@ -30,26 +30,29 @@ from common.text.grammars import GrammarRefused, Grammars, OutputRefused, Reason
 _RETRY_AFTER_S = 1
 MAX_WAIT_S = 10.0
 _STACK_BYTES = 512 << 20
-"""The library recurses for each definition that another one refers to. Memory is taken as far as the stack is used."""
+"""The stack is large because the library recurses for each definition that another one refers to. Only the part of it
+that is used takes memory.
+"""
 _CLOCK_S = 30.0  # passes only if the machine is overloaded or stops the process
 LIMITS = protocol.Limits(
     cpu_s=0.5, timeout_s=_CLOCK_S, memory_bytes=(_STACK_BYTES >> 1) + (256 << 20), stack_bytes=_STACK_BYTES >> 1
 )
-"""The limits of a trial. Half the stack, so that what passes fits the service's."""
+"""The limits of a trial. Its stack is half as large as the service's, so what passes the trial fits here."""
 
 TryOut = Callable[[Grammar], Awaitable[int]]
-"""Tries a new grammar, as `GrammarTrials.try_out` does."""
+"""Tries a new grammar and returns its bytes, as `GrammarTrials.try_out` does."""
 T = TypeVar("T")
 
 
 class GrammarCompiler:
-    """Makes matchers on threads of its own. For the event loop only, inside an `async with`.
+    """Makes matchers on threads of its own. Use it on the event loop only, inside an `async with`.
 
-    One new grammar at a time is tried and compiled, and so is output that a request brings along. Clients take turns.
+    New grammars are tried and compiled one at a time, and clients take turns. A request that brings output along takes
+    a turn too, in which its matcher accepts that output.
     """
 
     def __init__(self, grammars: Grammars, try_out: TryOut, *, max_wait_s: float = MAX_WAIT_S) -> None:
-        """A caller waits for its turn for `max_wait_s` at most."""
+        """Starts the threads. A caller waits for its turn for `max_wait_s` at most."""
         self._grammars = grammars
         self._try_out = try_out
         self._max_wait_s = max_wait_s
@@ -125,8 +128,8 @@ class GrammarCompiler:
     async def _compiled(
         self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None
     ) -> Matcher | Exception:
-        """Returns the matcher or the error. It returns the error, because the caller may be gone, and asyncio logs an
-        exception that nobody receives.
+        """Returns the matcher or the error. The error is not raised, because the caller may be gone, and asyncio logs
+        exceptions that nobody receives.
         """
         try:
             num_bytes = 0
@@ -142,9 +145,10 @@ class GrammarCompiler:
 
 
 class GrammarTrials:
-    """Tries grammars in a child process, which starts at the first one. For the event loop only, in an `async with`.
+    """Tries grammars in a child process, which starts with the first one. Use it on the event loop only, inside an
+    `async with`.
 
-    `vocabulary` returns that of Grammars. It is called on another thread.
+    `vocabulary` is `Grammars.vocabulary`, and is called on another thread.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], *, limits: protocol.Limits = LIMITS) -> None:
@@ -160,10 +164,10 @@ class GrammarTrials:
             await self._process.close()
 
     async def try_out(self, grammar: Grammar) -> int:
-        """Returns how many bytes a compiled grammar takes. Call it again only when it has returned.
+        """Compiles a grammar in the child process, and returns how many bytes it takes there. One call at a time.
 
-        Raises GrammarRefused for a grammar that is not served or takes more than the limits, and ChildFailed if no
-        process tries it. A caller that is cancelled ends the process.
+        Raises GrammarRefused for a grammar that is not served or exceeds the limits, and ChildFailed if the child
+        process does not work. If the caller is cancelled, the process is killed.
         """
         command = json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode()
         try:
@@ -184,9 +188,9 @@ class GrammarTrials:
 
 
 class Turns:
-    """Lets one caller at a time go on. Next is the client that has used the least time among those that wait.
+    """Gives clients turns, one caller at a time. The next turn goes to the waiting client that has used the least time.
 
-    So a client whose work takes long delays each piece of another client's work by one of its own at most.
+    So a client whose work takes long delays each piece of another client's work by at most one piece of its own.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -194,7 +198,7 @@ class Turns:
         self._holder: str | None = None
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._used_s: dict[str, float] = {}
-        """The time that clients have used, of those that wait or have the turn. A new one begins like the least one."""
+        """The time that each client has used that waits or has the turn. A new client starts with the least of these."""
 
     async def take(self, client: str) -> float:
         """Waits for the client's turn. Returns the present time, to be passed to `give_back`."""

@@ -1,7 +1,7 @@
 """A process that tries to compile grammars: `python -m common.text.grammar_trial_process TIMEOUT_S`.
 
-A grammar is written by a client, and its compiler can take long, need much memory, or crash. Each one is tried in a
-forked copy of this process, which has limits of its own, and is killed by them at no one else's cost. Requests are JSON
+A grammar is written by a client, and its compilation can take long, need much memory, or crash. So each one is tried in
+a forked copy of this process with limits of its own; if it exceeds them, only the copy is killed. Requests are JSON
 (see `common.host.answering`). The first one is a vocabulary and the limits; its answer is DONE. Each later one is a
 grammar. Its answer is DONE with the number of bytes that the compiled grammar takes, or FAILED with the reason.
 """
@@ -30,7 +30,7 @@ _TOO_LARGE = "needs more memory to compile than a grammar may"
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The tokens of a vocabulary without its tokenizer, as Grammars reads them. A token is its bytes."""
+    """A vocabulary without its tokenizer: the bytes of each token, and the ids that are `skipped` (special tokens)."""
 
     tokens: Sequence[bytes]
     skipped: frozenset[int]
@@ -47,9 +47,9 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one trial: seconds of the processor, seconds of the clock, and bytes beyond those of this process.
+    """The limits of one trial: processor time, wall-clock time, and memory beyond what this process has already.
 
-    `stack_bytes` of these are for the stack.
+    `stack_bytes` of the memory are for the stack.
     """
 
     cpu_s: float
@@ -133,7 +133,7 @@ def _answer(grammars: Grammars, grammar: Grammar) -> bytes:
 
 
 def _num_pages(column: int) -> int:
-    """Returns the pages that this process has mapped (column 0), or those that are in memory (column 1)."""
+    """Returns the number of pages that this process has mapped (column 0), or has in physical memory (column 1)."""
     return int(Path("/proc/self/statm").read_text().split()[column])
 
 

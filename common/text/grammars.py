@@ -2,7 +2,8 @@
 
     Grammar ──compile──▶ prototype, cached by text ──copy──▶ Matcher of one output, or of its answer after the reasoning
 
-llguidance builds masks while an output goes on, so compiling takes little, and its limits bound the work at each token.
+llguidance computes masks while an output goes on, so compiling takes little time, and its limits bound the work at each
+token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from common.text.json_patterns import PatternRefused, has_unwritable, writable_p
 _MAX_CACHED = 256
 MAX_CACHED_BYTES = 2 << 30
 _MAX_CACHED_MARKERS = 16
-"""Markers take 20 KiB a byte, with a vocabulary of 150,000 tokens."""
+"""The tables of a reasoning marker take 20 KiB for each of its bytes, with a vocabulary of 150,000 tokens."""
 _MAX_MULTIPLE = 10_000
 """The largest `multipleOf`: llguidance's time for one grows with it, and no limit of its own bounds that."""
 _MAX_STATES = 50_000
@@ -41,7 +42,8 @@ _LIMITS = LLParserLimits(
     max_grammar_size=50_000, step_max_items=10_000, max_lexer_states=_MAX_STATES, verbose_errors=False
 )
 _CALL_CPU_S, _MAX_OWED_CPU_S = 0.0005, 0.05
-"""The processor's seconds that a matcher's call may take, and how many more its calls may owe together.
+"""The processor time that each call of a matcher may take, and by how much all calls of a matcher and its copies may
+exceed that in sum, in seconds.
 
 The library's own limits are for one call, and an ambiguous grammar stays below them with 100 ms at each token. Masks of
 usual grammars take 0.1 ms.
@@ -54,29 +56,31 @@ _JSON_OPTIONS: Any = {
     "whitespace_pattern": r"[ \n\r\t]{1,4}",  # else a model may write spaces for ever
 }
 _VALUES = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name. A name may be spelled like a keyword."""
 _JSON = json.JSONDecoder()
 _PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions|properties)/[^/%]*)*")
-"""A `$ref` that leads to no value of a keyword in `_VALUES`."""
+"""Matches a `$ref` that cannot lead into the value of a keyword in `_VALUES`."""
 _LARK_PART = re.compile(
     r'"(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|[^"\\\x00-\x1f\x7f])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>'
     r"|%(json|llguidance|regex)[ \t\r\n]*"
 )
-"""Matches the parts of a Lark grammar in which a keyword would be no keyword, and the keywords that JSON follows."""
+"""Matches strings, regular expressions, comments and token names in a Lark grammar, in which a keyword does not count,
+and the keywords that JSON follows.
+"""
 _MAX_FORCED_CHARS = 256
-"""How much of a text that a grammar forces is encoded for a mask, which needs its first token only."""
+"""How many characters of a text that a grammar forces are encoded for a mask, which needs the first token only."""
 _BEFORE_FORCED = "\n"
-"""A text that tokenizers keep apart from the text after it. The space that they put before a text comes before it."""
+"""A text that tokenizers do not join with the text after it. A space that they put before a text comes before this."""
 
 
 class GrammarRefused(Exception):
-    """The grammar is malformed, uses what is not supported, or is too large. The text says why."""
+    """The grammar is malformed, uses something unsupported, or is too large. The message says why."""
 
 
 class ReasoningRefused(Exception):
-    """The model's tokens cannot spell the end marker of the reasoning. The text says so."""
+    """The model's tokens cannot spell the end marker of the reasoning."""
 
 
 class OutputRefused(Exception):
@@ -94,7 +98,10 @@ class Tokens(Protocol):
 
 
 class _Work:
-    """What a matcher and its copies have taken of the processor beyond what their calls may take, in seconds."""
+    """Adds up the processor time, in seconds, by which calls of a matcher and its copies exceeded what a call may take.
+
+    Shorter calls reduce the sum.
+    """
 
     def __init__(self) -> None:
         self._owed_s = 0.0
@@ -111,7 +118,9 @@ Vocabulary = dict[str, list[str] | list[int]]
 
 
 class LlgMatcher:
-    """A Matcher of llguidance. It fails if it holds the steps of all requests up: `_CALL_CPU_S` says when."""
+    """A Matcher that uses llguidance. It fails if its calls take so long that they delay the steps of all requests (see
+    `_CALL_CPU_S`).
+    """
 
     def __init__(self, matcher: LLMatcher, end_ids: frozenset[int], work: _Work | None = None) -> None:
         self._matcher = matcher
@@ -146,7 +155,9 @@ class LlgMatcher:
 
 
 class _Vocabulary:
-    """The tokenizer as llguidance reads it. It encodes texts that a grammar forces, and allows their tokens only."""
+    """The tokenizer in the form that llguidance reads. llguidance calls it to encode a text that a grammar forces, and
+    then allows only these tokens.
+    """
 
     def __init__(self, tokenizer: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.tokens = [tokenizer.bytes_of(token_id) for token_id in range(vocab_size)]
@@ -161,10 +172,11 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Returns tokens whose joined bytes are exactly the beginning of `text`, or none if no tokens are: llguidance
-        then gives up.
+        """Returns tokens whose joined bytes are exactly the first `_MAX_FORCED_CHARS` characters of `text`, or none if
+        there are no such tokens; llguidance then gives up.
 
-        Many tokenizers put a space before a text, and some encode the name of a special token as that token.
+        It tries several ways, because many tokenizers put a space before a text, and some encode the name of a special
+        token as that token.
         """
         text = text[:_MAX_FORCED_CHARS]
         encoded = text.encode()
@@ -175,8 +187,8 @@ class _Vocabulary:
         return self._longest_parts(encoded)
 
     def spell(self, text: bytes) -> list[int]:
-        """Returns tokens whose joined bytes are exactly `text`, or none if no tokens are. The name of a special token
-        is that token.
+        """Returns tokens whose joined bytes are exactly `text`, or none if there are no such tokens. The name of a
+        special token is encoded as that token.
         """
         try:
             decoded = text.decode()
@@ -187,7 +199,7 @@ class _Vocabulary:
         return ids if is_spelled else self(decoded)
 
     def _end_of(self, ids: Sequence[int], text: bytes) -> list[int] | None:
-        """Returns the last of `ids` whose joined bytes are `text`, if there are such."""
+        """Returns the tokens at the end of `ids` whose joined bytes are exactly `text`, or None if there are none."""
         place, left = len(ids), len(text)
         while left > 0 and place > 0:
             place -= 1
@@ -220,7 +232,8 @@ class Grammars:
     """Compiles grammars for one model. Any thread may use it. It is slow, so do not use it on an event loop.
 
     `tokenizer` is called at the first use: services whose requests have no grammars never need the vocabulary.
-    `on_found` is called for each grammar that is cached, and `on_compiled` with the seconds that compiling one took.
+    `on_found` is called for each grammar that is found in the cache, and `on_compiled` after each compilation, with its
+    seconds.
     """
 
     def __init__(
@@ -245,11 +258,11 @@ class Grammars:
         self._num_bytes = 0
 
     def __contains__(self, grammar: Grammar) -> bool:
-        """Whether the grammar is compiled."""
+        """Returns whether the grammar is compiled and in the cache."""
         return grammar in self._prototypes
 
     def knows(self, reasoning: Reasoning) -> bool:
-        """Whether matchers with these markers have been made."""
+        """Returns whether the tables for these markers are in the cache."""
         return replace(reasoning, max_tokens=None) in self._marker_tokens
 
     def matcher(
@@ -262,8 +275,8 @@ class Grammars:
     ) -> Matcher:
         """Returns a matcher that has accepted `output_ids`. Either of `grammar` and `reasoning` may be None.
 
-        The last used grammars are kept; among them this one counts for `num_bytes` and for what its lexer may grow to.
-        Raises GrammarRefused, ReasoningRefused or OutputRefused.
+        The grammars that were used last stay in the cache. In its limit this one counts for `num_bytes`, and for the
+        size to which its lexer may grow. Raises GrammarRefused, ReasoningRefused or OutputRefused.
         """
         matcher = self._new_matcher(grammar, reasoning, num_bytes)
         for place, token_id in enumerate(output_ids):
@@ -275,8 +288,10 @@ class Grammars:
         return matcher
 
     def vocabulary(self) -> Vocabulary:
-        """Returns the vocabulary for JSON: `tokens`, each byte a character of Latin-1, the ids among them that are
-        `skipped`, and `eos_token_ids`. Raises GrammarRefused for a model that serves no grammar.
+        """Returns the vocabulary in a form for JSON: `tokens`, whose bytes are written as Latin-1 characters, `skipped`,
+        which are the ids of special tokens, and `eos_token_ids`.
+
+        Raises GrammarRefused for a model without end tokens, for which no grammar is served.
         """
         self._check_end_tokens()
         with self._lock:
@@ -288,7 +303,7 @@ class Grammars:
         }
 
     def load(self) -> None:
-        """Prepares for compiling, which the first grammar would do otherwise. Raises GrammarRefused."""
+        """Prepares the library for compiling, so that the first grammar need not wait for it. Raises GrammarRefused."""
         with self._lock:
             self._open_tokenizer()
 
@@ -318,13 +333,13 @@ class Grammars:
         return made
 
     def _open_vocabulary(self) -> _Vocabulary:
-        """Returns the vocabulary. Call it with the lock held."""
+        """Returns the vocabulary, which the first call reads. Must be called with the lock held."""
         if self._vocabulary is None:
             self._vocabulary = _Vocabulary(self._new_tokenizer(), self._vocab_size, self._eos_token_ids)
         return self._vocabulary
 
     def _open_tokenizer(self) -> LLTokenizer:
-        """Returns the library's form of the vocabulary. Call it with the lock held. Raises GrammarRefused."""
+        """Returns the library's form of the vocabulary. Must be called with the lock held. Raises GrammarRefused."""
         if self._tokenizer is None:
             self._check_end_tokens()
             self._tokenizer = LLTokenizer(
@@ -337,9 +352,10 @@ class Grammars:
             raise GrammarRefused("the model has no token that ends an output")
 
     def _sound_copy(self, grammar: Grammar, num_bytes: int) -> LLMatcher:
-        """Returns a new matcher that can make its first mask. Raises GrammarRefused.
+        """Returns a new matcher of a grammar, which can make its first mask. Raises GrammarRefused.
 
-        All copies of a prototype build up one lexer. An output that took it to its limit must not fail later ones.
+        All copies of a prototype share one lexer, which grows. If an output took it to its limit, the grammar is
+        compiled again, so that later outputs do not fail.
         """
         for _ in range(2):
             matcher = self._prototype(grammar, num_bytes).deep_copy()
@@ -371,7 +387,7 @@ class Grammars:
         return matcher
 
     def _drop(self, grammar: Grammar) -> int:
-        """Forgets a grammar, and returns the `num_bytes` that it was kept with, or 0."""
+        """Removes a grammar from the cache, and returns the `num_bytes` for which it counted there, or 0."""
         dropped = self._prototypes.pop(grammar, None)
         if dropped is None:
             return 0
@@ -417,7 +433,7 @@ def _choice_as_lark(texts: Sequence[str]) -> str:
 
 
 def _checked_schema(text: str) -> dict[str, Any]:
-    """Parses a JSON schema. Raises GrammarRefused for what llguidance would take too long for, or accept wrongly."""
+    """Parses a JSON schema. Raises GrammarRefused if llguidance would take too long for it, or not keep to it."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -452,7 +468,10 @@ def _check_keywords(part: dict[str, Any]) -> None:
 
 
 def _make_writable(part: dict[str, Any]) -> None:
-    """Rewrites the patterns of a schema for what our grammars write. Raises GrammarRefused for values with more."""
+    """Rewrites the patterns of a schema so that they match only strings that our grammars can write.
+
+    Raises GrammarRefused if a `const` or an `enum` has another string.
+    """
     for keyword in ("const", "enum"):
         if any(map(has_unwritable, _texts_in(part.get(keyword)))):
             raise GrammarRefused(f"{keyword}: has a control character without a short escape")
@@ -466,7 +485,7 @@ def _make_writable(part: dict[str, Any]) -> None:
 
 
 def _checked_lark(text: str) -> str:
-    """Returns a Lark grammar in which the JSON schemas have the options of all others. Raises GrammarRefused."""
+    """Returns the Lark grammar with our options added to each JSON schema in it. Raises GrammarRefused."""
     parts: list[str] = []
     done = place = num_schema_chars = 0
     while (found := _LARK_PART.search(text, place)) is not None:
@@ -493,7 +512,7 @@ def _check_length(num_chars: int, kind: GrammarKind) -> None:
 
 
 def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the schema and those inside it."""
+    """Yields the schema and all schemas inside it."""
     waiting: list[Any] = [schema]
     while waiting:
         part = waiting.pop()
@@ -509,7 +528,7 @@ def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _has_odd_reference(schema: dict[str, Any]) -> bool:
-    """Whether a `$ref` of the schema may lead to an object in a value."""
+    """Returns whether a `$ref` of the schema may lead into a value, such as that of `const`, and not to a schema."""
     reference = schema.get("$ref")
     return isinstance(reference, str) and not _PLAIN_REFERENCE.fullmatch(reference)
 

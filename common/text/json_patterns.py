@@ -18,18 +18,18 @@ _IGNORES_SPACE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 class PatternRefused(Exception):
-    """The pattern is not supported. The text says why."""
+    """The pattern is not supported. The message says why."""
 
 
 def has_unwritable(text: str) -> bool:
-    """Whether the text has a control character that our grammars do not write."""
+    """Returns whether the text has a control character that our grammars do not write."""
     return _HAS_UNWRITABLE.search(text) is not None
 
 
 def writable_pattern(pattern: str) -> str:
-    """Returns a regular expression, in Rust's syntax, for the strings among those of `pattern` that can be written.
+    """Returns a regular expression in Rust's syntax that matches those strings of `pattern` that our grammars can write.
 
-    One that is malformed may be returned as it is. Raises PatternRefused.
+    A malformed pattern may be returned unchanged. Raises PatternRefused if the pattern is not supported.
     """
     if _IGNORES_SPACE.search(pattern):
         raise PatternRefused("the flag x is not supported")

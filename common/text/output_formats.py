@@ -1,4 +1,4 @@
-"""The forms in which families of models write reasoning and tool calls, and how a chat template tells the family."""
+"""The forms in which families of models write reasoning and tool calls. A model's chat template shows its family."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ _SIGNS: Sequence[tuple[Sequence[str], OutputFormat]] = (
     (("<|python_tag|>",), LLAMA3),
     (("<|start_header_id|>", '"parameters"'), LLAMA3),
 )
-"""What the chat templates of a family contain. The first match counts."""
+"""Texts that the chat templates of each family contain. The first family whose texts are all there counts."""
 
 
 def without_header(answer: str) -> str:
-    """Returns the words of an answer, which in channels come after the header of the final message."""
+    """Returns an answer without the header that a model with channels writes before its final message."""
     has_header = answer.startswith((START, CHANNEL)) and FINAL in answer
     return answer.partition(FINAL)[2] if has_header else answer
 
@@ -86,8 +86,8 @@ def without_header(answer: str) -> str:
 def format_of_template(source: str) -> OutputFormat:
     """Returns the format of the models with this chat template.
 
-    A template without tools counts as Hermes', because models are told to write calls in that form then. The format has
-    no reasoning if the template does not know its markers.
+    A template without tools gets the Hermes format, because such models are told to write calls in that form. The
+    format has no reasoning if the template does not contain the markers of reasoning.
     """
     form = next((form for signs, form in _SIGNS if all(sign in source for sign in signs)), HERMES)
     reasons = form.reasoning is not None and (form.reasoning.opens in source or form.reasoning.closes in source)

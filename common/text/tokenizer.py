@@ -24,7 +24,7 @@ class TokenDecoder(Protocol):
     """The part of a tokenizer that turns output into text."""
 
     def is_skipped(self, token_id: int) -> bool:
-        """Whether this is a special token or an id past the vocabulary.
+        """Returns whether this is a special token or an id past the vocabulary.
 
         Such a token has no text. The tokens before and after it are decoded as if they were adjacent.
         """
@@ -39,8 +39,8 @@ class TokenDecoder(Protocol):
         """Returns the text of these tokens without special tokens. Bytes that form no character become U+FFFD."""
 
     def bytes_of(self, token_id: int, *, begins_text: bool = False) -> bytes:
-        """Returns the bytes of one token. They need not be UTF-8; joined over an output without special tokens they are
-        its text.
+        """Returns the bytes of one token, which need not be valid UTF-8. The joined bytes of an output's tokens are its
+        text, if special tokens are left out.
 
         `begins_text` says that only skipped tokens precede it in the output. The bytes of a special token are those of
         its name.
@@ -98,8 +98,8 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return self._special_ids
 
     def showing(self, texts: Collection[str] | None) -> TokenDecoder:
-        """Returns the same decoder, except that the special tokens whose names occur in these texts are text: their
-        names. None means all special tokens.
+        """Returns a decoder that decodes the special tokens whose names occur in `texts` to their names, and everything
+        else as this one does. None means all special tokens.
         """
         shown = self._special_ids
         if texts is not None:

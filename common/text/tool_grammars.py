@@ -1,10 +1,9 @@
 """Writes the grammar of an output that calls tools, in the form in which the model's family writes calls.
 
-required     calls
-else         words, calls, words ...; or what the grammar of an answer says, or calls
-
-In both the names are those of tools, and arguments fit where they must. An answer without tools is here where the
-family writes it with a header.
+If a call is required, the output consists of calls. Otherwise it consists of words and calls, or if the answer has a
+grammar, either of such an answer or of calls. In calls, the names are those of tools, and the arguments fit the tools'
+schemas where they must. For families that write an answer after a header, the module also makes the grammar of an
+answer without tools.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from common.text.output_formats import ARGUMENTS, CHANNEL, CONSTRAIN, FINAL, MES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Calls:
-    """The text of calls around their names and arguments.
+    """The texts that surround the names and the arguments of tool calls.
 
     opens  before NAME between ARGUMENTS after  separator  before NAME between ARGUMENTS after  closes
 
@@ -55,7 +54,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class ToolGrammars:
-    """The grammars of one model's outputs. `special_ids` has the ids of the tokens that are no text, by their names."""
+    """Makes the grammars of one model's outputs. `special_ids` maps the names of special tokens to their ids."""
 
     def __init__(self, form: OutputFormat, special_ids: Mapping[str, int]) -> None:
         self._form = form
@@ -63,9 +62,9 @@ class ToolGrammars:
         self._special = re.compile("|".join(map(re.escape, sorted(special_ids, key=len, reverse=True))) or "(?!)")
 
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice, answer: Grammar | None) -> Grammar | None:
-        """Returns the grammar of an output, or None if it may be anything.
+        """Returns the grammar of an output that may call `tools`, or None if the output may be anything.
 
-        `answer` is the grammar of an output without calls. Raises InvalidRequest, naming the field.
+        `answer` is the grammar that an output without calls must fit, or None. Raises InvalidRequest, naming the field.
         """
         functions = [tool for tool in tools if not choice.names or tool.name in choice.names]
         is_free = not choice.required and choice.parallel and len(functions) == len(tools)
@@ -80,10 +79,10 @@ class ToolGrammars:
         return Grammar(GrammarKind.LARK, "\n".join(lines), made_of="chat.tools")
 
     def answer(self, grammar: Grammar | None) -> Grammar | None:
-        """Returns the grammar of a chat's output without tools: `grammar`, that of its answer, in the message in which
-        the model's family writes an answer.
+        """Returns the grammar of a chat's output without tools. `grammar` is that of its answer, or None.
 
-        Grammars in Lark and EBNF say all of the output, so they are returned as they are. Raises InvalidRequest.
+        For a family that writes an answer after a header, the result has the header too. Grammars in Lark and EBNF
+        describe the whole output, so they are returned unchanged. Raises InvalidRequest.
         """
         if grammar is None or not self._form.has_channels:
             return grammar
@@ -103,7 +102,7 @@ class ToolGrammars:
 
     @property
     def _calls(self) -> _Calls:
-        """The text of calls in the model's form. Raises InvalidRequest if they have none."""
+        """The texts around calls in the model's form. Raises InvalidRequest if the form of calls is not known."""
         form = self._form
         if form.name == "mistral" and ARGUMENTS in self._special_ids:
             return _LATER_MISTRAL
@@ -115,7 +114,7 @@ class ToolGrammars:
         return _Calls(before=before, after=after, separator="\n")
 
     def _start(self, calls: _Calls, choice: ToolChoice, answer: Grammar | None) -> Iterator[str]:
-        """Yields the rules of an output, except that of a `function` with its arguments."""
+        """Yields the rules of an output, except the rule `function`: a tool's name with its arguments."""
         opens, before, after, closes = map(self._text, (calls.opens, calls.before, calls.after, calls.closes))
         is_several = choice.parallel and calls.separator is not None
         more = f"({self._text(calls.separator or '')} call)*" if is_several else ""
@@ -146,7 +145,7 @@ class ToolGrammars:
                 yield f"start: {_WORDS} | begun {rest} function {after}"
 
     def _messages(self, last: str) -> Iterator[str]:
-        """Yields the rules of an output in channels. `last` says what its last message is."""
+        """Yields the rules of an output that is a sequence of messages. `last` is the definition of the last one."""
         new, head, body = (self._text(each) for each in (f"{START}assistant", CHANNEL, MESSAGE))
         # What comes before it the prompt has, or reasoning before the grammar's beginning leaves to it.
         yield f'thought: {head} ("analysis" | "commentary") {body} {_WORDS} {self._text(_END)} {new}'
@@ -156,7 +155,7 @@ class ToolGrammars:
         return f"{self._text(FINAL)} {answer}"
 
     def _text(self, text: str) -> str:
-        """Returns a text in the grammar's language: as strings, and as tokens where it names special ones."""
+        """Returns a text as Lark writes it: as strings, and as token ids where it has the names of special tokens."""
         parts: list[str] = []
         place = 0
         for found in [*self._special.finditer(text), None]:
@@ -170,7 +169,9 @@ class ToolGrammars:
 
 
 def _answer(grammar: Grammar | None) -> str:
-    """Returns the grammar of an answer as a part of a larger one. Raises InvalidRequest."""
+    """Returns the grammar of an answer as a part of a larger grammar; "" without one. Raises InvalidRequest unless it
+    is a JSON schema.
+    """
     if grammar is None:
         return ""
     if grammar.kind is not GrammarKind.JSON_SCHEMA:
