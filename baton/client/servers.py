@@ -412,7 +412,7 @@ class BlockingServers(Servers):
         max_wait_s: float | None = None,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> Server:
-        """Like `take`, but waits until a server is ready, or until none is expected to be.
+        """Chooses the server of a call as `take` does, but waits until one is ready, or none is expected to be soon.
 
         `timeout_s` is the time left until the call's deadline; `max_wait_s` bounds only the wait. Raises Cancelled when
         `is_given_up()` returns True; whoever changes what it returns must call `wake`.
@@ -504,7 +504,7 @@ class AsyncServers(Servers):
         max_wait_s: float | None = None,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> Server:
-        """Like `take`, but waits until a server is ready, or until none is expected to be.
+        """Chooses the server of a call as `take` does, but waits until one is ready, or none is expected to be soon.
 
         `timeout_s` is the time left until the call's deadline; `max_wait_s` bounds only the wait. Raises Cancelled when
         `is_given_up()` returns True; whoever changes what it returns must call `wake`.

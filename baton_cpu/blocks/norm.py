@@ -1,4 +1,4 @@
-"""RMS normalisation for CPUs in one kernel. The module of transformers runs eight."""
+"""RMS normalisation for CPUs in one kernel, where the module of transformers runs eight PyTorch operators."""
 
 from __future__ import annotations
 

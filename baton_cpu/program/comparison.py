@@ -19,8 +19,8 @@ another order than PyTorch, and so rounds differently.
 """
 
 _COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40), (47, 20), (67, 1))
-"""The forwards that are compared, as (tokens before, new tokens) of each of two rows: a window, two steps, a chunk, a
-window, and a step whose attention takes two parts.
+"""The forwards that are compared, as (tokens before, new tokens) of each of two rows: a window (a few new tokens), two
+steps of one token, a chunk (many new tokens), a window, and a step whose attention takes two parts.
 """
 
 _CHUNK = 40

@@ -1,8 +1,7 @@
 """`python -m baton_cpu.program.compile DTYPE DIRECTORY PARENT NICENESS` compiles the kernels for DTYPE and keeps them
 in DIRECTORY.
 
-PARENT is the process id of the parent. The process ends when its parent ends. It adds
-NICENESS to its own niceness.
+PARENT is the process id of the parent. The process ends when its parent ends. It adds NICENESS to its own niceness.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ class _Windows:
         """The values of a call's words, in the order of _OF_WINDOWS."""
 
     def are_of(self, batch: ForwardInput) -> bool:
-        """Returns whether these windows also describe `batch`. It returns False whenever one of both forwards has a
-        tree mask or these windows have a chunk.
+        """Returns whether this object also describes the forward of `batch`, so that it can be used again. Always False
+        if either forward has a tree mask, or if this one has a chunk.
         """
         return self.is_for_any and batch.tree_mask is None and self.extend_lens == _extend_lens(batch)
 

@@ -113,7 +113,7 @@ def config_digest(config: dict[str, Any]) -> str:
 
 
 def _rope_types(rope: object) -> set[object]:
-    """Returns the rope types that `rope` names: rope parameters, or such parameters for each type of layer."""
+    """Returns the rope types in `rope`, which has rope parameters, or a dictionary of them for each type of layer."""
     if not isinstance(rope, dict):
         return set()
     own = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}

@@ -64,8 +64,8 @@ def require_config(setting: str, spec: str, path: Path | None) -> None:
 
 
 def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None) -> Path | None:
-    """Returns the local directory, or the file with `suffix`, that `spec` names. Returns None if there is none, and
-    `spec` may be a hub id.
+    """Returns the local directory, or the file with `suffix`, that `spec` names. Returns None if neither exists, but
+    `spec` has the form of a hub id.
 
     Otherwise raises StartupError; its message begins with `setting`. `kinds` describes, in the message, what `spec` may
     name. No file is accepted if `suffix` is None.

@@ -1,4 +1,4 @@
-"""Optimisations that can be switched off one by one. All are on by default. They change tokens by rounding at most."""
+"""Optimisations that can be switched off one by one. All are on by default. They change tokens only by rounding."""
 
 from __future__ import annotations
 

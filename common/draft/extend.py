@@ -39,7 +39,7 @@ class NextTokens:
 
     @classmethod
     def of(cls, next_ids: Tensor, window: ForwardInput, *, num_ahead: int) -> NextTokens:
-        """Returns the NextTokens of `window`. `next_ids` [T] are the tokens that follow those of the window.
+        """Returns the NextTokens of the tokens of `window`. `next_ids` [T] is the token after each of them.
 
         `num_ahead` is the room for drafts after each row: the head's number of layers minus one.
         """

@@ -62,7 +62,8 @@ class RefusedFile(Exception):
 
 
 class Metadata:
-    """The keys of a file. Each key that was asked for counts as known; `refuse_unknown` refuses the others."""
+    """A GGUF file's metadata, by key. Each key that was asked for counts as known; `refuse_unknown` refuses the others.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values

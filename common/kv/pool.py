@@ -147,8 +147,8 @@ class KvPool:
     the operating system provides a CPU's memory when it is first used or populated. `prefixes` is an empty tree for the
     prefix cache, or None to cache nothing. Raises StartupError if there is not enough memory.
 
-    `num_changes` has a new value when a row may be reserved that could not be before, or that will find more cached KV,
-    and when a row is released.
+    `num_changes` grows when a row is released or reclaimed, and when the prefix cache gets KV. After that `reserve` may
+    succeed where it could not before, or find more cached KV.
     """
 
     def __init__(
@@ -273,8 +273,9 @@ class KvPool:
         that also depends on tokens after `token_ids` is not given. Does nothing if the row uses no cache, or `forget`
         was called for it.
 
-        If the cache has the KV of some of the tokens already, the row uses that from now on and its own slots of them
-        become free. But it keeps them as long as it lives if stream work uses the row now, or the pool is shared.
+        If the cache has the KV of some of these tokens already, the row uses the cache's slots from now on, and its own
+        slots for these tokens become free. But the row keeps its own slots if stream work uses it now, or if the pool
+        is in shared memory.
         """
         if lease.prefix is None or lease.is_damaged:
             return
@@ -291,7 +292,7 @@ class KvPool:
         lease.share(slice(start + num_there, stop))
 
     def _adopt(self, lease: RowLease, start: int, stop: int) -> None:
-        """Frees the row's slots of the tokens [start, stop), and gives it those that the prefix tree has for them."""
+        """Frees the row's slots for the tokens [start, stop), and gives it the prefix tree's slots for them instead."""
         assert lease.prefix is not None
         own, slots = lease.slots[start:stop].copy(), lease.prefix.slots()[start:stop]
         self._columns.slots[lease.row, start:stop] = slots
@@ -301,7 +302,7 @@ class KvPool:
     def forget(self, lease: RowLease) -> None:
         """Makes the prefix cache forget everything that begins like the row's cached KV, because it may be damaged.
 
-        It gets none from this row any more.
+        The row gives no more KV to the cache.
         """
         lease.is_damaged = True
         if lease.prefix is not None:

@@ -88,11 +88,11 @@ class HeldPrefix:
 
 
 class PrefixTree:
-    """Knows for each cached token sequence of a namespace the slots of its positions. Namespaces share nothing.
+    """Maps each cached token sequence of a namespace to the slots of its positions. Namespaces share nothing.
 
-    `lookahead` is how many tokens after its own the KV of a position depends on: the number of layers of an EAGLE draft
-    head, 0 without a head. The tree owns its slots: it takes them over in `insert`, and returns them from `evict`.
-    All tokens and slots are int64.
+    `lookahead` is the number of tokens after a position on which its KV depends, besides those up to it: the number of
+    layers of the draft head, 0 without a head. The tree owns its slots: it takes them over in `insert`, and returns
+    them from `evict`. All tokens and slots are int64.
     """
 
     def __init__(self, lookahead: int) -> None:

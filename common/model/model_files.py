@@ -110,7 +110,7 @@ _NUM_NAMED = 3
 
 @contextmanager
 def model_faults(place: str) -> Iterator[None]:
-    """A context for reading files, in which any exception of a library becomes an UnsupportedModel.
+    """Turns any exception of a library inside this context, in which files are read, into an UnsupportedModel.
 
     Its message is `place`, which names the files, and one line; its cause is the original error. A lack of memory
     becomes a StartupError.

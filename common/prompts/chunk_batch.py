@@ -67,7 +67,7 @@ class Chunk(Generic[PromptT]):
 
     @property
     def num_attended(self) -> int:
-        """The number of tokens attended, summed over the chunk's tokens. Each attends itself and all before it."""
+        """The number of tokens attended to, summed over the chunk's tokens. Each attends to itself and all before."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     @property

@@ -122,7 +122,9 @@ def _end_process(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _all_kept() -> Iterator[None]:
-    """A context for imports: their objects live as long as the process, so the garbage collector never scans them."""
+    """Excludes from garbage collection the objects that imports inside this context make: they live as long as the
+    process.
+    """
     gc.disable()
     try:
         yield

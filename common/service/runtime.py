@@ -53,7 +53,7 @@ _log = structlog.get_logger(__name__)
 class Runtime:
     """Everything that was loaded for a service: model, draft head, device and the like.
 
-    `directory` is the model's. `context_tokens` is the longest context that model and settings allow one request.
+    `directory` is the model's directory. `context_tokens` is the longest context that model and settings allow.
     `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is the background work that compiles forwards
     into programs, None if there is none. `populates` says whether the KV pool's memory is allocated in the background.
     """
@@ -177,8 +177,8 @@ def memory_beside(
 
     `step` returns the largest step for a number of rows.
 
-    On a GPU it includes the partial results of attention, and `staged_bytes` for KV in transfer. A row has slots for
-    `tokens_ahead` more tokens than a request may have.
+    On a GPU the peak includes the partial results of attention, and `staged_bytes` for KV in transfer. A row has slots
+    for `tokens_ahead` more tokens than a request may have.
     """
     model = runtime.model
     each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens + tokens_ahead)

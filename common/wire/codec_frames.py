@@ -34,7 +34,9 @@ class FrameCodec:
         self._vocab_size = vocab_size
 
     def encode(self, frame: Frame) -> bytes:
-        """Returns the bytes to send. Copies a payload once, and a FramedKv not at all."""
+        """Returns the bytes to send. Copies a payload once, unless it lies in the memory of the frame already (a
+        FramedKv).
+        """
         message = prefill_pb2.HandoffFrame()
         match frame:
             case Accepted():

@@ -69,7 +69,7 @@ class FramePayload:
 def seal(message: MessageT, payload: Payload | FramedKv = b"") -> bytes:
     """Returns the bytes to send: the payload, the message and their checksum.
 
-    Copies the payload once, and a FramedKv not at all.
+    Copies the payload once, unless it lies in the memory of the frame already (a FramedKv).
     """
     return seal_bytes(message.SerializeToString(), payload)
 
@@ -77,7 +77,7 @@ def seal(message: MessageT, payload: Payload | FramedKv = b"") -> bytes:
 def seal_bytes(message: bytes, payload: Payload | FramedKv = b"") -> bytes:
     """Returns the bytes to send: the payload, the serialised message and their checksum.
 
-    Copies the payload once, and a FramedKv not at all.
+    Copies the payload once, unless it lies in the memory of the frame already (a FramedKv).
     """
     rest = message + prefill_pb2.HandoffTrailer(payload_bytes=len(payload)).SerializeToString()
     if isinstance(payload, bytes | np.ndarray):

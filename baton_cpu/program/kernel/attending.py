@@ -281,9 +281,9 @@ def _attend_part(
 
 @jit
 def _few_tokens_before(starts, b):
-    """Returns how many new tokens the requests before `b` (an index in the batch) have, leaving out requests that
-    attend as chunks. The results of these tokens are stored before those of request `b`. Array `starts` [B + 1] has the
-    index of each request's first new token in the forward.
+    """Returns how many new tokens the requests before `b` (an index in the batch) have, leaving out requests with more
+    than MAX_QUERIES, which are computed as chunks. The results of these tokens are stored before those of request `b`.
+    Array `starts` [B + 1] has the index of each request's first new token in the forward.
     """
     total = np.int64(0)
     for other in range(b):
