@@ -30,7 +30,7 @@ class Timings:
 
     @property
     def handoff_s(self) -> float:
-        """The seconds of all phases between the queue and the first decode step."""
+        """The seconds that the request spent in all phases between the queue and the first decode step."""
         return self.prefill_s + self.transfer_s
 
 

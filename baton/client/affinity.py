@@ -33,7 +33,8 @@ LAST_MESSAGES = 8
 messages, unless it calls many tools.
 """
 MAX_BYTES = 1 << 20
-"""Only the first so many bytes of a request get marks, so that hashing one takes some milliseconds at most."""
+"""Only this many bytes at the start of a request get marks, so that hashing a request takes some milliseconds at most.
+"""
 MAX_BEGINNINGS = 65_536
 """The most beginnings that are remembered: those of about a thousand chats of 10,000 tokens."""
 MIN_SHARED = 0.5

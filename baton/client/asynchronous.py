@@ -219,8 +219,8 @@ class AsyncClient:
         A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
         with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
 
-        `truncate_prompt_tokens` limits the prompt to its last so many tokens; -1 keeps as many as leave room for
-        `max_tokens`.
+        `truncate_prompt_tokens` is the number of last tokens of the prompt that are kept, if it has more; -1 keeps as
+        many as leave room for `max_tokens`.
 
         `same_server_as` is the stream of another output for the same prompt. With several decode services, this stream
         uses the same one if it is ready, so that both outputs share the prompt's KV.

@@ -120,9 +120,10 @@ class Wait:
     deadline_s: float
 
     def pause_s(self, asked_s: float) -> float:
-        """Returns the seconds from `asked_s` to the next of these three times, at which the caller calls `take` again.
+        """Returns the seconds from `asked_s` to the next time at which this wait may end: the end of the time for
+        look-ups, of the time for connecting, or the call's deadline. The caller then calls `take` again.
 
-        `asked_s` is a time before the last `take`, so that no time is missed that has passed since.
+        `asked_s` is a time before the last `take`, so that no end is missed that has passed since.
         """
         ends = (self.look_ups_until_s, self.until_s, self.deadline_s)
         return min(end_s - asked_s for end_s in ends if end_s > asked_s)

@@ -72,7 +72,9 @@ def failure_of(scope: Scope | None, stream_scope: Scope) -> BaseException | None
 
 
 def event_name(name: str, scope: Scope) -> str:
-    """Returns what error messages call an event: its `name` and the scope's, or only the scope's if `name` is empty."""
+    """Returns the name of an event for error messages: `name` and the name of its scope, or only that of the scope if
+    `name` is empty.
+    """
     return f"{name} of {scope.name}" if name else scope.name
 
 

@@ -34,7 +34,7 @@ class PoolTicket:
     number: int
 
     def is_of(self, num_slots: int) -> bool:
-        """Returns True if all slots exist in a pool of `num_slots` slots."""
+        """Returns True if all slots of this ticket exist in a pool of `num_slots` slots."""
         return min(self.slots, default=1) >= 1 and max(self.slots, default=1) <= num_slots
 
 

@@ -18,19 +18,19 @@ class KvSource(Protocol):
 
     @property
     def cache_key(self) -> CacheKey | None:
-        """Its tokens and its namespace in the prefix cache, or None if it uses no cache."""
+        """The prompt's tokens and its namespace in the prefix cache, or None if it uses no cache."""
 
     @property
     def num_kept_tokens(self) -> int:
-        """How many of its first tokens have their KV in the prefix cache: it was found there, or put there."""
+        """How many of the prompt's first tokens have their KV in the prefix cache: it was found there, or put there."""
 
     @property
     def brings_kv(self) -> bool:
-        """Whether its KV is still on its way. False if all of it has come, or the prompt failed or is queued again."""
+        """Whether the prompt's KV is on its way. False if all of it has come, or the prompt failed or waits again."""
 
     @property
     def brings_it_in_chunks(self) -> bool:
-        """Whether the KV of its first tokens enters the cache before that of its last ones, and not all at the end."""
+        """Whether the prompt's KV enters the cache in chunks, that of the first tokens first, and not all at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class AwaitedKv:
 
     @property
     def is_over(self) -> bool:
-        """Whether the KV is in the prefix cache, or will not come. Takes O(1)."""
+        """Whether the awaited KV is in the prefix cache, or will not come. Takes O(1)."""
         return not self.source.brings_kv or self.source.num_kept_tokens >= self.num_tokens
 
 

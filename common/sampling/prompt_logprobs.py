@@ -28,7 +28,7 @@ class PromptLogprobs:
         return self.start + len(self.logprobs)
 
     def part(self, start: int, stop: int) -> Self:
-        """Returns the log-probabilities of positions [start, stop) only. All of these must be here."""
+        """Returns the log-probabilities of positions [start, stop) only. This object must have all of these."""
         own = slice(start - self.start, stop - self.start)
         columns = (self.logprobs[own], self.ranks[own], self.top_ids[own], self.top_values[own])
         return type(self)(start, *columns)

@@ -481,9 +481,10 @@ def _find_missing(
 
 
 def _find_missing_of_tools(tools: Sequence[Tool], search: _Search) -> _Said | None:
-    """Returns the first name, description or name of a parameter that is missing, or None. Tools come in order.
+    """Returns the first name or description of a tool, or name of a parameter, that is missing; None if all are there.
 
-    What else a schema has is not searched, because some templates write it in a language of types.
+    Tools must come in order. Other parts of a schema are not looked for, because some templates write it in a language
+    of types.
     """
     start = 0
     for number, tool in enumerate(tools):

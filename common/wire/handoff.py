@@ -73,7 +73,7 @@ class HandoffRow:
 
     @property
     def num_held(self) -> int:
-        """How many of the first tokens' KV is not sent."""
+        """The number of the row's first tokens whose KV is not sent, because the decode engine has it."""
         return max((num_tokens for _, num_tokens in self.num_held_tokens), default=0)
 
 
