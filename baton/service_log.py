@@ -31,7 +31,7 @@ class ServiceLog:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def new_words(self) -> list[str]:
-        """Returns the text for each new line since the last call. Lines that do not concern a user are left out."""
+        """Returns the text for each new log line since the last call. Lines that do not concern a user are left out."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:

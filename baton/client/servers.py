@@ -150,10 +150,10 @@ class Server:
 class Servers(ABC):
     """The servers of one client. The subclasses say which threads may use them.
 
-    `address`, `tls`, `token` and `channel_overrides` are the client's. If the address is a name, a call looks it up
-    again, on a thread of its own, when the last look-up began at least `LOOK_UP_INTERVAL_S` ago. (gRPC's channel
-    argument for that interval replaces it.) A server that the name no longer lists gets no new call, and its channel is
-    closed when its calls have ended.
+    `address`, `tls`, `token` and `channel_overrides` are those that the client was made with. If the address is a name,
+    a call starts a look-up of it, on a thread of its own, when the last one began at least `LOOK_UP_INTERVAL_S` ago.
+    (gRPC's channel argument for that interval replaces it.) A server that the name no longer lists gets no new call,
+    and its channel is closed when its calls have ended.
 
     Raises what `parse_target` raises, ValueError if metadata cannot carry the token, and OverflowError for a channel
     argument that does not fit in 32 bits.

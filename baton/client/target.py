@@ -49,12 +49,12 @@ def parse_target(address: str, tls: Tls | None) -> Target:
 
 
 def single_server(address: str) -> str:
-    """Returns gRPC's target for "HOST:PORT". Raises InvalidArgument for anything else."""
+    """Returns the target (gRPC's form of an address) for "HOST:PORT". Raises InvalidArgument for anything else."""
     return address_of(*_host_and_port(address))
 
 
 def numeric_target(address: str) -> str:
-    """Returns gRPC's target for "HOST:PORT" with a numeric HOST."""
+    """Returns the target (gRPC's form of an address) for "HOST:PORT" with a numeric HOST."""
     return f"{'ipv6' if address.startswith('[') else 'ipv4'}:{address}"
 
 

@@ -54,8 +54,8 @@ class ServiceSettings(ProcessSettings):
 
     @property
     def fuses_forwards(self) -> bool:
-        """Whether one kernel may compute a whole forward. This kernel also computes attention, so `attention` must
-        allow kernels.
+        """Whether one kernel may compute a whole forward. This kernel also computes attention, so the setting
+        `attention` must allow kernels.
         """
         return self.uses(FastPath.FUSED_FORWARDS) and self.attention == "kernels"
 

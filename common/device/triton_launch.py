@@ -65,7 +65,7 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int]:
-        """The options for Triton's compiler."""
+        """The options with which Triton compiles and launches the kernel."""
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,

@@ -34,7 +34,7 @@ class Seed:
     hidden_states: Tensor | None = None
 
     def columns(self) -> dict[str, Tensor]:
-        """Returns the tensors that are not None, by name."""
+        """Returns the seed's tensors that are not None, by the names of their fields."""
         columns = {TOPK_INDEX: self.topk_index, TOPK_P: self.topk_p, HIDDEN_STATES: self.hidden_states}
         return {name: column for name, column in columns.items() if column is not None}
 

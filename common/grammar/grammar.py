@@ -11,7 +11,7 @@ from common.errors import InvalidRequest
 
 
 class GrammarKind(Enum):
-    """The language of a grammar's text. The values are the names of SamplingParams' fields for it."""
+    """The language of a grammar's text. Each value is the name of the field of SamplingParams that holds such a text."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"

@@ -141,7 +141,7 @@ class ReasoningCount:
     """
 
     def __init__(self, reasoning: Reasoning, bytes_of: Callable[[int], bytes]) -> None:
-        """`bytes_of` returns the bytes of a token."""
+        """Starts the count at the beginning of an output. `bytes_of` returns the bytes of a token."""
         self.num_tokens = 0
         self._markers = Markers(reasoning)
         self._bytes_of = bytes_of

@@ -55,7 +55,10 @@ class RuledMatcher:
         self._is_stuck = not mask.any()
 
     def replay(self, output_ids: Sequence[int]) -> None:
-        """Follows output that `text` has accepted already. Raises InvalidRequest if the output breaks the rules."""
+        """Follows the request's earlier output, which its other matcher has accepted already.
+
+        Raises InvalidRequest if the output breaks the rules about tokens.
+        """
         for place, token_id in enumerate(output_ids):
             if not self._allows(token_id):
                 raise InvalidRequest("generated_token_ids", f"token {token_id} at index {place} is not allowed")

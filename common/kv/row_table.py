@@ -31,7 +31,7 @@ class ReqToTokenPool:
         return len(self._free)
 
     def take(self) -> int | None:
-        """Returns a free row, or None if there is none."""
+        """Takes a free row of the pool and returns its index, or None if there is none."""
         return self._free.pop() if self._free else None
 
     def give_back(self, row: int) -> None:

@@ -30,7 +30,7 @@ class KvSource(Protocol):
 
     @property
     def brings_it_in_chunks(self) -> bool:
-        """Whether the prompt's KV enters the cache in chunks, that of the first tokens first, and not all at the end."""
+        """Whether the prompt's KV enters the cache in chunks, from the first tokens on, and not all at the end."""
 
 
 @dataclass(frozen=True, slots=True)

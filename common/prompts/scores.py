@@ -24,8 +24,10 @@ def max_scored_tokens(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The log-probabilities of S prompt tokens: `logprobs` [S] float32 and `ranks` [S] int64, and `top_ids` [S, k]
-    int64 and `top_values` [S, k] float32 of the most likely tokens in their places. PromptLogprobs explains them.
+    """The log-probabilities of S prompt tokens: `logprobs` [S] float32 and `ranks` [S] int64, and of the k most likely
+    tokens at each of their positions: `top_ids` [S, k] int64 and `top_values` [S, k] float32.
+
+    The most likely token at a position has rank 1.
     """
 
     logprobs: Tensor

@@ -136,7 +136,7 @@ class ResolvedSampling:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a matcher says which tokens may be drawn."""
+        """Whether a grammar, a limit on reasoning or rules about tokens limit which tokens may be drawn."""
         return self.constrains_text or self.token_rules is not None
 
     @property

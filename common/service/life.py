@@ -48,13 +48,13 @@ class ServiceEdge(Protocol):
         """How many requests or calls are open. The key is the name under which the log shows the number."""
 
     def drain(self) -> None:
-        """Refuses new requests from now on. To call `drain` again has no effect."""
+        """Refuses new requests from now on. A second call does nothing."""
 
     async def wait_idle(self) -> None:
-        """Returns when nothing is open any more, or when the open requests can no longer end."""
+        """Waits until no request or call is open any more, or until the open ones can no longer end."""
 
     def fail_all(self, error: BatonError) -> None:
-        """Ends everything that is open with `error`, because the engine will not end it."""
+        """Ends all open requests or calls with `error`, because the engine will not end them."""
 
     def end_rest(self) -> None:
         """Called after the grace period: ends open requests with a reason, or leaves them to the server, which cuts

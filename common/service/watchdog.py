@@ -100,7 +100,7 @@ class Watchdog:
         return self._lost
 
     def look(self) -> None:
-        """Polls all parts once. Call it often: a part that changed between two polls has made progress."""
+        """Polls the engine's step and streams once. Call it often: what changed between two polls has made progress."""
         if self._lost is not None:
             return
         now_s = self._clock()

@@ -34,8 +34,7 @@ class OutputFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers that an output of this format may have. In the vocabularies of some models they are special tokens.
-        """
+        """All markers that an output in this format may have. In some models' vocabularies they are special tokens."""
         if self.has_channels:
             return tuple(self.inner_markers)
         around = [mark for each in (self.reasoning, self.calls) if each for mark in (each.opens, each.closes) if mark]
