@@ -25,7 +25,7 @@ _HALF, _BITS, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 class NumberFormat(NamedTuple):
     """The form in which kernels get tensors of `dtype`: as arrays of `numpy_dtype` with the same bits. `bits_dtype` is
-    torch's name of `numpy_dtype`.
+    the dtype of torch that equals `numpy_dtype`.
     """
 
     dtype: torch.dtype

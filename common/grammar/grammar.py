@@ -11,7 +11,7 @@ from common.errors import InvalidRequest
 
 
 class GrammarKind(Enum):
-    """The language of a grammar's text. Each value is the name of the field of SamplingParams that holds such a text."""
+    """The language of a grammar's text. The values are the names of the fields of SamplingParams for these languages."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"

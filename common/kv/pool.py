@@ -39,9 +39,9 @@ __all__ = ["CacheKey", "KvPool", "LeaseState", "RowLease"]
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """Says which cached KV a row may use: KV in `namespace` of tokens that are the same as the first of `token_ids`.
+    """Says which cached KV a row may use: KV in its `namespace`, of tokens that are equal to the row's first tokens.
 
-    `token_ids` is [N] int64. Rows of different namespaces never share KV.
+    `token_ids` [N] int64 are the row's tokens. Rows of different namespaces never share KV.
     """
 
     token_ids: NDArray[np.int64]

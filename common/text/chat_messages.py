@@ -21,7 +21,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation. Only an assistant's message has `tool_calls` and `reasoning`, which precedes it.
+    """One message of a conversation. Only an assistant's message has `tool_calls`, and `reasoning` that came before it.
 
     A tool's message answers the ToolCall whose `id` is `tool_call_id`; `name` is the name of its function.
     """
