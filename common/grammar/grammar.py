@@ -11,7 +11,7 @@ from common.errors import InvalidRequest
 
 
 class GrammarKind(Enum):
-    """The language of a grammar's text. The values are the names of the fields of SamplingParams for these languages."""
+    """The language of a grammar's text. Each value is the name of the field of SamplingParams for it."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
