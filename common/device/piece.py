@@ -79,7 +79,7 @@ def event_name(name: str, scope: Scope) -> str:
 
 
 def raise_failure(error: BaseException | None, name: str) -> None:
-    """Raises PieceFailed with `error` as its cause; does nothing if `error` is None. `name` is that of the event."""
+    """Raises PieceFailed with `error` as its cause; does nothing if `error` is None. `name` is the event's name."""
     if error is not None:
         raise PieceFailed(f"{name}: {type(error).__name__}: {error}") from error
 

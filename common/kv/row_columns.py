@@ -61,7 +61,7 @@ class RowColumns:
         assert num_rows == self._num_rows, f"rows are counted wrongly: {self._num_rows} by state, {num_rows} there"
 
     def slots_by_state(self) -> Sequence[int]:
-        """Returns the number of rows' own slots in each state of their row, in the order of LeaseState."""
+        """Returns for each state of rows, in the order of LeaseState, how many slots of their own its rows have."""
         num_own = self.num_slots - self.num_shared
         sums: list[float] = np.bincount(self._states, weights=num_own, minlength=len(_NUMBERS)).tolist()
         return [int(num_slots) for num_slots in sums]

@@ -393,7 +393,8 @@ class _Writer:
                 return _Edges(can_be_empty, edges.first, edges.more | edges.first if goes_on else edges.more)
 
     def _size(self, node: _Node) -> int:
-        """Returns the most characters of a word. A repetition without a bound counts with its least number."""
+        """Returns how many characters a word may have at most. A repetition without a bound counts with its least number.
+        """
         match node:
             case _Literal(text):
                 return len(text)
@@ -568,8 +569,8 @@ class _Writer:
         return self._split[name, after]
 
     def _word(self, node: _Node) -> str:
-        """Returns the name of a word for `node`. llguidance allows no empty words, so a node that can be empty becomes an
-        optional word that is not empty.
+        """Returns the name of a word for `node`. llguidance allows no empty words, so a node that can be empty becomes
+        an optional word that is not empty.
         """
         definition = self._in_word(node)
         can_be_empty = self._edges(node).can_be_empty

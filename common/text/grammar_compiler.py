@@ -198,7 +198,7 @@ class Turns:
         self._holder: str | None = None
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._used_s: dict[str, float] = {}
-        """The time that each client has used that waits or has the turn. A new client starts with the least of these."""
+        """The time used by each client that waits or has the turn. A new client starts with the least of these."""
 
     async def take(self, client: str) -> float:
         """Waits for the client's turn. Returns the present time, to be passed to `give_back`."""

@@ -288,8 +288,8 @@ class Grammars:
         return matcher
 
     def vocabulary(self) -> Vocabulary:
-        """Returns the vocabulary in a form for JSON: `tokens`, whose bytes are written as Latin-1 characters, `skipped`,
-        which are the ids of special tokens, and `eos_token_ids`.
+        """Returns the vocabulary in a form for JSON: `tokens`, whose bytes are written as Latin-1 characters,
+        `skipped`, which are the ids of special tokens, and `eos_token_ids`.
 
         Raises GrammarRefused for a model without end tokens, for which no grammar is served.
         """

@@ -27,7 +27,7 @@ def has_unwritable(text: str) -> bool:
 
 
 def writable_pattern(pattern: str) -> str:
-    """Returns a regular expression in Rust's syntax that matches those strings of `pattern` that our grammars can write.
+    """Returns a regular expression in Rust's syntax that matches the strings of `pattern` that our grammars can write.
 
     A malformed pattern may be returned unchanged. Raises PatternRefused if the pattern is not supported.
     """
