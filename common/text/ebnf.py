@@ -393,8 +393,7 @@ class _Writer:
                 return _Edges(can_be_empty, edges.first, edges.more | edges.first if goes_on else edges.more)
 
     def _size(self, node: _Node) -> int:
-        """Returns how many characters a word may have at most. A repetition without a bound counts with its least number.
-        """
+        """Returns how many characters a word has at most. A repetition without a bound counts with its least number."""
         match node:
             case _Literal(text):
                 return len(text)
