@@ -93,8 +93,7 @@ async def run_workload(
     vocab_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RequestRecord]:
-    """Sends the requests of `workload`, spread over `clients` in turn. Failures are recorded in the result, not raised.
-    """
+    """Sends the requests of `workload`, spread over `clients` in turn. Failures are in the result, and not raised."""
     return await send_prompts(
         clients,
         workload.prompts(vocab_size),

@@ -400,8 +400,7 @@ class Servers(ABC):
 
 
 class BlockingServers(Servers):
-    """The servers of a blocking client. Any thread may use them. gRPC's threads report changes of the channels' states.
-    """
+    """The servers of a blocking client. Any thread may use them. gRPC's threads report the states of the channels."""
 
     def take_when_ready(
         self,

@@ -62,8 +62,7 @@ class RefusedFile(Exception):
 
 
 class Metadata:
-    """A GGUF file's metadata, by key. Each key that was asked for counts as known; `refuse_unknown` refuses the others.
-    """
+    """The metadata of a GGUF file. Each key that was asked for counts as known; `refuse_unknown` refuses the others."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values

@@ -1,5 +1,4 @@
-"""The interface of a matcher, which follows one output through its grammar, and masks of the tokens that may come next.
-"""
+"""The interface of a matcher, which follows one output through its grammar, and masks of the tokens allowed next."""
 
 from __future__ import annotations
 

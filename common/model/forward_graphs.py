@@ -31,8 +31,7 @@ dimension of each output is T.
 
 
 def batch_sizes(max_rows: int) -> tuple[int, ...]:
-    """Returns the batch sizes to record, in rows: 1, 2, 4, ... and `max_rows`. So less than half of a batch is padding.
-    """
+    """Returns the batch sizes to record, in rows: 1, 2, 4, ... and `max_rows`. Less than half of a batch is padding."""
     powers = [1 << power for power in range(max_rows.bit_length())]
     return tuple(sorted({*powers, max_rows}))
 
