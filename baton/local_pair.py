@@ -152,7 +152,7 @@ class LocalPair:
 
     @property
     def processes(self) -> tuple[ServiceProcess, ...]:
-        """All services, and the gateway if there is one."""
+        """The processes of all services, and of the gateway if there is one."""
         return self.services if self.gateway is None else (*self.services, self.gateway)
 
     @property

@@ -345,7 +345,7 @@ class FusedHead(HeadProgram):
     """A draft head that runs by its two programs."""
 
     def __init__(self, extend: ForwardProgram, step: ForwardProgram) -> None:
-        """`extend` and `step` run the two programs of a HeadPrograms."""
+        """Makes the head from `extend` and `step`, which run the two programs of a HeadPrograms."""
         self._extend = extend
         self._step = step
 

@@ -19,7 +19,7 @@ _MAX_WINDOW = 32
 
 
 class TorchAttention:
-    """An AttentionBackend of PyTorch's operators."""
+    """An AttentionBackend that computes attention with PyTorch's own operators."""
 
     follows_lengths = False
 
