@@ -41,8 +41,8 @@ from tests.interleavings.scenarios import (
 AnyScenario = Scenario | RelayAlone | PrefillScenario | RandomLife
 
 NUM_ORDERS = 60
-"""Number of random orders within which a mutant must show. The test suite also runs this many orders of each large
-scenario.
+"""Each mutant must fail within this many random orders of its scenario. The test suite also runs this many orders of
+each large scenario.
 """
 
 _beside = Scenario(scenarios.two_requests, 2, 60)
@@ -120,10 +120,10 @@ EXHAUSTIVE: dict[AnyScenario, int] = {
     PrefillScenario(prefill_scenarios.one_prompt, 1, 8, 2): 70,
     PrefillScenario(prefill_scenarios.two_prompts, 1, 8, 2): 1584,
 }
-"""Small scenarios, each with its number of distinct orders; all of them are run.
+"""The small scenarios, each with the number of its distinct orders. All these orders are run.
 
 A smaller number would mean that some shared memory is no longer noticed. The number also changes when the engine's
-thread asks other things of the device.
+thread makes other calls to the device.
 """
 
 LARGE: tuple[AnyScenario, ...] = (
@@ -247,7 +247,7 @@ symptom.
 """
 
 FOUND_BY_EXPLORING = (rows.quarantine_skipped, rows.quarantine_ends_too_early, rows.launch_does_not_hold_its_rows)
-"""The mutants that exhaustive exploration must find too. The default order does not show them."""
+"""The mutants that exhaustive exploration must find too. The scenario's default order does not show them."""
 
 SOME_ORDER_HAS: dict[AnyScenario, frozenset[str]] = {
     _beside_chain: frozenset({LAUNCHED_BEFORE_DRAFT_EXTEND, BOOTSTRAPPED_BEFORE_DRAFT_EXTEND}),
@@ -276,8 +276,8 @@ SOME_ORDER_HAS: dict[AnyScenario, frozenset[str]] = {
     _constrained_short: frozenset({RETRACTED}),
     _constrained_chunk: frozenset({REUSED, COMPUTED_HERE, LAUNCHED_BESIDE_A_CHUNK}),
 }
-"""Things that some order of each scenario must show. They prove that the engine does not simply wait for everything:
-such an engine would be right in every order too.
+"""For each scenario, what at least one of its orders must show. This proves that the engine does not simply wait for
+everything: an engine that does would be right in every order too.
 """
 
 NO_ORDER_HAS: tuple[tuple[Mutant, AnyScenario], ...] = (
@@ -285,8 +285,8 @@ NO_ORDER_HAS: tuple[tuple[Mutant, AnyScenario], ...] = (
     (relay.published_after_draft_extend, _beside_chain),
     (bootstrap.bootstrap_rearms_publish_ready, _relay),
 )
-"""(mutant, scenario): mutants that only make the engine wait. Every order is still right, but no order shows what
-SOME_ORDER_HAS demands.
+"""(mutant, scenario): mutants that only make the engine wait. The tokens stay right in every order, but no order shows
+what SOME_ORDER_HAS demands.
 """
 
 SCENARIOS: dict[str, AnyScenario] = {
@@ -296,8 +296,8 @@ SCENARIOS: dict[str, AnyScenario] = {
 
 
 def scenario_named(name: str) -> AnyScenario:
-    """The scenario with this name: one of the catalogue, or the random life that the name's seed draws. Raises
-    ValueError.
+    """Returns the scenario with this name: one of the catalogue, or a random life, whose name contains its seed. Raises
+    ValueError for any other name.
     """
     if name.startswith(PREFIX):
         return RandomLife(name.removeprefix(PREFIX))

@@ -12,8 +12,8 @@ class Clocks:
     """Vector clocks of a run's transitions, one entry per process.
 
     A transition happens after those that made it possible: the one before it in its process, a wait, an event seen
-    done, or the enqueueing of its work. With `joins_conflicts` it also happens after earlier accesses to memory that
-    both touch, as far as `counts(unit)` is True.
+    done, or the enqueueing of its work. With `joins_conflicts` it also happens after each earlier transition that
+    touches the same memory, unless both only read it. Memory units for which `counts(unit)` is False are ignored.
     """
 
     def __init__(self, *, joins_conflicts: bool, counts: Callable[[Unit], bool] = lambda unit: True) -> None:
@@ -25,7 +25,7 @@ class Clocks:
         self._writers: dict[Unit, int] = {}
 
     def add(self, transition: Transition) -> list[int]:
-        """Append a transition. Returns the indices of earlier transitions that conflict with it and are not ordered
+        """Appends a transition. Returns the indices of earlier transitions that conflict with it and are not ordered
         before it by anything in between.
         """
         place = len(self._trace)
@@ -81,7 +81,7 @@ class Clocks:
 
 
 def both_touch(first: Footprint, second: Footprint) -> set[Unit]:
-    """The memory units that both transitions touch and at least one of them writes."""
+    """Returns the memory units that both transitions touch and at least one of them writes."""
     return (first.writes & (second.reads | second.writes)) | (first.reads & second.writes)
 
 

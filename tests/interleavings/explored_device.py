@@ -26,8 +26,8 @@ class Abandoned(BaseException):
 
 
 Chooser = Callable[[Sequence[str]], str]
-"""A function that picks the next process among those that can go on. The host (the engine's thread) comes first if it
-can. It is called once for each transition.
+"""A function that picks the next process among those that can go on. The host (the engine's thread) is the first of
+them if it can go on. The function is called once for each transition.
 """
 
 
@@ -97,8 +97,8 @@ class ExploredStream(ScriptedStream):
         scope: Scope | None = None,
         on_milestone: OnMilestone | None = None,
     ) -> Sequence[Event]:
-        """Enqueue one piece with milestones. On a stream that runs pieces in the background, a piece is one step here,
-        so all its milestones are passed together with it.
+        """Enqueues one piece with milestones. On a stream that runs pieces in the background, the explorer treats a
+        piece as one step, so all its milestones are passed together with it.
         """
         events = super().enqueue_with_milestones(work, num_milestones, scope, on_milestone)
         if self.runs_beside:
@@ -119,7 +119,7 @@ class ExploredStream(ScriptedStream):
             self.passed |= event.after
 
     def begin_piece(self) -> None:
-        """Make this stream's next piece the current transition."""
+        """Makes this stream's next piece the current transition."""
         device = self.explored
         device.current.name = self.pending()[0]
         device.current.after |= {self._enqueued_by[self._num_run], *self.passed}
@@ -147,7 +147,7 @@ class ExploredDevice(ScriptedDevice):
         self._is_watching = False
         self.launch_order: LaunchOrder | None = None
         self.witnessed: set[str] = set()
-        """Observations that need to occur in some order only, not in every one."""
+        """Observations that this run made, and that a test demands of some order of a scenario, not of each."""
 
     @property
     def current(self) -> Transition:
@@ -162,14 +162,14 @@ class ExploredDevice(ScriptedDevice):
         return self._schedule or super().schedule_stream
 
     def lag_schedule_side(self) -> None:
-        """Make the schedule side a stream, as on a GPU: the host's writes to shared memory happen later, and its reads
+        """Makes the schedule side a stream, as on a GPU: the host's writes to shared memory happen later, and its reads
         of that memory wait for them.
         """
         self._schedule = ExploredStream(self, "schedule")
         self.streams.append(self._schedule)
 
     def run_pieces_at_once(self) -> None:
-        """Make the device behave as a GPU: a piece's Python code runs when it is enqueued.
+        """Makes the device behave as a GPU: a piece's Python code runs when it is enqueued.
 
         The chooser still picks streams, which decides how far the device has come. `launch_order` records what each
         stream touches, and in which order.
@@ -179,7 +179,7 @@ class ExploredDevice(ScriptedDevice):
         self._schedule_stream = ScriptedStream(self, "schedule")
 
     def new_outside_stream(self, name: str) -> ScriptedStream:
-        """Add a stream that is not part of the device, such as a client. Its pieces run when they are chosen."""
+        """Adds a stream that is not part of the device, such as a client. Its pieces run when they are chosen."""
         stream = self.new_stream(name)
         stream.runs_beside = True
         return stream
@@ -194,9 +194,9 @@ class ExploredDevice(ScriptedDevice):
 
     @contextlib.contextmanager
     def exploring(self, buffers: Iterable[Shared]) -> Iterator[None]:
-        """Within this block the chooser is asked, and accesses to `buffers` are recorded unit by unit.
+        """Asks the chooser within the block, and records accesses to `buffers` unit by unit.
 
-        At the end all enqueued work is run, since the explorer must know of everything that could have come earlier.
+        At the end it runs all enqueued work: the explorer must know everything that could have come earlier.
         """
         if self.launch_order is not None:
             self._is_watching = True
@@ -222,7 +222,7 @@ class ExploredDevice(ScriptedDevice):
             self._is_watching = False
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """Within this block accesses are not recorded. A test uses it for its own computations on the engine's
+        """Stops the recording of accesses within the block. A test uses it for its own computations on the engine's
         thread.
         """
         return self._memory.paused() if self.launch_order is None else self.launch_order.unwatched()
@@ -235,14 +235,16 @@ class ExploredDevice(ScriptedDevice):
             self.launch_order.check()
 
     def point(self) -> None:
-        """A point at which the host may be stopped. Streams run until the host is chosen."""
+        """Marks a point at which the host may be stopped. Streams run until the host is chosen."""
         if not (self._is_watching and self.is_host_running):
             return
         while self._turn(is_host_enabled=True) != HOST:
             pass
 
     def idle(self) -> None:
-        """Called when the host has nothing to do. One stream goes on, if any can, and the host may be stopped again."""
+        """Runs one stream, if any can go on. Called when the host has nothing to do. The host may be stopped again
+        after that.
+        """
         if self._is_watching and self._ready_names():
             self._turn(is_host_enabled=False)
             self.point()

@@ -1,7 +1,7 @@
 """Explores the orders in which the engine's thread and its streams can go on.
 
-Two transitions of different processes commute unless they touch the same memory and one of them writes it. Of all
-orders that differ only in commuting transitions, one is run (dynamic partial-order reduction: Flanagan and Godefroid,
+Two transitions of different processes commute unless they touch the same memory and one of them writes it. If orders
+differ only in commuting transitions, only one of them is run (dynamic partial-order reduction: Flanagan and Godefroid,
 2005, with sleep sets). So "exhaustive" means: for any order of the streams, an order with the same outcome was run.
 This assumes that a piece is one step and that footprints cover everything shared (footprint.py).
 """
@@ -44,7 +44,7 @@ class Script:
 
     @classmethod
     def parse(cls, text: str) -> Script:
-        """Parse the text that `str` gives. Raises ValueError."""
+        """Parses the text that `str` gives for a script. Raises ValueError if it is malformed."""
         choices: list[str] = []
         for spell in text.split():
             process, _, count = spell.partition("*")
@@ -89,7 +89,9 @@ class _Node:
 
 @dataclass(slots=True)
 class _Run:
-    """One execution. It replays the choices in `nodes`, then continues by default and appends its own choices."""
+    """One execution of the program. It replays the choices in `nodes`, then continues with the default choices and
+    appends them.
+    """
 
     nodes: list[_Node]
     num_chosen: int = 0
@@ -113,8 +115,8 @@ class _Run:
         return node.chosen
 
     def _sleep(self, device: ExploredDevice) -> dict[str, Footprint]:
-        """The processes that need not be tried here: an earlier run took them from a node before, and no transition
-        since conflicts with them.
+        """Returns the processes that need not be tried at the next choice: an earlier run took them from an earlier
+        node, and no transition since conflicts with them.
         """
         if not self.nodes:
             return {}
@@ -137,7 +139,7 @@ def _choice_places(trace: Sequence[Transition]) -> list[int]:
 
 
 def explore(program: Program, *, max_interleavings: int | None = None) -> Report:
-    """Run orders of `program` until all were run, `max_interleavings` were run, or one fails."""
+    """Runs orders of `program` until all were run, `max_interleavings` were run, or one fails."""
     nodes: list[_Node] = []
     num_interleavings = 0
     witnessed: set[str] = set()
@@ -172,8 +174,8 @@ def _execute(program: Program, device: ExploredDevice) -> BaseException | None:
 
 
 def _note_races(trace: Sequence[Transition], nodes: Sequence[_Node]) -> None:
-    """Find the transitions that conflict with an earlier one and could have come before it, and note at that choice to
-    try this.
+    """Finds the transitions that conflict with an earlier one and could have come before it. Notes at the choice of the
+    earlier one that the other order is to be tried.
     """
     node_of = dict(zip(_choice_places(trace), nodes, strict=False))
     clocks = Clocks(joins_conflicts=True)
@@ -195,8 +197,8 @@ class RandomOrder:
 
 
 def random_order(program: Program, seed: str) -> RandomOrder:
-    """Run a random order. Each run favours some processes throughout, so that their transitions come very early or very
-    late.
+    """Runs one random order. Each run favours some processes throughout, so that their transitions come very early or
+    very late.
     """
     numbers = random.Random(seed)
     choices: list[str] = []
@@ -216,7 +218,7 @@ def random_order(program: Program, seed: str) -> RandomOrder:
 
 
 def sample(program: Program, *, num_runs: int, seed: int) -> Report:
-    """Run `num_runs` random orders, or until one fails."""
+    """Runs `num_runs` random orders, or fewer if one fails."""
     seen: set[int] = set()
     witnessed: set[str] = set()
     for number in range(num_runs):
@@ -229,7 +231,7 @@ def sample(program: Program, *, num_runs: int, seed: int) -> Report:
 
 
 def replay(program: Program, script: Script) -> BaseException | None:
-    """Run `program` in the order of `script`, as far as that is possible. Returns the exception it raised, or None."""
+    """Runs `program` in the order of `script`, as far as that is possible. Returns the exception it raised, or None."""
     left: Iterator[str] = iter(script.choices)
 
     def choose(enabled: Sequence[str]) -> str:
@@ -244,8 +246,8 @@ def _kind_of(error: BaseException) -> tuple[type, str]:
 
 
 def shorten(program: Program, failure: Failure) -> Failure:
-    """Simplify a failure: returns one of the same kind whose script chooses the host wherever that does not prevent the
-    failure.
+    """Simplifies a failure: returns one of the same kind whose script chooses the host wherever that does not prevent
+    the failure.
     """
     choices, error = list(failure.script.choices), failure.error
     for size in (64, 16, 4, 1):

@@ -118,8 +118,8 @@ class Memory(TorchDispatchMode):
     """
 
     def __init__(self, now: Callable[[], Footprint], owner: Callable[[], Hashable], *, lets_go: bool = False) -> None:
-        """With `lets_go`, unnamed tensors are not kept alive, and `on_freed` is called when the last reference to one
-        goes.
+        """Creates the mode. With `lets_go`, unnamed tensors are not kept alive, and `on_freed` is called when the last
+        reference to one is dropped.
         """
         super().__init__()
         self._lets_go = lets_go
@@ -146,7 +146,7 @@ class Memory(TorchDispatchMode):
         return False
 
     def name(self, tensor: Tensor, name: str, *, unit_dim: int | None) -> None:
-        """Track a buffer by index along `unit_dim`, or by element if that is None."""
+        """Tracks a buffer by index along `unit_dim`, or by element if that is None."""
         assert tensor.is_contiguous() and tensor.storage_offset() == 0
         if unit_dim is None:
             places = torch.arange(tensor.numel())
@@ -156,14 +156,14 @@ class Memory(TorchDispatchMode):
         self._put(tensor, _Buffer(name, places))
 
     def shadow(self, tensor: Tensor) -> None:
-        """Keep a copy of the tensor. From now on `reads_shadows` decides whether reads see the copy, which contains no
+        """Keeps a copy of the tensor. From now on `reads_shadows` decides whether reads see the copy, which contains no
         postponed operation.
         """
         self._shadows[tensor.untyped_storage()._cdata] = tensor.clone()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Record tensor operations, reads by Python or numpy, and accesses to cells.
+        """Records tensor operations, reads by Python or numpy, and accesses to cells.
 
         With `lets_go` it does not record cells, because remembering a cell would keep its content alive.
         """
@@ -197,7 +197,7 @@ class Memory(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within this block nothing is recorded: a test computes here, not the engine."""
+        """Records nothing within the block, in which a test computes and not the engine."""
         self._is_paused = True
         try:
             yield
@@ -254,8 +254,8 @@ class Memory(TorchDispatchMode):
         return value if copy is None else copy.as_strided(value.size(), value.stride(), value.storage_offset())
 
     def _as_now(self, value: Any) -> Any:
-        """An operand for a postponed operation: a copy of its present value, except that shared buffers are passed as
-        they are and read later.
+        """Returns an operand for a postponed operation: a copy of its present value, except that shared buffers are
+        passed as they are and read later.
         """
         if isinstance(value, tuple | list):
             return [self._as_now(each) for each in value]
@@ -333,7 +333,7 @@ def _put_operand(value: Any, operands: list[Tensor]) -> None:
 
 @functools.cache
 def _written_arguments(func: Any) -> frozenset[int | str]:
-    """The arguments that the operation writes, each by position and by name."""
+    """Returns the arguments that the operation writes, by position and by name."""
     written = [
         (place, argument.name)
         for place, argument in enumerate(func._schema.arguments)

@@ -2,11 +2,12 @@
 
     engine's thread   ──make t──enqueue piece(t)──drop t──make u ...        u may have the memory that t had
     schedule stream   ──[ make t ]──────────────────────[ make u ]──▶       what the thread itself asks of the device
-    forward stream    ·····························[ piece reads t ]──▶     much later, and u's values
+    forward stream    ·····························[ piece reads t ]──▶     much later, when the memory holds u
 
-Here Python runs in one order only, and the tokens are right in it. Other orders that the device could have taken are
-found as races: two accesses to the same memory, one of them a write, that no wait and no finished event puts in order.
-Freeing memory counts as a write by the stream that allocated it, because that stream may reuse the memory at once.
+The Python code runs in one order only, and the tokens of that order are right. Other orders that the device could have
+taken are found as races: two accesses to the same memory, one of them a write, that no wait and no finished event puts
+in order. Freeing memory counts as a write by the stream that allocated it, because that stream may reuse the memory at
+once.
 """
 
 from __future__ import annotations
@@ -98,14 +99,14 @@ class LaunchOrder(Observer):
     # ---- memory accesses ----------------------------------------------------------------------------------------
 
     def _footprint(self) -> Footprint:
-        """The footprint of the code that runs now: a piece, or work that the host gives the schedule stream."""
+        """Returns the footprint of the code that runs now: a piece, or work that the host gives the schedule stream."""
         if self._running == SCHEDULE and not self._is_schedule_open:
             self._begin(SCHEDULE, "schedule side")
             self._is_schedule_open = True
         return self.trace[self._last[self._running]].footprint
 
     def _made(self, unit: Unit, is_written: bool) -> None:
-        """Note a tensor that an operation made. If it was only allocated and not written, it belongs to the last work
+        """Notes a tensor that an operation made. If it was only allocated and not written, it belongs to the last work
         of its stream.
         """
         if is_written:
@@ -120,8 +121,8 @@ class LaunchOrder(Observer):
         self._append(Transition(maker, "what comes next there", (), Footprint(writes={unit}), {self._host}))
 
     def _host_read(self, units: Iterable[Unit], writer: str) -> None:
-        """Note a read by Python or numpy. The host must have seen an event for units that streams wrote; everything
-        else it wrote itself.
+        """Notes a read by Python or numpy. Where a stream wrote the units, the host must have seen an event after the
+        write. All other units were written by the host itself.
         """
         if self._running != SCHEDULE or writer == SCHEDULE:
             self._footprint().reads.update(units)

@@ -65,7 +65,7 @@ class ExploredPrefill:
         self._is_done = False
 
     def open(self, *prompts: tuple[int, ...], cache_salt: str | None = None, num_held: int = 0) -> None:
-        """Open the call with a row for each prompt. The decode service holds the first `num_held` tokens of each."""
+        """Opens the call with a row for each prompt. The decode service holds the first `num_held` tokens of each."""
         self.rows = [_Row(prompt, num_held=num_held) for prompt in prompts]
         rows = [
             replace(row, cache_salt=cache_salt, num_held_tokens=((GROUP.name, num_held),))
@@ -77,7 +77,7 @@ class ExploredPrefill:
         self._client.enqueue(partial(self._deliver, CancelCallRows("call", (row,))))
 
     def live(self) -> None:
-        """Step until every row has ended and all rows, slots and bytes are free again."""
+        """Steps until every row has ended and all rows, slots and bytes are free again."""
         for _ in range(_MAX_STEPS):
             self._step()
             load = self.engine.load()
@@ -164,7 +164,7 @@ class PrefillScenario:
         return f"prefill-{self.body.__name__}-{self.max_rows}_rows-{self.budget_tokens}_budget{lagging}{at_once}"
 
     def program(self, device: ExploredDevice) -> None:
-        """Run the scenario on the device, as a Program (explorer.py)."""
+        """Runs the scenario on the device, as a Program (explorer.py)."""
         if self.lags:
             device.lag_schedule_side()
         if self.at_once:
@@ -184,12 +184,12 @@ class PrefillScenario:
 
 
 def one_prompt(prefill: ExploredPrefill) -> None:
-    """One prompt of two chunks. The first chunk's KV leaves while the second is computed."""
+    """A prompt has two chunks. The first chunk's KV leaves while the second is computed."""
     prefill.open((1, 2, 3))
 
 
 def two_prompts(prefill: ExploredPrefill) -> None:
-    """Two prompts, computed together, or one after the other if rows are short."""
+    """Two prompts are computed together, or one after the other if rows are short."""
     prefill.open((1, 2, 3), (5, 6))
 
 
@@ -202,8 +202,8 @@ def one_cancelled(prefill: ExploredPrefill) -> None:
 
 
 def reused(prefill: ExploredPrefill) -> None:
-    """Prompts that begin alike wait for each other, and for the slots of what others left. The decode service holds
-    one token of each.
+    """Prompts that begin alike wait for each other's KV, and for slots in which earlier prompts left theirs. The decode
+    service holds one token of each.
     """
     prefill.open((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 9), (7, 8, 9), cache_salt=SALT, num_held=1)
 
@@ -215,8 +215,8 @@ def reused_beside_a_cancellation(prefill: ExploredPrefill) -> None:
 
 
 def kept_beside_a_cancellation(prefill: ExploredPrefill) -> None:
-    """A prompt is cancelled at any time, perhaps while KV that it left in the cache is still copied out. The other
-    prompt needs those slots.
+    """A prompt is cancelled at any time, perhaps while KV that it left in the cache is still copied out of the pool.
+    The other prompt needs those slots.
     """
     prefill.open((1, 2, 3, 4), (7, 8, 9, 5), cache_salt=SALT)
     prefill.cancel_some_time(0)

@@ -33,11 +33,15 @@ from tests.interleavings.scenarios import (
 NAMES = "abcd"
 ENDINGS = ("abort", "stop", "lost")
 BEGINNINGS = ((1, 2, 3, 4, 5), (1, 2, 3), (1, 2, 9, 8), (1, 2, 9), (6,))
-"""The first tokens of prompts: few, and some split others."""
+"""The first tokens of prompts. They are few, and some share only a part, so prompts split each other's cached
+prefixes.
+"""
 
 SALTS = ("", "", "a", None)
 REPLICAS = ("stays", "stays", "stays", "leaves", "returns", "comes late")
-"""The replica's behaviour. Where it does not stay, the decode service does without it meanwhile."""
+"""What the prefill replica may do; each life draws one of these. While there is no replica, the decode service computes
+prompts itself.
+"""
 
 PREFIX = "random_life-"
 """Prefix of a random life's name; its seed follows."""
@@ -46,8 +50,8 @@ PREFIX = "random_life-"
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request of a life. `ending` is one of ENDINGS ("lost" loses its first handoff), or None if the request decodes
-    to its end. If it `goes_on`, it comes after the end of the request before it, and its prompt is that one's prompt
-    and output, and then `prompt`. A grammar constrains its output if it `is_constrained`.
+    to its end. A request that `goes_on` comes after the end of the request before it; its prompt is that request's
+    prompt and output, followed by `prompt`. If it `is_constrained`, a grammar constrains its output.
     """
 
     prompt: tuple[int, ...]
@@ -75,7 +79,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Life:
     """The requests of a life and the engine's sizes. `spare_slots` are slots beyond those that the longest request
-    needs alone. `replica` is one of REPLICAS.
+    needs when it runs alone. `replica` is one of REPLICAS.
     """
 
     requests: tuple[Request, ...]
@@ -118,7 +122,7 @@ class Life:
         return prompts
 
     def program(self, device: ExploredDevice) -> None:
-        """Run the life on the device, as a Program (explorer.py)."""
+        """Runs the life on the device, as a Program (explorer.py)."""
         prompts = self.prompts()
         num_needed = max(len(prompt) + each.max_tokens for prompt, each in zip(prompts, self.requests, strict=True))
         num_ahead = 0 if self.spec_info is None else self.spec_info.num_slots - 1
@@ -174,14 +178,14 @@ class RandomLife:
         return f"{PREFIX}{self.seed}"
 
     def program(self, device: ExploredDevice) -> None:
-        """Run the life on the device, as a Program (explorer.py)."""
+        """Runs the life on the device, as a Program (explorer.py)."""
         self.life.program(device)
 
 
 @dataclass(frozen=True, slots=True)
 class RandomLives:
-    """All random lives together; one order of each is run. Among every `num_telling` of them, some must show each thing
-    in `some_have`.
+    """All random lives together. Each order that is run is of another life. Once `num_telling` orders were run, at
+    least one of them must have shown each thing in `some_have`.
     """
 
     name: str = "random_lives"

@@ -68,7 +68,7 @@ class ExploredEngine(ScriptedEngine):
     """A decode engine on an explored device. Handoffs and aborts are pieces of the streams "wire" and "client", so the
     explorer decides when they arrive.
 
-    A handoff arrives as a whole, or frame by frame with `frames_come_apart`.
+    With `frames_come_apart` a handoff arrives frame by frame, otherwise as a whole.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ExploredEngine(ScriptedEngine):
             self._wire.enqueue(partial(self._deliver, *part))
 
     def abort_some_time(self, request_id: str, *, after_tokens: int = 0, of: str = "") -> None:
-        """Abort the request at any time after its client, or that of the request `of`, has received `after_tokens`
+        """Aborts the request at any time after its client, or that of the request `of`, has received `after_tokens`
         tokens. A handoff delivered after that comes too late for the engine.
         """
         if len(self.outcomes[of or request_id].token_ids) < after_tokens:
@@ -114,7 +114,7 @@ class ExploredEngine(ScriptedEngine):
         self._client.enqueue(abort)
 
     def follow(self, request_id: str, then: Callable[[], None]) -> None:
-        """Call `then`, which submits another request, some time after this one has ended or was aborted."""
+        """Calls `then`, which submits another request, some time after this one has ended or was aborted."""
         self._to_follow.setdefault(request_id, []).append(then)
         self._num_to_come += 1
 
@@ -129,8 +129,8 @@ class ExploredEngine(ScriptedEngine):
             self._client.enqueue(come)
 
     def lose_replica_some_time(self, *, returns: bool) -> None:
-        """Let the replica leave at any time, and with it all calls that it has got. If it `returns`, it is ready again
-        some time later.
+        """Lets the replica leave at any time, and with it all calls that it has received. If it `returns`, it is ready
+        again some time later.
         """
         replica = self._explored.new_outside_stream("replica")
 
@@ -154,11 +154,11 @@ class ExploredEngine(ScriptedEngine):
         return self._launch(batch)
 
     def lose_handoff_once(self, request_id: str) -> None:
-        """Let the request's first handoff call break after its first segment."""
+        """Lets the request's first handoff call break after its first segment."""
         self._to_lose.add(request_id)
 
     def stop_some_time(self, request_id: str) -> None:
-        """Let the edge report, at any time, a stop string in the request's first token."""
+        """Lets the edge report, at any time, a stop string in the request's first token."""
         self._client.enqueue(partial(self._deliver, FinishAtStop(request_id, 1, "stop")))
 
     def step(self) -> list[Event]:
@@ -167,8 +167,8 @@ class ExploredEngine(ScriptedEngine):
         return super().step()
 
     def live(self) -> None:
-        """Step, and deliver every handoff the engine asks for, until every request has ended and all rows and slots are
-        free.
+        """Steps, and delivers every handoff the engine asks for, until every request has ended and all rows and slots
+        are free.
         """
         self.run(advance=self._rest)
 
@@ -190,7 +190,7 @@ class ExploredEngine(ScriptedEngine):
         super()._note(event)
 
     def _check_namespace(self, request_id: str, token_ids: Sequence[int], num_held: int) -> None:
-        """A request holds only KV of tokens that requests of its own namespace have too."""
+        """Checks that a request holds only KV of tokens that requests of its own namespace have too."""
         own = self.outcomes[request_id]
         if not num_held:
             return
@@ -241,9 +241,9 @@ class Scenario:
 
     With `lags` the schedule side runs later than the host, as on a GPU. With `at_once` all streams do, and a piece's
     Python code runs when it is enqueued (launch_order.py). `headroom_tokens` is the number of slots that admission
-    leaves free for each row; with few of them, requests soon have to be retracted. Prompts of which at most
-    `local_prefill_tokens` are left to compute are computed in the decode service. With `prefill_fallback` it does
-    without a replica, and then its chunks have at most FALLBACK_CHUNK_TOKENS tokens.
+    leaves free for each row; with few of them, requests soon have to be retracted. A prompt with at most
+    `local_prefill_tokens` left to compute is computed in the decode service. With `prefill_fallback` the decode service
+    computes all prompts while no replica is ready, in chunks of at most FALLBACK_CHUNK_TOKENS tokens.
     """
 
     body: Body
@@ -276,7 +276,7 @@ class Scenario:
         return "-".join(part for part, is_there in parts.items() if is_there)
 
     def program(self, device: ExploredDevice) -> None:
-        """Run the scenario on the device, as a Program (explorer.py)."""
+        """Runs the scenario on the device, as a Program (explorer.py)."""
         if self.lags:
             device.lag_schedule_side()
         if self.at_once:
@@ -320,8 +320,8 @@ class Scenario:
                 assert_drafted_as_expected(outcome)
 
     def _drafts_fit(self, engine: ExploredEngine) -> bool:
-        """Whether any requests that run together leave enough slots for a step's drafts. Otherwise steps draft less, or
-        retract a request.
+        """Returns whether requests that run together always leave enough slots for a step's drafts. Otherwise steps
+        draft less, or retract a request.
         """
         if self.spec_info is None:
             return False
@@ -338,7 +338,7 @@ class RelayAlone:
     name: str = "bootstrap_beside_draft_extend"
 
     def program(self, device: ExploredDevice) -> None:
-        """Run the scenario on the device, as a Program (explorer.py)."""
+        """Runs the scenario on the device, as a Program (explorer.py)."""
         relay = make_relay(device=device)
         future_map = relay.future_map
         buffers = [future_map.output_tokens, future_map.new_seq_lens_buf]
@@ -359,7 +359,7 @@ def _shared_by_decode(engine: DecodeEngine) -> Iterator[Shared]:
 
 
 def shared_by(pool: KvPool, *holders: object) -> Iterator[Shared]:
-    """The buffers that the engine's thread and its streams both touch. All of them are allocated at start-up."""
+    """Yields the buffers that the engine's thread and its streams both touch. All of them are allocated at start-up."""
     for name, buffer in pool.buffers.items():
         yield Shared(f"kv of {name}", buffer, 2)
     yield Shared("token table", pool.rows.req_to_token, is_written_by_host_alone=True)
@@ -406,16 +406,14 @@ def one_aborted(engine: ExploredEngine) -> None:
 
 
 def growing_beside_an_abort(engine: ExploredEngine) -> None:
-    """One request is aborted at any time, even while its KV is copied in. A running one grows into its slots."""
+    """One request is aborted at any time, even while its KV is copied in. A running request grows into its slots."""
     engine.submit("a", [1, 2], 5)
     engine.submit("b", [5, 6, 7], 3)
     engine.abort_some_time("b")
 
 
 def short_of_slots(engine: ExploredEngine) -> None:
-    """Where both requests run together, the younger gives up its slots while a forward holds them, and returns
-    later.
-    """
+    """If both requests run together, the younger gives up its slots while a forward holds them, and returns later."""
     engine.submit("a", [1, 2], 20)
     engine.submit("b", [5, 6], 20)
 
@@ -458,7 +456,9 @@ def one_constrained(engine: ExploredEngine) -> None:
 
 
 def constrained_beside_a_free_one(engine: ExploredEngine) -> None:
-    """A grammar constrains one of two requests: its draws wait for their masks, and the other's with them."""
+    """A grammar constrains one of two requests. Its draws wait for their masks, and so do the other request's draws in
+    the same step.
+    """
     engine.submit("a", [1, 2], 4, is_constrained=True)
     engine.submit("b", [5, 6, 7], 3)
 
@@ -473,8 +473,8 @@ def constrained_and_aborted(engine: ExploredEngine) -> None:
 
 
 def constrained_and_stopped(engine: ExploredEngine) -> None:
-    """Two requests of one prompt and grammar end at a stop token, while their next step is launched and not drawn. The
-    cache keeps the KV of one of them.
+    """Two requests with the same prompt and grammar end at a stop token, while their next step is launched but its
+    tokens are not drawn. The cache keeps the KV of one of them.
     """
     prompt, greedy = [1, 2], ResolvedSampling(seed=0, max_tokens=6, temperature=0.0, grammar=TAG_GRAMMAR)
     ends = (oracle(prompt, 3, greedy)[-1],)
@@ -483,7 +483,9 @@ def constrained_and_stopped(engine: ExploredEngine) -> None:
 
 
 def constrained_when_short(engine: ExploredEngine) -> None:
-    """The younger of two requests with grammars is retracted, and goes on in its grammar when it returns."""
+    """The younger of two requests with grammars is retracted. When it returns, it continues where it was in its
+    grammar.
+    """
     engine.submit("a", [1], 4, is_constrained=True)
     engine.submit("b", [5], 4, is_constrained=True)
 
@@ -508,8 +510,8 @@ def reused_beside_an_abort(engine: ExploredEngine) -> None:
 
 
 def reused_by_a_handoff_lost(engine: ExploredEngine) -> None:
-    """The handoff of a request that may hold a prefix breaks while a segment is on its way. A third one, without a
-    salt, needs slots.
+    """The handoff of a request that may hold a prefix breaks while a segment is on its way. A third request, without a
+    cache salt, needs slots.
     """
     engine.submit("a", [1, 2, 3, 4], 2, cache_salt=SALT)
     engine.submit("b", [1, 2, 9, 8, 7], 3, cache_salt=SALT)
@@ -518,8 +520,8 @@ def reused_by_a_handoff_lost(engine: ExploredEngine) -> None:
 
 
 def reused_when_short(engine: ExploredEngine) -> None:
-    """Requests with the same prompt run short of slots: cached KV is evicted, and the youngest returns to what is left
-    of its own.
+    """Requests with the same prompt run short of slots. Cached KV is evicted, and when the youngest request returns it
+    finds what is left of its own KV.
     """
     engine.submit("a", [1, 2, 3], 5, cache_salt=SALT)
     engine.submit("b", [1, 2, 3], 4, cache_salt=SALT)
@@ -527,7 +529,9 @@ def reused_when_short(engine: ExploredEngine) -> None:
 
 
 def same_tokens_in_two_namespaces(engine: ExploredEngine) -> None:
-    """Four prompts of the same tokens: two of one salt, one of another, and one without. Slots are short."""
+    """Four prompts have the same tokens: two have one cache salt, one has another, and one has none. Slots are
+    short.
+    """
     engine.submit("a", [1, 2, 3, 4], 2, cache_salt="")
     engine.submit("b", [1, 2, 3, 4], 2, cache_salt=SALT)
     engine.submit("c", [1, 2, 3, 4], 2)
@@ -545,8 +549,8 @@ def aborted_in_a_chunk(engine: ExploredEngine) -> None:
 
 
 def aborted_between_chunks(engine: ExploredEngine) -> None:
-    """No replica is ready. A request whose prompt is computed in chunks is aborted at any time, and another one, whose
-    prompt begins alike, goes on with what it left.
+    """No replica is ready. A request whose prompt is computed in chunks is aborted at any time. Another one, whose
+    prompt begins alike, goes on from the KV that the first one left.
     """
     engine.submit("a", [5], 4)
     engine.submit("b", [1, 2, 3, 4, 5, 6, 7, 8, 9], 2, cache_salt=SALT)
@@ -561,8 +565,8 @@ def retracted_in_a_chunk(engine: ExploredEngine) -> None:
 
 
 def continued_after_a_handoff_lost(engine: ExploredEngine) -> None:
-    """A request waits for KV that is handed over for another one, and has little left to compute then. That handoff is
-    lost; the third one's prompt is computed meanwhile.
+    """A request waits for KV that is handed over for another one, and will have few tokens to compute then. That
+    handoff is lost, and meanwhile a third request's prompt is computed.
     """
     engine.submit("a", [1, 2, 3, 4, 5], 2, cache_salt=SALT)
     engine.submit("b", [1, 2, 3, 4, 5, 6], 2, cache_salt=SALT)
@@ -571,8 +575,8 @@ def continued_after_a_handoff_lost(engine: ExploredEngine) -> None:
 
 
 def continued_beside_a_replica_lost(engine: ExploredEngine) -> None:
-    """The replica leaves at any time and comes back. Meanwhile prompts are computed here in chunks, and who comes waits
-    for their KV.
+    """The replica leaves at any time and comes back. Meanwhile the decode service computes prompts in chunks, and new
+    requests wait for their KV.
     """
     engine.submit("a", [1, 2, 3, 4, 5, 6, 7], 2, cache_salt=SALT)
     engine.submit("b", [1, 2, 3, 4, 5, 6, 8], 3, cache_salt=SALT)

@@ -1,5 +1,5 @@
-"""All mutants (engines with one rule removed), and the check of tests/engine that fails with each. The check scripts
-the order of the streams itself.
+"""All mutants (engines with one rule removed), each with the check of tests/engine that fails under it. Such a check
+sets the order of the streams itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class ShownByCheck:
     mutant: Mutant
 
     def symptom(self) -> str:
-        """The message with which the check fails under the mutant. Raises AssertionError if the check passes."""
+        """Returns the message with which the check fails under the mutant. Raises AssertionError if the check
+        passes.
+        """
         with pytest.MonkeyPatch.context() as patch:
             self.mutant(patch)
             try:
@@ -36,7 +38,7 @@ class ShownByCheck:
 
 
 def shown_by_checks() -> Iterator[ShownByCheck]:
-    """The parameters of all tests named test_is_broken_by: (check, mutant, symptom)."""
+    """Yields the parameters of all tests named test_is_broken_by: (check, mutant, symptom)."""
     for path in sorted(_ENGINE.glob("test_*.py")):
         test = getattr(importlib.import_module(f"tests.engine.{path.stem}"), "test_is_broken_by", None)
         for mark in getattr(test, "pytestmark", ()):
@@ -48,7 +50,7 @@ def shown_by_checks() -> Iterator[ShownByCheck]:
 
 
 def mutant_names() -> set[str]:
-    """The names of all mutants in tests/engine/mutants."""
+    """Returns the names of all mutants in tests/engine/mutants."""
     names = {
         batches.forgetful(operation, column).__name__
         for operation in ("filter_batch", "merge_batch")

@@ -1,11 +1,11 @@
-"""Runs orders until enough different ones were run: all orders of the small scenarios, and random ones of the large
+"""Runs orders until enough different ones were run: all orders of the small scenarios, and random orders of the large
 scenarios and of random lives.
 
     python -m tests.interleavings.soak --interleavings 100000 [--minutes M] [--processes P] [--seed S]
 
 Orders without an observable difference count once. Of the time that the small scenarios leave, four fifths go to random
 lives, and the large scenarios share the rest equally. The soak ends with status 1 at the first failure, which it prints
-as a script to replay, or when the minutes are over first.
+as a script to replay, or if the minutes are over before enough orders were run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Spell:
 
 @dataclass(slots=True)
 class Tally:
-    """Totals of a scenario so far. `is_used_up` says that hardly any of its orders is new any more."""
+    """Totals of a scenario so far. `is_used_up` says that hardly any of its random orders is new any more."""
 
     num_spells: int = 0
     num_runs: int = 0

@@ -1,4 +1,4 @@
-"""In every order of these scenarios the tokens are the oracle's, and no two accesses to a buffer race."""
+"""Tests that in every order of these scenarios the tokens are right, and no two accesses to a buffer race."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The explorer itself, on small programs whose orders can be counted by hand or all be run."""
+"""Tests the explorer itself on programs so small that their orders can be counted by hand, or all be run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Body = Callable[["Rig"], None]
 
 
 class Rig:
-    """Four numbers that are tracked one by one, and two streams."""
+    """A device with two streams, and four numbers whose accesses are tracked one by one."""
 
     def __init__(self, device: ExploredDevice) -> None:
         self.device = device
@@ -28,7 +28,7 @@ class Rig:
         self.numbers = torch.zeros(4, dtype=torch.int64)
 
     def mix(self, place: int, *others: int) -> Callable[[], None]:
-        """A piece that reads `others` and writes `place`. Its result depends on the order of the pieces."""
+        """Returns a piece that reads `others` and writes `place`. Its result depends on the order of the pieces."""
 
         def mix() -> None:
             total = self.numbers[list(others)].sum() if others else 0
@@ -38,8 +38,8 @@ class Rig:
 
 
 def program(body: Body, outcomes: list[tuple[int, ...]] | None = None, *, lags: bool = False) -> Program:
-    """A program that runs `body` on a fresh rig. It appends the final numbers to `outcomes`; with `lags`, the host's
-    writes to them happen later.
+    """Returns a program that runs `body` on a fresh rig and appends the final numbers to `outcomes`. With `lags`, the
+    host's writes to them happen later.
     """
 
     def run(device: ExploredDevice) -> None:
@@ -196,7 +196,7 @@ def test_exploring_stops_at_its_limit() -> None:
 
 
 def random_body(numbers: random.Random) -> Body:
-    """A few pieces on both streams, with waits between them, and a host that polls, writes and waits."""
+    """Returns a body with a few pieces on both streams, waits between them, and a host that polls, writes and waits."""
     steps: list[tuple[str, int, tuple[int, ...]]] = []
     for _ in range(numbers.randint(4, 5)):
         kind = numbers.choice(["first", "first", "second", "second", "wait", "look", "write", "block", "rest"])
@@ -226,7 +226,7 @@ def random_body(numbers: random.Random) -> Body:
 
 
 def every_order(body: Body, *, lags: bool) -> list[tuple[int, ...]]:
-    """The outcomes of all orders, each of them run, including those that the explorer would skip."""
+    """Returns the outcomes of all orders. It runs each of them, including those that the explorer would skip."""
     outcomes: list[tuple[int, ...]] = []
     choices: list[int] = []
     while True:

@@ -1,4 +1,4 @@
-"""Footprints record which slots, rows or elements code touches, by whatever operation."""
+"""Tests that footprints record which slots, rows or elements code touches, by whatever operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.interleavings.footprint import Footprint, Memory
 
 
 def watched(touch: Callable[[Tensor], object], *, unit_dim: int | None = 0) -> tuple[list[object], list[object]]:
-    """The indices that `touch` reads, and those that it writes, in a buffer of four rows of two."""
+    """Returns the indices that `touch` reads, and those that it writes, in a buffer of shape [4, 2]."""
     footprint, table = Footprint(), torch.zeros((4, 2), dtype=torch.int64)
     memory = Memory(lambda: footprint, lambda: "me")
     memory.name(table, "table", unit_dim=unit_dim)

@@ -1,4 +1,6 @@
-"""On a device that runs pieces when they are enqueued, unordered accesses and memory freed too early are found."""
+"""Tests that unordered accesses, and memory freed too early, are found on a device that runs pieces (units of stream
+work) when they are enqueued.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ BOUND_S = 1.0
 
 
 class Rig:
-    """Two streams of a device, and its schedule side."""
+    """A device with two streams, and its schedule side."""
 
     def __init__(self) -> None:
         self.order = LaunchOrder()
@@ -93,7 +95,9 @@ def made_behind_what_is_waited_for(rig: Rig) -> None:
 
 
 def only_taken_behind_what_is_waited_for(rig: Rig) -> None:
-    """The forward itself fills the memory, as with the plain worker's tokens."""
+    """Allocates a tensor after the event that the forward waits for, and lets only the forward write it. This is no
+    race: whatever used that memory before ended before the event.
+    """
     torch.zeros(3)
     event = rig.schedule.record()
     tensor = torch.empty(3)
@@ -103,7 +107,9 @@ def only_taken_behind_what_is_waited_for(rig: Rig) -> None:
 
 
 def taken_behind_work_that_is_not_waited_for(rig: Rig) -> None:
-    """The new memory may be what the earlier work, for which nobody waits, still uses."""
+    """Allocates a tensor after work that comes after the event, and lets the forward write it. This is a race: that
+    work may still use the memory, and the forward does not wait for it.
+    """
     event = rig.schedule.record()
     torch.zeros(3)
     tensor = torch.empty(3)
@@ -246,7 +252,9 @@ def test_a_step_holds_each_tensor_that_its_pieces_read(
 
 
 def test_what_recording_runs_is_made_before_it_is_waited_for() -> None:
-    """The recorded work consists of padding batches, made on the schedule side."""
+    """The work to be recorded reads padding batches, which the schedule side makes. All of them must be made before the
+    forward stream waits for the schedule side.
+    """
     rig = Rig()
     cpu = torch.device("cpu")
     pool = KvPool(groups=[GROUP], max_rows=3, max_kv_tokens=16, max_tokens_per_row=16, torch_device=cpu)

@@ -1,4 +1,4 @@
-"""Each mutant of the catalogue fails in some order of its scenario, and that order can be replayed."""
+"""Tests that each mutant of the catalogue fails in some order of its scenario, and that this order can be replayed."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_rule_taken_out_is_found_and_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def orders_of_lives() -> Iterator[RandomOrder]:
-    """One order of each life of a sample: those that a soak with seed 0 begins with."""
+    """Yields one order of each life of a sample: the lives that a soak with seed 0 begins with."""
     for number in range(NUM_LIVES):
         name = f"0/1/{number}"
         yield random_order(RandomLife(name).program, name)

@@ -1,4 +1,4 @@
-"""In random orders of the larger scenarios the tokens are the oracle's, and no two accesses to a buffer race.
+"""Tests that in random orders of the larger scenarios the tokens are right, and no two accesses to a buffer race.
 
 `python -m tests.interleavings.report` prints the number of orders.
 """

@@ -1,4 +1,4 @@
-"""The soak counts different orders, stops when it should, and reports a failing order as a script."""
+"""Tests that the soak counts different orders, stops when it should, and reports a failing order as a script."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_it_goes_on_until_enough_orders_differ() -> None:
 
 
 def test_a_scenario_of_which_all_orders_were_met_is_left() -> None:
-    """Random orders count up to twice as many as exploring runs, because the engine may idle once more."""
+    """More random orders are counted than exploring runs, up to twice as many, because the engine may idle once
+    more.
+    """
     done = run(Soak(small=[], large=[SMALL], num_wanted=100))
     assert 7 < done.num_interleavings <= 14 and not done.is_reached
     assert done.shortcomings == [f"{done.num_interleavings} interleavings of 100: time, or orders, were short"]
@@ -50,8 +52,8 @@ def test_lives_are_seldom_the_same() -> None:
 
 
 class CountedSpells(Executor):
-    """Stands in for the worker processes and runs nothing. A spell ends, after a second, once `num_at_once` of them run
-    together.
+    """Stands in for the worker processes and runs nothing. A spell (a worker's batch of orders) ends, after a second,
+    once `num_at_once` spells run together.
     """
 
     def __init__(self, num_at_once: int) -> None:
