@@ -1,5 +1,5 @@
 """Runs the decode engine on a scripted device. Its model, draft head and prefill are stand-ins whose KV consists of
-tags.
+tags (tags.py, tag_head.py), so that any wrong read shows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _LaggingSchedule(ScriptedStream):
 
 
 class LaggingScheduleDevice(ScriptedDevice):
-    """A scripted device whose schedule stream (named "schedule") does not run by itself either."""
+    """A scripted device whose schedule stream (named "schedule") lags: nothing on it runs by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class Outcome:
 
     @property
     def drafting(self) -> Drafting | None:
-        """The counts of verify steps and accepted tokens of a finished request. None if it has not finished or did not
-        speculate.
+        """The counts of verify steps and accepted tokens of a finished request. None if it has not finished, or used no
+        drafts.
         """
         counts = self.finished.speculation if self.finished else None
         return None if counts is None else Drafting(counts.num_verify_steps, counts.num_accepted_tokens)
 
     def expected_drafting(self, num_draft_tokens: int) -> Drafting:
-        """The counts expected when every step drafts a chain of `num_draft_tokens` and the request is never
+        """Returns the counts to expect if every step drafts a chain of `num_draft_tokens` and the request is never
         retracted.
         """
         return drafting_of(self.prompt, self.sampling, itertools.repeat(num_draft_tokens))
@@ -101,7 +101,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """A row whose KV the engine asked prefill for, and which the test has not delivered yet.
+    """A row whose KV the engine has requested from prefill, and which the test has not delivered yet.
 
     The engine holds the KV of the first `num_held` tokens already.
     """
@@ -116,7 +116,9 @@ class Handoff:
 
 
 def _halves(row: int, group: str, kv: NDArray[np.float32], num_held: int) -> list[KvSegment]:
-    """Two segments of a group's `kv` of all tokens, which leave out the first `num_held`."""
+    """Returns the KV of one layer group, `kv` of all tokens, as two segments that leave out the first `num_held`
+    tokens.
+    """
     num_layers, num_tokens = kv.shape[0], kv.shape[2]
     middle = (num_held + num_tokens) // 2
     return [
@@ -131,7 +133,8 @@ def _land(device: ScriptedDevice) -> None:
 
 
 class ScriptedEngine:
-    """A decode engine that the test steps. Work on its streams runs only when the test or the device's policy runs it.
+    """A decode engine that the test steps. Work on its streams runs only when the test, or the device's policy for
+    waits, runs it.
 
     Every `step` checks that no row or slot was lost. With `delivers`, the engine puts events into `delivered` as soon
     as the edge may have them, and `step` returns only the remaining ones.
@@ -226,14 +229,14 @@ class ScriptedEngine:
         self._posted.append(command)
 
     def abort(self, request_id: str) -> None:
-        """Abort the request, as when its client leaves. `run` expects no further event of it."""
+        """Aborts the request, as when its client leaves. `run` expects no further event of it."""
         self.outcomes[request_id].is_abandoned = True
         self.handoffs.pop(request_id, None)
         self._posted.append(Abort(request_id))
 
     def hand_over(self, request_id: str, *, last: str = GROUP.name, num_cached: int = 0) -> None:
-        """Deliver the KV that the engine does not hold, and the first token, of a request's handoff. Each layer group's
-        KV comes in two segments, with the PrebuiltBatch between them.
+        """Delivers the KV that the engine does not hold, and the first token, of a request's handoff. Each layer
+        group's KV comes in two segments, with the PrebuiltBatch between them.
 
         The segments of the group `last` come last. Prefill says that it had `num_cached` tokens cached.
         """
@@ -262,7 +265,7 @@ class ScriptedEngine:
         self._answer(handoff, *frames)
 
     def refuse(self, request_id: str, reason: RowFailure, *, retryable: bool = True) -> None:
-        """Fail the request's handoff. A retryable failure asks the engine to retry after 250 ms."""
+        """Fails the request's handoff. A retryable failure asks the engine to retry after 250 ms."""
         handoff = self.handoffs.pop(request_id)
         self._answer(handoff, RowFailed(handoff.row, reason, retryable, 250 if retryable else 0, "planted"))
 
@@ -274,7 +277,9 @@ class ScriptedEngine:
             self._posted.append(CallEnded(handoff.call_id, None))
 
     def hold_back(self, num_commands: int) -> list[Command]:
-        """Take back the last commands posted for the engine's next step, and return them. The test posts them later."""
+        """Takes back the last commands posted for the engine's next step, and returns them. The test posts them
+        later.
+        """
         held = self._posted[-num_commands:]
         del self._posted[-num_commands:]
         return held
@@ -304,7 +309,9 @@ class ScriptedEngine:
         return events
 
     def start(self, *request_ids: str) -> None:
-        """Step until these requests run and one of their forwards is launched; no part of that forward has run."""
+        """Steps until these requests run and one of their forwards is launched. No part of that forward has run when
+        this returns.
+        """
         self.step()
         for request_id in request_ids:
             self.hand_over(request_id)
@@ -314,8 +321,8 @@ class ScriptedEngine:
         assert self.forward.pending(), "nothing was launched"
 
     def run(self, *, advance: Callable[[ScriptedDevice], None] = _land, max_steps: int = 400) -> None:
-        """Step, and deliver every handoff the engine asks for, until every request has ended and all rows and slots are
-        free.
+        """Steps, and delivers every handoff the engine asks for, until every request has ended and all rows and slots
+        are free.
         """
         for _ in range(max_steps):
             if self._is_over():

@@ -31,7 +31,7 @@ HIDDEN = SeedColumnSpec("hidden_states", "float32", (2,))
 
 
 def make_batch(rows: Sequence[int], seq_lens: Sequence[int]) -> ScheduleBatch:
-    """A batch of one request for each row, named after the row."""
+    """Returns a batch of one request for each row, named after the row."""
     sampling = ResolvedSampling(seed=0, max_tokens=8, temperature=0.0)
     return ScheduleBatch(
         reqs=[Request.of(Submit(f"row {row}", (1,), 1, sampling), arrival=row, now_s=0.0) for row in rows],
@@ -56,7 +56,7 @@ def make_pool(*, max_rows: int = 4, max_kv_tokens: int = 32) -> KvPool:
 
 
 def payload_of(tokens: Sequence[int]) -> RelayPayload:
-    """A relay payload for these tokens. The hidden state of each row's seed is its token, twice."""
+    """Returns a relay payload for these tokens. The hidden state of each row's seed is its token, twice."""
     column = torch.tensor(tokens, dtype=torch.float32)
     return RelayPayload(torch.tensor(tokens, dtype=torch.int64), {HIDDEN.name: column.unsqueeze(1).repeat(1, 2)})
 
@@ -68,7 +68,7 @@ class Relay:
     future_map: FutureMap
 
     def launch(self, rows: Sequence[int], new_seq_lens: Sequence[int], tokens: Sequence[int]) -> None:
-        """Launch one speculative step: verify, publish, draft_extend and stash. None of it has run when this
+        """Launches one speculative step: verify, publish, draft_extend and stash. None of it has run when this
         returns.
         """
         scope = Scope("step")
@@ -94,7 +94,7 @@ class Relay:
         self.future_map.bootstrap(batch.req_pool_indices, batch.seq_lens, payload_of(tokens))
 
     def resolve(self, batch: ScheduleBatch) -> None:
-        """Take the published lengths into the batch, as the scheduler does."""
+        """Takes the published lengths into the batch, as the scheduler does."""
         published = self.future_map.resolve_seq_lens(batch.req_pool_indices)
         if published is not None:
             batch.set_seq_lens(published)

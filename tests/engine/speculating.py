@@ -22,7 +22,7 @@ NUM_SEEDS = 5
 
 
 class ScriptedDepth(FixedDepth):
-    """Chooses the draft depth of each step from a list. After the end of the list, the last entry stays."""
+    """Chooses the draft depth of each step from a list. The last entry is used for all further steps."""
 
     def __init__(self, spec_infos: Sequence[SpecInfo], *, deepest: SpecInfo) -> None:
         super().__init__(deepest)
@@ -30,7 +30,7 @@ class ScriptedDepth(FixedDepth):
         self.launches: list[SpecInfo] = []
 
     def script(self, spec_infos: Sequence[SpecInfo]) -> None:
-        """Choose these depths from now on."""
+        """Chooses these depths from now on."""
         self._left = list(spec_infos)
 
     def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
@@ -43,7 +43,7 @@ class ScriptedDepth(FixedDepth):
 
 
 def assert_drafted_as_expected(outcome: Outcome) -> None:
-    """Assert that the tokens are right and that each step drafted a chain of CHAIN. The request must not have been
+    """Asserts that the tokens are right and that each step drafted a chain of CHAIN. The request must not have been
     retracted.
     """
     assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"

@@ -36,8 +36,8 @@ _LOST = 0
 
 
 def draft_kv_of(next_ids: Sequence[int]) -> NDArray[np.float32]:
-    """The head's KV of positions 0, 1, ..., where `next_ids[i]` is the token after position i. Shape: [layers, planes,
-    tokens, heads, head_dim].
+    """Returns the head's KV of positions 0, 1, ..., where `next_ids[i]` is the token after position i. Shape: [layers,
+    planes, tokens, heads, head_dim].
     """
     tags = np.asarray(next_ids) * 512 + np.arange(len(next_ids)) + 1
     values = tags[None, :] - np.arange(_VALUES_PER_TOKEN)[:, None]
@@ -120,7 +120,9 @@ class _Proposing:
         self._is_argmax = is_argmax(sampling)
 
     def best(self, token_ids: Sequence[int], *, topk: int) -> tuple[Tensor, Tensor]:
-        """Token ids and probabilities of the head's drafts after these tokens, [1, topk] each."""
+        """Returns the token ids and the probabilities of the head's `topk` best drafts after these tokens, [1, topk]
+        each.
+        """
         guess = guess_after(token_ids)
         if topk == 1 and self._is_argmax:
             return torch.tensor([[guess]]), torch.ones((1, 1))
@@ -133,7 +135,7 @@ class _Proposing:
 
 
 def first_seed(token_ids: Sequence[int], sampling: ResolvedSampling, *, topk: int) -> Seed:
-    """The seed that prefill hands over together with the last token of `token_ids`, which has no KV yet."""
+    """Returns the seed that prefill hands over together with the last token of `token_ids`, which has no KV yet."""
     topk_index, topk_p = _Proposing(sampling).best(token_ids, topk=topk)
     hidden = torch.tensor([[guess_after(token_ids), len(token_ids) - 2, token_ids[0]]], dtype=torch.float32)
     return Seed(topk_index, None if topk == 1 else topk_p, hidden)
@@ -146,8 +148,8 @@ class Drafting:
 
 
 def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, depths: Iterable[int]) -> Drafting:
-    """The counts of verify steps and accepted tokens of a whole request whose steps draft chains of these `depths` in
-    turn.
+    """Returns the counts of verify steps and accepted tokens of a whole request whose steps draft chains of these
+    `depths` in turn.
 
     They count from prefill's first token to the last token of the request.
     """

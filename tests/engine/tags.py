@@ -38,7 +38,7 @@ _HIGH_BITS = 20
 
 
 def kv_of(token_ids: Sequence[int]) -> NDArray[np.float32]:
-    """The KV of tokens 0, 1, ... of a sequence: [layers, planes, tokens, heads, head_dim]."""
+    """Returns the KV of tokens 0, 1, ... of a sequence: [layers, planes, tokens, heads, head_dim]."""
     tags = np.asarray(token_ids) * 512 + np.arange(len(token_ids)) + 1
     values = tags[None, :] + np.arange(_VALUES_PER_TOKEN)[:, None]
     per_layer = values.reshape(GROUP.num_layers, GROUP.num_planes, GROUP.head_dim, len(tags))
@@ -46,7 +46,9 @@ def kv_of(token_ids: Sequence[int]) -> NDArray[np.float32]:
 
 
 def choose(kv: NDArray[np.float32], input_token: int) -> int:
-    """The token that follows KV [layers, planes, tokens, heads, head_dim] when the last input was `input_token`."""
+    """Returns the token that follows KV [layers, planes, tokens, heads, head_dim] when the last input was
+    `input_token`.
+    """
     num_tokens = kv.shape[2]
     values = kv[:, :, :, 0, :].transpose(2, 0, 1, 3).reshape(num_tokens, -1).astype(np.int64)
     mixed = int(((values + 1) * _WEIGHTS[:num_tokens]).sum()) + num_tokens * 7919 + input_token * 104729
@@ -58,13 +60,13 @@ _LOGITS = (3 * torch.cos(torch.outer(_IDS + 1, _IDS))).fill_diagonal_(4.0)
 
 
 def logits_of(chosen: int) -> Tensor:
-    """Logits [vocab]: 4 for the chosen token, between -3 and 3 for the others."""
+    """Returns logits [vocab]: 4 for the chosen token, between -3 and 3 for the others."""
     return _LOGITS[chosen].clone()
 
 
 def is_argmax(sampling: ResolvedSampling) -> bool:
-    """Whether these options always draw the chosen token, whatever the noise: greedy decoding without any further
-    processing.
+    """Returns whether these options always draw the chosen token, whatever the noise: greedy decoding without any
+    further processing.
     """
     return sampling == ResolvedSampling(seed=sampling.seed, max_tokens=sampling.max_tokens, temperature=0.0)
 
@@ -74,7 +76,9 @@ TAG_GRAMMAR = Grammar(GrammarKind.REGEX, "tags")
 
 
 class TagMatcher:
-    """A Matcher that forbids a third of all tokens: which ones depends on the token before, of prompt or output."""
+    """A Matcher that forbids a third of all tokens. Which ones depends on the token before, in the prompt or the
+    output.
+    """
 
     failure = ""
 
@@ -104,7 +108,7 @@ _TAG_MASKS = [_mask_after(last) for last in range(3)]
 
 
 def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling) -> list[int]:
-    """The `num_tokens` tokens that follow `token_ids`, computed one at a time in a batch of one."""
+    """Returns the `num_tokens` tokens that follow `token_ids`, computed one at a time in a batch of one."""
     if is_argmax(sampling):
         sequence = list(token_ids)
         for _ in range(num_tokens):
@@ -123,7 +127,7 @@ def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling
 
 
 def read_slots(batch: ForwardInput) -> list[list[int]]:
-    """For each token of the forward, the slots of the positions it attends to, in order of position."""
+    """Returns, for each token of the forward, the slots of the positions it attends to, in order of position."""
     if batch.extend_lens is None:
         rows = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
         return [batch.req_to_token[row, :seq_len].tolist() for row, seq_len in rows]
@@ -145,7 +149,7 @@ def read_slots(batch: ForwardInput) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class SeenForward:
-    """Values that one forward read, and weak references to the tensors that its step handed to the stream."""
+    """The values that one forward read, and weak references to the tensors that its step handed to the stream."""
 
     input_ids: list[int]
     rows: list[int]

@@ -1,4 +1,4 @@
-"""Invariant I14: merge and filter keep row order, and every column stays aligned with the requests."""
+"""Tests of invariant I14: merge and filter keep row order, and every column stays aligned with the requests."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ WARM_UP = 100
 class Serving:
     """A simulated machine and draft head, for AdaptiveDepth to adapt to.
 
-    A verification takes `verify_s(tokens)`, and `first_takes` times as long the first time for each size. Each draft is
-    right with probability `acceptance`. `pace` slows everything down for a while, and `seconds` adds up the times
-    without that slowdown. Each row ends after `lifetime` steps, at staggered times.
+    A verification takes `verify_s(tokens)` seconds, and `first_takes` times as long the first time for each size. Each
+    draft is right with probability `acceptance`. `pace` slows everything down for a while, and `seconds` adds up the
+    times without that slowdown. Each row ends after `lifetime` steps; the ends are staggered.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Serving:
             self.seconds_to_begin += stats.extend_s / self.pace
 
     def run(self, num_rows: int) -> Counter[int]:
-        """Run steps after a warm-up, and count how often each depth was chosen."""
+        """Runs steps after a warm-up, and counts how often each depth was chosen."""
         for _ in range(WARM_UP):
             self.step(num_rows)
         self.chosen, self.num_tokens, self.seconds, self.seconds_to_begin = [], 0, 0.0, 0.0
@@ -98,7 +98,7 @@ class Serving:
         return self.num_tokens / self.seconds
 
     def tokens_per_s_at(self, depth: int, num_rows: int) -> float:
-        """Expected tokens per second at a constant depth."""
+        """Returns the expected number of tokens per second at a constant depth."""
         num_tokens = num_rows * sum(self.acceptance**level for level in range(depth + 1))
         seconds = self.verify_s(num_rows * (depth + 1))
         if depth:
@@ -165,7 +165,9 @@ def test_few_rows_that_want_drafts_do_not_slow_the_others(verify_s: Seconds, num
 @pytest.mark.parametrize("verify_s", [COMPUTE_BOUND, CPU])
 @pytest.mark.parametrize("num_rows", [8, 32])
 def test_looking_whether_drafts_would_pay_costs_next_to_nothing(verify_s: Seconds, num_rows: int) -> None:
-    """Rows end before the backlog is full, so the head never has to catch up for lack of room."""
+    """Rows end before the draft head's backlog of unread tokens is full, so the head never has to catch up for lack of
+    room.
+    """
     serving = Serving(verify_s, 0.2, lifetime=120)
     for _ in range(2):
         serving.run(num_rows)
@@ -190,8 +192,8 @@ def test_looking_whether_drafts_would_pay_costs_next_to_nothing(verify_s: Second
 def test_drafts_pay_for_all_that_comes_with_them_and_for_beginning_within_64_steps(
     drafting_s: float, seed_s: float, idle_s: float, begin_s: float, begins: bool
 ) -> None:
-    """Drafting must pay for all its costs: a step of 34 ms without drafts is as good as a drafting step of 51 ms. After
-    a drafting step the stream is idle for `idle_s`.
+    """Drafting must pay for all its costs: a step of 34 ms without drafts gives as many tokens per second as a drafting
+    step of 51 ms. After a drafting step the stream is idle for `idle_s`.
     """
     depth = AdaptiveDepth(SpecInfo.chain(1))
     without, drafting = (SpecInfo.chain(1).at_depth(levels) for levels in (0, 1))
@@ -271,7 +273,7 @@ def test_a_machine_that_is_slow_at_times_changes_nothing(verify_s: Seconds, acce
 @pytest.mark.parametrize("num_rows", [1, 8, 32])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_measured_in_bad_moments_is_measured_again(num_rows: int, seed: int) -> None:
-    """Prompts are computed alongside the first steps, and any of these may take five times as long."""
+    """While the first steps run, prompts are computed too, so any of these steps may take five times as long."""
     serving = Serving(CPU, 0.5)
     moments = Random(seed)
     for _ in range(WARM_UP):

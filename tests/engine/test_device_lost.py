@@ -70,8 +70,8 @@ def test_kv_that_a_dead_stream_never_copied_does_not_count_as_landed() -> None:
 
 
 def test_a_device_lost_under_verify_is_named_by_the_wait_for_lengths() -> None:
-    """The wait for lengths notices the loss first and must report it, before anything computes with lengths that
-    were never published.
+    """The wait for lengths is the first to notice the loss. It must report it before anything computes with lengths
+    that were never published.
     """
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60, spec_info=CHAIN)
     outcome = scripted.submit("a", [1, 2, 3], 20)

@@ -13,7 +13,7 @@ DOCUMENT = (DOCS / "invariants.md").read_text()
 
 
 def defined(paths: list[Path], pattern: str) -> set[tuple[str, str]]:
-    """The functions whose names match `pattern`, as pairs of (file stem without test_, function name)."""
+    """Returns the functions whose names match `pattern`, as pairs of (file stem without test_, function name)."""
     return {
         (path.stem.removeprefix("test_"), name)
         for path in paths

@@ -21,8 +21,8 @@ from tests.engine.tag_head import drafting_of
 
 
 class _Run:
-    """An engine whose draft depths follow a script. It can tell what each request must accept, given the step at which
-    the request joined.
+    """An engine whose draft depths follow a script. For each request it knows the step at which the request joined, and
+    so which drafts must be accepted.
     """
 
     def __init__(self, spec_infos: Sequence[SpecInfo]) -> None:
@@ -41,7 +41,7 @@ class _Run:
 
 
 def check_the_head_catches_up_before_it_drafts() -> None:
-    """One request alone, over more steps than the backlog has room for."""
+    """One request runs alone, for more steps than the backlog has room for."""
     run = _Run([CHAIN, *[NOTHING] * (CHAIN.max_draft_lag + 5), SEED, CHAIN])
     outcome = run.scripted.submit("a", [1, 2], 56)
     run.scripted.run()
@@ -51,8 +51,8 @@ def check_the_head_catches_up_before_it_drafts() -> None:
 
 
 def check_rows_catch_up_from_where_each_is() -> None:
-    """A second row joins when the first row's head already lags. A third one later reuses the row and the batch index
-    of the first, and lags there itself.
+    """A second row joins when the first row's head already lags. A third one later takes over the row and the batch
+    index of the first, and its head lags there too.
     """
     run = _Run([CHAIN, *[NOTHING] * 9, SEED, *[CHAIN] * 6, NOTHING, NOTHING, SEED, CHAIN])
     first = run.scripted.submit("first", [1, 2], 40)

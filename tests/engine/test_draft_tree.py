@@ -1,4 +1,4 @@
-"""Draft trees compared with a plain walk from node to node."""
+"""Compares draft trees with a plain walk from node to node."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class PlainTree:
     target: list[int]
 
     def line_of(self, node: int) -> list[int]:
-        """The path from the root to the node."""
+        """Returns the path from the root to the node."""
         return [0] if node == 0 else [*self.line_of(self.parents[node - 1]), node]
 
     def accepted(self) -> list[int]:
-        """The nodes that the target accepts, found by walking down one level at a time."""
+        """Returns the nodes that the target accepts, found by walking down one level at a time."""
         nodes = [0]
         while True:
             right = [
@@ -150,7 +150,7 @@ def accepts_the_right_without_their_parents(patch: pytest.MonkeyPatch) -> None:
 
 
 def compares_with_the_nodes_own_token(patch: pytest.MonkeyPatch) -> None:
-    """Compare each draft with the target's token at the draft's own node, instead of at its parent."""
+    """Compares each draft with the target's token at the draft's own node, instead of at its parent."""
     accept = DraftTree.accept
     patch.setattr(DraftTree, "accept", lambda self, target_ids: accept(self, target_ids.roll(1, 1)))
 

@@ -27,7 +27,7 @@ SHORT, LONG = [1, 2, 3], list(range(1, 21))
 
 
 def places(events: list[Event]) -> dict[str, str]:
-    """The replica to which each request was sent."""
+    """Returns the replica to which each request was sent."""
     return {row.request_id: each.replica for each in events if isinstance(each, StartHandoff) for row in each.rows}
 
 
@@ -53,7 +53,9 @@ def test_a_prompt_that_fits_no_replica_is_refused_at_once_by_their_limit() -> No
 
 
 def test_a_request_that_fails_leaves_what_was_spared_for_it_to_the_next() -> None:
-    """The only row is spared for one that was refused, until a smaller replica has taken the place of its own."""
+    """The only row is spared for a request that was refused. Then a smaller replica takes the place of the one that it
+    fits, so it fails, and the next request gets the row.
+    """
     engine = ScriptedEngine(max_rows=1, clock=lambda: 0.0)
     long = engine.submit("long", LONG, 3)
     engine.step()
@@ -178,13 +180,13 @@ def test_a_prompt_that_no_replica_takes_waits_no_longer_while_others_wait_for_ro
 
 
 def submit_all(engine: ScriptedEngine, names: str) -> None:
-    """Submit a request for each name. The name's first letter is its client."""
+    """Submits a request for each name. The name's first letter is its client."""
     for name in names.split():
         engine.submit(name, SHORT, 3, client=name[0])
 
 
 def sent_after(engine: ScriptedEngine, *, num_freed: int) -> list[str]:
-    """Abort `num_freed` requests that hold rows, step once, and return the requests sent to prefill in that step."""
+    """Aborts `num_freed` requests that hold rows, steps once, and returns the requests sent to prefill in that step."""
     for name in list(engine.handoffs)[:num_freed]:
         engine.abort(name)
     return list(places(engine.step()))
@@ -242,7 +244,7 @@ def test_one_that_fits_no_replica_costs_its_client_no_turn() -> None:
 
 
 def test_a_row_that_fails_after_its_first_token_came_is_handed_off_again() -> None:
-    """The replica could not copy the rest of its KV. The call's other row goes on."""
+    """The replica fails to copy the rest of the row's KV. The call's other row goes on."""
     engine = ScriptedEngine()
     outcomes = [engine.submit(name, prompt, 3) for name, prompt in (("failed", LONG), ("other", SHORT))]
     engine.step()

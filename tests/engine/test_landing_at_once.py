@@ -32,7 +32,7 @@ class Launches(Observer):
         yield
 
     def step(self) -> list[str]:
-        """The launches of the last step."""
+        """Returns the launches of the last step."""
         last = len(self.names) - 1 - self.names[::-1].index("step")
         return self.names[last + 1 :]
 
@@ -40,7 +40,9 @@ class Launches(Observer):
 def running_beside_a_queue(
     on_host_call: Callable[[ScriptedDevice], None], spec_info: SpecInfo | None
 ) -> tuple[ScriptedEngine, Launches]:
-    """An engine in which one request decodes while the KV of all others arrives at once."""
+    """Returns an engine in which one request decodes while the KV of all others arrives at once, and a record of its
+    launches.
+    """
     launches = Launches()
     device = ScriptedDevice(runs_pieces_beside=False, observer=launches)
     scripted = ScriptedEngine(device=device, max_rows=8, max_kv_tokens=400, spec_info=spec_info)
@@ -63,7 +65,7 @@ def running_beside_a_queue(
 
 @pytest.mark.parametrize("spec_info", [None, CHAIN], ids=["plain", "chain"])
 def test_a_device_that_waits_for_a_launch_waits_for_one_copy_at_most(spec_info: SpecInfo | None) -> None:
-    """Here the device finishes whatever is launched immediately."""
+    """The device of this test finishes whatever is launched immediately, so it always waits for the next launch."""
     scripted, launches = running_beside_a_queue(ScriptedDevice.run_all, spec_info)
     num_landed = 0
     while any(not outcome.has_ended for outcome in scripted.outcomes.values()):
@@ -139,7 +141,9 @@ def test_an_engine_tells_of_what_it_frees_before_it_waits() -> None:
 
 
 def test_what_was_given_up_does_not_take_the_place_of_a_copy() -> None:
-    """Every launch waits for one copy: the first that is still wanted, even if abandoned ones come before it."""
+    """Every launch waits for one copy: that of the first segment still wanted, even if segments of abandoned requests
+    come before it.
+    """
     scripted, launches = running_beside_a_queue(ScriptedDevice.run_all, None)
     for number in range(NUM_REQUESTS - 1):
         scripted.abort(str(number))

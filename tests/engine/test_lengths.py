@@ -43,7 +43,7 @@ BOUND_S = 100.0
 
 
 def prebuilt_batch() -> ScheduleBatch:
-    """A batch of two rows fresh from a handoff, of 3 and 2 tokens."""
+    """Returns a batch of two rows fresh from a handoff, with 3 and 2 tokens."""
     pool = make_pool()
     sampling = ResolvedSampling(seed=0, max_tokens=8, temperature=0.0)
     reqs = []
@@ -65,7 +65,7 @@ def prebuilt_batch() -> ScheduleBatch:
 
 
 def grown_batch() -> ScheduleBatch:
-    """A batch of two rows that is prepared for its first decode step: its out_cache_loc is set."""
+    """Returns a batch of two rows that is prepared for its first decode step: its out_cache_loc is set."""
     pool = make_pool()
     batch = prebuilt_batch()
     for req, length in zip(batch.reqs, (3, 2), strict=True):
@@ -107,7 +107,7 @@ class LyingCell(Cell[Tensor]):
 
 
 class LyingWorker:
-    """A worker that wraps another one and falsifies the results of its third step."""
+    """A worker that wraps another one and falsifies the results of that one's third step."""
 
     relays_lengths = True
 
@@ -136,10 +136,10 @@ class LyingWorker:
 
 
 def errors_beside_a_wrong_length(lie: int, *, overlap: bool = True, is_accepted: bool = False) -> list[str]:
-    """The error of each of three requests that run together, when one step publishes the length `lie` for the first of
-    them. With `is_accepted` the step instead claims to have accepted `lie` tokens.
+    """Runs three requests together, and lets one step publish the length `lie` for the first of them. Returns the error
+    of each request. With `is_accepted` the step instead claims to have accepted `lie` tokens.
 
-    An entry is "" for a request that finished correctly, and "wrong tokens" for one that did not.
+    An error is "" for a request that finished correctly, and "wrong tokens" for one that did not.
     """
     scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN, overlap=overlap)
     scripted.engine._worker = LyingWorker(scripted.engine._worker, lie, is_accepted=is_accepted)
@@ -152,7 +152,9 @@ def errors_beside_a_wrong_length(lie: int, *, overlap: bool = True, is_accepted:
 
 
 def check_no_length_is_a_sentinel() -> None:
-    """A length that no step can have produced is not launched: it fails its own row and no other."""
+    """The engine launches no step with a length that no step can have produced. Such a length fails its own row and no
+    other.
+    """
     for lie in (0, -1, 3, 1 << 40):
         for overlap in (True, False):
             errors = errors_beside_a_wrong_length(lie, overlap=overlap)
@@ -183,7 +185,7 @@ def check_lengths_are_summed_in_one_place(planted: str = "") -> None:
 
 
 def summing_lines(source: str) -> list[int]:
-    """Line numbers in `source` that assign a value to `seq_lens_sum`."""
+    """Returns the numbers of the lines in `source` that assign a value to `seq_lens_sum`."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.keyword) and node.arg == "seq_lens_sum":
@@ -305,8 +307,8 @@ class WatchedHead(TagHead):
 def test_a_tree_that_accepts_what_cannot_be_fails_its_row_alone(
     lie: int, spec_info: SpecInfo, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In that step the head also reads no other row's tokens: on a GPU, an index past the end would kill the
-    process.
+    """In the step with the false result, the head must read no other row's tokens either: on a GPU, an index past the
+    end would kill the process.
     """
     accept, num_trees, head = DraftTree.accept, itertools.count(1), WatchedHead()
 
@@ -331,7 +333,7 @@ def test_a_tree_that_accepts_what_cannot_be_fails_its_row_alone(
 
 
 class UnpublishedCell(Cell[Tensor]):
-    """A cell of lengths that cannot be published."""
+    """A cell for published lengths in which the publication fails."""
 
     def get(self) -> Tensor:
         raise RuntimeError("the lengths are lost")
@@ -356,7 +358,7 @@ class FailingWorker(LyingWorker):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_rows_of_a_step_that_published_nothing_fail_with_its_own_error(overlap: bool) -> None:
-    """Steps without drafts come before it, so that the rows' last published lengths are old ones."""
+    """Steps without drafts come before the failing step, so the rows' last published lengths are old."""
     depth = ScriptedDepth([SEED, SEED, CHAIN], deepest=CHAIN)
     scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN, depth=depth, overlap=overlap)
     scripted.engine._worker = FailingWorker(scripted.engine._worker)

@@ -1,4 +1,6 @@
-"""The phases of a request's and a prompt's life: the tables of transitions, and that only `Lives` changes a phase."""
+"""The phases of a request's and a prompt's life: tests of the tables of transitions, and that only `Lives` changes a
+phase.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def sources() -> dict[str, str]:
 
 
 def targets_of(node: ast.AST) -> list[ast.expr]:
-    """The targets of an assignment. The members of a tuple count separately."""
+    """Returns the targets of an assignment. Each member of a tuple counts as a target of its own."""
     assigned = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     left = [target for target in assigned if isinstance(target, ast.expr)]
     found = []
@@ -54,7 +56,7 @@ def is_setattr_of(node: ast.AST, attribute: str) -> bool:
 
 
 def writes(source: str, attribute: str) -> bool:
-    """Whether the source writes the attribute of anything but `self`."""
+    """Returns whether the source assigns to the attribute on any object but `self`."""
     return any(
         is_setattr_of(node, attribute)
         or any(
@@ -105,7 +107,7 @@ def test_the_time_of_a_handoff_is_that_of_its_phases(seconds: str) -> None:
 
 
 def sums_of_timings(source: str) -> list[str]:
-    """The sums in the source that have a field of Timings as a term."""
+    """Returns the source text of each addition with a duration field of Timings as a term."""
     names = {name for name in Timings.__dataclass_fields__ if name.endswith("_s")}
     return [
         ast.unparse(node)
@@ -117,7 +119,9 @@ def sums_of_timings(source: str) -> list[str]:
 
 
 def test_timings_alone_add_up_their_phases() -> None:
-    """A new timing takes its time from another one. A sum made elsewhere would lack it."""
+    """Timings adds up its own fields, and nothing else may do so: if Timings gets a new field for time that another
+    field included before, a sum made elsewhere would lack that time.
+    """
     paths = [path for folder in SUMMING_FOLDERS for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)) for path in paths if sums_of_timings(path.read_text())}
     assert found == {"common/request_stats.py"}
@@ -150,7 +154,7 @@ def test_a_phase_that_cannot_follow_is_refused(phase: Phase) -> None:
 
 
 def test_a_running_requests_tokens_are_those_it_has() -> None:
-    """The token ids are right while the request runs, and not only once it has left its row."""
+    """The request's token ids are right at each step while it runs, and not only once it has left its row."""
     scripted = ScriptedEngine()
     outcome = scripted.submit("a", [1, 2, 3], 8)
     scripted.start("a")

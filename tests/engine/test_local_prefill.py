@@ -1,5 +1,6 @@
-"""Prompts that the decode service computes itself, because they are short or because no replica is ready: their tokens
-are those of a handoff, and beside the running rows at most one forward of bounded size runs.
+"""Tests of prompts that the decode service computes itself, because they are short or because no replica is ready.
+Their tokens are those of a handoff, and beside the running rows there is at most one forward of prompt chunks, of
+bounded size.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from tests.engine.speculating import CHAIN, TREE, run_one_each
 LIMIT = 8
 SHAPES = {"plain": None, "chain": CHAIN, "tree": TREE}
 NO_REPLICA = ReplicasChanged((Replica(REPLICA, False),))
-"""Where prefill could compute nothing."""
+"""The report that the only prefill replica is not ready."""
 
 
 class NotedChunks:
-    """The numbers of tokens of all forwards of chunks since it was made."""
+    """Records the number of tokens of each forward of prompt chunks."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_tokens: list[int] = []
@@ -58,7 +59,7 @@ def assert_right(outcomes: Sequence[Outcome]) -> None:
 
 
 def alone(**options: Any) -> ScriptedEngine:
-    """A decode engine without a replica, for which no time passes."""
+    """Returns a decode engine without a replica, whose clock stands still."""
     return ScriptedEngine(local_prefill_tokens=LIMIT, replicas=NO_REPLICA, clock=lambda: 0.0, **options)
 
 
@@ -82,7 +83,7 @@ def _falls_back_at_once_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def degraded(**options: Any) -> ScriptedEngine:
-    """A decode engine that has no replica and does without."""
+    """Returns a decode engine that has no replica and computes all prompts itself."""
     return ScriptedEngine(
         **{"local_prefill_tokens": LIMIT, "prefill_fallback": True, "replicas": NO_REPLICA, "clock": Clock(), **options}
     )
@@ -93,12 +94,12 @@ def phases(scripted: ScriptedEngine) -> dict[str, Phase]:
 
 
 def begun(scripted: ScriptedEngine) -> list[str]:
-    """The requests whose prompts are being computed here."""
+    """Returns the requests whose prompts the decode service is computing."""
     return [request_id for request_id, phase in phases(scripted).items() if phase is Phase.LOCAL_PREFILL]
 
 
 def lose_replica(scripted: ScriptedEngine) -> None:
-    """Lose the replica with all that was handed to it."""
+    """Lets the replica be lost, and with it all rows that were handed to it."""
     scripted.post(NO_REPLICA)
     for call_id in {handoff.call_id for handoff in scripted.handoffs.values()}:
         scripted.post(CallEnded(call_id, PrefillUnavailable("killed")))
@@ -119,7 +120,7 @@ def check_short_prompts_need_no_replica() -> None:
 
 
 def check_what_is_cached_counts_as_computed() -> None:
-    """A conversation whose turns are short stays here, however long it gets."""
+    """A conversation whose turns are short is computed in the decode service, however long it gets."""
     for spec_info in SHAPES.values():
         scripted = alone(spec_info=spec_info)
         prompt = [5, 6, 7, 8, 9]
@@ -132,7 +133,7 @@ def check_what_is_cached_counts_as_computed() -> None:
 
 
 def check_a_chunk_is_bounded() -> None:
-    """Also while several prompts wait: what exceeds the limit is handed off."""
+    """A chunk stays within the limit even when several prompts wait: the prompts that exceed it are handed off."""
     with pytest.MonkeyPatch.context() as patch:
         noted = NotedChunks(patch)
         scripted = ScriptedEngine(max_rows=8, local_prefill_tokens=LIMIT)
@@ -145,7 +146,9 @@ def check_a_chunk_is_bounded() -> None:
 
 
 def check_a_long_turn_stays_where_its_chat_is() -> None:
-    """The replica would have to compute all of a chat whose other turns were short. One that it has goes there."""
+    """If a chat's other turns were short, the replica would have to compute all of it, so a long turn is computed in
+    the decode service. If the replica has the chat's KV, the long turn is handed off.
+    """
     caching = ReplicasChanged((Replica(REPLICA, True, instance_id="1", max_cached_tokens=1000),))
     for opening, num_turns, stays in ((4, 5, True), (30, 1, False)):
         scripted = ScriptedEngine(max_rows=8, local_prefill_tokens=LIMIT, replicas=caching)
@@ -170,7 +173,9 @@ def check_a_long_turn_stays_where_its_chat_is() -> None:
 
 
 def check_chunks_are_larger_while_no_replica_is_ready() -> None:
-    """And then a prompt that fits in one counts as short, whatever the limit is otherwise."""
+    """While no replica is ready, a prompt that fits in one of the larger chunks counts as short, even if it exceeds
+    `local_prefill_tokens`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         noted = NotedChunks(patch)
         scripted = degraded(local_prefill_tokens=LIMIT // 2)
@@ -183,7 +188,7 @@ def check_chunks_are_larger_while_no_replica_is_ready() -> None:
 
 
 def check_a_chunk_in_flight_holds_its_row() -> None:
-    """The request leaves while its chunk has not run, and another one wants its row."""
+    """A request is aborted before its chunk has run, and another request needs its row."""
     scripted = alone(max_rows=2)
     runner = scripted.submit("runner", [1, 2], 9)
     while not scripted.engine.load().num_running:
@@ -199,7 +204,9 @@ def check_a_chunk_in_flight_holds_its_row() -> None:
 
 
 def check_any_order_gives_the_same_tokens() -> None:
-    """Short and long prompts, aborts and retractions, however the streams run."""
+    """Short and long prompts are computed, some requests are aborted or retracted, and the streams run in random
+    order.
+    """
     num_local = num_retracted = 0
     for seed in range(12):
         numbers = random.Random(seed)
@@ -300,7 +307,9 @@ def check_damaged_kv_fails_its_request_and_is_forgotten() -> None:
 
 
 def check_retracted_requests_come_back() -> None:
-    """Requests that were computed here give their slots to older ones, and come back by a handoff: they are longer."""
+    """Requests that were computed here give their slots to older ones. They come back by a handoff, because with their
+    output they are too long to be computed here.
+    """
     with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
         scripted = ScriptedEngine(max_rows=3, max_kv_tokens=30, local_prefill_tokens=LIMIT)
         outcomes = [scripted.submit(str(number), range(1, 7), 20, seed=number) for number in range(3)]
@@ -310,7 +319,7 @@ def check_retracted_requests_come_back() -> None:
 
 
 def check_a_long_prompt_holds_up_no_short_one() -> None:
-    """Nobody can compute the long one now."""
+    """There is no replica and no fallback, so the long prompt cannot be computed yet."""
     scripted = alone()
     long = scripted.submit("long", range(1, 30), 2)
     short = scripted.submit("short", [1, 2, 3], 3)
@@ -323,7 +332,9 @@ def check_a_long_prompt_holds_up_no_short_one() -> None:
 
 
 def check_a_failed_prompt_keeps_its_turn() -> None:
-    """Two prompts of one client, of which only one fits here at a time. The older one's first chunk fails."""
+    """One client sends two prompts, and there is a row for one at a time. The older prompt's first chunk fails, and is
+    computed again before the younger prompt.
+    """
     started: list[str] = []
     begin = LocalPrefill.begin
 
@@ -371,7 +382,7 @@ def check_without_the_fallback_a_long_prompt_fails() -> None:
 
 
 def check_one_long_prompt_is_computed_at_a_time() -> None:
-    """The others wait for it as long as it takes. Chunks stay as small as those of short prompts."""
+    """The other long prompts wait for it, as long as it takes. Chunks stay as small as those of short prompts."""
     with pytest.MonkeyPatch.context() as patch:
         noted, clock = NotedChunks(patch), Clock()
         scripted = degraded(clock=clock)
@@ -386,7 +397,9 @@ def check_one_long_prompt_is_computed_at_a_time() -> None:
 
 
 def check_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    """They take turns, and a stream of short ones does not hold up the long one either."""
+    """The chunks of a long prompt and of short ones take turns. A steady stream of short prompts does not hold up the
+    long one either.
+    """
     scripted = degraded(max_rows=8)
     long = scripted.submit("long", range(1, 60), 2)
     scripted.step()
@@ -407,7 +420,9 @@ def check_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 
 def check_a_ready_replica_gets_the_next_request() -> None:
-    """What has begun here is finished here."""
+    """A prompt that was begun in the decode service is finished there. All others go to the replica once it is
+    ready.
+    """
     scripted = degraded()
     first, second = (scripted.submit(name, range(1, 40), 3) for name in ("first", "second"))
     scripted.step()
@@ -439,7 +454,7 @@ def check_a_lost_request_is_computed_here() -> None:
 def test_a_long_prompt_begins_here_only_if_no_replica_is_ready_for_a_while(
     is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short ones begin at once, and nothing fails meanwhile."""
+    """Short prompts begin at once, and no request fails meanwhile."""
     monkeypatch.setattr(dispatcher, "_FALLBACK_AFTER_S", 1.0)
     clock = Clock()
     scripted = degraded(clock=clock, replicas=ReplicasChanged((Replica(REPLICA, is_lost),)))
@@ -468,8 +483,8 @@ def test_a_long_prompt_begins_here_only_if_no_replica_is_ready_for_a_while(
 def test_it_is_told_when_and_why_all_prompts_are_computed_here_and_when_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The load says the same after each step, although nothing is asked for. A short loss of the replica shows in
-    neither.
+    """An event tells the edge when the decode service begins to compute all prompts itself, and when it stops. The
+    reported load says so too after each step, even without requests. A short loss of the replica shows in neither.
     """
     monkeypatch.setattr(dispatcher, "_FALLBACK_AFTER_S", 1.0)
     clock = Clock()
@@ -500,7 +515,7 @@ def check_replicas_of_another_model_are_not_needed() -> None:
 
 
 def check_a_prompt_too_long_for_the_ready_replicas_fails() -> None:
-    """It is refused as it would be without the fallback: the caller is told the limit."""
+    """The prompt is refused as it would be without the fallback: the error tells the caller the limit."""
     small = ReplicasChanged((Replica(REPLICA, True, max_context_tokens=20),))
     scripted = degraded(replicas=small)
     outcome = scripted.submit("r", range(1, 30), 3)
@@ -510,7 +525,9 @@ def check_a_prompt_too_long_for_the_ready_replicas_fails() -> None:
 
 @mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1)
 def check_replicas_that_come_and_go_change_no_token() -> None:
-    """Prompts of any length, aborts and retractions, however the streams run and whenever a replica is lost."""
+    """Prompts have any length, some requests are aborted or retracted, the streams run in random order, and the replica
+    is lost and returns at random times.
+    """
     num_local = num_handed_over = num_retracted = 0
     for seed in range(12):
         numbers = random.Random(seed)
@@ -555,7 +572,7 @@ def check_replicas_that_come_and_go_change_no_token() -> None:
 
 
 def check_a_queue_costs_the_steps_nothing() -> None:
-    """While a request runs and nothing can start, the steps do not look at those that wait."""
+    """While a request runs and no other can start, the steps do not look at those that wait."""
     with pytest.MonkeyPatch.context() as patch:
         looks, num_cached = [0], KvPool.num_cached
 

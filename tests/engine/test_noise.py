@@ -15,7 +15,9 @@ PROMPTS = ([1, 2, 3], [4], [5, 6, 7, 8], [9, 10], [11])
 
 
 def check_draws_do_not_depend_on_company() -> None:
-    """Several sampled requests run together, at other rows, batch indices and steps than alone, and in reused rows."""
+    """Several sampled requests run together. Their rows, batch indices and steps are others than when each runs alone,
+    and rows are reused.
+    """
     for overlap in (True, False):
         scripted = ScriptedEngine(max_rows=3, overlap=overlap)
         for number, prompt in enumerate(PROMPTS):
@@ -27,7 +29,9 @@ def check_draws_do_not_depend_on_company() -> None:
 
 
 def check_draws_do_not_depend_on_retraction() -> None:
-    """The pool is too small for both requests. The younger one gives up its KV, and prefill draws its next token."""
+    """The pool is too small for both requests. The younger one gives up its KV, and after its return prefill draws its
+    next token.
+    """
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48)
     for number in range(2):
         scripted.submit(str(number), PROMPTS[number], 30, temperature=1.0, seed=number)

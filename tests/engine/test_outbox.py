@@ -1,4 +1,4 @@
-"""An engine with a `deliver` callback delivers each event once and as early as it may."""
+"""Tests that an engine with a `deliver` callback delivers each event once and as early as it may."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPEC_INFOS = [None, SpecInfo.chain(2)]
 
 
 def delivering(spec_info: SpecInfo | None) -> tuple[ScriptedEngine, list[Event]]:
-    """An engine in which one request runs, and the list of events it delivers from then on."""
+    """Returns an engine in which one request runs, and the list of events it delivers from then on."""
     scripted = ScriptedEngine(spec_info=spec_info, delivers=True)
     scripted.submit("first", [5, 6, 7], 12)
     scripted.start("first")
@@ -70,7 +70,9 @@ def test_everything_is_delivered_once(spec_info: SpecInfo | None) -> None:
 
 
 def ended_beside_another(spec_info: SpecInfo | None) -> tuple[ScriptedEngine, list[Event]]:
-    """An engine that keeps the end of a request until its next step, because another request's forward is in flight."""
+    """Returns an engine that keeps the end of a request until its next step, because another request's forward is in
+    flight.
+    """
     scripted, heard = delivering(spec_info)
     scripted.submit("second", [8, 9], 40)
     scripted.step()

@@ -1,6 +1,7 @@
-"""Prefix reuse on the decode service: rows hold KV that earlier requests left, and ask prefill only for the rest.
+"""Tests of prefix reuse in the decode service: rows hold KV that earlier requests left, and ask prefill only for the
+rest.
 
-What a request reads is checked by its tokens and its drafts: both are hashes of all KV (tests/engine/tags.py).
+The tokens and drafts of a request show what it read: both are hashes of all its KV (tests/engine/tags.py).
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ GREEDY = ResolvedSampling(seed=0, max_tokens=1, temperature=0.0)
 
 
 def serve(scripted: ScriptedEngine, request_id: str, prompt: Sequence[int], max_tokens: int, **options: object) -> int:
-    """Run a request alone to its end, and check its tokens. Returns how many tokens it held."""
+    """Runs a request alone to its end, and checks its tokens. Returns the number of tokens whose KV it found in the
+    cache.
+    """
     outcome = scripted.submit(request_id, prompt, max_tokens, **{"cache_salt": SALT, **options})  # type: ignore
     scripted.step()
     assert request_id in scripted.handoffs, f"{request_id} was not handed off: {scripted.engine.load()}"
@@ -63,7 +66,7 @@ def assert_right(request_id: str, outcome: Outcome) -> None:
 
 
 def check_a_held_prefix_is_not_given_to_another_row() -> None:
-    """A running request holds all that is cached, while another one would like to have its slots."""
+    """A running request holds all KV that is cached, and another one needs slots."""
     with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
         scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40)
         serve(scripted, "first", PROMPT, 2)
@@ -103,8 +106,9 @@ def check_a_prefix_in_quarantine_is_not_given_to_another_row() -> None:
 
 
 def check_only_what_is_not_held_is_asked_for() -> None:
-    """Both layer groups are held and landed alike. A prompt that is cached as a whole leaves one token to compute. A
-    head's KV depends on the next token too.
+    """The KV of the model and of the draft head is held and landed alike. A prompt that is cached as a whole leaves one
+    token to compute. If a prompt differs from the cached tokens at some point, the head's KV of the token before that
+    is not shared, because it depends on the next token.
     """
     for spec_info, token_bytes in ((None, GROUP.token_bytes), (CHAIN, GROUP.token_bytes + DRAFT.token_bytes)):
         scripted = ScriptedEngine(spec_info=spec_info)
@@ -134,8 +138,9 @@ def live_beside_each_other(
     max_kv_tokens: int = 80,
     num_requests: int = 16,
 ) -> ScriptedEngine:
-    """Requests whose prompts begin alike, or go on where earlier ones ended, share three rows and few slots. Some are
-    aborted, some lose a handoff, some have another salt or none. `step` counts rows and slots every time.
+    """Runs requests that share three rows and few slots, and returns the engine. Their prompts begin alike, or continue
+    earlier requests. Some requests are aborted, some lose a handoff, and some have another cache salt or none. `step`
+    counts rows and slots every time.
     """
 
     def run_some(device: ScriptedDevice) -> None:
@@ -218,8 +223,8 @@ def speculation_of(outcome: Outcome) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def check_only_committed_kv_is_kept() -> None:
-    """A request ends, by its limit, at a stop token or by an abort, and another goes on where it ended. The second one
-    must come to the tokens, and to the drafts, that it comes to without a cache.
+    """A request ends by its limit, at a stop token or by an abort, and another one goes on where it ended. The second
+    request must get the same tokens and drafts as without a cache.
     """
     for spec_info, depths in (
         (None, [None]),
@@ -264,7 +269,9 @@ def _end_at(scripted: ScriptedEngine, ending: str, num_tokens: int) -> Outcome:
 
 
 def check_a_heads_kv_is_shared_only_with_what_it_read() -> None:
-    """Two sequences differ in one token. The head's KV at the position before it was made from that token."""
+    """Two sequences differ in one token. The head's KV at the position before that token depends on it, so it must not
+    be shared.
+    """
     scripted = ScriptedEngine(spec_info=CHAIN)
     serve(scripted, "first", PROMPT, 6)
     branching = (*PROMPT[:5], 900, 901)
@@ -278,7 +285,9 @@ def check_a_heads_kv_is_shared_only_with_what_it_read() -> None:
 
 
 def check_a_retracted_request_returns_to_what_it_left() -> None:
-    """The older request needs only a few of the slots that the younger one leaves."""
+    """A younger request is retracted, and the older one needs only a few of its slots. So the younger one finds most of
+    its KV when it returns.
+    """
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=64)
     older = scripted.submit("older", range(200, 220), 24, cache_salt=SALT)
     younger = scripted.submit("younger", PROMPT[:4], 30, cache_salt=SALT)
@@ -296,7 +305,7 @@ def check_a_retracted_request_returns_to_what_it_left() -> None:
 
 
 def check_requests_end_although_all_slots_are_cached() -> None:
-    """Each request needs nearly all slots, and earlier ones leave all of them in the cache."""
+    """Each request needs nearly all slots, and the requests before it leave all of them in the cache."""
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40)
     for number in range(4):
         serve(scripted, str(number), range(100 * number + 1, 100 * number + 30), 10)
@@ -306,8 +315,8 @@ def check_requests_end_although_all_slots_are_cached() -> None:
 
 
 def check_two_rows_with_the_same_tokens_come_to_an_end() -> None:
-    """Both received the same KV at the same time, because they have too little in common for one to wait for the other.
-    The older one is the last to land, and needs all slots there are.
+    """Two rows received the same KV at the same time, because their prompts have too little in common for one to wait
+    for the other. The older one lands last and needs all slots there are.
     """
     for spec_info in (None, CHAIN):
         num_ahead = spec_info.num_slots - 1 if spec_info else 0
@@ -330,7 +339,7 @@ def check_two_rows_with_the_same_tokens_come_to_an_end() -> None:
 
 
 WAITING = tuple(range(40, 60))
-"""A cold prompt of which several requests come at once."""
+"""A prompt that is not cached, and of which several requests come at once."""
 
 
 def waiting(scripted: ScriptedEngine) -> list[str]:
@@ -338,7 +347,7 @@ def waiting(scripted: ScriptedEngine) -> list[str]:
 
 
 def test_rows_that_received_the_same_kv_at_once_hold_it_once() -> None:
-    """None waits for the other, because they have less than a quarter in common."""
+    """Neither request waits for the other's KV, because less than a quarter of their prompts is the same."""
     num_held = []
     for salt in (None, SALT):
         scripted = ScriptedEngine(max_kv_tokens=200)
@@ -353,8 +362,9 @@ def test_rows_that_received_the_same_kv_at_once_hold_it_once() -> None:
 
 
 def check_what_is_on_its_way_is_waited_for() -> None:
-    """All choices of a cold prompt but the first share its slots, and each asks for one token. One that is in the same
-    namespace and begins otherwise waits for nothing, nor does one of another namespace.
+    """Several requests have the same prompt, which is not cached. All but the first share its slots and ask for one
+    token each. A request of the same namespace with another beginning waits for nothing, and nor does one of another
+    namespace.
     """
     for spec_info in (None, CHAIN, TREE):
         scripted = ScriptedEngine(max_rows=8, spec_info=spec_info)
@@ -424,7 +434,9 @@ def test_younger_requests_leave_a_row_to_each_that_waits_for_kv() -> None:
 def test_younger_requests_leave_the_slots_that_one_that_waits_for_kv_will_not_share(
     max_kv_tokens: int, starts: bool
 ) -> None:
-    """20 of the first one, 10 that the second will not share, 42 of the third, and the headroom of three."""
+    """The younger request starts if the pool has room for the first request's 20 tokens, for the 10 that the waiting
+    one will not share, for its own 42 tokens, and for the headroom of three rows.
+    """
     scripted = ScriptedEngine(max_kv_tokens=max_kv_tokens)
     scripted.submit("source", WAITING, 2, cache_salt=SALT)
     scripted.submit("waits", (*WAITING, *range(200, 210)), 2, cache_salt=SALT)
@@ -447,7 +459,9 @@ def test_those_that_wait_for_kv_take_no_turn_of_another_client() -> None:
 
 
 def check_a_source_that_leaves_is_waited_for_no_longer() -> None:
-    """It is aborted, refused, lost, or fails. One that waited takes its place, and the others wait for that one."""
+    """The request that was to bring the KV is aborted, refused, lost or fails. One of those that waited for it takes
+    its place, and the others wait for that one.
+    """
 
     def lose(scripted: ScriptedEngine) -> None:
         scripted.post(CallEnded(scripted.handoffs.pop("a").call_id, PrefillUnavailable("killed")))
@@ -485,7 +499,7 @@ def check_a_source_that_leaves_is_waited_for_no_longer() -> None:
 
 
 def check_nobody_waits_for_one_that_only_waits() -> None:
-    """There is one row, so that who waits for a row has none to bring anything."""
+    """There is one row. A request that still waits for a row can bring no KV, so no other may wait for it."""
     scripted = ScriptedEngine(max_rows=1)
     outcomes = [scripted.submit(name, WAITING, 5, cache_salt=SALT) for name in ("first", "second", "third")]
     scripted.run()
@@ -494,7 +508,9 @@ def check_nobody_waits_for_one_that_only_waits() -> None:
 
 
 def check_waiting_does_not_take_longer_than_what_it_saves() -> None:
-    """A short prompt begins like a long one, whose KV is in the cache only when all has landed."""
+    """A short prompt begins like a long one, but does not wait for it: the common KV is in the cache only when the
+    whole long prompt has landed.
+    """
     scripted = ScriptedEngine()
     scripted.submit("long", (*WAITING, *range(100, 121)), 3, cache_salt=SALT)
     scripted.submit("short", (*WAITING, 99), 3, cache_salt=SALT)
@@ -561,7 +577,7 @@ def test_waiting_for_kv_does_not_count_as_time_for_which_replicas_refuse_a_reque
 
 
 def check_waiting_for_kv_costs_a_step_nothing() -> None:
-    """While the source is on its way, no step compares prompts or looks into the cache."""
+    """While the awaited KV is on its way, no step compares prompts or looks into the cache."""
     with pytest.MonkeyPatch.context() as patch:
         looks: list[str] = []
 
@@ -589,8 +605,8 @@ def check_waiting_for_kv_costs_a_step_nothing() -> None:
 
 
 def check_no_more_is_retracted_than_needed() -> None:
-    """A request ends with the forward in flight. The others need more slots than are its own, and fewer than come back
-    with those of its prefix.
+    """A request ends with the forward in flight. The others need more slots than it owns, but fewer than it frees
+    together with those of its prefix. So none of them may be retracted.
     """
     with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
         scripted = ScriptedEngine(max_rows=4, max_kv_tokens=32)
@@ -634,8 +650,8 @@ class _Damage:
 
 
 def check_damaged_kv_is_forgotten() -> None:
-    """A step's logits are not finite, with cached KV and without: the next request with these tokens begins anew. So
-    does this one if it began with cached KV of decode or of prefill.
+    """A step's logits are not finite. The next request with these tokens must find none of them in the cache. The
+    struck request is tried again without cached KV if it had used any, of decode or of prefill, and otherwise fails.
     """
     for prompt, is_warm, num_of_prefill in (
         (PROMPT, True, 0),
@@ -675,7 +691,9 @@ def check_damaged_kv_is_forgotten() -> None:
 
 
 def test_one_that_holds_only_forgotten_kv_is_not_waited_for() -> None:
-    """A source whose cached KV was found to be damaged brings nobody that KV; only its last token is still to come."""
+    """A request holds cached KV that was then found to be damaged, and only the KV of its last token is still to come.
+    A new request with the same prompt does not wait for it.
+    """
     scripted = ScriptedEngine()
     serve(scripted, "before", WAITING, 3)
     damage = _Damage(scripted)
@@ -696,7 +714,7 @@ def test_one_that_holds_only_forgotten_kv_is_not_waited_for() -> None:
 
 
 def test_kv_of_a_row_whose_length_was_wrong_is_forgotten() -> None:
-    """The device or a kernel is at fault, so nothing that the row holds is trusted."""
+    """A wrong length means that the device or a kernel is at fault, so none of the row's KV is trusted."""
     for prompt in (PROMPT, PROMPT[:1]):
         scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN)
         scripted.engine._worker = LyingWorker(scripted.engine._worker, 1 << 40, is_accepted=False)
@@ -710,8 +728,8 @@ def test_kv_of_a_row_whose_length_was_wrong_is_forgotten() -> None:
 
 
 def check_what_is_held_outlives_its_owner() -> None:
-    """A request holds what another one, which still runs, has left there. That one is aborted, or fails, and a third
-    one takes all its slots.
+    """A request holds KV that a second request, which still runs, has put into the cache. The second one is aborted or
+    fails, and a third one takes all slots that become free.
     """
     for ending in ("abort", "fail"):
         with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
@@ -734,8 +752,8 @@ def check_what_is_held_outlives_its_owner() -> None:
 
 
 def check_a_lost_handoff_is_retried_with_what_is_held_then() -> None:
-    """A handoff breaks after its first segment, although its row holds a prefix. Before it is retried, that prefix is
-    evicted in part, or grows.
+    """A handoff whose row holds a cached prefix breaks after its first segment. Before it is retried, the prefix stays,
+    is evicted in part, or grows.
     """
     for then in ("nothing", "is evicted", "grows"):
         now_s = [0.0]
@@ -770,7 +788,7 @@ def check_a_lost_handoff_is_retried_with_what_is_held_then() -> None:
 def serve_beside(
     scripted: ScriptedEngine, request_id: str, prompt: Sequence[int], max_tokens: int, **options: object
 ) -> None:
-    """Run a request to its end while another one waits."""
+    """Runs a request to its end while another one waits, and checks its tokens."""
     outcome = scripted.submit(request_id, prompt, max_tokens, **{"cache_salt": SALT, **options})  # type: ignore
     scripted.step()
     scripted.hand_over(request_id)

@@ -44,8 +44,8 @@ def check_nothing_is_reused_while_a_forward_holds_it() -> None:
 
 
 def check_rows_and_slots_are_conserved() -> None:
-    """Requests end by length, or are aborted while queued, landing or decoding. `step` and `run` count rows and slots
-    every time.
+    """Requests end by length, or are aborted while queued, landing or decoding. `step` and `run` check after each step
+    that no row or slot was lost.
     """
     numbers = random.Random(5)
     scripted = ScriptedEngine(max_rows=3, max_kv_tokens=90)
@@ -62,7 +62,7 @@ def check_rows_and_slots_are_conserved() -> None:
 
 
 def test_a_request_that_ended_is_kept_by_nobody() -> None:
-    """The request ends with its first token, so it never takes part in a forward."""
+    """The request ends with its first token, so it never takes part in a decode forward."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16)
     scripted.submit("one token", [1, 2, 3], 1)
     scripted.run()
@@ -92,7 +92,7 @@ def check_a_late_copy_does_not_meet_another_request() -> None:
 
 
 def check_a_released_row_takes_no_further_segment() -> None:
-    """Frames that arrive after the abort are dropped, and their bytes are given back."""
+    """A request is aborted. Frames that arrive for it later are dropped, and their bytes are given back."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=32)
     scripted.submit("gone", [9, 9, 9, 9], 2)
     scripted.step()

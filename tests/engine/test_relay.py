@@ -93,7 +93,9 @@ CALLS = {
 
 
 def check_only_the_relay_reads_what_is_stashed(planted: str = "") -> None:
-    """The scheduler only calls the relay's methods. It reads one attribute, `seeds`, for the names in it."""
+    """The scheduler only calls the relay's methods, and reads one attribute, `seeds`, for the names in it. `planted` is
+    source text that is added to the scheduler's.
+    """
     sources = {path.name: path.read_text() for path in sorted(ROOT.glob("decode_service/**/*.py"))}
     used = {name: touched_of_the_relay(source) for name, source in {**sources, "planted": planted}.items()}
     wrong = {name: attributes - CALLS for name, attributes in used.items() if attributes - CALLS}
@@ -102,7 +104,9 @@ def check_only_the_relay_reads_what_is_stashed(planted: str = "") -> None:
 
 
 def touched_of_the_relay(source: str) -> set[str]:
-    """The attributes of an object named future_map that `source` accesses, plus "[...]" if it indexes one of them."""
+    """Returns the attributes of an object named future_map that `source` accesses, plus "[...]" if it indexes one of
+    them.
+    """
     touched = set()
     for node in ast.walk(ast.parse(source)):
         indexed = isinstance(node, ast.Subscript)
@@ -158,7 +162,7 @@ def check_a_step_that_was_not_stashed_is_noticed() -> None:
 
 
 def check_an_unusable_token_fails_its_row_alone() -> None:
-    """Without debug checks, a flag that comes with the step's results reports the unusable token."""
+    """In builds without debug checks, a flag among the step's results reports the unusable token."""
     scripted = ScriptedEngine(debug_checks=False)
     bad, good = scripted.submit("bad", [1, 2], 6), scripted.submit("good", [3], 6)
     scripted.start("bad", "good")

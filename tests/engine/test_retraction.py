@@ -1,8 +1,8 @@
-"""A retracted request until it ends: anything that can end it, in every phase, and how many failures its return
-survives.
+"""Tests of a retracted request until it ends: what can end it in each phase, and how many failures it survives on its
+way back.
 
 A request gives up its slots at once if no step in flight includes it, and otherwise when that step's results are taken.
-The phase RETRACTING lies between; it begins and ends within one step, so no command can arrive in it.
+In between it is in phase RETRACTING, which begins and ends within one step, so no command can arrive in it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Clock:
 def two_that_do_not_fit(
     stop_token_ids: tuple[int, ...] = (), clock: Clock | None = None, *, speculates: bool = False
 ) -> tuple[ScriptedEngine, Outcome]:
-    """An engine with an older and a younger request that do not both fit. Returns it with the outcome of the younger,
-    which will be retracted.
+    """Returns an engine with an older and a younger request that do not both fit, and the outcome of the younger, which
+    will be retracted.
     """
     spec_info = CHAIN if speculates else None
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48, clock=clock, spec_info=spec_info)
@@ -59,7 +59,7 @@ def step_until_retracted(scripted: ScriptedEngine) -> None:
 
 
 def step_until_it_waits_for_prefill(scripted: ScriptedEngine) -> None:
-    """Step until the older request has ended and the younger one is handed off again."""
+    """Steps until the older request has ended and the younger one is handed off again."""
     step_until_retracted(scripted)
     step_until(scripted, lambda: "younger" in scripted.handoffs, hands_over=False)
 
@@ -68,7 +68,7 @@ def step_until_it_waits_for_prefill(scripted: ScriptedEngine) -> None:
 
 
 def tokens_of_the_step_that_carries_it(*, speculates: bool) -> list[int]:
-    """The tokens that the younger request gets from the step in flight when it gives way."""
+    """Returns the tokens that the younger request gets from the step in flight when it gives way."""
     scripted, younger = two_that_do_not_fit(speculates=speculates)
     while not scripted.engine.load().num_retractions:
         num_before = len(younger.token_ids)
@@ -159,7 +159,9 @@ def lose_its_handoffs(scripted: ScriptedEngine, clock: Clock, times: int) -> Non
 
 
 def check_a_handoff_that_succeeded_forgives_those_that_failed() -> None:
-    """Two of the three allowed attempts fail before the retraction and two after it: four in all."""
+    """Three handoffs in a row may fail. Here two fail before the retraction and two after it, with a successful one in
+    between.
+    """
     clock = Clock()
     scripted, younger = two_that_do_not_fit(clock=clock)
     lose_its_handoffs(scripted, clock, 2)
@@ -186,7 +188,9 @@ def test_a_retracted_request_whose_handoffs_all_fail_ends_with_their_error() -> 
 
 
 def check_waiting_for_slots_is_no_refusal() -> None:
-    """A request is refused once, then waits long for slots of its own, and is refused again. It must be tried again."""
+    """A request is refused once, waits long for free slots in the decode service, and is refused again. It must still
+    be retried.
+    """
     clock = Clock()
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48, clock=clock)
     older = scripted.submit("older", OLDER, 40)
@@ -209,7 +213,7 @@ def check_waiting_for_slots_is_no_refusal() -> None:
 
 
 def test_a_replica_that_comes_refuses_and_goes_is_not_waited_for_without_end() -> None:
-    """Time without any replica counts, however many slots the pool has free."""
+    """Time without any replica counts towards the time limit, however many slots the pool has free."""
     clock = Clock()
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48, clock=clock)
     only = scripted.submit("only", OLDER, 8)
@@ -244,7 +248,7 @@ def test_refusals_of_a_retracted_request_are_bounded_by_time() -> None:
 
 
 def check_a_request_put_off_keeps_its_place() -> None:
-    """While a refused request waits to be retried, no younger one gets the slots it will need."""
+    """While a refused request waits for its retry, no younger one gets the slots that it will need."""
     clock = Clock()
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60, clock=clock)
     refused = scripted.submit("refused", [1] * 20, 20)

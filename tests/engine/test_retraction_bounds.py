@@ -32,7 +32,7 @@ MAX_STEPS = 500
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that arrives `gap` steps after the one before. Each of its handoffs takes `handoff_steps`."""
+    """A request that arrives `gap` steps after the previous one. Each of its handoffs takes `handoff_steps`."""
 
     gap: int
     num_prompt_tokens: int
@@ -151,7 +151,7 @@ class Watcher:
         assert max(handed_off, default=-1) < min(waiting, default=len(self.seen)), "a younger request overtook"
 
     def check_bounds(self, of: Sequence[Seen] = ()) -> None:
-        """Check the bounds of the requests in `of`, all of which finished; by default of all requests."""
+        """Checks the bounds of the requests in `of`, all of which finished; by default of all requests."""
         longest = max(arrival.handoff_steps for arrival in self.life.arrivals)
         for number, seen in enumerate(of or self.seen):
             older = [other for other in self.seen[:number] if other.lived_beside(seen)]
@@ -170,7 +170,7 @@ class Watcher:
 
 
 def lived(life: Life) -> int:
-    """Run the life, check all bounds, and return how many retractions there were."""
+    """Runs the life, checks all bounds, and returns how many retractions there were."""
     watcher = Watcher(life)
     watcher.live()
     watcher.check_bounds()
@@ -234,8 +234,8 @@ def check_a_handoff_under_way_gives_way() -> None:
 
 
 def check_a_tree_that_needs_many_slots_comes_to_an_end() -> None:
-    """The drafts of one step would need the slots of a handoff under way, and these would be free again at the next
-    step.
+    """The drafts of one step need slots that only a handoff under way could give up. Those slots would be free again at
+    the next step, so the handoff could be retracted again and again.
     """
     wide = SpecInfo(num_steps=6, num_draft_tokens=6, topk=8, max_draft_lag=5)
     lived(Life((Arrival(0, 8, 8, 0), Arrival(0, 8, 8, 20)), max_rows=2, max_kv_tokens=55, spec_info=wide))

@@ -1,5 +1,5 @@
-"""A row goes to the replica where it costs least: the tokens that it has to compute for it, and those that wait there
-before it.
+"""Tests of the choice of a replica for a row. It goes where it costs least: the tokens that the replica has to compute
+for it, and those that wait there before it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def there(
     num_evicted: int = 0,
     num_free: int = 0,
 ) -> Replica:
-    """A ready replica, with `load` tokens that it has still to compute."""
+    """Returns a ready replica that still has to compute `load` tokens."""
     return Replica(
         address,
         True,
@@ -48,7 +48,7 @@ GONE = Replica("a", False)
 
 
 def tokens(number: int, size: int = 100) -> list[int]:
-    """The first `size` tokens of a text of its own for each `number`."""
+    """Returns the first `size` tokens of a text. Each `number` has a text of its own."""
     return [number * 10_000 + position for position in range(size)]
 
 
@@ -64,11 +64,11 @@ class Router:
         self._replicas.update(ReplicasChanged(replicas), 0.0, num_outstanding=self._outstanding)
 
     def compute(self) -> None:
-        """Let the replicas compute all rows that were sent to them."""
+        """Lets the replicas compute all rows that were sent to them."""
         self._outstanding.clear()
 
     def send(self, prompt: list[int], *, salt: str | None = "", avoid: str = "", computes: bool = True) -> Route:
-        """Send a row where it costs least. The replica computes it before the next one, if it `computes`."""
+        """Sends a row where it costs least. With `computes`, the replica computes it before the next row is sent."""
         candidates = self._replicas.candidates(avoid=avoid, num_tokens=len(prompt))
         key = None if salt is None else CacheKey(np.array(prompt), salt)
         route = self._replicas.route(candidates, key, num_tokens=len(prompt), num_outstanding=self._outstanding)
@@ -122,7 +122,9 @@ def test_rows_that_are_still_being_computed_count_as_load() -> None:
 
 
 def test_of_what_a_replica_reports_own_rows_count_no_longer_than_they_are_computed() -> None:
-    """A report is old when the next request comes, and each replica's has another age."""
+    """A replica's reported load includes rows that were sent from here. It is already old when the next request comes,
+    and each replica's report has another age, so rows computed since then are subtracted.
+    """
     router = Router(there("a"), there("b"))
     router.send(tokens(1, 300), computes=False)
     router.report(there("a", load=290), there("b"))
@@ -204,7 +206,7 @@ def test_what_was_evicted_to_make_room_is_not_evicted_again_when_the_replica_rep
 
 
 def check_room_made_for_a_row_that_ended_is_forgotten() -> None:
-    """The replica evicted nothing for rows that it refused. What it evicts later is for other services."""
+    """The replica evicted nothing for rows that it refused. So what it evicts later is for other services."""
     router = Router(there("a"))
     for number in range(1, 101):
         router.send(tokens(number))
@@ -224,7 +226,9 @@ def test_a_report_that_another_replicas_caused_ends_no_wait_for_evictions() -> N
 
 
 def check_of_what_a_replica_evicts_only_a_share_was_handed_to_it_from_here() -> None:
-    """Other decode services fill its cache too. With as many of them, each knows as much of it."""
+    """Other decode services fill the replica's cache too. So only a share of the tokens that it evicts is counted as
+    sent from here.
+    """
     router = Router(there("a", max_cached=400))
     router.send(tokens(1))
     router.report(there("a", max_cached=400, num_evicted=30))
@@ -281,7 +285,9 @@ def test_a_burst_with_one_beginning_is_spread_once_its_queue_costs_more_than_the
 
 
 def check_what_is_new_goes_where_there_is_room_and_what_is_known_stays() -> None:
-    """Conversations with one beginning, one after the other: the queues are empty, and the costs alone decide."""
+    """Conversations with the same beginning come one after the other, so the queues are empty and the costs of
+    computing alone decide.
+    """
     router = Router(there("a"), there("b"))
     router.send(tokens(1))
     router.report(there("a", num_free=10), there("b", num_free=1000))
@@ -292,7 +298,7 @@ def check_what_is_new_goes_where_there_is_room_and_what_is_known_stays() -> None
 
 
 def test_a_replica_with_room_gets_no_more_rows_at_once_than_a_full_one() -> None:
-    """A replica that was restarted has room for all that comes, and must not get all that comes."""
+    """A restarted replica has free slots for every row that comes, but must not get them all at once."""
     router = Router(there("a"), there("b", num_free=1000))
     router.send(tokens(1), avoid="b")
     sent = [router.send(tokens(number), computes=False).replica for number in range(2, 8)]
@@ -309,7 +315,9 @@ def test_a_row_that_uses_no_cache_does_not_leave_a_full_replica(routes_by_prefix
 
 
 def test_a_replica_without_a_cache_gets_a_row_only_if_it_computes_less_first() -> None:
-    """Its slots are free for ever, and what it computes is of no use to a later row."""
+    """A replica without a cache always has free slots, and what it computes is of no use to later rows. So its free
+    slots do not count.
+    """
     plain = there("b", max_cached=0, num_free=1000)
     router = Router(there("a"), plain)
     for number in range(1, 4):
@@ -349,7 +357,7 @@ LONG = list(range(1, 41))
 
 
 def places(events: list[Event]) -> dict[str, str]:
-    """The replica to which each request was sent."""
+    """Returns the replica to which each request was sent."""
     return {row.request_id: each.replica for each in events if isinstance(each, StartHandoff) for row in each.rows}
 
 

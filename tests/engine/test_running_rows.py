@@ -1,4 +1,6 @@
-"""The columns indexed by pool row give each request the same result as taking its tokens one by one."""
+"""Tests that the columns indexed by pool row, which handle all requests of a step at once, give each request the same
+result as taking its tokens one by one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A replica that names a row twice in PrebuiltBatch entries breaks the protocol, in one frame or in two."""
+"""Tests that a replica which names a row twice in PrebuiltBatch entries, in one frame or in two, is treated as breaking
+the protocol.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SpecInfo's numbers for each kind of speculation, and the settings they come from."""
+"""Tests of SpecInfo's numbers for each kind of speculation, and of the settings they come from."""
 
 from __future__ import annotations
 

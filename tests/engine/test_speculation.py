@@ -66,7 +66,7 @@ def check_speculated_tokens_are_the_oracles() -> None:
 
 
 def pending_when_blocking(scripted: ScriptedEngine) -> list[list[str]]:
-    """Take one step with run_needed. Returns the work left on the forward stream each time the schedule side starts to
+    """Takes one step with run_needed. Returns the work left on the forward stream each time the schedule side starts to
     wait.
     """
     seen = []
@@ -95,7 +95,7 @@ def check_the_next_step_is_launched_before_draft_extend() -> None:
 
 
 def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
-    """Lengths of a step without drafts are known at its launch, whatever was published before."""
+    """The lengths after a step without drafts are known at its launch, whatever an earlier step published."""
     depth = ScriptedDepth([CHAIN, SEED, CHAIN, *[NOTHING] * 6, SEED, CHAIN], deepest=CHAIN)
     scripted = ScriptedEngine(spec_info=CHAIN, depth=depth)
     outcome = scripted.submit("a", [1, 2], 30)
@@ -112,7 +112,7 @@ def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
 
 
 def check_a_row_at_its_limit_is_not_launched() -> None:
-    """The published lengths show that a row has all its tokens, before its results are taken."""
+    """The published lengths show that a row has all its tokens before the step's results are taken."""
     for max_tokens in range(8, 14):  # with some of them the last step adds several
         scripted = ScriptedEngine(spec_info=CHAIN)
         outcome = scripted.submit("a", [1, 2], max_tokens)
@@ -127,8 +127,8 @@ def check_a_row_at_its_limit_is_not_launched() -> None:
 def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The idle time is measured only if the step before was in flight at the launch. Otherwise there was nothing to
-    compute.
+    """The stream's idle time before a step is measured only if the previous step was in flight at the launch. Otherwise
+    the stream had nothing to do anyway.
     """
     scripted = ScriptedEngine(spec_info=CHAIN, overlap=overlap)
     idle: list[float | None] = []
@@ -154,7 +154,9 @@ def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
 
 
 def check_seeds_reach_the_next_forward_by_stream_order() -> None:
-    """The next forward is launched before draft-extend has run, and only stream order lies between the two."""
+    """The next forward is launched before draft-extend has run. Only the order of the stream makes it wait for the
+    seed.
+    """
     scripted = ScriptedEngine(spec_info=CHAIN, debug_checks=False)
     first, second = scripted.submit("first", [1, 2], 12), scripted.submit("second", [3, 4, 5], 9, temperature=1.0)
     scripted.start("first", "second")
@@ -228,7 +230,7 @@ def check_bootstrap_beside_draft_extend_leaves_the_fence() -> None:
 
 
 def check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with() -> None:
-    """One new row joins a batch whose draft-extend is still to run. Another joins when no slots are left to launch
+    """One new row joins a batch whose draft-extend has not run yet. Another row joins when no slots are left to launch
     it.
     """
     scripted = ScriptedEngine(spec_info=CHAIN)

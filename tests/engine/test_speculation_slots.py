@@ -25,7 +25,7 @@ from tests.engine.tag_head import DRAFT, draft_kv_of
 
 
 def check_nothing_is_reused_while_a_speculative_forward_holds_it() -> None:
-    """The only row is aborted with its verify and draft-extend still to run, and another request waits for the row."""
+    """The only row is aborted before its verify and draft-extend have run, and another request waits for the row."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16, spec_info=CHAIN)
     scripted.submit("first", [1, 2, 3], 8)
     scripted.start("first")
@@ -65,8 +65,8 @@ def check_rejected_drafts_leave_their_slots_to_the_next_step() -> None:
 
 
 def check_slots_are_conserved_under_speculation() -> None:
-    """Requests end by length, or are aborted while queued, landing or decoding. `step` and `run` count rows and slots
-    every time.
+    """Requests end by length, or are aborted while queued, landing or decoding. `step` and `run` check after each step
+    that no row or slot was lost.
     """
     for seed in range(3):
         random_run(random.Random(seed), CHAIN, overlap=True)
@@ -76,7 +76,7 @@ def check_slots_are_conserved_under_speculation() -> None:
 
 
 def check_a_forward_writes_to_slots_of_its_rows() -> None:
-    """Covers the forwards of the target and of the head, drafts included."""
+    """Checks the slots that the forwards of the target and of the head write, drafts included."""
     for spec_info in (CHAIN, TREE):
         scripted = ScriptedEngine(spec_info=spec_info)
         assert scripted.head is not None
@@ -116,7 +116,7 @@ def check_a_late_copy_does_not_meet_another_requests_drafts() -> None:
 
 
 def check_a_released_row_takes_none_of_the_heads_segments() -> None:
-    """Frames that arrive after the abort are dropped, and their bytes are given back."""
+    """A request is aborted. Frames that arrive for it later are dropped, and their bytes are given back."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=32, spec_info=CHAIN)
     scripted.submit("gone", [9, 9, 9, 9], 2)
     scripted.step()
@@ -136,8 +136,8 @@ def check_a_released_row_takes_none_of_the_heads_segments() -> None:
 
 
 def check_a_row_runs_only_when_the_heads_kv_is_there() -> None:
-    """The target's KV has landed. At first the head's frames have not arrived; then they have, but are not copied
-    yet.
+    """The target's KV has landed. At first the head's frames have not arrived; later they have, but are not copied yet.
+    Nothing may be launched in either case.
     """
     scripted = ScriptedEngine(spec_info=CHAIN)
     outcome = scripted.submit("a", [1, 2, 3, 4], 6)

@@ -1,4 +1,4 @@
-"""StepTimes compares each step with drafts to the steps next to it."""
+"""Tests that StepTimes compares each step with drafts to the steps next to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = (0.010, 0.015, 0.025, 0.040)
 def measured(
     depths: Iterable[int], *, num_rows: int = 8, pace: float = 1.0, idle_s: float = 0.0, times: StepTimes | None = None
 ) -> StepTimes:
-    """Observe one step of each depth, `pace` times as long as usual. After a step that drafts, the stream is idle for
+    """Observes one step of each depth, `pace` times as long as usual. After a step that drafts, the stream is idle for
     `idle_s`.
     """
     times = times or StepTimes(num_levels=DEEPEST.num_steps, max_draft_lag=DEEPEST.max_draft_lag)

@@ -27,14 +27,16 @@ NEUTRAL_DEVICE_MODULES = {f"common.device.{name}" for name in ("stream", "cell",
 
 
 def engine_sources() -> dict[str, str]:
-    """The source of the engines' packages and of common/kv, by path. `main` is not included, as it opens the device."""
+    """Returns the source of the engines' packages and of common/kv, by path. `main` is not included, as it opens the
+    device.
+    """
     rooms = [ROOT / service / room for service in SERVICES for room in ENGINE_ROOMS]
     paths = [path for room in (*rooms, ROOT / "common" / "kv") for path in room.glob("*.py")]
     return {str(path.relative_to(ROOT)): path.read_text() for path in sorted(paths)}
 
 
 def device_names(source: str) -> set[str]:
-    """The names in `source` that belong to one device only."""
+    """Returns the names in `source` that belong to one device only."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:

@@ -23,8 +23,8 @@ NUM_SEEDS = 10
 
 
 def random_device(numbers: random.Random) -> ScriptedDevice:
-    """A device whose streams may run between any two calls of the engine, as threads would. The choice among them is
-    uniform.
+    """Returns a device whose streams may run between any two calls of the engine, as threads would. The choice among
+    them is uniform.
     """
 
     def run_some(device: ScriptedDevice) -> None:
@@ -35,7 +35,7 @@ def random_device(numbers: random.Random) -> ScriptedDevice:
 
 
 def check_tokens_are_the_oracles(seed: int, *, overlap: bool) -> int:
-    """Run a dozen greedy and sampled requests through three rows, abort some, and return how many were retracted."""
+    """Runs a dozen greedy and sampled requests through three rows, aborts some, and returns how many were retracted."""
     numbers = random.Random(seed)
     scripted = ScriptedEngine(device=random_device(numbers), max_rows=3, max_kv_tokens=72, overlap=overlap)
     for arrival in range(12):
@@ -107,7 +107,7 @@ def test_a_forward_that_cannot_be_prepared_fails_its_own_requests_alone() -> Non
 
 
 def check_a_failed_forward_fails_its_own_requests_alone() -> None:
-    """The step after the failed one is already in flight, with the same rows and a new one."""
+    """When a step fails, the next one is already in flight, with the same rows and a new one."""
     scripted = ScriptedEngine()
     bad = scripted.submit("bad", [1, 2], 9)
     scripted.start("bad")
@@ -164,8 +164,8 @@ def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: p
 
 
 def test_results_are_taken_once_the_next_step_does_nothing_but_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On threads, the Python code of a step that is still starting would compete with the engine's for the
-    interpreter.
+    """The engine takes a step's results once the Python part of the next step has run. On threads, the two would
+    compete for the interpreter.
     """
     scripted = ScriptedEngine()
     scripted.submit("only", [5, 6, 7], 8)

@@ -30,7 +30,7 @@ SAMPLING = ResolvedSampling(seed=1, max_tokens=4)
 
 
 def woken_prefill(tiny_target: Callable[[str], TargetModel]) -> tuple[PrefillEngine, threading.Event]:
-    """A prefill engine of one row, and the event that is set when a stream wakes it."""
+    """Returns a prefill engine of one row, and the event that is set when a stream wakes it."""
     engine = new_prefill_engine(tiny_target("llama"), max_rows=1, early_sending=False)
     is_woken = threading.Event()
     engine.be_woken_by(is_woken.set)
@@ -194,7 +194,9 @@ def test_a_queued_prompt_does_not_wait_for_the_row_that_a_step_freed(
 
 
 def test_who_was_short_of_slots_does_not_wait_for_those_that_a_step_freed() -> None:
-    """Nothing reports the end of the forward that freed the slots, because the engine itself waited for it."""
+    """A forward's end frees slots, and nothing reports it, because the engine itself waited for that end. The engine
+    must then step again at once.
+    """
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=48)
     for number in range(2):
         scripted.submit(str(number), [number + 1, 7], 30)
@@ -211,8 +213,8 @@ def test_who_was_short_of_slots_does_not_wait_for_those_that_a_step_freed() -> N
 
 
 def test_what_a_step_is_done_with_is_let_go_of_behind_its_end() -> None:
-    """The engine, which takes the step's results, frees them. If the stream did, it would pause between two
-    forwards.
+    """The engine frees a step's tensors when it takes the step's results. If the stream freed them, it would pause
+    between two forwards.
     """
     scripted = ScriptedEngine()
     scripted.submit("a", [1, 2], 5)

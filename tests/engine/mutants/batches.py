@@ -35,7 +35,7 @@ COLUMNS = ("req_pool_indices", "req_pool_indices_cpu", "seq_lens", "seq_lens_cpu
 
 
 def forgetful(operation: str, column: str) -> Mutant:
-    """A mutant in which `filter_batch` or `merge_batch` (`operation`) does not update one column."""
+    """Returns a mutant in which `filter_batch` or `merge_batch` (`operation`) does not update one column."""
 
     def forgets_a_column(patch: pytest.MonkeyPatch) -> None:
         _forgets(patch, operation, column)
@@ -60,7 +60,9 @@ def filter_keeps_old_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_follows_is_kept(patch: pytest.MonkeyPatch) -> None:
-    """Break filter and merge: a batch keeps the sampling needs and request names it had when they were first read."""
+    """Breaks filter and merge: the batch keeps the sampling needs and request names that it had when they were first
+    read.
+    """
     for operation in ("filter_batch", "merge_batch"):
         _keeps(patch, operation, ("rows", "request_ids", "undrafted", "sampling"))
 

@@ -27,7 +27,7 @@ def bootstrap_rearms_publish_ready(patch: pytest.MonkeyPatch) -> None:
 
 
 def bootstrap_on_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """Run bootstrap (the write of a new row into the relay) on a stream for which no forward waits."""
+    """Runs bootstrap (the write of a new row into the relay) on a stream for which no forward waits."""
     bootstrap, given = FutureMap.bootstrap, arguments_given(patch, FutureMap)
 
     def mutant(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:

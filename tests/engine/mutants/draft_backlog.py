@@ -30,7 +30,7 @@ def each_step_puts_in_the_same_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
-    """Let the head read the last step's tokens only. It never reads those that earlier steps put into the backlog."""
+    """Lets the head read only the last step's tokens, and never those that earlier steps put into the backlog."""
     put, unread = DraftBacklog.put, DraftBacklog.unread
     last: list[tuple[Tensor, Tensor]] = []
 
@@ -48,7 +48,7 @@ def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_row_is_as_far_behind(patch: pytest.MonkeyPatch) -> None:
-    """Treat every row's head as lagging as little as the row whose head lags least."""
+    """Treats every row's head as lagging only as much as the row whose head lags least."""
     unread = DraftBacklog.unread
 
     def mutant(self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
@@ -58,7 +58,7 @@ def every_row_is_as_far_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def lag_is_not_reset(patch: pytest.MonkeyPatch) -> None:
-    """Keep counting a row's head as lagging after it has read everything."""
+    """Keeps counting a row's head as lagging after it has read everything."""
 
     def mutant(self: ForwardBatch) -> NDArray[np.int64]:
         return np.minimum(self.draft_lag + 1, 15)

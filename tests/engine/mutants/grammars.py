@@ -1,4 +1,4 @@
-"""Mutants of the draws under grammars (invariants I9 and I12)."""
+"""Mutants of the drawing of tokens under grammars. They break invariants I9 and I12."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decode_service.schedule.results import ResultTaker
 
 
 def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
-    """Draw each step under the masks that its rows had one step before."""
+    """Draws each step's tokens under the masks that its rows had one step before."""
     masks_of = scheduler.masks_of
     before: dict[Request, Mask] = {}
 
@@ -46,7 +46,7 @@ def masks_of_another_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_token_not_accepted(patch: pytest.MonkeyPatch) -> None:
-    """Leave the matcher where it was before the first token, which prefill has drawn."""
+    """Leaves the matcher where it was before the first token, which prefill has drawn."""
     take, follow = ResultTaker.take_first_tokens, ResultTaker._follow_grammars
 
     def mutant(self: ResultTaker, prebuilt: Any, results: Any) -> None:
@@ -58,7 +58,7 @@ def first_token_not_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_not_held_until_their_draw(patch: pytest.MonkeyPatch) -> None:
-    """Hold a step's rows from its draw on, not from its launch."""
+    """Keeps a step's rows from being reused only from the step's draw on, not from its launch."""
     use_until = KvPool.use_until
 
     def mutant(self: KvPool, rows: Any, event: Any, *args: Any) -> None:

@@ -12,15 +12,15 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def see_it_fail(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apply the mutant, and require that the check then fails with a message that matches `symptom`."""
+    """Applies the mutant, and requires that the check then fails with a message that matches `symptom`."""
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=symptom):
         check()
 
 
 def arguments_given(patch: pytest.MonkeyPatch, kind: type) -> Callable[[object], Mapping[str, Any]]:
-    """Record the keyword arguments with which each object of `kind` is built from now on. Returns a lookup from object
-    to arguments.
+    """Records the keyword arguments with which each object of `kind` is built from now on. Returns a function that
+    looks them up for an object.
     """
     made: dict[int, tuple[object, Mapping[str, Any]]] = {}  # keeps the object too, so that its id is not reused
     init = kind.__init__  # type: ignore[misc]
@@ -34,5 +34,5 @@ def arguments_given(patch: pytest.MonkeyPatch, kind: type) -> Callable[[object],
 
 
 def name_of(value: object) -> str:
-    """A test id: the name of a check or a mutant, and "-" for a symptom."""
+    """Returns a test id: the name of a check or a mutant, and "-" for a symptom."""
     return getattr(value, "__name__", "-")

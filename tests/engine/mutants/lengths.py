@@ -49,7 +49,7 @@ def lengths_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 
 def sum_is_stale(patch: pytest.MonkeyPatch) -> None:
-    """Give each forward the `seq_lens_sum` of the launch before it."""
+    """Gives each forward the `seq_lens_sum` of the launch before it."""
     sums = [0]
     snapshot = ScheduleBatch.snapshot
 
@@ -96,7 +96,7 @@ def lengths_changed_in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def lengths_changed_in_place_under_the_forward(patch: pytest.MonkeyPatch) -> None:
-    """Change lengths in place: `seq_lens += 1` while the forward in flight reads the same tensor."""
+    """Changes lengths in place: `seq_lens += 1` while the forward in flight reads the same tensor."""
     lengths_changed_in_place(patch)
     snapshot_aliases_lengths(patch)
 

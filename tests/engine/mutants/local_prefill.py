@@ -28,7 +28,7 @@ def chunk_holds_no_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def given_up_prompts_are_computed_on(patch: pytest.MonkeyPatch) -> None:
-    """Go on with the prompts of requests that were aborted or retracted."""
+    """Goes on computing the prompts of requests that were aborted or retracted."""
     forget = LocalPrefill.forget
 
     def mutant(self: LocalPrefill, req: Request) -> None:
@@ -39,12 +39,12 @@ def given_up_prompts_are_computed_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def row_is_not_seeded(patch: pytest.MonkeyPatch) -> None:
-    """Draw the first token with what sampling knows of the row's last request."""
+    """Draws a request's first token with the sampling state of the row's last request."""
     patch.setattr(LocalPrompt, "row_seed", property(lambda self: RowSeed(0, self.sampling, 0, (), 0)))
 
 
 def unwritten_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
-    """Take every token of a prompt for computed as soon as its first chunk is launched."""
+    """Counts every token of a prompt as computed as soon as the first chunk is launched."""
     launch = LocalPrefill.launch
 
     def mutant(self: LocalPrefill) -> bool:
@@ -57,7 +57,7 @@ def unwritten_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def prompts_all_stay(patch: pytest.MonkeyPatch) -> None:
-    """Do not count the prompts that are being computed already."""
+    """Ignores the prompts that are being computed already when it decides whether another one is computed here."""
     patch.setattr(LocalPrefill, "num_short_left", 0)
 
 
@@ -70,14 +70,14 @@ def long_prompts_begin_together(patch: pytest.MonkeyPatch) -> None:
 
 
 def long_prompts_count_as_short(patch: pytest.MonkeyPatch) -> None:
-    """Let no short prompt begin until nearly all of a long one is launched."""
+    """Lets no short prompt begin until nearly all of a long one is launched."""
     patch.setattr(
         LocalPrefill, "num_short_left", property(lambda self: sum(p.num_left for p in self._prompts.values()))
     )
 
 
 def the_oldest_prompt_is_always_first(patch: pytest.MonkeyPatch) -> None:
-    """Give each chunk to the prompt that began first, until it is computed."""
+    """Gives each chunk to the prompt that began first, until it is computed."""
     cut = local_prefill.cut_chunks
 
     def mutant(prompts: Sequence[LocalPrompt], **limits: int) -> list[Chunk[LocalPrompt]]:
@@ -87,22 +87,22 @@ def the_oldest_prompt_is_always_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def long_prompts_hold_up_short_ones(patch: pytest.MonkeyPatch) -> None:
-    """Let nobody begin before an older request that no replica takes."""
+    """Lets no request begin before an older one for which there is no replica."""
     patch.setattr(PrefillDispatcher, "_may_start_younger", False)
 
 
 def fallback_never_ends(patch: pytest.MonkeyPatch) -> None:
-    """Compute requests here although a replica is ready."""
+    """Computes prompts in the decode service although a replica is ready."""
     patch.setattr(PrefillDispatcher, "is_degraded", True)
 
 
 def only_short_turns_stay(patch: pytest.MonkeyPatch) -> None:
-    """Hand a long turn over, however much the replica has to compute for it."""
+    """Hands over a long turn of a chat, however many tokens the replica has to compute for it."""
     patch.setattr(ReplicaSet, "least_uncomputed", lambda self, candidates, key, num_tokens: 0)
 
 
 def fallback_keeps_the_limit(patch: pytest.MonkeyPatch) -> None:
-    """Let only prompts up to `local_prefill_tokens` count as short, although no replica is ready."""
+    """Counts only prompts of up to `local_prefill_tokens` as short, even while no replica is ready."""
     patch.setattr(PrefillDispatcher, "_max_short_tokens", property(lambda self: self._local_prefill_tokens))
 
 
@@ -115,5 +115,5 @@ def each_step_looks_at_the_queue(patch: pytest.MonkeyPatch) -> None:
 
 
 def free_rows_are_not_noticed(patch: pytest.MonkeyPatch) -> None:
-    """Do not look at the queue again when rows or slots have become free."""
+    """Does not look at the queue again when rows or slots have become free."""
     patch.setattr(KvPool, "num_changes", property(lambda self: 0, lambda self, value: None), raising=False)

@@ -1,5 +1,5 @@
-"""Mutants that break invariant I15 on devices that run work in the background: memory is freed, or made, while a stream
-has yet to read it.
+"""Mutants that break invariant I15 on devices that run work in the background: memory is freed or allocated while a
+stream still has to read it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _ForgetfulWorker:
 
 
 def tokens_dropped_at_launch(patch: pytest.MonkeyPatch) -> None:
-    """Drop the `input_ids` tensor that the plain worker made for a launch."""
+    """Drops the `input_ids` tensor that the plain worker made for a launch."""
     new_worker = forward_side.new_worker
     patch.setattr(forward_side, "new_worker", lambda **given: _ForgetfulWorker(new_worker(**given)))
 
 
 def dropped_at_launch(column: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """A mutant that drops the tensor `column` of a decode step's batch as soon as the step is launched."""
+    """Returns a mutant that drops the tensor `column` of a decode step's batch as soon as the step is launched."""
 
     def mutant(patch: pytest.MonkeyPatch) -> None:
         seal = StepInFlight.seal
@@ -56,7 +56,7 @@ def rows_dropped_at_launch(patch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_dropped_at_launch(patch: pytest.MonkeyPatch) -> None:
-    """Drop all tensors of a prefill forward as soon as it is launched."""
+    """Drops all tensors of a prefill forward as soon as it is launched."""
 
     def step_in_flight(batch: ChunkBatch, *rest: Any) -> prefill_scheduler.StepInFlight:
         tensors = [field.name for field in fields(batch) if isinstance(getattr(batch, field.name), Tensor)]

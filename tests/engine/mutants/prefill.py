@@ -37,7 +37,7 @@ def chunk_does_not_hold_its_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_tokens_taken_early(patch: pytest.MonkeyPatch) -> None:
-    """Take first tokens as soon as the step is launched, before it has computed them."""
+    """Reads first tokens as soon as the step is launched, before it has computed them."""
 
     class Ended:
         """The event at a step's end, which always seems to be done."""

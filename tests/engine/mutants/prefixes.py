@@ -23,7 +23,7 @@ from decode_service.schedule.request import Request
 
 
 def _tree_of(patch: pytest.MonkeyPatch) -> Callable[[HeldPrefix], PrefixTree]:
-    """Record which tree each prefix is held in from now on. Returns the lookup."""
+    """Records from now on which tree holds each prefix. Returns a function that looks it up."""
     hold = PrefixTree.hold
     trees: dict[HeldPrefix, PrefixTree] = {}
 
@@ -40,7 +40,7 @@ def _tree_of(patch: pytest.MonkeyPatch) -> Callable[[HeldPrefix], PrefixTree]:
 
 
 def prefix_is_found_and_not_held(patch: pytest.MonkeyPatch) -> None:
-    """Let go of a row's prefix as soon as the row is reserved."""
+    """Stops holding a row's prefix as soon as the row is reserved."""
     tree_of, reserve = _tree_of(patch), KvPool.reserve
 
     def mutant(self: KvPool, num_tokens: int, **options: Any) -> RowLease | None:
@@ -54,7 +54,7 @@ def prefix_is_found_and_not_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def prefix_is_let_go_before_quarantine_ends(patch: pytest.MonkeyPatch) -> None:
-    """Let go of a row's prefix when the row is released, although forwards may still read it."""
+    """Stops holding a row's prefix when the row is released, although forwards may still read it."""
     tree_of, release = _tree_of(patch), KvPool.release
 
     def mutant(self: KvPool, lease: RowLease) -> None:
@@ -83,7 +83,7 @@ def held_tokens_are_asked_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def landing_awaits_held_tokens(patch: pytest.MonkeyPatch) -> None:
-    """Let the landing zone wait for the KV of all tokens, those held included."""
+    """Lets the landing zone wait for the KV of all tokens, those held included."""
     open_call = LandingZone.open
 
     class Cold:
@@ -109,7 +109,7 @@ def landing_awaits_held_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def whole_prompt_may_be_held(patch: pytest.MonkeyPatch) -> None:
-    """Hold a cached prefix as long as the whole prompt, so that prefill has nothing to compute."""
+    """Holds a cached prefix as long as the whole prompt, so that prefill has nothing to compute."""
     hold = PrefixTree.hold
 
     def mutant(self: PrefixTree, tokens: NDArray[np.int64], namespace: str, max_tokens: int) -> HeldPrefix:
@@ -140,7 +140,9 @@ def kept_slots_stay_the_rows_own(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_the_tree_has_already_leak(patch: pytest.MonkeyPatch) -> None:
-    """Count all slots that were offered to the tree as the tree's, those that it had for other rows already too."""
+    """Counts all slots that are offered to the tree as the tree's own, even where it already has the same tokens in
+    other slots.
+    """
     insert = PrefixTree.insert
 
     def mutant(self: PrefixTree, held: HeldPrefix, tokens: NDArray[np.int64], slots: Slots) -> int:
@@ -179,17 +181,17 @@ def _keeps(patch: pytest.MonkeyPatch, num_kept: Callable[[NDArray[np.int64], int
 
 
 def last_token_is_kept(patch: pytest.MonkeyPatch) -> None:
-    """Keep the KV of the last token too, which no forward has computed."""
+    """Keeps the KV of the last token too, which no forward has computed."""
     _keeps(patch, lambda token_ids, num_tokens: len(token_ids))
 
 
 def unread_tokens_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """Keep the draft head's KV of tokens that the head has not read yet."""
+    """Keeps the draft head's KV of tokens that the head has not read yet."""
     _keeps(patch, lambda token_ids, num_tokens: len(token_ids) - 1)
 
 
 def heads_kv_depends_on_no_later_token(patch: pytest.MonkeyPatch) -> None:
-    """Share the draft head's KV of a position also with sequences that have another token after it."""
+    """Shares the draft head's KV of a position also with sequences that have another token after it."""
     patch.setattr(scheduler, "PrefixTree", lambda lookahead: PrefixTree(0))
 
 
@@ -197,17 +199,17 @@ def heads_kv_depends_on_no_later_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def output_is_not_kept(patch: pytest.MonkeyPatch) -> None:
-    """Leave only the prompt's KV, which came with the handoff, in the cache."""
+    """Leaves only the prompt's KV, which came with the handoff, in the cache."""
     patch.setattr(KvPool, "keeps_output", False)
 
 
 def evictable_slots_are_not_free(patch: pytest.MonkeyPatch) -> None:
-    """Count only slots as free that neither a row nor the prefix cache has."""
+    """Counts only those slots as free that belong neither to a row nor to the prefix cache."""
     patch.setattr(KvPool, "num_free_slots", property(lambda pool: pool.slot_counts().free))
 
 
 def shared_slots_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
-    """Expect only the slots back that are a leaving row's own."""
+    """Expects a leaving row to free only its own slots, and not those that it shares."""
     patch.setattr(PrefixTree, "num_held_only_by", lambda self, holds: 0)
 
 
@@ -219,7 +221,7 @@ def damaged_kv_stays(patch: pytest.MonkeyPatch) -> None:
 
 
 def damaged_row_still_leaves_its_kv(patch: pytest.MonkeyPatch) -> None:
-    """Forget what is cached, and then keep what the damaged row wrote."""
+    """Forgets what is cached, but then caches what the damaged row wrote."""
     patch.setattr(RowLease, "is_damaged", property(lambda lease: False, lambda lease, is_damaged: None), raising=False)
 
 
@@ -236,7 +238,7 @@ def a_retry_asks_for_what_the_first_attempt_did(patch: pytest.MonkeyPatch) -> No
 
 
 def half_landed_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
-    """Leave the prompt's KV in the cache also when its handoff is lost, and only a part of it has come."""
+    """Caches the prompt's KV even when its handoff is lost and only a part of the KV has come."""
     enter, pools = Lives.enter, []
     reserve = KvPool.reserve
 
@@ -263,12 +265,12 @@ def nothing_is_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def sources_are_waited_for_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """Wait until the KV is in the cache, also if its source has left."""
+    """Waits until the KV is in the cache, even if the request that should bring it has left."""
     patch.setattr(AwaitedKv, "is_over", property(lambda awaited: awaited.source.num_kept_tokens >= awaited.num_tokens))
 
 
 def all_that_wait_are_sources(patch: pytest.MonkeyPatch) -> None:
-    """Let requests wait for others that hold no row."""
+    """Lets requests wait for KV from requests that hold no row."""
     patch.setattr(Request, "brings_kv", property(lambda req: not req.has_ended and req.running_in is None))
     admit = Lives.admit
 
@@ -289,5 +291,7 @@ def kept_chunks_are_not_noticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def waiting_is_begun_at_each_look(patch: pytest.MonkeyPatch) -> None:
-    """Look for a source at each look at the queue, also while the one that was found is on its way."""
+    """Searches for a request that brings the KV at each look at the queue, even while the KV of the one found is on its
+    way.
+    """
     patch.setattr(AwaitedKv, "is_over", True)

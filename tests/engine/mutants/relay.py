@@ -29,7 +29,7 @@ from tests.engine.mutants.kinds import arguments_given
 
 
 def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
-    """Keep the relayed tokens in a ring buffer instead of one entry per row. It has fewer entries than requests can
+    """Keeps the relayed tokens in a ring buffer instead of one entry per row. It has fewer entries than requests can
     run at once.
     """
     init, stash, bootstrap = FutureMap.__init__, FutureMap.stash, FutureMap.bootstrap
@@ -96,7 +96,7 @@ def row_zero_is_given_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def padding_falls_on_the_last_row(patch: pytest.MonkeyPatch) -> None:
-    """Let padding write to the last row, which a request may hold, instead of row 0."""
+    """Lets padding write to the last row, which a request may hold, instead of row 0."""
     stash = FutureMap.stash
 
     def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:

@@ -30,7 +30,7 @@ def oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def handoffs_under_way_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """Never retract a request whose handoff (its prefill and the transfer of its KV) is under way. A running request
+    """Never retracts a request whose handoff (its prefill and the transfer of its KV) is under way. A running request
     gives way instead, whatever is reserved for the handoff.
     """
 
@@ -82,7 +82,7 @@ def output_counts_as_prompt(patch: pytest.MonkeyPatch) -> None:
 
 
 def output_is_left_behind(patch: pytest.MonkeyPatch) -> None:
-    """Send only the prompt of a retracted request back to prefill, without the output it has already."""
+    """Sends only the prompt of a retracted request back to prefill, without the output it has already."""
     _rows_sent_as(patch, token_ids=lambda row: row.token_ids[: row.prompt_len])
 
 
@@ -91,7 +91,7 @@ def retractions_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
-    """Let a step draft at full depth even if no slots are free for the drafts."""
+    """Lets a step draft at full depth even if no slots are free for the drafts."""
 
     def mutant(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
         if depth is None or batch.is_empty:
@@ -102,7 +102,7 @@ def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """Never reset a request's count of failed handoffs, not even when a handoff succeeds."""
+    """Never resets a request's count of failed handoffs, not even when a handoff succeeds."""
     totals: dict[str, int] = {}
 
     def grow(req: Request, num_failures: int) -> None:
@@ -112,7 +112,7 @@ def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def waiting_for_slots_counts_as_refused(patch: pytest.MonkeyPatch) -> None:
-    """Never move the time of a request's first refusal, except when it is refused for the first time or taken."""
+    """Never moves the time of a request's first refusal, so that time in which it waits for slots counts too."""
     times: dict[str, float | None] = {}
 
     def write(req: Request, since_s: float | None) -> None:
@@ -123,7 +123,7 @@ def waiting_for_slots_counts_as_refused(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_request_put_off_has_no_place(patch: pytest.MonkeyPatch) -> None:
-    """Leave out requests that are put off, as if nothing were to be spared for them."""
+    """Skips requests whose handoff is put off, so that no slots are spared for them."""
     in_turn, given = WaitingQueue.in_turn, PrefillDispatcher.__init__
     clocks: list[tuple[WaitingQueue, Callable[[], float]]] = []
 

@@ -1,4 +1,4 @@
-"""Mutants of the choice of a prefill replica: which are chosen, and what they are taken to have cached."""
+"""Mutants of the choice of a prefill replica: which replicas are chosen, and what they are assumed to have cached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _heard_as(patch: pytest.MonkeyPatch, change: Callable[[Replica], Replica]) -
 
 
 def replicas_that_are_not_ready_are_chosen(patch: pytest.MonkeyPatch) -> None:
-    """Take a replica that stopped to answer for one that is still ready."""
+    """Treats a replica that no longer answers as ready."""
     _heard_as(patch, lambda replica: replace(replica, is_ready=True, instance_id="first"))
 
 
@@ -33,12 +33,12 @@ def a_new_process_is_taken_for_the_old_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def load_counts_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Let what is cached decide alone, however long the queue there is."""
+    """Chooses the replica by cached tokens alone, however long its queue is."""
     _heard_as(patch, lambda replica: replace(replica, num_uncomputed_tokens=0))
 
 
 def all_evicted_tokens_were_sent_from_here(patch: pytest.MonkeyPatch) -> None:
-    """Forget as many tokens as the replica evicted, as if no other service filled its cache."""
+    """Forgets as many cached tokens as the replica evicted, as if no other decode service filled its cache."""
     update = KnownPrefixes.update
 
     def mutant(self: KnownPrefixes, replica: Replica, **outstanding: Any) -> None:
@@ -49,7 +49,7 @@ def all_evicted_tokens_were_sent_from_here(patch: pytest.MonkeyPatch) -> None:
 
 
 def room_draws_no_row(patch: pytest.MonkeyPatch) -> None:
-    """Let a row go where others must be evicted for it, although an idle replica has room."""
+    """Sends a row to a replica that must evict KV for it, although an idle replica has free slots."""
     patch.setattr(replica_set, "_EVICTION_COST", 0)
 
 
@@ -58,7 +58,7 @@ def evictions_are_not_heard_of(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_never_end(patch: pytest.MonkeyPatch) -> None:
-    """Take each row that was handed to a replica for one that it has still to compute."""
+    """Counts each row that was handed to a replica as still to be computed there."""
     update = ReplicaSet.update
 
     def mutant(self: ReplicaSet, changed: ReplicasChanged, now_s: float, **outstanding: Any) -> None:

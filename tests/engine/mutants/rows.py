@@ -61,12 +61,12 @@ def row_merged_before_its_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def landing_into_a_released_row(patch: pytest.MonkeyPatch) -> None:
-    """Let the landing zone (which copies arriving KV into the pool) keep the row of a request that has ended."""
+    """Lets the landing zone (which copies arriving KV into the pool) keep the row of a request that has ended."""
     patch.setattr(LandingZone, "forget", lambda self, req: None)
 
 
 def waiting_segments_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    """Count a row as landed once the copies started so far are done, although segments still wait for a copy."""
+    """Counts a row as landed once the copies started so far are done, although segments still wait for a copy."""
     patch.setattr(LandingRow, "num_waiting", property(lambda row: 0, lambda row, number: None))
 
 
@@ -86,7 +86,7 @@ class _HeldForEver:
 
 
 class _DeafLanding(LandingZone):
-    """A landing zone that sees every lease as held for ever."""
+    """A landing zone that sees every lease as held, whatever its state is."""
 
     def open(self, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
         leases = [req.lease for req in reqs]
@@ -102,7 +102,7 @@ def waiting_segments_land_in_rows_given_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def frames_matched_by_row_number_alone(patch: pytest.MonkeyPatch) -> None:
-    """Match a frame to a row by row number alone, so that it may reach a row of another call, such as an earlier
+    """Matches a frame to a row by row number alone, so that it may reach a row of another call, such as an earlier
     attempt's.
     """
 
@@ -123,13 +123,13 @@ def frames_matched_by_row_number_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def grown_slot_leaks(patch: pytest.MonkeyPatch) -> None:
-    """Lose one slot of each release: the last one, which the row was given when it last grew."""
+    """Loses one slot of each release: the last one, which the row was given when it last grew."""
     give_back = SlotAllocator.give_back
     patch.setattr(SlotAllocator, "give_back", lambda self, slots: give_back(self, slots[:-1]))
 
 
 def slots_released_twice(patch: pytest.MonkeyPatch) -> None:
-    """Release a request's slots twice: when it ends, and again when its quarantine (the wait for forwards that may
+    """Releases a request's slots twice: when it ends, and again when its quarantine (the wait for forwards that may
     still write to them) ends.
     """
     release, take = KvPool.release, SlotAllocator.take
@@ -182,7 +182,7 @@ def tensors_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def live_table_rewritten(patch: pytest.MonkeyPatch) -> None:
-    """Swap the slots of a row's first two tokens whenever the row grows, in its lease and in the live table."""
+    """Swaps the slots of a row's first two tokens whenever the row grows, in its lease and in the live table."""
     grow, reserve = KvPool.grow, KvPool.reserve
     leases: dict[int, RowLease] = {}
 

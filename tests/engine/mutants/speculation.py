@@ -24,8 +24,8 @@ from tests.engine.tags import GROUP
 
 
 def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """Write the draft head's seeds into the relay on another stream: after the step that made them, but no forward
-    waits for it.
+    """Writes the draft head's seeds into the relay on another stream. The write comes after the step that made them,
+    but no forward waits for it.
     """
     stash, given = FutureMap.stash, arguments_given(patch, FutureMap)
 
@@ -52,19 +52,19 @@ def seeds_stashed_on_another_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_earlier_steps_fence_stays_armed(patch: pytest.MonkeyPatch) -> None:
-    """Keep the lengths that an earlier step published when a step without drafts is launched, so that the next step
-    takes those.
+    """Keeps an earlier step's published lengths when a step without drafts is launched, so that the next step reads
+    those.
     """
     patch.setattr(FutureMap, "publish_nothing", lambda self: None)
 
 
 def rows_at_their_limit_are_launched(patch: pytest.MonkeyPatch) -> None:
-    """Launch a further step for a row although its published length shows that it has all its tokens."""
+    """Launches a further step for a row although its published length shows that it has all its tokens."""
     patch.setattr(RunningRows, "have_room_after", lambda self, rows, seq_lens: np.ones(len(rows), dtype=np.bool_))
 
 
 def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:
-    """Give a step the one slot per row that decoding without drafts needs, and none for drafts."""
+    """Gives a step the one slot per row that decoding without drafts needs, and none for drafts."""
 
     def mutant(self: ScheduleBatch) -> Rows:
         return self.seq_lens_cpu.numpy() + 1
@@ -73,7 +73,7 @@ def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_taken_anew_each_step(patch: pytest.MonkeyPatch) -> None:
-    """Give each step new slots, and never reuse those of rejected drafts."""
+    """Gives each step new slots, and never reuses those of rejected drafts."""
 
     def mutant(self: ScheduleBatch) -> Rows:
         held = [req.lease.num_tokens for req in self.reqs if req.lease]
@@ -83,8 +83,8 @@ def slots_taken_anew_each_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
-    """Release the slots of rejected drafts as soon as a step's results are known, while the next step in flight drafts
-    and verifies in them.
+    """Releases the slots of rejected drafts as soon as a step's results are known, although the step in flight drafts
+    and verifies in these slots.
     """
     step = DecodeEngine.step
 
@@ -101,7 +101,7 @@ def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_kv_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    """Count a row as complete once the target's KV has landed, without waiting for the draft head's."""
+    """Counts a row as complete once the target's KV has landed, without waiting for the draft head's."""
 
     def mutant(self: LandingRow) -> bool:
         return self.columns is not None and not self.missing[GROUP.name].any()

@@ -28,7 +28,7 @@ def results_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def failure_outlives_its_step(patch: pytest.MonkeyPatch) -> None:
-    """Enqueue all work without its scope, which limits a failure to one step. A failure then also hits later steps."""
+    """Enqueues all work without its scope, which limits a failure to one step. A failure then also hits later steps."""
     enqueue = ScriptedStream.enqueue
 
     def mutant(self: ScriptedStream, work: Work, scope: Scope | None = None) -> None:
@@ -61,7 +61,7 @@ def noise_without_seed(patch: pytest.MonkeyPatch) -> None:
 
 
 def reused_row_not_reseeded(patch: pytest.MonkeyPatch) -> None:
-    """Never reset a row's sampling state: its second request samples with the parameters of its first."""
+    """Never resets a row's sampling state: the row's second request samples with the parameters of its first."""
     seen: set[int] = set()
     reset = SamplingState.reset
 
