@@ -62,7 +62,7 @@ class BlackHoleProxy:
             writer.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one direction until the reader ends. It then raises ConnectionResetError, which also ends the other
+        """Forwards one direction until the reader ends. It then raises ConnectionResetError, which also ends the other
         direction: gRPC closes both at once.
         """
         while data := await reader.read(CHUNK_BYTES):

@@ -1,4 +1,8 @@
-"""Conversations with a pair, held cold and warm and compared: tokens, drafts, what was cached, computed and sent."""
+"""Holds conversations with a pair, cold and warm, and compares them: tokens, drafts, and what was cached, computed and
+sent.
+
+A conversation is held cold if all its KV is computed anew, and warm if services reuse the KV of earlier turns.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +36,14 @@ SIDES = {
 
 Tokens = tuple[int, ...]
 Nodes = tuple[tuple[int, int], ...]
-"""The drafts of one step: each one's token, and its parent node."""
+"""The drafts of one row in one step: each draft's token, and its parent node."""
 
 
 @dataclass
 class Turn:
-    """One finished request of a conversation: what it said, counts, and its drafts by the position of their root."""
+    """One finished request of a conversation: its prompt and output, some counts, and its drafts by the position of the
+    token that they follow.
+    """
 
     name: str
     prompt: Tokens
@@ -50,10 +56,11 @@ class Turn:
 
 @dataclass
 class Burst:
-    """Requests that were sent at once, in this order: their rows as they were handed over, and what all of them cost.
+    """Requests that were sent at once, in this order, with their rows as they were handed over, and the cost of all of
+    them.
 
-    `num_prefilled` counts the prompt tokens that the prefill service computed, `bytes_sent` the bytes of KV that left
-    it. `local_chunks` are the prompt tokens of each forward in which the decode service computed some.
+    `num_prefilled` counts the prompt tokens that the prefill service computed, and `bytes_sent` the bytes of KV that
+    left it. `local_chunks` has the number of prompt tokens of each forward in which the decode service computed some.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -65,7 +72,7 @@ class Burst:
 
 @dataclass
 class Talk:
-    """A conversation: each prompt is everything said before it and `says` more."""
+    """A conversation. Each prompt is everything said before it, followed by the next entry of `says`."""
 
     sampling: ResolvedSampling
     says: list[Tokens]
@@ -89,8 +96,8 @@ def talks(
     turn_tokens: int = 3,
     new_tokens: int = NEW_TOKENS,
 ) -> list[Talk]:
-    """Conversations that begin with the same NUM_SHARED tokens, and each go on with another one. Later turns say
-    `turn_tokens` to `turn_tokens` + 4 more. Each answer has `new_tokens`.
+    """Returns `number` conversations that begin with the same NUM_SHARED tokens and then differ. Each later turn says
+    `turn_tokens` to `turn_tokens` + 4 more tokens, and each answer has `new_tokens`.
     """
     draw = random.Random(11)
 
@@ -115,7 +122,9 @@ def talks(
 
 @dataclass(frozen=True, slots=True)
 class StepDrafts:
-    """The drafts of one step's rows: the rows [B], the positions of the roots [B], and the trees' columns [B, D]."""
+    """The drafts of one step. `rows` [B] are its pool rows, and `roots` [B] the positions of the tokens that the drafts
+    follow. `token_ids` and `parents` [B, D] describe the drafts.
+    """
 
     rows: Tensor
     roots: Tensor
@@ -123,7 +132,7 @@ class StepDrafts:
     parents: Tensor
 
     def each(self) -> Iterator[tuple[int, int, Nodes]]:
-        """Yields each row with the position of its root and its nodes."""
+        """Yields each row with the position of its root (the token that the drafts follow) and its nodes."""
         columns = (self.rows, self.roots, self.token_ids, self.parents)
         for row, root, token_ids, parents in zip(*(column.tolist() for column in columns), strict=True):
             yield row, root, tuple(zip(token_ids, parents, strict=True))
@@ -131,7 +140,7 @@ class StepDrafts:
 
 @contextmanager
 def drafts_noted() -> Iterator[list[StepDrafts]]:
-    """Collects the drafts of every step, without making the step wait for its results."""
+    """Yields a list that collects the drafts of every step, without making the step wait for its results."""
     noted: list[StepDrafts] = []
 
     def watch(patch: pytest.MonkeyPatch, worker: type[EagleWorker | MultiLayerEagleWorker]) -> None:
@@ -153,7 +162,7 @@ def drafts_noted() -> Iterator[list[StepDrafts]]:
 
 @contextmanager
 def chunks_counted(pair: InProcessPair) -> Iterator[list[int]]:
-    """Collects the tokens of each forward in which the decode service computes prompts."""
+    """Yields a list that collects the number of tokens of each forward in which the decode service computes prompts."""
     counted: list[int] = []
     of = ChunkBatch.of
 
@@ -171,8 +180,8 @@ def chunks_counted(pair: InProcessPair) -> Iterator[list[int]]:
 def hold(
     pair: InProcessPair, every: Sequence[Talk], *, salt: Callable[[str], str | None], at_once: bool
 ) -> list[Burst]:
-    """Run all turns of the conversations, one request at a time or one of each conversation at once. `salt` gives the
-    cache salt of each request's name.
+    """Runs all turns of the conversations, one request at a time, or at once one request of each conversation. `salt`
+    maps a request's name to its cache salt.
     """
     groups = [every] if at_once else [[talk] for talk in every]
     return [_burst(pair, group, turn, salt) for turn in range(NUM_TURNS) for group in groups]
@@ -233,7 +242,9 @@ def _burst(pair: InProcessPair, group: Sequence[Talk], turn: int, salt: Callable
 
 
 class Left:
-    """The expected content of a service's cache: token sequences, and how many of their tokens have their KV there."""
+    """The expected content of a service's cache: token sequences, each with the number of its first tokens whose KV is
+    cached.
+    """
 
     def __init__(self, *, lookahead: int, caches: bool) -> None:
         self._lookahead = lookahead
@@ -244,7 +255,9 @@ class Left:
         self._left.append((token_ids, min(num_tokens, len(token_ids) - self._lookahead)))
 
     def num_found(self, prompt: Tokens) -> int:
-        """Returns how many tokens of `prompt` have their KV here. One at least has not."""
+        """Returns how many tokens of `prompt` have their KV in the cache. The last token never counts: it must be
+        computed.
+        """
 
         def num_usable(token_ids: Tokens, num_tokens: int) -> int:
             num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, token_ids, strict=False)))
@@ -254,10 +267,10 @@ class Left:
 
 
 def check_counts(pair: InProcessPair, bursts: Sequence[Burst], options: PairOptions) -> None:
-    """Check that exactly what a service should not have was sent to it, and computed.
+    """Checks that each service was sent, and computed, exactly the KV that it cannot have had.
 
-    Of the requests of a burst that begin alike, the first one brings the common KV and the others wait for it. So what
-    each one finds does not depend on time.
+    If requests of a burst begin alike, the first one brings the common KV and the others wait for it. So what each one
+    finds does not depend on time.
     """
     groups = pair.decode.pool.groups
     lookahead = groups["draft"].num_layers if "draft" in groups else 0
@@ -302,8 +315,8 @@ MakeForOptions = Callable[[PairOptions], InProcessPair]
 
 
 def hold_cold(make: MakeForOptions, options: PairOptions, every: Sequence[Talk], *, at_once: bool) -> list[Talk]:
-    """Hold conversations whose requests all come from a prefill service and use no cached KV. Returns them with their
-    turns.
+    """Holds conversations without cached KV: a prefill service computes every prompt anew. Returns the conversations
+    with their turns.
     """
     cold = [replace(talk, turns=[]) for talk in every]
     options = replace(options, local_prefill_tokens=0, prefill_fallback=False)
@@ -314,7 +327,9 @@ def hold_cold(make: MakeForOptions, options: PairOptions, every: Sequence[Talk],
 
 
 def compare(make: MakeForOptions, options: PairOptions, cold: Sequence[Talk], *, at_once: bool) -> list[Burst]:
-    """Hold the conversations warm, compare them with the `cold` ones, and check the counts. Returns the warm bursts."""
+    """Holds the conversations warm, compares them with the `cold` ones, and checks the counts. Returns the warm
+    bursts.
+    """
     warm = [replace(talk, turns=[]) for talk in cold]
     pair = make(options)
     bursts = hold(pair, warm, salt=lambda _name: "", at_once=at_once)

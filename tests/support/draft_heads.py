@@ -56,11 +56,11 @@ def save_eagle3_head(
     qkv_bias: bool = False,
     **config_changes: Any,
 ) -> Path:
-    """Save a random EAGLE-3 head for the target in `target_dir`, and return its directory.
+    """Saves a random EAGLE-3 head for the target in `target_dir`, and returns its directory.
 
-    `captured_layers` names the layers whose input streams the head reads. The config spells them in the way of `style`;
-    with None it does not mention them. With `draft_vocab_size` None the head has the whole vocabulary and no d2t and
-    t2d. Heads that differ in `style` only have the same weights.
+    The head reads the input streams of the target layers in `captured_layers`. The config names them in the spelling of
+    `style`; with None it does not mention them. With `draft_vocab_size` None the head has the whole vocabulary, and no
+    d2t and t2d tensors. Heads that differ only in `style` have the same weights.
     """
     target = read_config(target_dir)
     vocab_size, width = target["vocab_size"], target["hidden_size"]
@@ -156,7 +156,7 @@ def save_mtp_head(
     qkv_bias: bool = False,
     **config_changes: Any,
 ) -> Path:
-    """Save a random MTP head for the target in `target_dir`, and return its directory.
+    """Saves a random MTP head for the target in `target_dir`, and returns its directory.
 
     `step_spelling` uses Step-3.5's tensor names in the nextn layout. `with_target` puts the target's tensors into the
     same checkpoint.
@@ -190,13 +190,13 @@ def save_copy_head(
     draft_vocab_size: int | None = None,
     is_swayed: bool = False,
 ) -> Path:
-    """Save a copy head of one of COPY_FAMILIES for a target of `save_last_token_model`. Fed token e, it gives the
-    target's logits after e.
+    """Saves a copy head of one of COPY_FAMILIES for a target of `save_last_token_model`. A copy head gives, for each
+    token that it is fed, the target's logits after that token.
 
-    Earlier inputs change nothing, so every step of a chain proposes the greedy choice. With `is_swayed` they do: every
-    layer adds something that depends on its KV of all tokens, and so the proposal is often another one. `num_layers`
-    above 1 needs a family of MULTI_LAYER_FAMILIES. `draft_vocab_size` needs the family eagle3, and must not be smaller
-    than the number of different greedy choices that the target has.
+    Earlier inputs change nothing, so every step of a chain proposes the target's greedy choice. With `is_swayed` they
+    do: every layer adds something that depends on its KV of all tokens, so the proposal is often another one.
+    `num_layers` above 1 needs a family of MULTI_LAYER_FAMILIES. `draft_vocab_size` needs the family eagle3, and must
+    not be smaller than the number of different greedy choices that the target has.
     """
     assert num_layers == 1 or family in MULTI_LAYER_FAMILIES
     assert draft_vocab_size is None or family == "eagle3"
@@ -214,8 +214,8 @@ def save_copy_head(
 
 
 def _eagle1_copy(target: dict[str, Any], weights: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """Config and tensors of an EAGLE-1 copy head. Its own embedding is the target's after the final norm, and its layer
-    adds nothing to that.
+    """Returns the config and tensors of an EAGLE-1 copy head, which proposes the target's greedy choice. Its embedding
+    is the target's embedding after the final norm, and its layer adds nothing to that.
     """
     size = target["hidden_size"]
     embedding = weights["model.embed_tokens.weight"]
@@ -230,8 +230,8 @@ def _eagle1_copy(target: dict[str, Any], weights: Tensors) -> tuple[dict[str, An
 
 
 def _eagle3_copy(target: dict[str, Any], weights: Tensors, token_ids: Tensor) -> tuple[dict[str, Any], Tensors]:
-    """Config and tensors of an EAGLE-3 copy head. Each token attends to itself alone, subtracts its hidden state and
-    adds its embedding.
+    """Returns the config and tensors of an EAGLE-3 copy head, which proposes the target's greedy choice. Each token
+    attends to itself alone, subtracts its hidden state and adds its embedding.
 
     There is one attention head as wide as the model. A key equals its query at the same token only: the rotary base is
     small, so another position turns every pair of dimensions differently.
@@ -283,7 +283,10 @@ def _mtp_copy(target_dir: Path, weights: Tensors, layout: MtpLayout, num_layers:
 
 
 def _sway(tensors: Tensors) -> None:
-    """Give a copy head random attention in place of none, and let EAGLE-3's look at other tokens than its own too."""
+    """Changes a copy head's attention so that its guesses depend on all earlier tokens. Attention tensors that are zero
+    get random weights. Query and key weights that are not zero (EAGLE-3) are scaled down: until then each token
+    attended to itself alone.
+    """
     random = RandomTensors(seed=5)
     for name in sorted(name for name in tensors if ".self_attn." in name):
         if not tensors[name].any():
@@ -293,8 +296,8 @@ def _sway(tensors: Tensors) -> None:
 
 
 def _proposable(target_dir: Path, draft_vocab_size: int | None) -> Tensor:
-    """Ascending token ids of the draft vocabulary: every greedy choice of the target, then the highest other ids up to
-    `draft_vocab_size`.
+    """Returns the draft vocabulary's token ids in ascending order: every greedy choice of the target, then the highest
+    other ids up to `draft_vocab_size`.
 
     The ids therefore differ from their indices in the draft vocabulary.
     """

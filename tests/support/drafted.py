@@ -1,5 +1,5 @@
-"""Targets together with a draft head, and the shapes, sampling options and counts that the tests of speculation
-share.
+"""Targets together with a draft head, and the shapes of drafts, sampling options and counts that the tests of
+speculation share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TREES: dict[str, dict[str, Any]] = {
     "tree-4x3-15": {"draft_topk": 4, "num_draft_steps": 3, "num_draft_tokens": 15},
 }
 SHAPES = {**CHAINS, **TREES}
-"""PairOptions' speculation settings, by name."""
+"""PairOptions' speculation settings for each shape of drafts, by the shape's name."""
 
 SAMPLED: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -86,7 +86,7 @@ def tokens_per_step(pair: InProcessPair) -> float:
 
 
 def assert_same(outcome: Outcome, expected: Outcome) -> None:
-    """Assert that both outcomes have the same tokens, ending and log-probabilities."""
+    """Asserts that both outcomes have the same tokens, ending and log-probabilities."""
     assert outcome.token_ids == expected.token_ids
     assert outcome.finished is not None and expected.finished is not None
     assert (outcome.finished.reason, outcome.finished.stop_token_id, outcome.finished.num_completion_tokens) == (

@@ -20,13 +20,13 @@ SMALL: dict[str, Any] = {"max_rows": 4, "max_kv_tokens": 64, "max_context_tokens
 
 
 def cpu_device() -> Device:
-    """A device whose streams are threads. The engine that gets it also closes it."""
+    """Returns a device whose streams are threads. The engine that gets it also closes it."""
     return open_device("cpu", num_threads=1)
 
 
 def new_decode_engine(model: object, device: Device | None = None, **options: Any) -> DecodeEngine:
-    """A decode engine with the sizes in `SMALL`, which `options` override. Without a device it gets a CPU device of its
-    own.
+    """Returns a decode engine with the sizes in `SMALL`, which `options` override. Without a device it gets a CPU
+    device of its own.
 
     `model` is a TargetModel or a stand-in for one.
     """
@@ -34,8 +34,8 @@ def new_decode_engine(model: object, device: Device | None = None, **options: An
 
 
 def new_prefill_engine(model: object, device: Device | None = None, **options: Any) -> PrefillEngine:
-    """A prefill engine with the sizes in `SMALL`, which `options` override. Without a device it gets a CPU device of
-    its own.
+    """Returns a prefill engine with the sizes in `SMALL`, which `options` override. Without a device it gets a CPU
+    device of its own.
     """
     return PrefillEngine(model=cast(TargetModel, model), device=device or cpu_device(), **{**SMALL, **options})
 
@@ -61,7 +61,9 @@ class PrefillHalf:
         cache_salt: str | None = None,
         num_held: int = 0,
     ) -> None:
-        """Open a call with one row for each prompt, and step once. The caller holds the first `num_held` tokens' KV."""
+        """Opens a call with one row for each prompt, and steps once. The caller holds the first `num_held` tokens'
+        KV.
+        """
         held = tuple((name, num_held) for name in self.engine.pool.groups)
         rows = [replace(row, cache_salt=cache_salt, num_held_tokens=held) for row in handoff_rows(prompts, sampling)]
         self.step(OpenCall(call_id, tuple(rows), shares_memory=shares_memory))
@@ -70,7 +72,7 @@ class PrefillHalf:
         self.take(self.engine.step(commands))
 
     def take(self, events: Sequence[Event]) -> None:
-        """Keep the events that the engine emits in a step or while it launches one."""
+        """Keeps the events that the engine emits, in a step or while it launches one."""
         for event in events:
             assert event.call_id not in self.ended_calls, f"the call has ended, and then came {event}"
             if isinstance(event, FrameReady):
@@ -80,7 +82,7 @@ class PrefillHalf:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row is queued or held, and no byte is still unsent."""
+        """Whether no row is queued or held, and all bytes are sent."""
         load = self.engine.load()
         has_rows = load.num_queued or load.rows.free < load.rows.total or load.slots.held
         return not (has_rows or load.unsent_bytes)
@@ -91,7 +93,7 @@ class PrefillHalf:
 
     @property
     def first_tokens(self) -> list[tuple[int, int]]:
-        """(row, first token) of each row that has its first token, in the order of arrival."""
+        """(row, first token) of each row whose first token has come, in the order of arrival."""
         return [
             (row, token)
             for ready in self.frames
@@ -110,6 +112,6 @@ class PrefillHalf:
 def handoff_rows(
     prompts: Collection[Sequence[int]], sampling: ResolvedSampling | None = None
 ) -> tuple[HandoffRow, ...]:
-    """One handoff row for each prompt; its request id is the prompt's index."""
+    """Returns one handoff row for each prompt. Its request id is the prompt's index."""
     sampling = sampling or ResolvedSampling(seed=1, max_tokens=4)
     return tuple(HandoffRow(str(i), 0, tuple(ids), len(ids), sampling) for i, ids in enumerate(prompts))

@@ -15,8 +15,8 @@ class ForwardFailed(Exception):
 
 
 class FaultyTarget(TargetModel):
-    """Wraps a target model. Before every forward it calls `fails`, on the stream that runs the forward; if that says
-    so, the forward fails.
+    """Wraps a target model. Before every forward it calls `fails` on the stream that runs the forward. If that returns
+    True, the forward fails.
     """
 
     def __init__(self, sound: TargetModel) -> None:

@@ -113,8 +113,8 @@ class ForkedService(ServiceProcess):
 
 
 def forked_pairs(server: ForkServer) -> Callable[..., LocalPair]:
-    """Returns a function that makes LocalPairs whose services are forked from `server`. With `through`, decode reaches
-    the prefill services through these proxies.
+    """Returns a function that makes LocalPairs whose services are forked from `server`. The function's argument
+    `through` lists proxies: the decode services then reach the prefill services through them.
     """
 
     def pair(*, through: Sequence[BlackHoleProxy] = (), **options: Any) -> LocalPair:

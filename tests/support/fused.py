@@ -47,7 +47,7 @@ def _own(model: ModelT) -> ModelT:
 
 
 def forwards(metrics_address: str) -> Counter[str]:
-    """Counts the forwards of a service so far, read from its metrics.
+    """Returns the numbers of forwards of a service so far, read from its metrics.
 
     The keys are `every target`, `fused target`, `fused draft`, `declined target` and `declined draft`.
     """
@@ -65,7 +65,7 @@ def forwards(metrics_address: str) -> Counter[str]:
 
 
 def assert_all_fused(meanwhile: Counter[str], *, drafts: bool) -> None:
-    """Assert that all forwards were fused. `meanwhile` is the difference between two results of `forwards`, and
+    """Asserts that all forwards were fused. `meanwhile` is the difference between two results of `forwards`, and
     `drafts` says whether the head must have run.
     """
     assert meanwhile["fused target"] == meanwhile["every target"] > 0, meanwhile

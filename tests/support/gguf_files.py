@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written as llama.cpp's converter writes them, or with one thing changed."""
+"""GGUF files of tiny models, written as llama.cpp's converter writes them, unchanged or with one thing changed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GgufFile:
         )
 
     def write(self, path: Path, *, kind: gguf.GGMLQuantizationType | None = None) -> Path:
-        """Write the file. `kind` is the quantisation of the matrices; numbers among the keys are 32 bits wide, as
+        """Writes the file. `kind` is the quantisation of the matrices; numbers among the keys are 32 bits wide, as
         llama.cpp writes them.
         """
         writer = gguf.GGUFWriter(path, self.architecture)

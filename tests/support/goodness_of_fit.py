@@ -14,14 +14,14 @@ Numbers = NDArray[np.float64]
 
 
 def chi_square_p_value(statistic: float, degrees: int) -> float:
-    """Probability of a chi-square statistic at least this large, with `degrees` degrees of freedom."""
+    """Returns the probability that a chi-square statistic with `degrees` degrees of freedom is at least this large."""
     half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def farthest_p_value(cumulative: Numbers) -> float:
-    """Upper bound on the p-value of a Kolmogorov-Smirnov test: how likely the empirical distribution is to be at least
-    this far from the true one.
+    """Returns an upper bound on the p-value of a Kolmogorov-Smirnov test: the probability that the empirical
+    distribution is at least this far from the true one.
 
     `cumulative` holds the true cumulative distribution at each draw. The bound is Dvoretzky-Kiefer-Wolfowitz's, with
     Massart's constant.

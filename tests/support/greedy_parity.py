@@ -1,4 +1,4 @@
-"""Compares a pair's greedy output with transformers' `generate`, in one check for every device."""
+"""Compares a pair's greedy output with transformers' `generate`. All devices share this check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def prompts(vocab_size: int = 260) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def reference(directory: Path, vocab_size: int, num_tokens: int) -> list[list[int]]:
-    """`generate`'s greedy tokens for every prompt. Raises AssertionError where the two best choices nearly tie."""
+    """Returns `generate`'s greedy tokens for every prompt. Raises AssertionError where the two best choices nearly
+    tie.
+    """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outputs = []
     for prompt in prompts(vocab_size):
@@ -57,7 +59,7 @@ def check_tokens_equal_generate(
     alone_step: int = 1,
     min_together: int = 8,
 ) -> None:
-    """Assert that the pair's greedy tokens equal `generate`'s.
+    """Asserts that the pair's greedy tokens equal `generate`'s.
 
     With `crowd` all prompts run together, and at least `min_together` rows must have shared a step. Otherwise every
     `alone_step`-th prompt runs alone, one after the other.

@@ -16,7 +16,7 @@ Tensors = dict[str, Tensor]
 
 
 def vocabulary_tensors(token_ids: Tensor, vocab_size: int) -> Tensors:
-    """The tensors `d2t` and `t2d` of a draft vocabulary, given its target ids in ascending order."""
+    """Returns the tensors `d2t` and `t2d` of a draft vocabulary, given its target ids in ascending order."""
     known = torch.zeros(vocab_size, dtype=torch.bool)
     known[token_ids] = True
     return {"d2t": token_ids - torch.arange(token_ids.numel()), "t2d": known}
@@ -56,7 +56,7 @@ def save_head(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path
 
 
 def load_head(directory: Path) -> tuple[dict[str, Any], Tensors]:
-    """The config and tensors that `save_head` wrote to the directory."""
+    """Returns the config and tensors that `save_head` wrote to the directory."""
     return read_config(directory), load_file(directory / "model.safetensors")
 
 
@@ -84,8 +84,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def llama_config(target: dict[str, Any], *, size: int, **changes: Any) -> dict[str, Any]:
-    """Config of a one-layer llama head with the target's vocabulary and attention heads, and with hidden size `size`.
-    `changes` override it.
+    """Returns the config of a one-layer llama head with hidden size `size`, and with the target's vocabulary and
+    attention heads. `changes` override its fields.
     """
     return {
         "model_type": "llama",
@@ -146,7 +146,7 @@ def random_block(
 
 
 def silent_block(prefix: str, target: dict[str, Any]) -> Tensors:
-    """Tensors of a decoder block that adds nothing to the residual stream: all are zero."""
+    """Returns the tensors of a decoder block that adds nothing to the residual stream: all are zero."""
     size = target["hidden_size"]
     shapes = _block_shapes(prefix, target, size=size, input_size=size)
     return {name: torch.zeros(shape) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""Finds a kind of host-to-device copy that makes the caller wait for a GPU's stream."""
+"""Finds assignments that copy a number from the host to a GPU and so make the caller wait for the GPU's stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small regular languages as grammars, with their own matcher that needs no library."""
+"""Small regular languages as grammars, with a matcher of their own that uses no library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ PROMPTS = [[4 + (7 * number + 3 * place) % 56 for place in range(6 + number)] fo
 
 @dataclass(frozen=True)
 class Language:
-    """A regular expression, and the characters that may follow a text in it, written down independently."""
+    """A regular expression and, as an independent second definition, the characters that may follow a text in its
+    language.
+    """
 
     regex: str
     following: Callable[[str], str]
@@ -63,7 +65,7 @@ def sampling_of(number: int, *, temperature: float, is_free: bool = False, **opt
 def submit_all(
     pair: InProcessPair, *, temperature: float = 0.0, at_once: bool = True, **sampling: Any
 ) -> InProcessPair:
-    """Run each prompt with a grammar ("3 bound") and without ("3 free"), together or one after another."""
+    """Runs each prompt with a grammar (request "3 bound") and without one ("3 free"), together or one after another."""
     for number, prompt in enumerate(PROMPTS):
         for is_free in (True, False):  # what the first leaves in the cache, the second finds
             name = f"{number} {'free' if is_free else 'bound'}"
@@ -77,7 +79,7 @@ def submit_all(
 
 
 class LanguageMatcher:
-    """A Matcher of one of LANGUAGES, which it knows by its grammar."""
+    """A Matcher of one of LANGUAGES, which it finds by the grammar."""
 
     failure = ""
 

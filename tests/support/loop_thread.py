@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 class LoopThread:
     """An event loop in a daemon thread. It runs from construction until it is closed.
 
-    `on_fault` is called with the context of an error that nobody awaits; without it, asyncio logs the error.
+    `on_fault` is called with the context of an error that no code awaits; without it, asyncio logs the error.
     """
 
     def __init__(self, *, bound_s: float = 10.0, on_fault: Callable[[dict[str, Any]], None] | None = None) -> None:
@@ -25,15 +25,15 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run the coroutine on the loop and return its result. Raises TimeoutError after `bound_s`."""
+        """Runs the coroutine on the loop and returns its result. Raises TimeoutError after `bound_s`."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(self._bound_s)
 
     def call_soon(self, act: Callable[[], object]) -> None:
-        """Have the loop call `act`, without waiting for that."""
+        """Makes the loop call `act` soon, and does not wait for that."""
         self._loop.call_soon_threadsafe(act)
 
     def close(self) -> None:
-        """Stop the loop, wait at most `bound_s` for its thread, and close it."""
+        """Stops the loop, waits at most `bound_s` for its thread, and closes it."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._bound_s)
         self._loop.close()

@@ -58,7 +58,7 @@ ARCHITECTURES = tuple(_CONFIGS)
 
 
 def save_tiny_model(directory: Path, architecture: str, *, seed: int = 0, **config_changes: Any) -> Path:
-    """Save a random model of one of ARCHITECTURES. Its logits spread so widely that greedy choices seldom nearly
+    """Saves a random model of one of ARCHITECTURES. Its logits spread so widely that greedy choices seldom nearly
     tie.
     """
     config = _CONFIGS[architecture](**{**_SHAPE, **config_changes})
@@ -74,11 +74,12 @@ def save_last_token_model(
     context_weight: float = 0.0,
     disturbance: float = 0.0,
 ) -> Path:
-    """Save a model whose next-token distribution depends on the last token only: its layers add nothing to the
+    """Saves a model whose next-token distribution depends on the last token only: its layers add nothing to the
     embedding.
 
-    `context_weight` scales the attention output that is added after all; above 0, every earlier token matters too.
-    `disturbance` adds noise of that size, relative to the logits, so that the same embeddings give other distributions.
+    With `context_weight` above 0 the attention output is added, scaled by it, and every earlier token matters too.
+    `disturbance` adds noise to the output weights, of that size relative to the logits, so that the same embeddings
+    give other distributions.
     """
     config = _CONFIGS["llama"](**{**_SHAPE, "vocab_size": vocab_size, "tie_word_embeddings": False})
     model = random_model(config, seed)
@@ -94,8 +95,8 @@ def save_last_token_model(
 
 
 def next_token_logits(directory: Path) -> Tensor:
-    """The logits of a model of `save_last_token_model`, [vocab, vocab] float32. Row t holds those that follow token
-    t.
+    """Returns the logits of a model of `save_last_token_model`, [vocab, vocab] float32. Row t holds those that follow
+    token t.
     """
     return _next_token_logits(AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32))
 
@@ -103,8 +104,8 @@ def next_token_logits(directory: Path) -> Tensor:
 def make_tokenizer(
     vocab_size: int = VOCAB_SIZE, *, merges: Sequence[tuple[str, str]] = MERGES
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a few merges. If `vocab_size` is below VOCAB_SIZE, it knows single letters only
-    and encodes everything else as <|unknown|>.
+    """Returns a byte-level BPE tokenizer with a few merges. If `vocab_size` is below VOCAB_SIZE, it knows single
+    letters only and encodes everything else as <|unknown|>.
     """
     if vocab_size >= VOCAB_SIZE:
         symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
@@ -128,7 +129,9 @@ def make_tokenizer(
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
-    """A transformers model with random float32 weights. Its logits spread as those of `save_tiny_model`."""
+    """Returns a transformers model with random float32 weights. Its logits spread as widely as those of
+    `save_tiny_model`.
+    """
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Host names that the test gives addresses, in place of the system's resolver."""
+"""Host names to which a test gives addresses, in place of the system's resolver."""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 _IDLE_STEP_S = 0.001
 
 NewMatcher = Callable[[ResolvedSampling, Sequence[int]], Matcher]
-"""A function that makes the matcher of a constrained request that has accepted these tokens of output."""
+"""A function that makes the matcher of a constrained request. The matcher has already accepted the given output
+tokens.
+"""
 
 Tamper = Callable[[Frame], Sequence[Frame]]
 """A function that replaces one frame of a prefill engine by the frames that arrive in its place."""
@@ -53,7 +55,7 @@ Tamper = Callable[[Frame], Sequence[Frame]]
 
 @dataclass
 class Outcome:
-    """Tokens, deliveries and ending that one request's stream has carried so far."""
+    """Everything that one request's stream has carried so far. `num_deliveries` counts the events with tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     num_deliveries: int = 0
@@ -70,7 +72,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class PairOptions:
-    """Sizes of a test pair. They are small, so that tests reach the limits."""
+    """Sizes and settings of a test pair. The sizes are small, so that tests reach the limits."""
 
     prefill_rows: int = 16
     prefill_tokens: int = 2048
@@ -125,8 +127,8 @@ class _PrefillInbox:
         self.commands.append(prefill.CloseCall(call_id))
 
     def sent(self, call_id: str, num_bytes: int) -> None:
-        """Report bytes as sent, up to what the engine still owes. Bytes that tampering added are left out: the engine
-        never sent them.
+        """Reports bytes as sent, but no more than the engine has to report. Bytes that tampering added are left out:
+        the engine never sent them.
         """
         num_bytes = min(num_bytes, self.owed_bytes[call_id])
         self.owed_bytes[call_id] -= num_bytes
@@ -159,7 +161,7 @@ def _compiles(vocab_size: int) -> NewMatcher:
 
 @cache
 def grammars_of(vocab_size: int) -> Grammars:
-    """Makes matchers for the tiny tokenizer of this size."""
+    """Returns an object that makes matchers for the tiny tokenizer with this vocabulary size."""
     from common.text.grammars import Grammars  # its library is not installed where only tests/gpu runs
 
     return Grammars(lambda: TextTokenizer(make_tokenizer(vocab_size)), vocab_size=vocab_size, eos_token_ids=[END_ID])
@@ -168,13 +170,13 @@ def grammars_of(vocab_size: int) -> Grammars:
 class InProcessPair:
     """One decode engine and `options.num_replicas` prefill engines. `prefill` is the first of these.
 
-    The prefill engines run `prefill_model` and `prefill_draft`, or else share decode's. A fused model belongs to one
-    engine, so it cannot be shared. `draw_kernels` and `prefill_draw_kernels` sample tokens; by default each engine uses
-    those of its device.
+    The prefill engines run `prefill_model` and `prefill_draft`, or by default the models of the decode engine. A fused
+    model belongs to one engine, so it cannot be shared. `draw_kernels` and `prefill_draw_kernels` sample tokens; by
+    default each engine uses those of its device.
 
     `new_device` makes each engine's device. `tamper` maps each frame to the frames that arrive instead; an empty
-    sequence holds it back. All engines share `clock`. `new_matcher` makes the matchers, by default
-    with the library that the services use.
+    sequence holds it back. All engines share `clock`. `new_matcher` makes the matchers, by default with the library
+    that the services use.
     """
 
     def __init__(
@@ -280,7 +282,7 @@ class InProcessPair:
         is_traced: bool = False,
         cache_salt: str | None = None,
     ) -> Outcome:
-        """Post a request to the decode engine's next step. `token_ids` after the first `prompt_len` are output of an
+        """Posts a request to the decode engine's next step. `token_ids` after the first `prompt_len` are output of an
         earlier stream.
         """
         prompt_len = prompt_len or len(token_ids)
@@ -302,7 +304,7 @@ class InProcessPair:
         return self.outcomes[request_id]
 
     def abort(self, request_id: str) -> Outcome:
-        """Abort the request and return what its stream carried until now. A later event of the request is an
+        """Aborts the request and returns what its stream carried until now. A later event of the request is an
         AssertionError.
         """
         self._to_decode.append(decode.Abort(request_id))
@@ -313,11 +315,11 @@ class InProcessPair:
         self._to_decode.append(command)
 
     def lose(self, replica: PrefillReplica) -> None:
-        """Lose a replica: its transport is told that the process died."""
+        """Lets a replica be lost: its transport is told that the process died."""
         replica.transport.peer_lost("killed")
 
     def step(self) -> None:
-        """Step each engine once. A message from one engine arrives at the other's next step."""
+        """Steps each engine once. A message from one engine arrives at the other's next step."""
         self._rest(min(self._decode_rest_s(), self._prefill_rest_s()))
         self._step_prefill()
         self._step_decode()
@@ -327,7 +329,7 @@ class InProcessPair:
         self._step_prefill()
 
     def finish_prefill(self, *, bound_s: float = 60.0) -> None:
-        """Hand off all submitted requests, and let prefill compute them before decode takes its next step."""
+        """Hands off all submitted requests, and lets prefill compute them before decode takes its next step."""
         self.step_decode()
         give_up_s = time.monotonic() + bound_s
 
@@ -344,7 +346,7 @@ class InProcessPair:
         self._step_decode()
 
     def _rest(self, idle_s: float) -> None:
-        """Sleep for at most `idle_s`, where the engines' own threads would wait. A spinning caller would keep the
+        """Sleeps for at most `idle_s`, where the engines' own threads would wait. A spinning caller would keep the
         interpreter from the streams' threads.
         """
         time.sleep(min(_IDLE_STEP_S, idle_s))
@@ -372,7 +374,7 @@ class InProcessPair:
             self._route(event)
 
     def run(self, *, bound_s: float = 60.0, until: Callable[[], bool] | None = None) -> None:
-        """Step until every request has ended, or until `until()` is True. Raises AssertionError after `bound_s`."""
+        """Steps until every request has ended, or until `until()` is True. Raises AssertionError after `bound_s`."""
         is_over = until or (lambda: all(outcome.has_ended for outcome in self.outcomes.values()))
         give_up_s = time.monotonic() + bound_s
         while not is_over():
@@ -380,7 +382,7 @@ class InProcessPair:
             self.step()
 
     def settle(self, *, bound_s: float = 60.0) -> None:
-        """Step until no row or slot is in use and no segment is unsent, then check that none was lost."""
+        """Steps until no row or slot is in use and no segment is unsent, then checks that none was lost."""
         engines: list[DecodeEngine | PrefillEngine] = [self.decode, *(replica.engine for replica in self.replicas)]
 
         def is_empty() -> bool:
@@ -399,7 +401,7 @@ class InProcessPair:
             replica.engine.close()
 
     def _post_report(self, report: TransportReport) -> None:
-        """Pass a transport's report on to decode. Each transport reports its own replica only, and decode expects the
+        """Passes a transport's report on to decode. A transport reports only its own replica, but decode expects the
         list of all.
         """
         if isinstance(report, decode.ReplicasChanged):

@@ -40,7 +40,7 @@ async def start_prefill_edge(
     is_ready: bool = True,
     **servicer_options: Any,
 ) -> PrefillEdge:
-    """Start an edge on the caller's loop. It is ready unless told otherwise, and the caller stops its server.
+    """Starts an edge on the caller's loop. It is ready unless told otherwise, and the caller stops its server.
 
     `servicer_options` are further arguments of PrefillServicer, or override those given here.
     """
@@ -57,7 +57,7 @@ async def start_prefill_edge(
 
 @asynccontextmanager
 async def running_prefill_edge(**options: Any) -> AsyncIterator[PrefillEdge]:
-    """Run an edge of `start_prefill_edge` until the end of the block."""
+    """Runs an edge until the end of the block. `options` are those of `start_prefill_edge`."""
     edge = await start_prefill_edge(**options)
     try:
         yield edge

@@ -15,7 +15,7 @@ from common.device.graph import Graph, GraphRecorder, GraphWork
 
 class CalledGraph(Graph):
     def __init__(self, recorded: list[CalledGraph]) -> None:
-        """Keep `recorded`: all graphs of this recorder, in the order in which they were recorded."""
+        """Keeps `recorded`: all graphs of this recorder, in the order in which they were recorded."""
         self.num_replays = 0
         self._recorded = recorded
 

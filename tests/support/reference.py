@@ -32,7 +32,7 @@ def _model(directory: Path) -> Any:
 
 
 def generate_greedily(directory: Path, prompt: Sequence[int], num_tokens: int, **options: Any) -> Reference:
-    """Run `generate` greedily with these options, for at most `num_tokens`. Raises AssertionError where the two best
+    """Runs `generate` greedily with these options, for at most `num_tokens`. Raises AssertionError where the two best
     choices nearly tie.
     """
     ids = torch.tensor([list(prompt)])
@@ -53,7 +53,7 @@ def generate_greedily(directory: Path, prompt: Sequence[int], num_tokens: int, *
 
 
 def prompt_logprobs(directory: Path, prompt: Sequence[int]) -> Tensor:
-    """The log-probabilities of all tokens in each place of the prompt but the first: [tokens - 1, vocab]."""
+    """Returns the log-probabilities of all tokens at each position of the prompt but the first: [tokens - 1, vocab]."""
     with torch.inference_mode():
         logits = _model(directory)(torch.tensor([list(prompt)])).logits[0, :-1]
     return torch.log_softmax(logits, dim=-1)

@@ -22,12 +22,12 @@ LOOK_INTERVAL_S = 0.01
 RECONNECT_AT_ONCE = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 500}
 COMMON_ARGS = ("--num-threads=1", "--debug-checks")
 HANDS_ALL_OVER = "--local-prefill-tokens=0"
-"""For a decode service: tiny prompts take the way of long ones."""
+"""An argument for a decode service, so that tiny prompts go to a prefill service as long ones do."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningPair:
-    """Running services and clients for them. A test may kill and restart `processes`; the clients reconnect."""
+    """Running services, and clients for them. A test may kill and restart `processes`; the clients reconnect."""
 
     processes: LocalPair
     decodes: tuple[Client, ...]
@@ -44,16 +44,16 @@ class RunningPair:
         return self.prefills[index].load()
 
     def is_ready(self) -> bool:
-        """Whether every decode service is ready."""
+        """Returns whether every decode service is ready."""
         return all(client.health(READY_SERVICE["decode"]) is HealthStatus.SERVING for client in self.decodes)
 
     def loads(self) -> list[PrefillLoad | InferenceLoad]:
-        """The load that each service reports, prefill services first."""
+        """Returns the load that each service reports, prefill services first."""
         clients: tuple[Client | PrefillClient, ...] = (*self.prefills, *self.decodes)
         return [client.load() for client in clients]
 
     def holds_nothing(self) -> bool:
-        """Whether no running service holds a row, a slot or a request."""
+        """Returns whether no running service holds a row, a slot or a request."""
         clients: tuple[Client | PrefillClient, ...] = (*self.prefills, *self.decodes)
         return all(
             is_empty(client.load())
@@ -74,11 +74,11 @@ def running_pair(
     hands_all_over: bool = True,
     **options: Any,
 ) -> Iterator[RunningPair]:
-    """Run a pair of processes on a tiny model, and yield it once it is ready.
+    """Runs a pair of processes on a tiny model, and yields it once it is ready.
 
     With `waits_ready` False it does not wait until the services are ready. With `hands_all_over` False the decode
-    services compute as much of prompts themselves as they do by default. `options` are LocalPair's. `model` is None
-    where each service's arguments name its own.
+    services compute short prompts themselves, as they do by default. `options` are LocalPair's. `model` is None if each
+    service's arguments name its model.
     """
     processes = kind(
         model=None if model is None else str(model),
@@ -110,7 +110,7 @@ def is_empty(load: InferenceLoad | PrefillLoad) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], *, about: Callable[[], object] = str, bound_s: float = BOUND_S) -> None:
-    """Poll until `condition()` is True. Raises AssertionError with `about()` after `bound_s`.
+    """Polls until `condition()` is True. Raises AssertionError with `about()` after `bound_s`.
 
     A condition that cannot reach its service counts as False.
     """

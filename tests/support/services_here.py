@@ -63,7 +63,7 @@ class Hang:
 @dataclass
 class ServiceHere:
     """A service that runs in this process. `terminated.set()` acts as SIGTERM, `serving` is the task that runs `serve`,
-    and `model` can be told to fail.
+    and `model` can be made to fail.
     """
 
     address: str
@@ -77,7 +77,7 @@ class ServiceHere:
     registry: CollectorRegistry
 
     async def health(self, service: str | None = None) -> HealthStatus | None:
-        """Health of the named service, by default of `ready_service`. None while nobody answers."""
+        """Returns the health of the named service, by default of `ready_service`, or None while nothing answers."""
         try:
             return await self.client.health(self.ready_service if service is None else service)
         except errors.Unavailable:
@@ -89,7 +89,7 @@ class ServiceHere:
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def lost(self) -> EngineLost:
-        """Wait for `serve` to end because its engine was lost, and return that error."""
+        """Waits for `serve` to end because its engine was lost, and returns that error."""
         with pytest.raises(EngineLost) as raised:
             async with asyncio.timeout(BOUND_S):
                 await self.serving
@@ -104,7 +104,7 @@ async def serving_here(
     *,
     tracer: Tracer = NO_TRACER,
 ) -> AsyncIterator[ServiceHere]:
-    """Run the service that `main` assembles. If it still runs at the end of the block, it is ended as by SIGTERM."""
+    """Runs the service that `main` assembles. If it still runs at the end of the block, it is ended as by SIGTERM."""
     terminated, hang = asyncio.Event(), Hang()
     lives: list[ServiceLife] = []
     runtime = open_runtime(settings)
@@ -145,7 +145,7 @@ class PairHere:
 
 
 TracerOf = Callable[[ServiceSettings, str], Tracer]
-"""A function from a service's settings and its program's name to its tracer."""
+"""A function that returns the tracer for a service's settings and its program's name."""
 
 
 @asynccontextmanager
@@ -157,7 +157,7 @@ async def pair_here(
     tracer_of: TracerOf = lambda settings, program: NO_TRACER,
     **shared: Any,
 ) -> AsyncIterator[PairHere]:
-    """Run both services on free ports, and yield them once they are ready. `prefill`, `decode` and `shared` are
+    """Runs both services on free ports, and yields them once they are ready. `prefill`, `decode` and `shared` are
     settings added to those of a small service.
     """
     common = {

@@ -1,10 +1,10 @@
 """Makes Triton's kernels run in its interpreter where there is no GPU. Import it before anything that imports triton.
 
-Triton decides this for each kernel when it is defined, its own kernels included. Processes that a test starts do not
-inherit the setting.
+Triton chooses between compiler and interpreter when a kernel is defined, for its own kernels too. Processes that a test
+starts do not inherit the choice.
 
-The interpreter stores bfloat16 as integer bit patterns. It multiplies those integers in matrix products, and truncates
-float32 instead of rounding. Both faults are mended here.
+The interpreter stores bfloat16 as integer bit patterns. In matrix products it multiplies those integers, and it
+truncates float32 instead of rounding. This module corrects both faults.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _mend_bfloat16() -> None:
     tensor_types = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
     def converted(handle: TensorHandle, to: tl.dtype) -> TensorHandle:
-        """Convert a tensor to another type, rounding to nearest as devices do."""
+        """Converts a tensor to another type, and rounds to nearest as devices do."""
         tensor = torch.from_numpy(np.ascontiguousarray(handle.data)).view(tensor_types[handle.dtype.scalar])
         result = tensor.to(tensor_types[to])
         return TensorHandle((result.view(torch.uint16) if to == tl.bfloat16 else result).numpy(), to)
