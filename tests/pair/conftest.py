@@ -1,4 +1,4 @@
-"""Targets together with draft heads whose drafts are accepted, rejected, or both."""
+"""Fixtures with a target and a draft head whose drafts are accepted, rejected, or both."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def copying_head(directory: Path, target_dir: Path, **options: Any) -> Drafted:
 
 @pytest.fixture(scope="session")
 def sure_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that depends on the last token only and gives its first choice nearly all probability, so that draft
-    trees grow deep along it.
+    """A target whose choice depends on the last token only. Its first choice has nearly all of the probability, so that
+    draft trees grow deep along it.
     """
     return save_last_token_model(tmp_path_factory.mktemp("sure"), logits_std=12.0)
 
 
 @pytest.fixture(scope="session")
 def leaning_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose choice depends mostly on its last token, so that a copy head is often right, but on all earlier
-    tokens too.
+    """A target whose choice depends mostly on its last token, but on all earlier tokens too. So a head that knows the
+    usual choice after each token is often right.
     """
     return save_last_token_model(tmp_path_factory.mktemp("leaning"), context_weight=0.05)
 
@@ -43,22 +43,24 @@ def copying(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> D
 
 @pytest.fixture(scope="session")
 def copying_layers(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """As `copying`, with one layer for each of five drafts. Each layer reads the output of the one before it."""
+    """A head like `copying`, with one layer for each of five drafts. Each layer reads the output of the one before
+    it.
+    """
     return copying_head(tmp_path_factory.mktemp("layers"), sure_model_dir, family="nextn", num_layers=5)
 
 
 @pytest.fixture(scope="session")
 def copying_part(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """As `copying`, with a draft vocabulary of 50 of the target's 64 ids. The target rejects drafts where it draws
-    another id.
+    """A head like `copying` whose draft vocabulary has 50 of the target's 64 ids. The target rejects drafts where it
+    draws one of the other ids.
     """
     return copying_head(tmp_path_factory.mktemp("part"), last_token_model_dir, family="eagle3", draft_vocab_size=50)
 
 
 @pytest.fixture(scope="session")
 def leaning(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """A head that knows which token usually follows the last one, and has 60 of the target's ids. Its drafts are
-    partly accepted and partly rejected, and the target's tokens depend on the KV of all positions.
+    """A head that proposes the token that usually follows the last one, with a draft vocabulary of 60 of the target's
+    ids. Its drafts are partly accepted and partly rejected, and the target's tokens depend on the KV of all positions.
     """
     return copying_head(
         tmp_path_factory.mktemp("leaning-head"), leaning_model_dir, family="eagle3", draft_vocab_size=60
@@ -67,8 +69,8 @@ def leaning(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def leaning_layers(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """As `leaning`, with all ids and one layer for each of four drafts. Each layer reads the output of the one before
-    it.
+    """A head like `leaning`, with all of the target's ids and one layer for each of four drafts. Each layer reads the
+    output of the one before it.
     """
     return copying_head(tmp_path_factory.mktemp("leaning-layers"), leaning_model_dir, family="nextn", num_layers=4)
 
@@ -90,15 +92,17 @@ def guessing_layers(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pyt
 
 @pytest.fixture(scope="session")
 def erring_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that the erring heads copy instead of the target. It has the target's embeddings and other
-    distributions.
+    """A model with the target's embeddings and other next-token distributions. The erring heads copy it instead of the
+    target.
     """
     return save_last_token_model(tmp_path_factory.mktemp("erring"), disturbance=0.6)
 
 
 @pytest.fixture(scope="session")
 def erring(last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """A copy head of `erring_model_dir` with 56 of the target's 64 ids."""
+    """A head that proposes what `erring_model_dir` would choose instead of the target, with 56 of the target's 64
+    ids.
+    """
     directory = tmp_path_factory.mktemp("erring-head")
     head_dir = save_copy_head(directory, target_dir=erring_model_dir, family="eagle3", draft_vocab_size=56)
     return load_drafted(last_token_model_dir, head_dir)
@@ -108,7 +112,9 @@ def erring(last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory:
 def erring_layers(
     last_token_model_dir: Path, erring_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Drafted:
-    """A copy head of `erring_model_dir` with one layer for each of four drafts."""
+    """A head that proposes what `erring_model_dir` would choose instead of the target, with one layer for each of four
+    drafts.
+    """
     directory = tmp_path_factory.mktemp("erring-layers")
     save_copy_head(directory, target_dir=erring_model_dir, family="nextn", num_layers=4)
     config, tensors = load_head(directory)

@@ -30,7 +30,7 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _target_draws(patch: pytest.MonkeyPatch, mutant: Callable[..., Sampled]) -> None:
-    """Replace the `draw` that verification calls. `mutant` gets the original `draw` first, then its arguments. The
+    """Replaces the `draw` that verification calls. `mutant` gets the original `draw` first, then its arguments. The
     argument `found`, a shortcut, is left out.
     """
     draw = speculative_worker.draw
@@ -65,7 +65,7 @@ def target_draws_all_tokens_with_one_noise(patch: pytest.MonkeyPatch) -> None:
 
 
 def _skipped_on_draft_rows(patch: pytest.MonkeyPatch, part: str) -> None:
-    """Apply `part`, a field of SamplingBatch, to the first node of each request only."""
+    """Applies `part`, a field of SamplingBatch, to the first node of each request only."""
 
     def mutant(
         draw: Any, logits: Tensor, rows: Tensor, positions: Tensor, state: Any, batch: Any, rest: Any
@@ -112,7 +112,7 @@ def rejected_tokens_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def draft_committed_unverified(patch: pytest.MonkeyPatch) -> None:
-    """Commit the first rejected draft in place of the target's token."""
+    """Commits the first rejected draft in place of the target's token."""
     accept = DraftTree.accept
 
     def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
@@ -129,8 +129,8 @@ def draft_committed_unverified(patch: pytest.MonkeyPatch) -> None:
 
 
 def refused_draft_redrawn(patch: pytest.MonkeyPatch) -> None:
-    """Replace a rejected draft by a token drawn from the whole distribution, instead of from what acceptance leaves of
-    it.
+    """Replaces a rejected draft by a token drawn from the whole distribution, instead of from the part that acceptance
+    leaves.
     """
     accept, draw = DraftTree.accept, speculative_worker.draw
     redrawn: list[Tensor] = []
@@ -187,8 +187,8 @@ def verify_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_tokens_drawn_with_one_noise(patch: pytest.MonkeyPatch) -> None:
-    """Use the same noise for all tokens, with or without drafts. The output stays the same in both, but is no sample of
-    the distribution.
+    """Uses the same noise for all tokens of the vocabulary, with or without drafts. The output is the same with both,
+    but is no sample of the distribution.
     """
     noise = sampling.gumbel_noise
     patch.setattr(sampling, "gumbel_noise", lambda keys, token_ids: noise(keys, torch.zeros_like(token_ids)))
@@ -198,7 +198,7 @@ def all_tokens_drawn_with_one_noise(patch: pytest.MonkeyPatch) -> None:
 
 
 def _drafts_draw(patch: pytest.MonkeyPatch, mutant: Callable[..., Tensor]) -> None:
-    """Replace `coupled_logits`, which `propose` and `propose_branches` use. `mutant` gets the original first, then its
+    """Replaces `coupled_logits`, which `propose` and `propose_branches` use. `mutant` gets the original first, then its
     arguments.
     """
     coupled = sampling.coupled_logits
@@ -212,7 +212,7 @@ def drafts_draw_one_position_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_draw_all_tokens_with_one_noise(patch: pytest.MonkeyPatch) -> None:
-    """Draw all siblings of a draft tree with the same noise, so that it no longer tells which of them the target will
+    """Draws all siblings of a draft tree with the same noise, so that it no longer tells which of them the target will
     draw.
     """
     _drafts_draw(patch, lambda coupled, logits, ids, *rest: coupled(logits, torch.zeros_like(ids), *rest))
@@ -223,7 +223,7 @@ def drafts_draw_by_place_in_their_vocabulary(patch: pytest.MonkeyPatch) -> None:
 
 
 def _draft_extend(patch: pytest.MonkeyPatch, mutant: Callable[..., Seed]) -> None:
-    """Replace the decode side's `extend_draft`. `mutant` gets the original first, then its arguments."""
+    """Replaces the decode side's `extend_draft`. `mutant` gets the original first, then its arguments."""
     extend_draft = speculative_worker.extend_draft
     patch.setattr(speculative_worker, "extend_draft", lambda *given, **named: mutant(extend_draft, *given, **named))
 
@@ -246,8 +246,8 @@ def states_of_other_nodes_extended(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafted_kv_left_in_place(patch: pytest.MonkeyPatch) -> None:
-    """Discard the KV that draft-extend computes for the verified window, so that the head keeps reading the KV it wrote
-    while drafting.
+    """Discards the KV that draft-extend computes for the verified tokens, so the head keeps reading the KV that it
+    wrote while drafting.
     """
 
     def mutant(extend_draft: Any, head: Any, window: ForwardInput, captured: Tensor, **named: Any) -> Seed:
@@ -268,7 +268,7 @@ def draft_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
 
 
 def ids_not_shifted_per_layer(patch: pytest.MonkeyPatch) -> None:
-    """Give every MTP layer the first layer's input tokens."""
+    """Gives every MTP layer the first layer's input tokens."""
     forward = MtpHead.forward
     first = threading.local()  # prefill and decode each have their own
 

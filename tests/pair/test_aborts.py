@@ -1,5 +1,5 @@
-"""When a client leaves, in any phase, its row and slots are free on both sides by the end of the step in flight (field
-rule A5).
+"""Tests that when a client leaves, in any phase, its row and slots are free on both sides by the end of the step in
+flight (field rule A5).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_transferring(pair: InProcessPair) -> bool:
 
 
 def step_decode_until_empty(pair: InProcessPair, *, at_most: int) -> None:
-    """Step decode until it holds nothing. Raises AssertionError after more than `at_most` forwards."""
+    """Steps decode until it holds nothing. Raises AssertionError after more than `at_most` forwards."""
     num_steps = pair.decode.load().num_steps
     pair.step_decode()
     pair.run(until=lambda: is_empty(pair.decode.load()) or pair.decode.load().num_steps > num_steps + at_most)
@@ -48,7 +48,7 @@ def step_decode_until_empty(pair: InProcessPair, *, at_most: int) -> None:
 
 
 def step_prefill_until_empty(pair: InProcessPair, *, at_most: int) -> None:
-    """Step until prefill holds nothing. Raises AssertionError after more than `at_most` finished forwards."""
+    """Steps until prefill holds nothing. Raises AssertionError after more than `at_most` finished forwards."""
     num_steps = pair.prefill.load().num_steps
     pair.run(until=lambda: is_empty(pair.prefill.load()) or pair.prefill.load().num_steps > num_steps + at_most)
     assert is_empty(pair.prefill.load()), "still held after the forwards in flight"

@@ -1,4 +1,6 @@
-"""A frame that no correct replica sends fails the row it names. The call's other rows are retried; nothing leaks."""
+"""Tests frames that no correct replica sends. They fail the row they name, the call's other rows are retried, and
+nothing leaks.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ PREBUILT: dict[str, CorruptColumns] = {
 
 
 def submit_all(pair: InProcessPair) -> None:
-    """Submit all requests in one step, so that they share a call. Row i of the call is request i."""
+    """Submits all requests in one step, so that they share a call. Row i of the call is request i."""
     for number in range(NUM_ROWS):
         sampling = ResolvedSampling(seed=number, max_tokens=NEW_TOKENS)
         pair.submit(str(number), [30 + number + place for place in range(40)], sampling)
@@ -126,7 +128,7 @@ def test_a_broken_prebuilt_batch(
 
 
 def one_by_one(columns: PrebuiltBatch) -> list[PrebuiltBatch]:
-    """Splits the rows of a PrebuiltBatch into one frame each."""
+    """Returns the rows of a PrebuiltBatch as one frame each."""
     return [
         PrebuiltBatch(
             rows=columns.rows[[entry]],

@@ -1,4 +1,6 @@
-"""`num_cached_tokens` counts what others had left when a request came, and nothing that the request computed itself."""
+"""Tests that `num_cached_tokens` counts the KV that other requests had left when a request came, and nothing that the
+request computed itself.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def without_its_number(frame: Frame) -> Sequence[Frame]:
 
 
 def lost_once(pair: InProcessPair) -> Outcome:
-    """Submit the prompt. Prefill computes it, and its call ends before the PrebuiltBatch has come."""
+    """Submits the prompt. Prefill computes it, but its call ends before the PrebuiltBatch has come."""
     pair.tamper = without_its_number
     outcome = pair.submit("lost", PROMPT, GREEDY, cache_salt="")
     pair.run(until=lambda: pair.decode.load().num_row_retries > 0)

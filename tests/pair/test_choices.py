@@ -1,4 +1,6 @@
-"""Requests with one seed and different `choice_index` draw different tokens, and the same ones every time."""
+"""Tests that requests with one seed and different `choice_index` draw different tokens, and the same ones every
+time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ Tiny = Callable[[str], TargetModel]
 def choices(
     pair: InProcessPair, indices: Sequence[int], *, sampling: ResolvedSampling = SAMPLED, at_once: bool = True
 ) -> list[list[int]]:
-    """The tokens of each choice. The choices run all in one batch, or one after the other."""
+    """Returns the tokens of each choice. The choices run all in one batch, or one after the other."""
     outcomes = []
     for number, index in enumerate(indices):
         outcomes.append(pair.submit(f"{number} {len(pair.outcomes)}", PROMPT, sampling, choice_index=index))

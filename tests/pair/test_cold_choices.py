@@ -1,5 +1,5 @@
-"""Choices of a cold prompt, and requests behind one cold beginning, receive the common KV once: the first one does, and
-the others wait for it, share its slots and ask for the rest.
+"""Tests that several choices of a prompt that is not cached, and requests that begin alike, receive the common KV once.
+The first of them receives it; the others wait for it, share its slots and ask for the rest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Sent:
 
 
 def choices(pair: InProcessPair, *, salt: Callable[[int], str | None]) -> list[Outcome]:
-    """The outcomes of all choices, sent at once. `salt` gives the cache salt of each."""
+    """Sends all choices of the prompt at once, and returns their outcomes. `salt` maps a choice's number to its cache
+    salt.
+    """
     outcomes = [
         pair.submit(str(number), PROMPT, SAMPLED, choice_index=number, cache_salt=salt(number))
         for number in range(NUM_CHOICES)

@@ -1,4 +1,6 @@
-"""The check at the end of every engine test fails if either side lost a row or a slot (field rule A6, invariant I9)."""
+"""Tests that the check at the end of every engine test fails if either side lost a row or a slot (field rule A6,
+invariant I9).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ SAMPLING = ResolvedSampling(seed=1, max_tokens=4)
 
 
 def lose_a_slot(pool: KvPool, lease: RowLease) -> None:
-    """Release the lease except for its last slot."""
+    """Releases the lease except for its last slot."""
     KvPool.release(pool, lease)
     pool._columns.num_slots[lease.row] -= 1
 
 
 def lose_the_row(pool: KvPool, lease: RowLease) -> None:
-    """Release the lease's slots, but not its row."""
+    """Releases the lease's slots, but not its row."""
     del pool._held[lease.row]
     pool._slots.give_back(lease.slots)
 
@@ -38,7 +40,7 @@ def pool_of(pair: InProcessPair, side: str) -> KvPool:
 
 
 def plant(pair: InProcessPair, side: str, leak: Leak, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the next release on that side leak. Later releases are sound."""
+    """Makes the next release on that side leak. Later releases are sound."""
     pool = pool_of(pair, side)
 
     def release(lease: RowLease) -> None:

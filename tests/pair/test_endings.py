@@ -1,5 +1,5 @@
-"""Tokens, log-probabilities and counts agree however a request ends (field rule A7), and logits processors act as in
-`generate`.
+"""Tests that tokens, log-probabilities and counts agree however a request ends (field rule A7), and that logits
+processors act as in `generate`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pair(make_pair: MakePair, tiny_target: Callable[[str], TargetModel]) -> InPr
 
 @pytest.fixture(scope="module")
 def generate(tiny_model_dir: Callable[[str], Path]) -> Generate:
-    """Runs transformers' `generate` on PROMPT."""
+    """A function that runs transformers' `generate` on PROMPT."""
 
     def run(num_tokens: int = NEW_TOKENS, **options: object) -> Reference:
         return generate_greedily(tiny_model_dir("llama"), PROMPT, num_tokens, **options)
@@ -48,7 +48,7 @@ def plain(generate: Generate) -> list[int]:
 
 
 def first_new_at(tokens: list[int], at_least: int) -> int:
-    """The first index, at least `at_least`, whose token does not occur before it."""
+    """Returns the smallest index of `tokens`, from `at_least` on, whose token does not occur before it."""
     return next(place for place in range(at_least, len(tokens)) if tokens[place] not in tokens[:place])
 
 
@@ -63,7 +63,7 @@ def run(pair: InProcessPair, sampling: ResolvedSampling) -> Outcome:
 
 
 def ending_of(outcome: Outcome) -> Finished:
-    """The terminal event. Also asserts that all counts agree."""
+    """Returns the event that ended the request, and asserts that all counts agree."""
     assert outcome.finished is not None, outcome.error
     assert outcome.finished.num_prompt_tokens == len(PROMPT)
     assert outcome.finished.num_completion_tokens == len(outcome.token_ids) == len(outcome.logprobs)
@@ -71,7 +71,7 @@ def ending_of(outcome: Outcome) -> Finished:
 
 
 def num_decode_steps(pair: InProcessPair) -> int:
-    """The number of decode forwards, including one still in flight when the output ended."""
+    """Returns the number of decode forwards, including one still in flight when the output ended."""
     pair.step()
     return len(pair.decode_steps)
 
@@ -199,7 +199,9 @@ def test_each_request_of_a_batch_gets_as_many_logprobs_as_it_asked_for(pair: InP
 
 
 class PresenceAndFrequency(LogitsProcessor):
-    """A logits processor with both penalties, applied to the tokens from index `start` on as their definition says."""
+    """A logits processor with the presence and the frequency penalty as they are defined. It counts the tokens from
+    index `start` on.
+    """
 
     def __init__(self, presence: float, frequency: float, start: int = len(PROMPT)) -> None:
         self._presence = presence

@@ -1,5 +1,5 @@
-"""Failures stay contained: a failed step ends only its own requests, a failed row only its request, and a lost replica
-none.
+"""Tests that failures stay contained: a failed step ends only its own requests, a failed row only its request, and a
+lost replica no request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NARROW = PairOptions(
     send_budget_bytes=2048,
     receive_budget_bytes=2048,
 )
-"""KV leaves 4 tokens at a time, so that rows are transferring for many steps."""
+"""Options under which KV leaves 4 tokens at a time, so that a row's transfer takes many steps."""
 
 
 class Clock:
@@ -68,7 +68,7 @@ def undisturbed(make_pair: MakePair, tiny_target: Tiny) -> dict[str, list[int]]:
 
 
 def assert_it_serves_on(pair: InProcessPair, undisturbed: dict[str, list[int]]) -> None:
-    """Assert that the engines still work: a new request gets its tokens."""
+    """Asserts that the engines still work: a new request gets its tokens."""
     later = pair.submit("later", prompt_of("l"), ResolvedSampling(seed=ord("l"), max_tokens=NEW_TOKENS))
     pair.run()
     assert later.token_ids == undisturbed["later"]
@@ -143,7 +143,9 @@ def test_attempts_are_bounded(max_attempts: int, make_pair: MakePair, tiny_targe
 
 
 def devices_whose_first_fails(point: str) -> Callable[[], Device]:
-    """A function that makes CPU devices. The first piece (unit of stream work) with this name on any of them raises."""
+    """Returns a function that makes CPU devices. The first piece (unit of stream work) with this name on any of them
+    raises.
+    """
     injector = Injector(FaultPlan(faults=(Fault(point=point, action=Action.RAISE, at=1),)))
     return lambda: FaultyDevice(cpu_device(), injector)
 
@@ -267,7 +269,9 @@ def test_without_a_ready_replica_a_request_fails_when_its_wait_is_over(make_pair
 def test_a_replica_that_refuses_is_asked_again_until_the_wait_is_over_however_often(
     make_pair: MakePair, tiny_target: Tiny
 ) -> None:
-    """Refusals come at once. If they counted as attempts, a rolling restart would end requests within a second."""
+    """A replica refuses at once. If refusals counted as attempts, a rolling restart would end requests within a
+    second.
+    """
     clock = Clock()
     pair = make_pair(tiny_target("llama"), PairOptions(max_handoff_attempts=2), clock=clock)
     pair.prefill.step([prefill.Drain()])
@@ -319,8 +323,8 @@ def test_a_mismatch_of_every_replica_fails_a_request_at_once_and_of_one_does_not
 def test_a_mismatch_behind_a_name_is_waited_out_for_another_replica_may_come(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
-    """Such a mismatch occurs when a deployment's prefill services are replaced before its decode services, or after
-    them.
+    """A replica has another fingerprint. That occurs when a deployment's prefill services are replaced before or after
+    its decode services.
     """
     clock = Clock()
     pair = make_pair(tiny_target("llama"), PairOptions(), clock=clock)
@@ -348,7 +352,9 @@ def test_a_mismatch_behind_a_name_is_waited_out_for_another_replica_may_come(
 def test_a_call_that_meets_another_fingerprint_is_retried_elsewhere(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
-    """Another process now listens at the address, or the answer was damaged. The other replicas are unaffected."""
+    """Another process now listens at the replica's address, or the answer was damaged. The other replicas are
+    unaffected.
+    """
     pair = make_pair(tiny_target("llama"), PairOptions(num_replicas=2))
     submit(pair, "a")
     pair.step()

@@ -1,5 +1,5 @@
-"""Without a ready replica the decode service computes prompts of any length itself, and nothing that a caller can see
-differs: tokens, log-probabilities, drafts, and what a resumed request brings along.
+"""Tests that a decode service without a ready replica computes prompts of any length itself, and that nothing a caller
+can see differs: tokens, log-probabilities, drafts, and the output that a resumed request brings along.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ Tiny = Callable[[str], TargetModel]
 
 
 def answers(pair: InProcessPair, brought: dict[int, list[int]] | None = None) -> list[Outcome]:
-    """The outcomes of all requests, sent at once. `brought` is the output that requests bring along."""
+    """Sends all requests at once, and returns their outcomes. `brought` is the output that requests bring along, by
+    number.
+    """
     for number, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
         token_ids = [*prompt, *(brought or {}).get(number, [])]
         pair.submit(str(number), token_ids, sampling, prompt_len=len(prompt), is_traced=True)
@@ -57,7 +59,7 @@ def assert_equal(alone: list[Outcome], together: list[Outcome]) -> None:
 def test_a_chat_is_computed_once_whatever_the_length_of_its_turns(
     keeps_short: bool, make_pair: MakePair, tiny_target: Tiny
 ) -> None:
-    """Eight short turns and a long one. Wherever they are computed, no token is computed twice on the same service."""
+    """A chat has eight short turns and a long one. Wherever they are computed, no service computes a token twice."""
     pair = make_pair(tiny_target("llama"), PairOptions(local_prefill_tokens=16 if keeps_short else 0))
     chat: list[int] = []
     for turn, num_new in enumerate((*[10] * 8, 24)):

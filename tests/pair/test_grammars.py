@@ -1,4 +1,4 @@
-"""Output under a grammar is that of the masked distribution, token for token, in every mode of the pair."""
+"""Tests that output under a grammar is that of the masked distribution, token for token, in every mode of the pair."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def text_of(outcome: Outcome) -> str:
 
 
 def greedy(model: Any, prompt: Sequence[int], language: Language) -> list[int]:
-    """Returns the most likely tokens that the language allows, computed by transformers."""
+    """Returns the greedy output after the prompt among the tokens that the language allows, computed by
+    transformers.
+    """
     output: list[int] = []
     while len(output) < NEW_TOKENS and END_ID not in output:
         logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
@@ -185,7 +187,9 @@ def test_an_output_is_no_shorter_than_asked_for_unless_the_grammar_ends(make_pai
 def test_a_step_says_what_its_masks_cost(
     has_head: bool, make_pair: MakePair, leaning: Drafted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The masks are computed after the forward here, so that the draw waits for all of it."""
+    """Masks are normally computed during the forward. In this test they are computed after it, so the draw waits for
+    all of it.
+    """
     devices: list[Device] = []
     took: list[tuple[int, float]] = []
     masks_of = scheduler.masks_of
@@ -236,7 +240,7 @@ def first_token_taken_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
-    """Make the masks from where the matchers were before the last step's tokens."""
+    """Makes a step's masks from the state that the matchers had before the previous step's tokens."""
     fill_nodes, accept = grammar_masks.fill_nodes, LlgMatcher.accept
     before: dict[LlgMatcher, LlgMatcher] = {}
 
@@ -269,7 +273,7 @@ def test_it_is_seen(
 def test_a_grammar_that_reaches_a_limit_fails_its_request_alone(
     has_head: bool, local_prefill_tokens: int, make_pair: MakePair, leaning: Drafted
 ) -> None:
-    """It is told as that, not tried again, and nothing is thought to be damaged."""
+    """The error is the request's own fault. The request is not retried, and no KV is forgotten as damaged."""
     endless = Grammar(GrammarKind.REGEX, "(a{1,1000}){1,1000}")
     options = PairOptions(local_prefill_tokens=local_prefill_tokens)
     pair = make_pair(leaning.target, options, draft=leaning.head if has_head else None)

@@ -1,4 +1,6 @@
-"""Every Triton kernel (attention or sampling) that a request needs was compiled before the first request came."""
+"""Tests that every Triton kernel (attention or sampling) that a request needs was compiled before the first request
+came.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class _BothPlans(AttentionPlan):
 
 
 class NotedAttention(AttentionBackend):
-    """An attention backend that records the kernel variants a GPU would compile, and computes with the reference."""
+    """An attention backend that records the kernel variants which a GPU would compile, and computes with PyTorch's
+    operators.
+    """
 
     follows_lengths = True
 
@@ -57,7 +61,7 @@ class NotedAttention(AttentionBackend):
 
 
 def noted(seen: set[Variant], model: TargetModel | PagedHead, directory: Path, dtype: torch.dtype) -> None:
-    """Make a target or head, loaded from the directory, add to `seen` every attention kernel variant that a GPU would
+    """Makes a target or head, loaded from the directory, add to `seen` every attention kernel variant that a GPU would
     compile for it.
     """
     num_heads = json.loads((directory / "config.json").read_text())["num_attention_heads"]
@@ -71,8 +75,8 @@ class _NoPlan(AttentionPlan):
 
 
 def noted_layers(seen: set[Variant], target: TargetModel) -> None:
-    """Record the kernel variants that a GPU would use for the layers. A fused copy of the model only launches them; the
-    model itself computes.
+    """Records the kernel variants that a GPU would use for the layers. A fused copy of the model only launches them;
+    the model itself computes.
     """
     model: Any = target._model
     beside = copy.deepcopy(model)
@@ -94,7 +98,8 @@ def noted_layers(seen: set[Variant], target: TargetModel) -> None:
 
 
 class NotedDraws(TritonDraws):
-    """Draw kernels that record the variants a GPU would compile, and choose the largest logit.
+    """Kernels that draw tokens. They record the variants which a GPU would compile, and always choose the largest
+    logit.
 
     The choice of token changes no launch, and a real draw in Triton's interpreter would take a hundred times as long.
     """
@@ -125,7 +130,7 @@ class NotedDraws(TritonDraws):
 def check_nothing_compiles(
     load: Callable[[set[Variant]], tuple[TargetModel, PagedHead | None]], options: PairOptions
 ) -> None:
-    """Assert that neither service compiles anything while it serves.
+    """Asserts that neither service compiles anything while it serves.
 
     The requests cover every number of rows, prompts shorter and longer than the split size of attention, and all
     sampling options. `load` returns a target and a head that record their kernels; each service gets its own.

@@ -1,4 +1,6 @@
-"""Greedy output equals transformers' `generate`, token for token, in every mode (field rule A3, invariant I12)."""
+"""Tests that greedy output equals transformers' `generate`, token for token, in every mode (field rule A3, invariant
+I12).
+"""
 
 from __future__ import annotations
 

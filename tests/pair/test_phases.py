@@ -1,4 +1,4 @@
-"""The phases that the decode engine reports for a traced request, including those it enters again."""
+"""Tests the phases that the decode engine reports for a traced request, including those it enters again."""
 
 from __future__ import annotations
 

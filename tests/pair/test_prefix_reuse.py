@@ -1,5 +1,7 @@
-"""KV of earlier requests, on either side or both, changes no token and no draft: conversations are the same cold and
-warm, and what is sent and computed is exactly what is not there.
+"""Tests that reusing the KV of earlier requests, on either side or both, changes no token and no draft.
+
+Conversations are held cold (all KV is computed anew) and warm. Both give the same tokens, and warm ones send and
+compute exactly the KV that is not cached.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 
 class KeptKv:
-    """The KV that engines leave in their caches, by the tokens it depends on."""
+    """The KV that engines leave in their caches, with the tokens that it depends on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_tokens: dict[tuple[int, ...], list[dict[str, Tensor]]] = {}
@@ -68,7 +70,7 @@ class KeptKv:
 def test_cached_kv_is_what_a_new_prefill_computes(
     head: str, make_pair: MakePair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also that of the draft head, which depends on tokens that follow."""
+    """The draft head's KV is compared too. It also depends on tokens that follow."""
     drafted: Drafted = request.getfixturevalue(head)
     every = talks(4, drafted.target.vocab_size)
     kept = KeptKv(monkeypatch)
@@ -90,7 +92,7 @@ def test_cached_kv_is_what_a_new_prefill_computes(
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A family of draft heads, how many layers the head has, and what it drafts."""
+    """A kind of draft head: its family, its number of layers, and the shape of its drafts."""
 
     family: str
     num_layers: int = 1
@@ -111,7 +113,7 @@ HEADS = {
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to hold conversations: one request at a time or 16 at once, and with which options."""
+    """A way to hold conversations: one request at a time or 16 at once, and the engines' options."""
 
     chunk_tokens: int
     at_once: bool
@@ -126,14 +128,16 @@ WAYS = {
     "512-at-once-overlap-sampled": Way(512, at_once=True, overlap=True, temperature=0.8),
 }
 BRANCHING = WAYS["16-at-once-no-overlap-greedy"]
-"""15 of its conversations branch off right after a cached token."""
+"""With these options, 15 of the conversations branch off right after a cached token."""
 
 Swayed = Callable[[str], Drafted]
 
 
 @pytest.fixture(scope="module")
 def swayed(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Swayed:
-    """Heads of HEADS whose guesses depend on their own KV of all tokens. Some are accepted."""
+    """A function that loads a head of HEADS, by its name, with its target. Its guesses depend on its own KV of all
+    tokens, and some are accepted.
+    """
 
     @cache
     def load(name: str) -> Drafted:
@@ -155,13 +159,15 @@ Cold = dict[object, list[Talk]]
 
 @pytest.fixture(scope="module")
 def cold() -> Cold:
-    """Conversations that were held cold, by model and way. All sides are compared with the same ones."""
+    """The conversations that were held without cached KV so far, by model and way. Later comparisons use them again."""
     return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Compares conversations of one way, warm with cold. Without a `head` the model is a tiny Llama."""
+    """Compares conversations held with cached KV (warm) and without (cold). If `head` is empty, the model is a tiny
+    Llama.
+    """
 
     make_pair: MakePair
     tiny_target: Callable[[str], TargetModel]
@@ -172,8 +178,8 @@ class Comparison:
         return self.swayed(head).target if head else self.tiny_target("llama")
 
     def make(self, head: str, options: PairOptions, way: Way) -> InProcessPair:
-        """Make a pair with these options besides those of `head` and `way`. With `prefill_fallback` it loses its
-        replica, and the clock ticks so that no time passes until decode computes all prompts.
+        """Makes a pair with `options`, and with those that follow from `head` and `way`. With `prefill_fallback` the
+        pair loses its replica, and the clock makes decode compute all prompts without a wait.
         """
         drafts = HEADS[head].drafts if head else {}
         pair = self.make_pair(
@@ -188,7 +194,7 @@ class Comparison:
         return pair
 
     def hold_cold(self, head: str, options: PairOptions, way: Way, **talk: int) -> list[Talk]:
-        """Hold the conversations cold, unless they were before. `talk` are further arguments of `talks`."""
+        """Holds the conversations cold, unless that was done before. `talk` are further arguments of `talks`."""
         key = (head, way, *talk.items())
         if key not in self.cold:
             vocab_size = self.target(head).vocab_size
@@ -197,7 +203,9 @@ class Comparison:
         return self.cold[key]
 
     def run(self, head: str, options: PairOptions, way: Way, **talk: int) -> list[Burst]:
-        """Compare conversations that are held with these options. `talk` are further arguments of `talks`."""
+        """Holds conversations with these options, and compares them with cold ones. `talk` are further arguments of
+        `talks`.
+        """
         cold = self.hold_cold(head, options, way, **talk)
         bursts = compare(self._maker(head, way), options, cold, at_once=way.at_once)
         turns = [turn for burst in bursts for turn in burst.turns]
@@ -296,7 +304,7 @@ def _lookahead_becomes(patch: pytest.MonkeyPatch, changed: Callable[[int], int])
 
 
 def keys_without_pairs(patch: pytest.MonkeyPatch) -> None:
-    """Share a head's KV of a token also with requests that have another token after it."""
+    """Shares the draft head's KV of a token even with requests that have another token after it."""
     _lookahead_becomes(patch, lambda lookahead: 0)
 
 
@@ -354,7 +362,7 @@ def nothing_is_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def cached_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:
-    """Compute a prompt's last cached token once more, with its first chunk."""
+    """Computes a prompt's last cached token once more, in the prompt's first chunk."""
     of = ChunkBatch.of
 
     def mutant(chunks: Sequence[Chunk[Any]], **options: Any) -> ChunkBatch[Any]:

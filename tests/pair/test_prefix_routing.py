@@ -1,4 +1,6 @@
-"""Two prefill replicas and one decode service: each turn of a conversation goes where the turns before it are."""
+"""Tests of two prefill replicas and one decode service: each turn of a conversation goes to the replica that has the
+earlier turns.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ SAMPLING = ResolvedSampling(seed=1, max_tokens=5)
 
 
 def cached_by_turn(pair: InProcessPair, num_talks: int) -> list[list[tuple[int, int]]]:
-    """Hold conversations that take turns at once, in another order each time.
+    """Holds conversations. The same turn of all of them runs at once, each time in another order.
 
-    Returns for each turn of each conversation how many tokens its replica had cached, and how many of them the
+    Returns for each turn of each conversation how many of its tokens the replica had cached, and how many tokens the
     conversation's earlier turns had.
     """
     said = {number: [2 + number, *range(10, 60)] for number in range(num_talks)}

@@ -1,5 +1,5 @@
-"""The log-probabilities of a prompt's own tokens are those of transformers, however the prompt is computed, and come
-once. With `max_tokens` 0 they are all that comes.
+"""Tests that the log-probabilities of a prompt's own tokens are those of transformers, however the prompt is computed,
+and come once. With `max_tokens` 0 nothing else comes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ LOCAL = PairOptions(local_prefill_tokens=96)
 
 
 def joined(outcome: Outcome) -> PromptLogprobs:
-    """All log-probabilities of a prompt. Raises AssertionError unless each position from 1 on came once, in order."""
+    """Returns all log-probabilities of a prompt. Raises AssertionError unless each position from 1 on came once, in
+    order.
+    """
     parts = outcome.prompt_logprobs
     assert parts and parts[0].start == 1
     assert all(one.stop == other.start for one, other in pairwise(parts))
@@ -254,7 +256,7 @@ def test_short_prompts_and_nothing_at_all(
 def test_without_output_nothing_but_the_log_probabilities_comes(
     options: PairOptions, make_pair: MakePair, tiny_target: Tiny, tiny_model_dir: TinyDir
 ) -> None:
-    """The prompt ends with an end token, which ends no output."""
+    """The prompt ends with an end token, which must not end the request as an output's end token would."""
     pair = make_pair(tiny_target("llama"), options)
     frames: list[Frame] = []
 

@@ -1,5 +1,6 @@
-"""Output with reasoning before a grammar, or with a limit on it, is that of the masked distribution, token for token:
-wherever the reasoning ends in a run of drafts, handed over or computed by decode alone, retracted, resumed anywhere.
+"""Tests that output with reasoning before a grammar, or with a limit on reasoning, is that of the masked distribution,
+token for token: wherever the reasoning ends in a chain of drafts, handed over or computed by decode alone, retracted,
+or resumed at any token.
 """
 
 from __future__ import annotations
@@ -36,18 +37,22 @@ def text_of(output_ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A request with reasoning, and the tokens that may come next, written down without a matcher."""
+    """The reasoning options and the language of a request. It computes the tokens that may come next without a matcher,
+    so that matchers can be compared with it.
+    """
 
     reasoning: Reasoning
     language: Language | None
 
     @property
     def free(self) -> list[int]:
-        """The tokens that may come where all may that fit: with a grammar the output may not end."""
+        """The tokens that may come where neither the grammar nor a marker restricts them. With a grammar the end token
+        is not among them.
+        """
         return [each for each in EVERY if each != END_ID or self.language is None]
 
     def num_reasoning(self, output_ids: Sequence[int]) -> int | None:
-        """Returns how many tokens are up to the end of the reasoning, or None if it goes on or has not begun."""
+        """Returns the number of tokens up to the end of the reasoning, or None if it has not ended or not begun."""
         start = "" if self.reasoning.is_open else self.reasoning.start
         for number in range(len(output_ids) + 1):
             text = text_of(output_ids[:number])
@@ -78,10 +83,12 @@ class Case:
 
 
 def cases_of(free: Sequence[Sequence[int]]) -> list[Case]:
-    """Makes a case for each prompt, whose reasoning begins or ends where the free output has some text."""
+    """Returns a case for each prompt. Its reasoning begins or ends where the prompt's unrestricted output contains some
+    text.
+    """
 
     def text_at(number: int, place: int) -> str:
-        """Returns two characters that come first at `place` of the output, or a little later."""
+        """Returns two characters of the output that occur for the first time at index `place` or shortly after it."""
         text = text_of(free[number])
         return next(text[at : at + 2] for at in range(place, len(text)) if text.find(text[at : at + 2]) == at)
 
@@ -113,7 +120,7 @@ def sampling_of(number: int, case: Case | None, *, temperature: float = 0.0) -> 
 def submit_all(
     pair: InProcessPair, cases: Sequence[Case], *, temperature: float = 0.0, at_once: bool = True
 ) -> InProcessPair:
-    """Run each prompt with its case ("3 bound") and without ("3 free"), together or one after another."""
+    """Runs each prompt with its case (request "3 bound") and without ("3 free"), together or one after another."""
     for number, prompt in enumerate(PROMPTS):
         of_number = {"bound": cases[number] if cases else None, "free": None}
         for name, case in of_number.items():
@@ -130,7 +137,7 @@ def model(leaning: Drafted) -> Any:
 
 
 def greedy(model: Any, prompt: Sequence[int], allowed_after: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
-    """Returns the most likely allowed tokens, computed by transformers."""
+    """Returns the greedy output after the prompt among the allowed tokens, computed by transformers."""
     output: list[int] = []
     while len(output) < NUM_TOKENS and END_ID not in output:
         logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
@@ -268,7 +275,7 @@ def test_a_request_is_resumed_at_every_place_around_the_end_of_its_reasoning(
 
 
 class LateMatcher:
-    """A mutant: a grammar that takes effect one token late."""
+    """A wrong matcher: its grammar takes effect one token late."""
 
     failure = ""
 
@@ -294,7 +301,7 @@ class LateMatcher:
 
 
 class TwiceMatcher:
-    """A mutant: a matcher that takes the first token, which comes with the handoff, twice."""
+    """A wrong matcher: it accepts the first token, which comes with the handoff, twice."""
 
     failure = ""
 
@@ -317,7 +324,7 @@ class TwiceMatcher:
 
 
 class ForgetfulMatcher:
-    """A mutant: its copies, which follow drafts, do not notice that the reasoning ends."""
+    """A wrong matcher: its copies, which follow drafts, do not notice the end of the reasoning."""
 
     failure = ""
 
@@ -371,7 +378,7 @@ def test_it_is_seen(
 
 @pytest.mark.parametrize("has_limit", [True, False])
 def test_an_output_is_no_shorter_than_asked_for(has_limit: bool, make_pair: MakePair, leaning: Drafted) -> None:
-    """A limit on reasoning makes masks see to it, elsewhere the draw."""
+    """`min_tokens` is enforced by the masks if the reasoning has a limit, and otherwise when the token is drawn."""
     reasoning = Reasoning("", "05", is_open=True, max_tokens=3 if has_limit else None)
     sampling = replace(sampling_of(0, Case(reasoning, None)), logit_bias=((END_ID, 100.0),), min_tokens=9)
     pair = make_pair(leaning.target, PairOptions(), draft=leaning.head)

@@ -1,5 +1,5 @@
-"""Recording the forwards of decode steps and replaying them changes no token, and every step is replayed (field rule
-E7).
+"""Tests that recording the forwards of decode steps and replaying them changes no token, and that every step is
+replayed (field rule E7).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def recording_pair(
 
 
 def run(pair: InProcessPair) -> None:
-    """Run requests of different lengths, so that the number of rows varies. Some of them are sampled."""
+    """Runs requests of different lengths, so that the number of rows varies. Some of them are sampled."""
     for number, options in enumerate(SAMPLED.values()):
         sampling = ResolvedSampling(
             seed=number, max_tokens=4 + 3 * number, temperature=0.7 if number % 2 else 0.0, **options
@@ -74,7 +74,7 @@ def run(pair: InProcessPair) -> None:
 def test_a_backend_that_pays_for_the_bound_on_lengths_has_nothing_recorded(
     tiny_model_dir: Callable[[str], Path],
 ) -> None:
-    """A recorded forward assumes the longest possible row, which would make such a backend slow."""
+    """A recorded forward assumes that rows are as long as possible, which would make such a backend slow."""
     target = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", attention="torch")
     with recording_pair(target, None, None, replays=True) as (pair, devices):
         assert pair.decode.recorded is None and not any(device.recorder.graphs for device in devices)

@@ -1,4 +1,6 @@
-"""A request that brings the output of an earlier stream continues as the uninterrupted request would have."""
+"""Tests that a request which brings the output of an earlier stream continues as the uninterrupted request would
+have.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +78,8 @@ def test_output_that_was_brought_along_counts_as_output(pair: InProcessPair) -> 
 
 
 def test_prompt_tokens_and_output_tokens_are_penalised_differently(pair: InProcessPair) -> None:
-    """The penalties on output count tokens that were delivered earlier. The same ids as prompt tokens give other
-    output.
+    """Some penalties count only output, which includes tokens delivered by an earlier stream. The same ids as prompt
+    tokens give other output.
     """
     whole = pair.submit("whole", PROMPT, SAMPLINGS["penalised"])
     pair.run()

@@ -1,4 +1,6 @@
-"""When KV slots run out, the youngest request gives its own up and returns later. Its stream does not show it."""
+"""Tests that when KV slots run out, the youngest request gives up its own and returns later, and that its stream does
+not show it.
+"""
 
 from __future__ import annotations
 
@@ -121,8 +123,8 @@ def test_a_retracted_request_returns_before_younger_ones(make_pair: MakePair, ti
 
 
 def test_admission_counts_reserved_transferring_and_running_rows(make_pair: MakePair, tiny_target: Tiny) -> None:
-    """Admission leaves each of these rows room to grow: a burst is not admitted merely because the running rows need
-    little.
+    """Admission leaves each of these rows room to grow. A burst is not admitted merely because the running rows need
+    few slots.
     """
     pair = make_pair(tiny_target("llama"), PairOptions(decode_tokens=POOL_TOKENS))
     submit_all(pair, SAMPLINGS["greedy"])

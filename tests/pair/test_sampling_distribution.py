@@ -1,8 +1,8 @@
-"""Sampled tokens follow the exact distribution, and the same seed gives the same tokens wherever it runs (field rule
-A4, invariant I13).
+"""Tests that sampled tokens follow the exact distribution, and that the same seed gives the same tokens wherever it
+runs (field rule A4, invariant I13).
 
-The target's next token depends on its last token only, so every transition is a draw from a known row. The test
-computes each row's distribution in float64 from the model's own logits, independently of the code under test.
+The target's next token depends on its last token only, so every transition is a draw from a known row of probabilities.
+The test computes each row's distribution in float64 from the model's own logits, independently of the code under test.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SPECULATING = (
     ("tree-4x3-15", "min_p"),
 )
 FALSE_ALARM = 1e-6 / (2 * len(SETTINGS) + len(SPECULATING))
-"""False-alarm probability of one test. First tokens and decode tokens of every setting are tested, and decode tokens of
-some settings with drafts; all of them together may fail by chance once in 10^6 runs.
+"""The probability with which one test may fail by chance: all of them together may do so once in 10^6 runs. First
+tokens and decode tokens are tested with every setting, and decode tokens with drafts for some.
 """
 
 Matrix = NDArray[np.float64]
@@ -62,8 +62,8 @@ def logits(last_token_model_dir: Path) -> Matrix:
 
 
 def distribution(logits: Matrix, sampling: ResolvedSampling) -> Matrix:
-    """The exact distributions [vocab, vocab]: row t applies after token t. Asserts that no top-k or top-p cut lies
-    within rounding error.
+    """Returns the exact distributions [vocab, vocab]: row t applies after token t. Asserts that no top-k or top-p cut
+    lies within rounding error.
     """
     scaled = logits / sampling.temperature
     order = np.argsort(-scaled, axis=1, kind="stable")
@@ -92,8 +92,8 @@ def normalised(weights: Matrix) -> Matrix:
 
 
 def p_value(counts: Matrix, exact: Matrix) -> float:
-    """The p-value of a chi-square test over all source rows together. Cells that expect fewer than 5 draws are pooled
-    within their row.
+    """Returns the p-value of one chi-square test over all source tokens (rows). Cells that expect fewer than 5 draws
+    are pooled within their row.
     """
     assert counts[exact == 0].sum() == 0, "a token of probability 0 was drawn"
     statistic, degrees = 0.0, 0
@@ -121,8 +121,8 @@ def transition_counts(transitions: list[tuple[int, int]]) -> Matrix:
 def draw(
     pair: InProcessPair, sampling: ResolvedSampling, *, num_requests: int, first_seed: int = FIRST_SEED
 ) -> tuple[Matrix, Matrix]:
-    """Two count matrices: (last prompt token, first token), which prefill draws, and all later transitions, which
-    decode draws.
+    """Runs the requests. Returns two matrices of counts: of (last prompt token, first token), which prefill draws, and
+    of all later pairs of a token and the next one, which decode draws.
     """
     sources = [FIRST_SOURCES[number % len(FIRST_SOURCES)] for number in range(num_requests)]
     outcomes = [
@@ -175,7 +175,7 @@ def test_the_test_tells_a_setting_from_no_setting(
 def check_tokens_follow_the_exact_distribution_with_drafts(
     erring: Drafted, shape: str, name: str, logits: Matrix
 ) -> None:
-    """The requests use other seeds than the tests without drafts."""
+    """The requests have other seeds than in the tests without drafts."""
     with pairs_that_keep_all() as make_pair:
         pair = make_pair(erring.target, replace(WIDE, decode_tokens=80 * 90, **SHAPES[shape]), draft=erring.head)
         counts = draw(pair, SETTINGS[name], num_requests=NUM_SPECULATING, first_seed=FIRST_SEED + NUM_FIRST_TOKENS)[1]
@@ -289,7 +289,7 @@ def keyed_by_batch_row(seeds: Tensor, choice_indices: Tensor, positions: Tensor)
 
 
 class KeyedByStep:
-    """Noise keys that ignore the position and use the number of the sampler's call instead."""
+    """Keys of the sampling noise that use the number of the sampler's call instead of the token's position."""
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -313,7 +313,7 @@ def test_noise_keyed_by_place_or_time_fails_the_comparison(
 def test_noise_without_the_seed_fails_the_distribution(
     make_pair: MakePair, last_token_target: TargetModel, logits: Matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All requests then draw with the same noise, so their draws are no independent sample."""
+    """All requests then draw with the same noise, so their draws are not independent."""
 
     def seedless(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
         return row_keys(torch.zeros_like(seeds), choice_indices, positions)

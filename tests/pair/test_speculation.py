@@ -1,5 +1,5 @@
-"""Speculation changes how fast tokens come, never which tokens: greedy output in every mode (invariants I12, I13), with
-fused kernels and with PyTorch operators.
+"""Tests that speculation changes how fast tokens come, never which tokens: greedy output in every mode (invariants I12,
+I13), with fused kernels and with PyTorch operators.
 
 Seeded output is in test_speculation_sampled.py.
 """
@@ -27,13 +27,11 @@ from tests.support.pair import InProcessPair, MakePair, PairOptions, pairs_that_
 
 Engines = tuple[tuple[TargetModel, PagedHead | None], ...]
 MAX_TOKENS = 4096
-"""Tokens of one forward: enough for all prompts at once."""
+"""The most tokens in one forward: enough for all prompts at once."""
 
 MODES = [(mode, overlap, chunk) for mode in ("alone", "crowd") for overlap in (True, False) for chunk in (16, 512)]
 OPPOSITES = [(MODES[number], MODES[-1 - number]) for number in range(4)]
-"""Pairs of opposite modes. Every value of every setting occurs in one mode of each pair, and the four pairs together
-are all MODES.
-"""
+"""Pairs of modes in which every setting has opposite values. The four pairs together are all MODES."""
 ONE_LAYER = [(head, shape) for head in ("copying", "guessing") for shape in SHAPES]
 LAYERS = [*(("copying_layers", shape) for shape in CHAINS), ("guessing_layers", "chain-5")]
 
@@ -53,14 +51,14 @@ CASES = [
     *in_opposite_modes("operators", ONE_LAYER, 1),
     *in_opposite_modes("operators", LAYERS, 2),
 ]
-"""Every head and shape, fused and with operators. Each case set has every value of every setting, and all pairs of
-values occur.
+"""Every head and shape of drafts, in two opposite modes each, with fused kernels or with operators. Each of the three
+lists covers every value of every setting, and every pair of values.
 """
 
 
 @pytest.fixture(scope="module")
 def fused_engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engines]]:
-    """A function from the name of a fixture to fused copies of its models, one set for each engine."""
+    """A function that takes the name of a fixture and returns fused copies of its models, one set for each engine."""
     with ExitStack() as stack:
 
         @cache
@@ -162,7 +160,7 @@ def test_greedy_output_is_the_same_with_and_without_drafts(
 def test_a_request_may_fill_the_context_and_the_pool(
     shape: str, overlap: bool, copying: Drafted, make_pair: MakePair
 ) -> None:
-    """Drafts after the last token have slots of their own, and no step is launched for them alone."""
+    """Drafts after the last token have slots of their own, and no step is launched merely to verify them."""
     sizes = PairOptions(overlap=overlap, context_tokens=64, **SHAPES[shape])
     options = replace(sizes, decode_tokens=64 + sizes.spec_info.num_slots - 1)
     for max_tokens in range(20, 32):

@@ -1,9 +1,9 @@
-"""The acceptance rate of drafts at each position, compared with what the two distributions allow.
+"""Compares the acceptance rate of drafts at each position with what the two distributions allow.
 
 Both the target's next token and the head's guess depend on the last token only, so their distributions p and q are
-known exactly. Independent draws would agree with probability sum(p q). No coupling agrees more often than 1 - TV(p, q).
-Draws that share their noise agree with probability sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x), which is
-never below (1 - TV) / (1 + TV).
+known exactly. Independent draws would agree with probability sum(p q). No coupling agrees more often than 1 - TV(p, q),
+where TV is the total variation distance. Draws that share their noise agree with probability sum over x of 1 / sum over
+y of max(p_y / p_x, q_y / q_x), which is never below (1 - TV) / (1 + TV).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ NEW_TOKENS = 48
 NUM_POSITIONS = 4
 RUNS = (("erring", 1.0), ("erring", 0.7), ("erring_layers", 1.0))
 FALSE_ALARM = 1e-6 / (2 * NUM_POSITIONS * len(RUNS) + 1)
-"""False-alarm probability of one comparison. Each position of each run is compared with two bounds and a tree's first
-level with one; all comparisons together may fail by chance once in 10^6 runs.
+"""The probability with which one comparison may fail by chance: all of them together may do so once in 10^6 runs. Each
+position of each run is compared with two bounds, and a tree's first level with one.
 """
 
 Matrix = NDArray[np.float64]
@@ -45,8 +45,8 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Probabilities that target and draft choose the same next token, [vocab] each, by last token: a lower bound, the
-    expected value, and the optimum.
+    """Probabilities that target and draft choose the same next token, [vocab] each, indexed by the last token: a lower
+    bound, the expected value, and the optimum.
     """
 
     lower_bound: Matrix
@@ -55,7 +55,9 @@ class Agreement:
 
     @classmethod
     def of(cls, p: Matrix, q: Matrix) -> Agreement:
-        """Compute them from `p` and `q` [vocab, vocab], whose rows t are the distributions after token t."""
+        """Computes the probabilities from `p` and `q` [vocab, vocab], in which row t is the distribution after token
+        t.
+        """
         distance = np.abs(p - q).sum(axis=1) / 2
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = np.maximum(p[:, None, :] / p[:, :, None], q[:, None, :] / q[:, :, None])
@@ -64,7 +66,9 @@ class Agreement:
 
 
 def distributions(logits: Tensor, token_ids: Tensor, temperature: float) -> Matrix:
-    """Softmax over the columns `token_ids`, [vocab, vocab]; all other columns are zero."""
+    """Returns the distributions after each token, [vocab, vocab]: the softmax over the columns `token_ids`, and zero in
+    all other columns.
+    """
     probs = np.zeros(logits.shape)
     probs[:, token_ids.numpy()] = (logits[:, token_ids].double() / temperature).softmax(dim=1).numpy()
     return probs
@@ -72,8 +76,8 @@ def distributions(logits: Tensor, token_ids: Tensor, temperature: float) -> Matr
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A draft whose predecessors were all accepted: its position in the chain, the token before it, and whether it was
-    accepted.
+    """One draft that verification reached, because all drafts before it in the chain were accepted. `position` is its
+    place in the chain, from 0, and `source` the token before it.
     """
 
     position: int
@@ -83,7 +87,7 @@ class Trial:
 
 @contextmanager
 def trials_met() -> Iterator[list[Trial]]:
-    """Collect a Trial for every draft that verification reaches, while chains are drafted."""
+    """Yields a list that collects a Trial for every draft that verification reaches, while chains are drafted."""
     met: list[Trial] = []
     nodes: list[list[list[int]]] = []
     window_input, accept = speculative_worker.window_input, DraftTree.accept
@@ -128,14 +132,16 @@ def agreement_of(drafted: Drafted, erring_model_dir: Path, temperature: float) -
 
 
 def margin_of(trials: Sequence[Trial]) -> float:
-    """Hoeffding's margin for the mean of this many draws in [0, 1]."""
+    """Returns Hoeffding's bound on how far the mean of this many draws in [0, 1] is from its expected value, at
+    FALSE_ALARM.
+    """
     return math.sqrt(math.log(1 / FALSE_ALARM) / (2 * len(trials)))
 
 
 def check_acceptance_is_what_the_distributions_allow(
     drafted: Drafted, erring_model_dir: Path, temperature: float, num_requests: int
 ) -> list[str]:
-    """Check every position's acceptance rate, and return a line of text about each."""
+    """Checks every position's acceptance rate, and returns a line of text about each."""
     agreement = agreement_of(drafted, erring_model_dir, temperature)
     trials = trials_of(drafted, "chain-4", temperature, num_requests)
     lines = []
@@ -199,8 +205,8 @@ def test_it_is_seen(
 
 
 def check_siblings_are_worth_more_than_any_single_draft(erring: Drafted, erring_model_dir: Path) -> str:
-    """Check that a tree's first level is right more often than any single draft could be: it drafts the tokens that the
-    noise favours.
+    """Checks that the first level of a draft tree contains the right token more often than any single draft could be
+    it: the tree drafts the tokens that the noise favours.
 
     Returns a line of text about that level.
     """

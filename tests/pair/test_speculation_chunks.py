@@ -1,5 +1,5 @@
-"""A head's acceptance does not depend on how prompts are split into chunks: each chunk also gets the prompt token after
-it.
+"""Tests that a head's acceptance does not depend on how prompts are split into chunks: the head gets with each chunk
+the prompt token that follows it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Counts = list[tuple[int, int]]
 
 @pytest.fixture
 def count(make_pair: MakePair, last_token_model_dir: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Runs requests with prompts split into chunks of `chunk_tokens`, and returns their verify steps and accepted
-    drafts.
+    """A function that runs requests, with prompts split into chunks of `chunk_tokens`, and returns their numbers of
+    verify steps and accepted drafts.
 
     The head is random: some of its guesses are right, and all of them depend on its own KV.
     """

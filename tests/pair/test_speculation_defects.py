@@ -1,4 +1,6 @@
-"""Speculation when slots run short, when a head's output overflows, and when a replica hands over invalid drafts."""
+"""Tests of speculation when slots run short, when a head's output overflows, and when a replica hands over invalid
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def submit_all(pair: InProcessPair, num_requests: int, *, prompt_tokens: int = 1
 def test_a_tree_that_needs_many_slots_is_served_from_a_small_pool(
     adapts_depth: bool, leaning: Drafted, make_pair: MakePair
 ) -> None:
-    """A step without free slots for drafts does not draft. Otherwise it would take back the slots of a handoff, for
-    ever.
+    """A step without free slots for drafts does not draft. If it did, it would take slots from a handoff under way,
+    again and again.
     """
     options = PairOptions(decode_tokens=260, adapts_depth=adapts_depth, **WIDE_TREE)
     plain, pair = make_pair(leaning.target, options), make_pair(leaning.target, options, draft=leaning.head)

@@ -1,4 +1,6 @@
-"""Tokens are the same at any draft depth and whichever requests want drafts, and the counts report what was drafted."""
+"""Tests that tokens are the same at any draft depth and whichever requests want drafts, and that the counts report what
+was drafted.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ NEW_TOKENS = 40
 
 
 class ScriptedDepth(FixedDepth):
-    """Chooses a random depth for each step, and a seed only where the next step drafts."""
+    """Chooses a random depth for each step. A step leaves a draft seed only if the next step drafts."""
 
     def __init__(self, deepest: SpecInfo) -> None:
         super().__init__(deepest)

@@ -1,4 +1,6 @@
-"""Under speculation the schedule side waits for verify only: it prepares the next step before draft-extend has run."""
+"""Tests that under speculation the schedule side waits for verify only: it prepares the next step before draft-extend
+has run.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ NEW_TOKENS = 24
 
 
 def left_when_prepared(model_dir: Path, head_dir: Path, patch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The work left on the forward stream each time a step is prepared while another is in flight.
+    """Returns the work left on the forward stream each time a step is prepared while another one is in flight.
 
-    The decode engine's streams run only work that something waits for.
+    The decode engine's streams run only the work that something waits for.
     """
     target = load_target(model_dir, device="cpu", dtype="float32")
     head = load_draft(head_dir, target=target, device="cpu", dtype="float32")

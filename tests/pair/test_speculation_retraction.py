@@ -1,4 +1,6 @@
-"""A request that is retracted while it speculates gives the same output as an undisturbed run without drafts."""
+"""Tests that a request which is retracted while it speculates gives the same output as an undisturbed run without
+drafts.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Seeded requests give, token for token, the output of decoding without speculation (invariants I12, I13).
+"""Tests that seeded requests give, token for token, the output of decoding without speculation (invariants I12, I13).
 
-The target depends mostly on its last token, but on all others too. So its copy head is often right and often wrong, and
-misplaced KV changes the tokens drawn.
+The target depends mostly on its last token, but on all others too. So a head that knows the usual next token is often
+right and often wrong, and misplaced KV changes the tokens drawn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class SeededRequest:
 
 
 def seeded_requests(num_requests: int) -> list[SeededRequest]:
-    """Random requests, half of them at temperature 0.7 and half at 1.0, each half with every mixture of options."""
+    """Returns random requests. Half of them have temperature 0.7 and half 1.0, and each half has every combination of
+    options.
+    """
     numbers = random.Random(17)
     return [
         SeededRequest(

@@ -1,8 +1,8 @@
-"""The seed that a decode step leaves for the next draft equals the one that prefill would hand over for the same
-tokens.
+"""Tests that the seed which a decode step leaves for the next draft equals the one that prefill would hand over for the
+same tokens.
 
-The head is random, so its drafts depend on all of its KV. The target's likeliest tokens are such that it sometimes
-guesses them.
+The head is random, so its drafts depend on all of its KV. The target's likeliest tokens are chosen so that the head
+sometimes guesses them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def random_head(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFac
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The seed left for a row that holds `num_tokens` tokens. The newest of these has no KV yet."""
+    """The draft seed that was left for a row of `num_tokens` tokens. The newest of these tokens has no KV yet."""
 
     num_tokens: int
     seed: dict[str, torch.Tensor]
@@ -57,7 +57,7 @@ class Left:
 
 @contextmanager
 def seeds_left_in(module: ModuleType) -> Iterator[list[Left]]:
-    """Collects the seeds of every draft-extend that `module` runs, row by row."""
+    """Yields a list that collects the seeds of every draft-extend that `module` runs, row by row."""
     left: list[Left] = []
     extend_draft: Callable[..., Seed] = module.extend_draft  # type: ignore[attr-defined]
 
@@ -73,8 +73,8 @@ def seeds_left_in(module: ModuleType) -> Iterator[list[Left]]:
 
 
 class LeftBehind(FixedDepth):
-    """Chooses depths in a cycle: `num_behind` steps neither draft nor leave a seed, so that the head reads their tokens
-    later. The next step leaves a seed, and the one after it drafts.
+    """Chooses draft depths in a cycle. `num_behind` steps neither draft nor leave a seed, so the head reads their
+    tokens later. The next step leaves a seed, and the one after it drafts.
     """
 
     def __init__(self, spec_info: SpecInfo, num_behind: int) -> None:
@@ -184,8 +184,8 @@ def test_it_is_seen(mutant: Mutant, shape: str, random_head: Drafted, monkeypatc
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """A tree's first path (its likeliest first draft and the likeliest after that), and all drafts that follow these
-    two.
+    """The start of a draft tree: its likeliest first draft with the likeliest next one, and all drafts that directly
+    follow these two.
     """
 
     first: int
@@ -205,7 +205,7 @@ def branches_of(tree: DraftTree) -> Branches:
 
 
 def first_drafts(drafted: Drafted, options: PairOptions) -> list[DraftTree]:
-    """The first tree drafted for each of NUM_TREES requests, each run alone."""
+    """Returns the first tree that is drafted for each of NUM_TREES requests. Each request runs alone."""
     trees: list[DraftTree] = []
     draft_tree = EagleWorker.draft_tree
 
@@ -227,7 +227,7 @@ def first_drafts(drafted: Drafted, options: PairOptions) -> list[DraftTree]:
 
 
 def check_the_likeliest_path_is_the_chain(drafted: Drafted) -> None:
-    """The tree's likeliest path must be what a chain drafts: siblings change nothing."""
+    """Checks that the tree's likeliest path is what a chain drafts: the siblings change nothing."""
     chains = first_drafts(drafted, PairOptions(num_draft_tokens=3))
     trees = first_drafts(drafted, PairOptions(draft_topk=3, num_draft_steps=3, num_draft_tokens=21))
     num_compared = 0

@@ -1,4 +1,6 @@
-"""`allowed_token_ids` and `bad_words` leave the output of the masked distribution, in every mode of the pair."""
+"""Tests that `allowed_token_ids` and `bad_words` leave the output of the masked distribution, in every mode of the
+pair.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.support.models import END_ID, SMALL_VOCAB_SIZE
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 GRAMMAR_OF = {5: LANGUAGES[1], 6: LANGUAGES[2]}
-"""The language that each of these requests must keep besides its rules."""
+"""The languages of the two requests that have a grammar besides their token rules, by the request's number."""
 
 
 def spelled(text: str) -> tuple[int, ...]:
@@ -34,7 +36,9 @@ RULES_BESIDE_GRAMMARS = {
 
 
 def allowed_after(output: Sequence[int], rules: TokenRules, number: int) -> list[int]:
-    """Returns the tokens that may come next, found by trying each."""
+    """Returns the tokens that may come next, found by trying each. A request with a grammar, by its `number`, must keep
+    that too.
+    """
     candidates = GRAMMAR_OF[number].allowed_after(output) if number in GRAMMAR_OF else range(SMALL_VOCAB_SIZE)
     return [
         token_id
@@ -45,7 +49,7 @@ def allowed_after(output: Sequence[int], rules: TokenRules, number: int) -> list
 
 
 def greedy(model: Any, prompt: Sequence[int], rules: TokenRules, number: int) -> list[int]:
-    """Returns the most likely tokens that the rules allow, computed by transformers."""
+    """Returns the greedy output after the prompt among the tokens that the rules allow, computed by transformers."""
     output: list[int] = []
     while len(output) < NEW_TOKENS and END_ID not in output:
         logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
@@ -104,7 +108,7 @@ def sampling_of(number: int, rules: TokenRules, **options: Any) -> ResolvedSampl
 
 
 def run(pair: InProcessPair, rules: list[TokenRules], *, at_once: bool = True, **options: Any) -> dict[str, list[int]]:
-    """Run each prompt with its rules ("3 bound") and without ("3 free"), together or one after another."""
+    """Runs each prompt with its rules (request "3 bound") and without ("3 free"), together or one after another."""
     for number, prompt in enumerate(PROMPTS):
         free = ResolvedSampling(seed=number, max_tokens=NEW_TOKENS, temperature=0.0, eos_token_ids=(END_ID,))
         pair.submit(f"{number} free", prompt, free, cache_salt="")
@@ -174,7 +178,7 @@ def test_a_retracted_request_keeps_its_rules(make_pair: MakePair, leaning: Draft
 def test_a_resumed_request_keeps_its_rules(
     num_brought: int, make_pair: MakePair, leaning: Drafted, rules: list[TokenRules], expected: list[list[int]]
 ) -> None:
-    """A forbidden sequence may begin in what was brought."""
+    """A forbidden sequence may begin in the output of the earlier stream."""
     pair = make_pair(leaning.target, PairOptions(), draft=leaning.head)
     for number, prompt in enumerate(PROMPTS):
         if END_ID not in (brought := expected[number][:num_brought]):
@@ -191,7 +195,7 @@ def test_a_resumed_request_keeps_its_rules(
 def test_rules_that_leave_no_token_fail_their_request_alone(
     has_head: bool, local_prefill_tokens: int, make_pair: MakePair, leaning: Drafted
 ) -> None:
-    """Only 9 and 12 may come, in turns, and no more than three of them."""
+    """The rules `later` allow only tokens 9 and 12, in turns, and no more than three of them."""
     options = PairOptions(local_prefill_tokens=local_prefill_tokens)
     pair = make_pair(leaning.target, options, draft=leaning.head if has_head else None)
     at_once = TokenRules(allowed_ids=(9,), forbidden=((9,),))
