@@ -24,11 +24,11 @@ if TYPE_CHECKING:  # not installed where only tests/gpu runs
 
 
 LONGEST_FIRST = {"real": 0, "interleavings": 1, "pair": 2, "storm": 3, "e2e": 4}
-"""Sort keys of the folders whose test files take tens of seconds each: the lowest starts first."""
+"""Sort keys of the folders whose test files take tens of seconds each. Files with the lowest key start first."""
 
 
 def pytest_configure() -> None:
-    """Set up hypothesis without a deadline, since test processes share the cores and an example may have to wait for
+    """Sets up hypothesis without a deadline, since test processes share the cores and an example may have to wait for
     one.
     """
     if find_spec("hypothesis") is not None:  # not installed where only tests/gpu runs
@@ -46,8 +46,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first. Two processes that each take whole files then finish at nearly the same
-    time.
+    """Puts the test files that take longest first. Two processes that each take whole files then finish at nearly the
+    same time.
 
     The order of tests within a file, and of all other files, stays as it was.
     """
@@ -56,8 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Let the garbage collector pass over what imports and collection leave, some million objects that stay. It took
-    a tenth of the suite's time.
+    """Makes the garbage collector ignore the objects that imports and collection leave, about a million of them that
+    are never freed. Visiting them took a tenth of the suite's time.
     """
     gc.disable()
     try:
@@ -70,7 +70,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns a function that maps an architecture to the directory of a tiny random model, which is made once."""
+    """A function from an architecture to the directory of a tiny random model, which is made once."""
     made: dict[str, Path] = {}
 
     def make(architecture: str) -> Path:

@@ -1,5 +1,5 @@
-"""`make bench` runs every benchmark even if an earlier one failed, and passes the peer to those that compare with
-one.
+"""Tests that `make bench` runs every benchmark even if an earlier one failed, and passes the peer (another serving
+program) to the benchmarks that compare with one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures that benchmarks compute from a recorded timeline: forwards, and the time between them."""
+"""Tests of the figures that benchmarks compute from a recorded timeline: forwards, and the time between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def forward(number: int, start_ms: int, end_ms: int, rows: int = 1) -> TimelineE
 
 
 def launch(start_ms: int) -> list[TimelineEvent]:
-    """The spans of one engine step that launched something. It takes 4 ms and waits for half of them."""
+    """Returns the spans of one engine step that launched something. It takes 4 ms and waits for half of them."""
     return [
         span("launch", start_ms, start_ms + 1),
         span("wait", start_ms + 1, start_ms + 3),

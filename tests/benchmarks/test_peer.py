@@ -1,5 +1,5 @@
-"""A benchmark's peer (another serving program to compare with): the arguments it gets. A peer that fails meets no
-bound.
+"""Tests of a benchmark's peer (another serving program to compare with): the arguments that it is started with, and
+that a peer which fails meets no bound.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def peer(batch: int = 1, decode_tokens_per_s: float = 50.0, dtype: str = "bfloat
 
 
 def run(program: str, num_threads: int | None = None) -> PeerFigures | None:
-    """Run a peer that consists of these lines of Python."""
+    """Runs a peer that consists of these lines of Python."""
     return run_peer(
         shlex.join([sys.executable, "-c", f"import json, sys\n{program}", "MODEL"]),
         dtype="bfloat16",
@@ -67,8 +67,8 @@ def test_rows_are_found_by_batch() -> None:
 
 
 def serving_of(found: PeerFigures | None, full_load_s: float = 9.0) -> tuple[str, bool]:
-    """The table of a round with one request, and whether its bounds were met. All bounds other than the peer's are
-    met.
+    """Returns the table of a benchmark round with one request, and whether its bounds were met. All bounds but those
+    that compare with the peer are met.
     """
     zeros: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(LoadReport)}
     figures = {"decode_tokens_per_s": 100.0, "full_load_tokens_per_s": 100.0, "tokens_per_s": 90.0}

@@ -1,5 +1,5 @@
-"""The schedule side of a step meets its bounds on its time at the largest batch and on its growth with the batch; the
-operations of the prefix tree meet theirs for a row.
+"""Tests that the schedule side of a step meets its bounds, on its time at the largest batch and on its growth with the
+batch, and that the prefix tree's operations for one row meet theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Constrained output is judged by its ratio to the unconstrained output of the same round."""
+"""Tests that constrained output is judged by the ratio of its speed to that of unconstrained output in the same
+round.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def fake_services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Restore SIGINT for the test. If a script starts the suite in the background, the suite ignores SIGINT, and so
-    would its child processes.
+    """Restores SIGINT's default for the test. If a script starts the suite in the background, the suite ignores SIGINT,
+    and its child processes would ignore it too.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -36,7 +36,7 @@ def interruptible() -> Iterator[None]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs. A zombie counts as ended: only its parent has not collected it yet."""
+    """Returns whether the process runs. A zombie counts as ended: only its parent has not collected it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -44,7 +44,7 @@ def is_alive(pid: int) -> bool:
 
 
 def await_end(pids: Iterable[int]) -> bool:
-    """Whether all of these processes end within BOUND_S."""
+    """Returns whether all of these processes end within BOUND_S."""
     pids = list(pids)
     deadline = time.monotonic() + BOUND_S
     while any(map(is_alive, pids)):

@@ -1,4 +1,4 @@
-"""The output of `baton`'s commands, and their exit status."""
+"""Tests of the output of `baton`'s commands, and of their exit status."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_text_of_a_stream_that_breaks_ends_with_a_line(server: ScriptedServer) -
 
 
 class Terminal:
-    """A command that runs on its own terminal. Tests read what it shows and type into it."""
+    """A command that runs on a terminal of its own. Tests read what it shows and type into it."""
 
     def __init__(self, *arguments: str) -> None:
         self._shown = b""
@@ -170,7 +170,7 @@ class Terminal:
         self._process.send_signal(signal.SIGINT)
 
     def read_until(self, words: str) -> str:
-        """The output since the last call, up to these words."""
+        """Returns the output since the last call, up to these words."""
         while words.encode() not in self._shown:
             try:
                 part = os.read(self._terminal, 4096)
@@ -182,7 +182,7 @@ class Terminal:
         return before.decode()
 
     def end(self) -> int:
-        """Wait for the command to end, and return its exit status."""
+        """Waits for the command to end, and returns its exit status."""
         return self._process.wait(BOUND_S)
 
     def __enter__(self) -> Self:
@@ -310,7 +310,7 @@ def test_what_is_no_address_is_refused_in_words_at_once(arguments: tuple[str, ..
 
 @contextmanager
 def answering(text: bytes) -> Iterator[str]:
-    """The address of a server that sends `text` to every connection and closes it."""
+    """Yields the address of a server that sends `text` to every connection and closes it."""
 
     class Answer(socketserver.BaseRequestHandler):
         def handle(self) -> None:

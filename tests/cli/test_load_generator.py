@@ -1,4 +1,4 @@
-"""The figures that a load run reports, given arrivals on a scripted clock."""
+"""Tests of the figures that a load run reports, given arrivals on a scripted clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LocalPair: service processes on this machine become ready together, and none is left behind."""
+"""Tests of LocalPair: service processes on this machine become ready together, and none is left behind."""
 
 from __future__ import annotations
 

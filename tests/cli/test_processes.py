@@ -1,4 +1,6 @@
-"""`baton up`, `demo` and `bench` as users run them, in processes of their own. They leave no process behind."""
+"""Tests of `baton up`, `demo` and `bench` as users run them, in processes of their own. They leave no process
+behind.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ BATON = [sys.executable, "-c", "from baton.cli.main import main; main()"]
 
 
 class Command:
-    """A running `baton` command with --json."""
+    """A `baton` command that runs with --json. Tests read the lines that it prints."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -49,7 +51,9 @@ class Command:
         self.service_pids: list[int] = []
 
     def lines_until(self, is_last: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-        """All lines printed up to the one for which `is_last` is True. Fails if the command ends before that."""
+        """Returns all lines printed up to the one for which `is_last` is True. Fails if the command ends before
+        that.
+        """
         lines = []
         assert self.process.stdout is not None
         for text in self.process.stdout:
@@ -314,7 +318,9 @@ def test_up_interrupted_while_it_starts_leaves_no_process(
 
 @pytest.fixture
 def first_is_loading(command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Start a pair whose processes load for ever and listen on no port yet. Returns the ports chosen for them."""
+    """A function that starts a pair whose processes load for ever and listen on no port yet. It returns the ports
+    chosen for them.
+    """
     monkeypatch.setenv("FAKE_PREFILL", "--fake-trouble=loads")
     monkeypatch.setenv("FAKE_DECODE", "--fake-trouble=loads")
 

@@ -1,4 +1,4 @@
-"""The delay after which a process that ended is restarted, on a scripted clock."""
+"""Tests of the delay after which a process that ended is restarted, on a scripted clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.service_process import ChildProcess
 
 
 class ScriptedProcess(ChildProcess):
-    """A process that runs nothing. The test sets `died` and `has_room`."""
+    """A process that runs nothing. The test sets `died` and `has_room` (whether it may be restarted)."""
 
     def __init__(self) -> None:
         super().__init__(name="decode-0", address="127.0.0.1:1", arguments=(), log_file=Path("decode-0.log"))
@@ -47,7 +47,7 @@ class Rig:
         return self.restarts.look(is_ready=is_ready)
 
     def die(self) -> float:
-        """Let the process die, and return the delay until its restart."""
+        """Lets the process die, and returns the delay until its restart."""
         self.process.died = True
         ended = self.look_after(0.0)
         assert isinstance(ended, Ended) and "decode-0 ended with status 1" in str(ended.error)

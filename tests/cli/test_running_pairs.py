@@ -1,4 +1,4 @@
-"""Commands find the pairs that `baton up` runs on this machine."""
+"""Tests that commands find the pairs which `baton up` runs on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def keeper(*addresses: str) -> subprocess.Popen[str]:
-    """A process that announces a pair with these addresses until its input ends."""
+    """Returns a process that announces a pair with these addresses until its input ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", KEEPS_A_PAIR, *addresses], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -149,7 +149,7 @@ def test_of_several_the_newest_is_taken_and_said(server: ScriptedServer) -> None
 
 
 def waiting(*arguments: str) -> subprocess.Popen[str]:
-    """Start a command and wait until it prints that it is waiting for a pair."""
+    """Starts a command and waits until it prints that it is waiting for a pair."""
     process = subprocess.Popen(
         [sys.executable, "-c", "from baton.cli.main import main; main()", *arguments],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The log lines of services, as `baton up` shows them to its user."""
+"""Tests of the log lines of services, as `baton up` shows them to its user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines of several services are merged onto one time axis."""
+"""Tests that timelines of several services are merged onto one time axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.trace_file import trace_events
 
 
 def timeline(service: str, *, start_ns: int, unix_offset_ns: int, clock_id: str) -> ServiceTimeline:
-    """The timeline of a service, with one span that starts 1 µs after its beginning."""
+    """Returns the timeline of a service, with one span that starts 1 µs after its beginning."""
     span = TimelineEvent(EventKind.SPAN, "step", start_ns + 1000, 500, "", "", {"flow": 7})
     return ServiceTimeline(
         address="127.0.0.1:1",

@@ -21,11 +21,10 @@ BOUND_S = 10.0
 
 
 class ScriptedInference(inference_pb2_grpc.InferenceServicer):
-    """An Inference service that plays the next of `scripts` for each Generate call, and `script` once there is none
-    left.
+    """An Inference service that plays the next of `scripts` for each Generate call, and `script` once none is left.
 
-    A script lists events to send, a status that ends the call, and HOLD, which waits. `script` may also be a function
-    that returns the script for a request.
+    A script is a list. Each entry is an event to send, a status that ends the call, or HOLD, which waits. `script` may
+    also be a function that returns the script for a request.
     """
 
     HOLD = object()
@@ -155,7 +154,7 @@ def finished(
 
 
 def failure(code: int, message: str, *, reason: str = "", **metadata: str) -> status_pb2.Status:
-    """An error status. With a reason, it carries google.rpc.ErrorInfo."""
+    """Returns an error status. With a reason, it carries google.rpc.ErrorInfo."""
     status = status_pb2.Status(code=code, message=message)
     if reason:
         detail = any_pb2.Any()
@@ -165,7 +164,7 @@ def failure(code: int, message: str, *, reason: str = "", **metadata: str) -> st
 
 
 def prompt_tokens(start: int, *tokens: tuple[int, bytes, float | None]) -> inference_pb2.GenerateEvent:
-    """An event with tokens of the prompt: each an id, its bytes and its log-probability, if it has one."""
+    """Returns an event with tokens of the prompt, each given as (id, bytes, log-probability or None)."""
     return inference_pb2.GenerateEvent(
         prompt_logprobs=inference_pb2.PromptLogprobs(
             start=start,

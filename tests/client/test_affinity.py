@@ -1,4 +1,4 @@
-"""The beginnings of requests, and the memory of the server that last had each."""
+"""Tests of the beginnings of requests, and of a client's memory of which server last had each beginning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which of several servers gets a call: the one that has the request's beginning, within a bound on imbalance."""
+"""Tests of which of several servers a client chooses for a call: the one that has the request's beginning cached,
+unless it is too busy compared with the others.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ from tests.support.services_here import until
 READY, NOT_READY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 NUM_SERVERS = 3
 WAKE_BOUND_S = 2.5
-"""Whoever waits looks again after LOOK_UP_TIMEOUT_S, also if nobody wakes them."""
+"""The longest wait of a caller that is woken, in seconds. A caller that nobody wakes looks again after
+LOOK_UP_TIMEOUT_S, which is longer.
+"""
 LOST = failure(code_pb2.UNAVAILABLE, "Socket closed")
 FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s="0")
 
@@ -70,7 +74,7 @@ def servers(scripted: list[ScriptedServer]) -> Iterator[BlockingServers]:
 
 @contextmanager
 def connected(scripted: list[ScriptedServer]) -> Iterator[BlockingServers]:
-    """The choice among `scripted`, once all of them are known to be ready."""
+    """Yields a client's choice among the servers `scripted`, once all of them are known to be ready."""
     servers = BlockingServers(addresses(scripted))
     try:
         wait_until(lambda: len({give_back(servers, take(servers)) for _ in scripted}) == len(scripted))
@@ -94,7 +98,9 @@ def take(
     common: CommonServer | None = None,
     **fields: Any,
 ) -> Server:
-    """Takes the server for a chat of these turns, or for a request without a beginning. The server accepts it."""
+    """Takes the server for a chat of these turns, or for a request without a beginning if there are none, and notes
+    that the server accepted it.
+    """
     beginnings = servers.beginnings_of(chat(*turns, **fields))
     server = servers.take_when_ready(beginnings, avoided=avoided, common=common, timeout_s=BOUND_S)
     servers.note_accepted(server, Opening(beginnings))
@@ -176,7 +182,9 @@ def test_the_server_of_the_last_call_is_avoided_if_another_is_ready(
 
 @pytest.fixture(params=[Client, AsyncClient])
 async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Client | AsyncClient]]:
-    """Opens clients of either kind. The test may block the event loop, because the servers run on threads."""
+    """A function that opens a client of either kind. The test may block the event loop, because the servers run on
+    threads.
+    """
     async with AsyncExitStack() as stack:
 
         async def open_client(address: str, **options: Any) -> Client | AsyncClient:
@@ -189,14 +197,14 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Callable[...,
 
 
 async def served_by(client: Client | AsyncClient, *turns: tuple[str, str], **options: Any) -> str:
-    """The address of the server that answers a chat of these turns."""
+    """Sends a chat of these turns, and returns the address of the server that answers."""
     messages = [ChatMessage(role, content) for role, content in turns]
     answer = client.complete(chat=messages, timeout_s=BOUND_S, **options)
     return (answer if isinstance(answer, Completion) else await answer).request_id
 
 
 async def started_at(stream: EventStream | AsyncEventStream) -> str:
-    """The address of the server that has accepted the stream's request."""
+    """Returns the address of the server that has accepted the stream's request."""
     event = next(stream) if isinstance(stream, EventStream) else await anext(stream)
     assert isinstance(event, Started)
     return event.request_id
@@ -251,7 +259,7 @@ async def test_a_conversation_goes_on_elsewhere_while_its_server_stops_and_the_s
 async def test_a_generation_does_not_go_back_to_the_server_that_broke_or_refused_its_call(
     scripted: list[ScriptedServer], connect: Callable[..., Any], broken_by: Any
 ) -> None:
-    """Though that server is still ready, and knows the conversation."""
+    """The server is still ready, and has the conversation's beginning."""
     client = await connect(addresses(scripted[:2]), resume=True, admission_timeout_s=BOUND_S)
     await until_all_are_used(client, 2)
     for _ in range(3):
@@ -266,7 +274,9 @@ async def test_a_generation_does_not_go_back_to_the_server_that_broke_or_refused
 async def test_a_server_that_fails_at_once_attracts_nothing(
     scripted: list[ScriptedServer], connect: Callable[..., Any], broken_by: Any
 ) -> None:
-    """Though it has the fewest open calls, and requests that it did not accept begin like the later ones."""
+    """The server has the fewest open calls, and the requests that it did not accept begin like the later ones. Neither
+    counts in its favour.
+    """
     client = await connect(addresses(scripted))
     await until_all_are_used(client)
     scripted[0].inference.script = [broken_by]
@@ -446,7 +456,7 @@ async def test_a_first_call_waits_for_a_server_that_is_ready(
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """Two addresses that accept connections and say nothing: a client goes on connecting for long."""
+    """Two addresses that accept connections and send nothing, so that a client goes on connecting for long."""
     with BlackHoleProxy() as first, BlackHoleProxy() as second:
         first.cut()
         second.cut()
@@ -495,7 +505,9 @@ def test_an_end_that_passes_while_a_call_begins_to_wait_is_not_missed(silent: st
 
 @pytest.fixture(params=[BlockingServers, AsyncServers])
 async def ready_within(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Takes a server of either client's, which waits for at most 0.2 s, and closes them."""
+    """A function that opens a client's servers at an address, waits at most 0.2 s for one to be ready, takes it, and
+    closes them.
+    """
 
     async def ready_within(address: str) -> Server:
         servers = request.param(address, ready_timeout_s=0.2)
@@ -652,7 +664,9 @@ def test_threads_may_share_a_client_while_servers_come_and_go(scripted: list[Scr
 def test_a_call_counts_as_open_until_it_ends_or_its_stream_is_dropped(
     scripted: list[ScriptedServer], servers: BlockingServers
 ) -> None:
-    """Every call open at one server makes the next go elsewhere, and the calls that ended do not."""
+    """The number of open calls at the servers is measured by taking servers for further calls. Calls that ended must
+    not count.
+    """
 
     def open_at(*, holds: bool) -> EventStream:
         for server in scripted:

@@ -1,4 +1,4 @@
-"""The events of a generation and its ending. The same rules hold for both clients."""
+"""Tests of the events of a generation and of its ending. The same rules hold for both clients."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ async def test_a_class_may_refuse_an_answer(server: ScriptedServer, either: Eith
 
 
 def test_the_type_of_an_answer_is_its_schemas(server: ScriptedServer, client: Client) -> None:
-    """The checker of types reads this too."""
+    """The type checker evaluates the `assert_type` calls of this test."""
     server.inference.script = WROTE_2
     answer = assert_type(client.complete("Hi", json_schema=Even), Completion[Even])
     assert answer.parsed is not None and answer.parsed.number == 2

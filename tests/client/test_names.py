@@ -1,4 +1,4 @@
-"""A name that resolves to several decode services, which come and go while a client is connected."""
+"""Tests of a name that resolves to several decode services, which come and go while a client is connected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.services_here import until
 LOOK_UP_OFTEN = {"grpc.dns_min_time_between_resolutions_ms": 50}
 BOUND_S = 20.0
 EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""The HTTP/2 frame that a server opens a connection with."""
+"""The HTTP/2 frame with which a server opens a connection."""
 CERTIFICATES = Path(__file__).with_name("certificates")
 
 
@@ -67,7 +67,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
 
 @pytest.fixture(params=[Client, AsyncClient])
 async def open_client(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Any]]:
-    """Opens clients of either kind."""
+    """A function that opens a client of either kind."""
     async with AsyncExitStack() as stack:
 
         async def open_client(address: str, **options: Any) -> Any:
@@ -81,13 +81,13 @@ async def open_client(request: pytest.FixtureRequest) -> AsyncIterator[Callable[
 
 
 async def host_asked(client: Client | AsyncClient) -> str:
-    """The host that answers the next call."""
+    """Returns the host that answers the next call."""
     info = await (asyncio.to_thread(client.model_info) if isinstance(client, Client) else client.model_info())
     return info.model
 
 
 async def next_event(stream: Any) -> Any:
-    """The next event of either client's stream, None after the last."""
+    """Returns the next event of either client's stream, None after the last."""
     return await (anext(stream, None) if hasattr(stream, "__anext__") else asyncio.to_thread(next, stream, None))
 
 
@@ -170,7 +170,7 @@ def test_a_server_or_a_proxy_before_it_sees_the_name_that_was_looked_up(names: N
 
 
 class LookUps:
-    """A LookUp that counts its calls, and waits while `goes_on` is not set."""
+    """A look-up function that counts its calls. It waits while the event `goes_on` is not set."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses: Sequence[str] = addresses
@@ -195,7 +195,7 @@ async def take(servers: BlockingServers | AsyncServers, timeout_s: float | None 
 
 @pytest.fixture(params=[BlockingServers, AsyncServers])
 async def watch(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., BlockingServers | AsyncServers]]:
-    """Opens the servers behind a name that a LookUps looks up."""
+    """A function that opens the servers behind a name. A LookUps resolves the name."""
     opened: list[BlockingServers | AsyncServers] = []
 
     def watch(look_ups: LookUps, **options: Any) -> BlockingServers | AsyncServers:

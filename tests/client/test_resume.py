@@ -1,4 +1,4 @@
-"""`resume=True`: a broken stream continues in another call, and its caller sees a single stream."""
+"""Tests of `resume=True`: a broken stream continues in another call, and its caller sees a single stream."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reader:
         self._client = client
 
     async def read(self, **options: Any) -> tuple[list[Event], errors.BatonError | None, Progress]:
-        """The events of a generation, the error that ended it or None, and the stream's progress."""
+        """Returns the events of a generation, the error that ended it or None, and the stream's progress."""
         options = {"prompt": "Hi", **options}
         events: list[Event] = []
         stream = self._client.generate(**options)
@@ -152,7 +152,9 @@ async def test_a_status_lost_behind_finished_breaks_nothing(server: ScriptedServ
 
 
 async def test_refusals_due_to_the_break_pass(server: ScriptedServer, reader: Reader) -> None:
-    """The dying server may still hold the caller's request id, and the others are busy with the streams it lost."""
+    """A dying server may still hold the caller's request id, and the others may be busy with the streams that it lost.
+    Both refuse the request for a while, and the client tries again.
+    """
     server.inference.scripts.extend([[started(), delta([5], "a"), LOST], [LIVE], [FULL], [started(), finished()]])
 
     events, error, _ = await reader.read(request_id="mine")
@@ -375,7 +377,9 @@ async def test_a_closed_client_resumes_nothing(server: ScriptedServer) -> None:
 
 
 def test_what_was_not_admitted_is_sent_again_without_a_copy() -> None:
-    """A copy would cost much: a prompt may have megabytes, and a caller may want many choices of it."""
+    """A copy of the request would be expensive: a prompt may have megabytes, and a caller may want many choices of
+    it.
+    """
     request = inference_pb2.GenerateRequest(text="Hi", generated_token_ids=[1, 2])
     generation = Generation(request, timeout_s=None, resume_timeout_s=10.0)
     for _ in range(2):

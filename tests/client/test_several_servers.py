@@ -1,4 +1,6 @@
-"""With an address that names several servers, either client uses those that are ready: in turn, if nothing decides."""
+"""Tests that with an address which names several servers, either client uses those that are ready, in turn if nothing
+else decides.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ async def test_the_async_client_does_so_too_and_resumes_at_the_other(servers: di
 
 
 def test_nothing_of_a_closed_client_comes_to_a_later_event_loop(servers: dict[str, ScriptedServer]) -> None:
-    """gRPC delivers the events of all event loops together: one for a closed loop shows as an error in another."""
+    """gRPC delivers the events of all event loops together, so an event for a closed loop would show as an error in
+    another loop.
+    """
     told: list[dict[str, Any]] = []
 
     async def use() -> None:
@@ -116,8 +120,8 @@ async def test_a_list_that_is_none_is_refused(make: Callable[[str], Any], wrong:
 
 
 def test_hosts_that_nobody_knows_are_named_when_there_is_no_other() -> None:
-    """A replica whose container is gone is also missing from the names, and the others serve. If no host is left,
-    the error lists them all.
+    """If a replica's container is gone, its host name no longer resolves, and the other replicas serve. If no host is
+    left, the error lists them all.
     """
     with pytest.raises(errors.Unavailable, match=r"one\.invalid:1,two\.invalid:2"):
         Client("one.invalid:1,two.invalid:2")

@@ -2,9 +2,9 @@
 
 python -m tests.clients
 
-Each client completes a small agent run: a parsed object, a tool call and its answer, a stream. They live in an
-environment of their own, since they ask for different versions of the same libraries than the project's tests.
-requirements.txt lists it whole.
+Each client completes a small agent run: a parsed object, a tool call and its answer, and a stream. The clients are
+installed in an environment of their own, since they need other versions of some libraries than the project's tests.
+requirements.txt lists that environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def _install() -> tuple[Path, Path]:
-    """Installs the clients, if they are not. Returns the interpreters of Python and JavaScript."""
+    """Installs the clients, unless they are installed. Returns the interpreters of Python and JavaScript."""
     python = ENVIRONMENT / "bin" / "python"
     installed, wanted = ENVIRONMENT / "installed", f"{REQUIREMENTS.read_text()}{OPENAI_JS}\n"
     if not installed.exists() or installed.read_text() != wanted:

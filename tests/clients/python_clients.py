@@ -2,8 +2,8 @@
 
 python python_clients.py BASE_URL
 
-Prints a line for each, and ends with status 1 if one failed. The demo model is small: what it says matters less than
-that it comes in the shape that the client asked for.
+Prints a line for each run, and ends with status 1 if one failed. The demo model is small: what it says matters less
+than that the answer has the form which the client asked for.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Outcome:
 
 
 def answered_differently(*outcomes: Outcome) -> Mapping[int, int]:
-    """The questions that got more than one answer, with the number of different answers. Decoding is greedy, so
-    there should be none.
+    """Returns the questions that got more than one answer, each with the number of different answers. Decoding is
+    greedy, so there should be none.
     """
     answers: dict[int, set[tuple[int, ...]]] = {}
     for number, answer in (each for outcome in outcomes for each in outcome.answers):
@@ -52,12 +52,14 @@ def answered_differently(*outcomes: Outcome) -> Mapping[int, int]:
 
 
 def question(number: int, *, num_fillings: int = 4) -> str:
-    """A text of which nothing is cached if the question is new."""
+    """Returns the text of question `number`. Different questions share no beginning, so nothing of a new one is
+    cached.
+    """
     return f"{number}. {_FILLING * num_fillings}What is {number} plus {number + 1}? Explain."
 
 
 def over_http(port: int, *, num_fillings: int = 4) -> Chat:
-    """A chat with the gateway. Every second answer is streamed."""
+    """Returns a function that asks the gateway a question over HTTP. Every second answer is streamed."""
 
     def chat(number: int) -> Answer:
         streams = number % 2 == 1
@@ -86,7 +88,9 @@ def over_http(port: int, *, num_fillings: int = 4) -> Chat:
 
 
 def over_grpc(addresses: Sequence[str], *, num_fillings: int = 4, tls: Tls | None = None) -> Chat:
-    """A chat with the decode services in turn. It does not resume, so that a lost stream shows."""
+    """Returns a function that asks the decode services questions in turn over gRPC. It does not resume, so that a lost
+    stream shows.
+    """
 
     def chat(number: int) -> Answer:
         messages = [ChatMessage("user", question(number, num_fillings=num_fillings))]
@@ -105,8 +109,8 @@ def ask(
     first: int = 0,
     on_answer: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """Ask `num_requests` questions, numbered from `first` on, and dealt to the chats in turn. `on_answer` is
-    called on this thread with the number of chats that have ended.
+    """Asks `num_requests` questions, numbered from `first` on, and shared out to `chats` in turn. `on_answer` is called
+    on this thread with the number of questions that have been answered or have failed.
     """
     answers, failures = [], []
     with ThreadPoolExecutor(num_at_a_time) as executor:

@@ -23,7 +23,9 @@ def run(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> str:
-    """Run a command and return its standard output. Raises CommandFailed."""
+    """Runs a command and returns its standard output. Raises CommandFailed if it fails or takes longer than
+    `timeout_s`.
+    """
     try:
         done = subprocess.run(
             command,
@@ -54,7 +56,9 @@ def succeeds(command: Sequence[str], *, timeout_s: float, environment: Mapping[s
 
 
 def wait_until(what: str, is_so: Callable[[], bool], *, timeout_s: float) -> None:
-    """Poll until `is_so()` is True. Raises TimeoutError, which names `what` was awaited."""
+    """Polls until `is_so()` is True. Raises TimeoutError after `timeout_s`, with `what`, the description of what was
+    awaited.
+    """
     end_s = time.monotonic() + timeout_s
     while not is_so():
         if time.monotonic() > end_s:

@@ -1,4 +1,4 @@
-"""The two ways into a running project (HTTP at the gateway, gRPC at the decode services), and loads sent through
+"""The two ways into a running project, HTTP at the gateway and gRPC at the decode services, and loads sent through
 them.
 """
 
@@ -28,7 +28,7 @@ def grpc(project: Project, *, num_fillings: int = 4) -> Chat:
 def load(
     *chats: Chat, num_requests: int, report: Report, first: int = 0, on_answer: Callable[[int], None] | None = None
 ) -> Outcome:
-    """Send a load of chats with the questions from `first` on. Each one that is not answered is a problem in the
+    """Sends `num_requests` questions from number `first` on. Each one that is not answered is a problem in the
     report.
     """
     outcome = ask(chats, num_requests=num_requests, num_at_a_time=NUM_AT_A_TIME, first=first, on_answer=on_answer)
@@ -39,5 +39,5 @@ def load(
 
 
 def rows_served(container: Container) -> int:
-    """The number of rows that the container served, by its own metrics."""
+    """Returns the number of rows that the container served, by its own metrics."""
     return sum(int(float(count)) for count in _SERVED.findall(container.metrics()))

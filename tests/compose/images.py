@@ -34,12 +34,12 @@ def build(project: Project, report: Report) -> None:
 
 
 def image_of(project: Project, service: str) -> str:
-    """The image that the compose file names, with its variables filled in."""
+    """Returns the image that the compose file names, with its variables filled in."""
     return str(yaml.safe_load(project.compose("config", timeout_s=60))["services"][service]["image"])
 
 
 def third_parties(project: Project, root: Path, report: Report) -> ThirdParties:
-    """Pull Prometheus and Grafana. If no registry answers, build Prometheus from Debian's packages and leave Grafana
+    """Pulls Prometheus and Grafana. If no registry answers, builds Prometheus from Debian's packages and leaves Grafana
     out.
     """
     with report.step("images of Prometheus and Grafana"):

@@ -29,7 +29,7 @@ def _up(prometheus: Prometheus) -> dict[str, int]:
 
 
 def list_panels(prometheus: Prometheus, dashboards: Path, report: Report) -> None:
-    """Print each panel with the values it shows. A panel without data is a problem."""
+    """Prints each panel with the values it shows. A panel without data is a problem."""
     with report.step("every panel has data"):
         panels = read_panels(dashboards)
         num_queries = sum(len(panel.queries) for panel in panels)

@@ -66,8 +66,8 @@ def chat(project: Project, report: Report) -> None:
 
 
 def check_handoff(project: Project, report: Report) -> None:
-    """After some chats: check that the KV of each prefill replica went through shared memory, drafts were accepted,
-    and no dead socket is left.
+    """Checks, after some chats, that the KV of each prefill replica went through shared memory, that drafts were
+    accepted, and that no dead socket is left.
     """
     with report.step("KV through shared memory, drafts accepted"):
         replicas = project.containers("prefill")
@@ -106,8 +106,8 @@ def have_all_serve(project: Project, report: Report) -> None:
 
 
 def kill_a_prefill(project: Project, report: Report) -> None:
-    """Kill a prefill container under load. The other one must compute its prompts, every chat must be answered, and
-    it must be restarted.
+    """Kills a prefill container under load. The other one must compute its prompts, every chat must be answered, and it
+    must be restarted.
     """
     with report.step(f"{_NUM_UNDER_KILL} chats through both doors, a prefill container killed meanwhile"):
         container = project.containers("prefill")[1]
@@ -126,7 +126,7 @@ def kill_a_prefill(project: Project, report: Report) -> None:
 
 
 def _retries(project: Project) -> list[int]:
-    """The number of retried rows of each decode service."""
+    """Returns the number of retried rows of each decode service."""
     return [_counter(container, "baton_row_retries_total") for container in project.containers("decode")]
 
 
@@ -136,7 +136,7 @@ def _counter(container: Container, name: str) -> int:
 
 
 def stop(project: Project, report: Report) -> None:
-    """Stop the containers with SIGTERM, one after the other."""
+    """Stops the containers with SIGTERM, one after the other."""
     with report.step("SIGTERM"):
         containers = [(name, container) for name in reversed(BUILT) for container in project.containers(name)]
         for name, container in containers:

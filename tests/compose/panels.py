@@ -24,7 +24,7 @@ class Panel:
 
 
 def read_panels(directory: Path) -> list[Panel]:
-    """All panels that have queries."""
+    """Returns all panels that have queries."""
     panels = []
     for path in sorted(directory.glob("*.json")):
         dashboard = json.loads(path.read_text())
@@ -42,7 +42,7 @@ class Prometheus:
         self._url = f"http://127.0.0.1:{port}/api/v1"
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """The labels and the current value of each series. NaN values are left out."""
+        """Returns the labels and the current value of each series. NaN values are left out."""
         for variable, value in VARIABLES.items():
             expression = expression.replace(variable, value)
         samples = self._get(f"query?{urllib.parse.urlencode({'query': expression})}")["result"]
@@ -50,7 +50,7 @@ class Prometheus:
         return [(labels, value) for labels, value in found if not math.isnan(value)]
 
     def targets_up(self) -> dict[str, int]:
-        """The number of targets of each job that respond."""
+        """Returns the number of targets of each job that respond."""
         return {labels["job"]: int(value) for labels, value in self.query("sum by (job) (up)")}
 
     def _get(self, path: str) -> Any:

@@ -13,7 +13,7 @@ from tests.compose.command import CommandFailed, run, succeeds, wait_until
 
 
 def compose_command() -> tuple[str, ...]:
-    """The command for compose: docker's plugin, or else the older program docker-compose."""
+    """Returns the command for compose: docker's plugin, or else the older program docker-compose."""
     if succeeds(["docker", "compose", "version"], timeout_s=30):
         return ("docker", "compose")
     return ("docker-compose",)
@@ -41,7 +41,7 @@ class Container:
         return int(self.inspect()["State"]["ExitCode"])
 
     def port(self, port: int) -> int:
-        """The host's port for the container's `port`."""
+        """Returns the host's port for the container's `port`."""
         (binding,) = self.inspect()["NetworkSettings"]["Ports"][f"{port}/tcp"]
         assert binding["HostIp"] == "127.0.0.1", binding
         return int(binding["HostPort"])
@@ -50,7 +50,7 @@ class Container:
         return run(["docker", "exec", self.id, *command], timeout_s=timeout_s)
 
     def crash(self, *, image: str) -> None:
-        """Kill the container's process with SIGKILL from outside, as the kernel does when memory runs out. `docker
+        """Kills the container's process with SIGKILL from outside, as the kernel does when memory runs out. `docker
         kill` would prevent the restart.
 
         `image` must have a shell. It runs in the host's process namespace, with the right to send signals.
@@ -64,11 +64,11 @@ class Container:
         return int(self.inspect()["RestartCount"])
 
     def stop(self, *, grace_s: int) -> None:
-        """Send SIGTERM, and SIGKILL after `grace_s`."""
+        """Sends SIGTERM, and SIGKILL after `grace_s`."""
         run(["docker", "stop", "--time", str(grace_s), self.id], timeout_s=grace_s + 30)
 
     def metrics(self) -> str:
-        """The service's Prometheus metrics, which are only reachable from inside the container."""
+        """Returns the service's Prometheus metrics, which are only reachable from inside the container."""
         script = (
             "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics', timeout=5).read().decode())"
         )
@@ -94,14 +94,14 @@ class Project:
         )
 
     def containers(self, service: str) -> list[Container]:
-        """The service's containers, running or not, the oldest first."""
+        """Returns the service's containers, running or not, the oldest first."""
         labels = (f"com.docker.compose.project={self.name}", f"com.docker.compose.service={service}")
         filters = [part for label in labels for part in ("--filter", f"label={label}")]
         ids = run(["docker", "ps", "--all", "--quiet", *filters], timeout_s=30).split()
         return [Container(id) for id in reversed(ids)]
 
     def wait_healthy(self, services: Sequence[str], *, timeout_s: float) -> None:
-        """Wait until the services are healthy; those without a health check must run. Raises TimeoutError, or
+        """Waits until the services are healthy; those without a health check must run. Raises TimeoutError, or
         CommandFailed if one has ended.
         """
 

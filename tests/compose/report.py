@@ -22,7 +22,7 @@ class Report:
 
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
-        """Run a part of the run. An error in it is noted as a problem and ends the run."""
+        """Runs the block as one step of the run. An error in it is noted as a problem and ends the run."""
         print(f"==> {title}", flush=True)
         begun_at_s = time.monotonic()
         try:
@@ -40,7 +40,7 @@ class Report:
         print(f"    PROBLEM {text}", flush=True)
 
     def expect(self, condition: bool, text: str) -> None:
-        """Note `text`, which states what should be true. If `condition` is False, it is a problem."""
+        """Notes `text`, which states what should be true. If `condition` is False, it is a problem."""
         if condition:
             self.note(text)
         else:
@@ -48,4 +48,4 @@ class Report:
 
 
 class StepFailed(Exception):
-    """Raised after a failed step, whose problem is in the report: the steps after it would make no sense."""
+    """Raised after a failed step, whose problem is in the report. The later steps would make no sense without it."""

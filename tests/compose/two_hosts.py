@@ -27,7 +27,7 @@ _CONTAINERS_USER = 10001
 
 
 def run_beside(pair: Project, root: Path, report: Report) -> None:
-    """Run both projects next to the running `pair`, with its images and weights."""
+    """Runs both projects next to the running `pair`, with its images and weights."""
     (container,) = pair.containers("gateway")
     (network,) = container.inspect()["NetworkSettings"]["Networks"].values()
     host = network["Gateway"]
@@ -100,7 +100,7 @@ def _projects(pair: Project, root: Path, host: str, tls: Path) -> tuple[Project,
 
 @contextmanager
 def _certificates(root: Path, host: str, image: str, report: Report) -> Iterator[Path]:
-    """Make certificates by the README's first two steps, with `host` at both ends.
+    """Makes certificates by the README's first two steps, with `host` at both ends.
 
     A container changes their owner, so this process needs no root.
     """

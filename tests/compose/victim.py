@@ -17,9 +17,9 @@ class Killable(Protocol):
 
 
 class Victim:
-    """Kills `container` once, after at least `kill_after` answers of a load, as soon as it has rows in flight.
+    """Kills `container` once, as soon as it has rows in flight after at least `kill_after` answers of a load.
 
-    `num_rows_lost` is the number of rows it then had, and 0 while it lives.
+    `num_rows_lost` is the number of rows it had at that moment, and 0 before.
     """
 
     def __init__(self, container: Killable, *, image: str, kill_after: int) -> None:
@@ -37,7 +37,7 @@ class Victim:
 
 
 def rows_in_flight(metrics: str) -> int:
-    """The number of rows in use, from a service's metrics."""
+    """Returns the number of rows in use, from a service's metrics."""
     rows = {state: int(float(count)) for state, count in _ROWS.findall(metrics)}
     if "free" not in rows:
         raise CommandFailed("a service tells no baton_rows")

@@ -1,4 +1,4 @@
-"""The fast paths of forwards and starts on either service, each with a name that switches it off."""
+"""Tests of the fast paths of forwards and start-up in either service. Each has a name that switches it off."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BOTH = [PrefillSettings, DecodeSettings]
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each model whose forwards are to be fused, the largest number of tokens of one forward."""
+    """For each model that is to get fused forwards, the largest number of tokens in one forward."""
     seen: list[int] = []
 
     def new_fusing(
@@ -183,7 +183,9 @@ def test_the_setting_that_chooses_attention_chooses_what_draws_tokens(
     tiny_model_dir: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A log line also says which one draws. The test pretends to have a device with kernels for both."""
+    """The setting chooses between kernels and operators, for attention and for drawing tokens. A log line says which of
+    them draws. The test pretends to have a device with kernels for both.
+    """
     kernels = TritonDraws()
     monkeypatch.setattr(runtime, "new_draw_kernels", lambda kind, **device: kernels if kind == "kernels" else None)
     settings = kind(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, attention=attention)
@@ -196,7 +198,7 @@ def test_the_setting_that_chooses_attention_chooses_what_draws_tokens(
 
 
 class Made(Exception):
-    """Raised instead of building a component. It carries the argument of interest."""
+    """Raised in place of building a component. It carries the argument that the component would get."""
 
 
 def _without(path: FastPath) -> dict[str, Any]:
@@ -231,7 +233,7 @@ def test_each_name_reaches_what_it_switches_off(
     off: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other suites test that the component obeys the argument."""
+    """Only checks the argument that the component gets. Other tests check that the component obeys it."""
 
     def make(**arguments: Any) -> None:
         raise Made(arguments[argument])
@@ -253,7 +255,7 @@ def test_each_name_reaches_what_it_switches_off(
 async def test_a_prefill_service_says_how_much_it_may_cache(
     disabled: tuple[FastPath, ...], expected: int, begun: list[int], tiny_model_dir: Callable[[str], Path]
 ) -> None:
-    """A decode service expects nothing of a prefill service that caches nothing."""
+    """If a prefill service caches nothing, the decode service must not expect to find anything cached there."""
     settings = PrefillSettings(
         model=str(tiny_model_dir("llama")),
         listen=free_address(),

@@ -1,4 +1,4 @@
-"""The number of cores available to a process, read from a fake /proc and /sys."""
+"""Tests of the number of cores available to a process, read from a fake /proc and /sys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of threads that compute, and how long they spin."""
+"""Tests of the number of threads that compute, and of how long they spin (wait without sleeping)."""
 
 from __future__ import annotations
 

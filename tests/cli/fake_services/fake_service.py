@@ -1,7 +1,8 @@
-"""A service process without a model. It answers health checks and load and, for decode, requests, with `max_tokens`
-words.
+"""A service process without a model. It answers health checks and GetLoad. As a decode service it also answers
+requests, with `max_tokens` words each.
 
-Its misbehaviour is set by arguments or, since the real services have no such flags, by FAKE_PREFILL and FAKE_DECODE.
+Its misbehaviour is set by arguments or, since the real services have no such flags, by the variables FAKE_PREFILL and
+FAKE_DECODE.
 """
 
 from __future__ import annotations
