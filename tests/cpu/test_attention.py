@@ -50,7 +50,7 @@ class Case:
         self.kernel = PagedCpuAttention(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
 
     def attend(self, backend: PagedCpuAttention | TorchAttention) -> tuple[Tensor, Tensor]:
-        """The attention output, and the pool's KV after it."""
+        """Returns the attention output, and the pool's KV after it."""
         kv = self.kv.clone()
         batch = ForwardInput(
             input_ids=torch.zeros_like(self.lens),
@@ -112,7 +112,9 @@ def test_strided_inputs_are_read_as_they_are_shaped() -> None:
 
 @pytest.mark.parametrize("seq_len", [15, 16, 17, 33, 100])
 def test_scores_may_be_far_apart_and_the_largest_anywhere(seq_len: int) -> None:
-    """Softmax must subtract the largest score first. Otherwise the scores would leave the range of its exponential."""
+    """Softmax must subtract the largest score before it takes the exponential. Otherwise the result would be out of
+    range.
+    """
     case = Case((seq_len,), heads=9, kv_heads=3, head_dim=64, dtype=torch.float32)
     reference = TorchAttention()
     for place in range(seq_len - 1):

@@ -30,7 +30,7 @@ from common.model.loader import load_target
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FUSED = {"llama": 2, "qwen2": 2, "qwen3": 2, "mistral": 2, "phi3": 0}
-"""The number of fused attention blocks, and of MLPs, in each tiny model. Phi-3 has its own joined layers."""
+"""The number of attention blocks that are fused in each tiny model, and of MLPs. Phi-3 has joined layers of its own."""
 
 
 def modules_of(directory: Path, dtype: str, **options: Any) -> list[nn.Module]:
@@ -105,7 +105,7 @@ def test_a_block_that_the_library_changed_is_left_alone(
 
 
 def test_blocks_of_other_classes_with_the_same_parts_are_left_alone() -> None:
-    """These classes clip values, rotate only a part of each head, or were changed."""
+    """These classes clip values, rotate only a part of each head, or have a changed method."""
     olmo = OlmoConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, intermediate_size=48, clip_qkv=8.0)
     glm = Glm4MoeConfig(
         hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16, partial_rotary_factor=0.5

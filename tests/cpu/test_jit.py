@@ -1,4 +1,4 @@
-"""The number formats that kernels read and write, and their exponential function."""
+"""Tests of the number formats that kernels read and write, and of their exponential function."""
 
 from __future__ import annotations
 

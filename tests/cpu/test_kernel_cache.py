@@ -46,7 +46,7 @@ def adding(number: int) -> Kernel:
 
 
 def added(number: int) -> tuple[int, bool]:
-    """The kernel's result for 0, and whether the kernel was loaded from the cache."""
+    """Returns what the kernel gives for 0, and whether the kernel was loaded from the cache."""
     numbers = np.zeros(1, np.int64)
     kernel: Any = compiled(adding(number), (np.zeros(1, np.int64),), name=f"add-{number}")
     kernel(numbers)
@@ -55,7 +55,7 @@ def added(number: int) -> tuple[int, bool]:
 
 
 def check_not_kept(log: Log) -> None:
-    """Assert that a kernel works without a cache, and that no file was written."""
+    """Asserts that a kernel works without a cache, and that no file was written."""
     numbers = np.zeros(1, np.int64)
     kernel: Any = compiled(adding(3), (numbers.copy(),), name="add")
     assert any("not kept" in line for line in log) and not kernel.stats.cache_path
@@ -98,13 +98,15 @@ def test_one_whose_disk_is_full_compiles_for_itself(directory: Path, monkeypatch
 
 
 def test_numbas_other_directories_are_not_used(directory: Path, monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
-    """numba falls back to them if our directory is not writable, for example on a read-only disk."""
+    """If our directory is not writable, for example on a read-only disk, numba would use its other directories."""
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [InTreeCacheLocator])
     check_not_kept(log)
 
 
 def test_the_kernels_of_a_model_are_kept(directory: Path) -> None:
-    """The next process loads them. The values they close over must not look new to the compiler's cache every time."""
+    """The next process loads the kernels. numba's cache must not regard the Python values that they close over as new
+    each time.
+    """
     for is_loaded in (False, True):
         kernels: list[Any] = [
             attention._compiled.__wrapped__(2, 2, 8, torch.bfloat16),

@@ -14,7 +14,7 @@ from baton_cpu.kv_copy import LINE_BYTES, MIN_BYTES, copy_blocks, copy_kv
 
 @pytest.fixture
 def num_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each copy that bypasses the caches, the bytes of one block."""
+    """The block size in bytes of each copy so far that bypassed the caches."""
     seen: list[int] = []
     kernel = copy_blocks()
 
@@ -27,14 +27,14 @@ def num_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def buffer(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor of random numbers, aligned to LINE_BYTES."""
+    """Returns a tensor of random numbers, aligned to LINE_BYTES."""
     memory = torch.empty(torch.Size(shape).numel() * dtype.itemsize + LINE_BYTES, dtype=torch.uint8)
     aligned = memory[-memory.data_ptr() % LINE_BYTES :][: memory.shape[0] - LINE_BYTES]
     return aligned.random_().view(dtype).view(shape)
 
 
 def check(target: Tensor, source: Tensor, **where: Any) -> None:
-    """Copy `source` to the part `where` of `target`, and assert that everything around it stays unchanged."""
+    """Copies `source` to the part `where` of `target`, and asserts that everything around it stays unchanged."""
     expected = target.clone().view(torch.uint8)
     part = tuple(where.get(name, slice(None)) for name in ("layers", "planes", "tokens"))
     expected[part] = source.view(torch.uint8)

@@ -25,7 +25,7 @@ from tests.support.pair import InProcessPair
 KINDS = (PrefillSettings, DecodeSettings)
 NUM_NEW = 20
 PROMPT_LENS = (1, 17, 40, 70)
-"""Prompt lengths: small ones, one of a single chunk and one of two chunks."""
+"""Lengths of prompts: two short ones, one that fills most of a chunk, and one of two chunks."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def head_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head with some drafts accepted and some rejected."""
+    """A head some of whose drafts are accepted, and some rejected."""
     directory = tmp_path_factory.mktemp("head")
     return save_copy_head(directory, target_dir=target_dir, family="eagle3", draft_vocab_size=60)
 
@@ -50,7 +50,7 @@ def by_the_engine(target_dir: Path, head_dir: Path) -> list[list[int]]:
 
 @pytest.fixture
 def not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it appear that nobody has imported `baton_cpu` yet."""
+    """Makes it appear that nobody has imported `baton_cpu` yet."""
     for name in list(sys.modules):
         if name.partition(".")[0] == "baton_cpu":
             monkeypatch.delitem(sys.modules, name)
@@ -58,7 +58,7 @@ def not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["baton_cpu", "numba"])
 def missing(not_imported: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make one of the required packages appear not to be installed."""
+    """Makes one of the required packages appear not to be installed."""
     monkeypatch.setitem(sys.modules, request.param, None)
 
 

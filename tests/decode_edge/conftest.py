@@ -18,9 +18,7 @@ def log() -> Iterator[list[Any]]:
 
 @pytest.fixture
 async def edge() -> AsyncIterator[Edge]:
-    """A running edge. After the test, no request may be left, and the engine must have been told of each one at most
-    once.
-    """
+    """A running edge. At the end of the test no request may be left, and no request may have been aborted twice."""
     with capture_logs() as log:
         async with running_edge(log) as running:
             yield running

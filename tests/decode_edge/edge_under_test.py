@@ -44,7 +44,7 @@ CONTEXT = 64
 
 @dataclass
 class RecordingTransport:
-    """A transport that keeps the engine's requests in `asked`."""
+    """A transport that keeps the requests that the engine makes, in `asked`."""
 
     asked: list[Any] = field(default_factory=list)
 
@@ -77,13 +77,13 @@ class Edge:
         return inference_pb2_grpc.InferenceStub(self.channel)
 
     def generate(self, timeout: float | None = None, **fields: Any) -> Any:
-        """Start a Generate call. Its prompt is the token ids (1, 2, 3) unless another is given."""
+        """Starts a Generate call. Its prompt is the token ids (1, 2, 3) unless another is given."""
         if not {"text", "token_ids", "chat"} & set(fields):
             fields["token_ids"] = inference_pb2.TokenIds(ids=[1, 2, 3])
         return self.stub.Generate(inference_pb2.GenerateRequest(**fields), timeout=timeout)
 
     def deliver(self, *events: Any) -> None:
-        """Deliver events as the engine's thread does."""
+        """Delivers events as the engine's thread does."""
         self.router.deliver(events)
 
     def count(self, name: str, **labels: str) -> float:
@@ -104,7 +104,7 @@ async def running_edge(
     serves_alone: bool = False,
     **texts: Any,
 ) -> AsyncIterator[Edge]:
-    """Run an edge. `texts` are further arguments of Prompts."""
+    """Runs a decode edge in front of a fake engine. `texts` are further arguments of Prompts."""
     tokenizer = tokenizer or byte_level()
     engine, transport, replicas = FakeEngine(), RecordingTransport(), ReplicaBoard(serves_alone=serves_alone)
     registry = CollectorRegistry()
@@ -176,12 +176,12 @@ async def running_edge(
 
 
 async def believed(grammar: Grammar) -> int:
-    """Tries no grammar, and starts no process."""
+    """Stands in for the trial of a new grammar: accepts the grammar untried, and starts no process."""
     return 0
 
 
 def tokens_of(request_id: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Tokens:
-    """A Tokens event for one request, as the engine's thread delivers it."""
+    """Returns a Tokens event for one request, as the engine's thread delivers it."""
     return Tokens((request_id,), (len(token_ids),), tuple(token_ids), tuple(logprobs))
 
 
@@ -216,7 +216,7 @@ async def events_of(call: Any) -> list[inference_pb2.GenerateEvent]:
 
 
 async def error_of(call: Any) -> tuple[grpc.StatusCode, str, dict[str, str]]:
-    """The code, ErrorInfo reason and ErrorInfo metadata of a call, which must fail."""
+    """Returns the code, ErrorInfo reason and ErrorInfo metadata of a call, which must fail."""
     try:
         await (events_of(call) if isinstance(call, (grpc.aio.UnaryStreamCall, grpc.aio.StreamStreamCall)) else call)
     except grpc.aio.AioRpcError as error:

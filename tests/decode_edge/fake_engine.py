@@ -1,4 +1,4 @@
-"""A fake engine whose every event comes from the test."""
+"""A fake engine. All of its events come from the test."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FakeEngine(EnginePort[Command]):
         return [command for command in self.commands if isinstance(command, kind)]
 
     async def submitted(self, num: int = 1) -> Submit:
-        """Wait for the `num`th submitted request and return it."""
+        """Waits for the `num`th submitted request and returns it."""
         await until(lambda: len(self.of_type(Submit)) >= num)
         return self.of_type(Submit)[num - 1]
 
@@ -63,7 +63,7 @@ class FakeEngine(EnginePort[Command]):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until `condition` holds; fails after `BOUND_S`."""
+    """Lets the loop run until `condition` holds; fails after `BOUND_S`."""
     async with asyncio.timeout(BOUND_S):
         while not condition():  # noqa: ASYNC110 - conditions are over plain values of any object
             await asyncio.sleep(0)

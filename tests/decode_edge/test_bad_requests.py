@@ -18,7 +18,7 @@ NAN, INF = math.nan, math.inf
 
 
 def check(prompt: tuple[int, ...] = (1, 2, 3), **fields: Any) -> Any:
-    """The resolved sampling options of a request with this prompt and these fields."""
+    """Checks a request with this prompt and these fields, and returns its resolved sampling options."""
     if not {"text", "token_ids", "chat"} & set(fields):
         fields["token_ids"] = inference_pb2.TokenIds(ids=prompt)
     return check_lengths(check_request(inference_pb2.GenerateRequest(**fields), LIMITS), prompt, LIMITS)
@@ -177,7 +177,7 @@ def test_an_answer_is_begun_unless_a_message_is_continued(fields: dict[str, bool
 
 
 def test_answers_of_tools_are_told_by_the_order_of_the_calls_and_the_names() -> None:
-    """Tool answers are matched to calls by order and name, since a chat template need not write ids."""
+    """Tool answers are matched to tool calls by order and name, since not every chat template writes the calls' ids."""
     messages = [calling(call("x", "f"), call("y", "g")), answer("y", "of y"), answer("x", "of x", name="mine")]
     unanswered, user, unnamed = (
         calling(call("x"), reasoning="hm"),

@@ -1,4 +1,4 @@
-"""A resumed request may bring output that was complete when its stream broke. Then only the ending is left to send."""
+"""Tests of a resumed request whose output was complete when its stream broke. Then only the ending is left to send."""
 
 from __future__ import annotations
 

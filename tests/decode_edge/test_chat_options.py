@@ -1,4 +1,6 @@
-"""What a chat has besides its messages reaches the model: tools, variables of the template, a message to continue."""
+"""Tests that all parts of a chat besides its messages reach the model: tools, variables of the template, and a last
+message to continue.
+"""
 
 from __future__ import annotations
 

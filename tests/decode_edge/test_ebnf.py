@@ -48,7 +48,7 @@ table ::= "t_1" | "t_2"
 
 
 def fits(grammar: str, text: str) -> bool:
-    """Whether the output may be this text, written one byte at a time, and end there."""
+    """Returns whether the output may be this text, written one byte at a time, and end there."""
     matcher = GRAMMARS.matcher(Grammar(GrammarKind.EBNF, grammar))
     return all(map(matcher.accept, text.encode())) and END in allowed(matcher, TOKENIZER)
 
@@ -126,7 +126,9 @@ def test_rules_that_double_their_text_are_refused_at_once() -> None:
 
 MAX_CHARS = 4
 Sentences = Callable[[Mapping[str, set[str]]], set[str]]
-"""Returns the sentences of a part, up to MAX_CHARS long, from those that are known of each rule."""
+"""A function that returns the sentences of a part of a grammar, up to MAX_CHARS long, given the sentences known for
+each rule.
+"""
 
 
 def joined(first: set[str], second: set[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""The spans that the edge records on the timeline when the engine delivers tokens."""
+"""Tests of the spans that the edge records on the timeline when the engine delivers tokens."""
 
 from __future__ import annotations
 

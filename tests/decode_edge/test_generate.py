@@ -61,7 +61,9 @@ async def test_a_stream_is_started_then_deltas_then_finished(edge: Edge) -> None
 
 
 def scored(request_id: str, start: int, size: int) -> PromptScored:
-    """The log-probabilities of `size` tokens of the prompt, each with that of the most likely token, A."""
+    """Returns an event with the log-probabilities of `size` tokens of the prompt from `start` on. Each also has that of
+    token A as the most likely one.
+    """
     own = -np.arange(start, start + size, dtype=np.float32)
     ranks, top_ids = np.arange(start, start + size), np.full((size, 1), A)
     return PromptScored(request_id, PromptLogprobs(start, own, ranks, top_ids, np.full((size, 1), -0.5, np.float32)))

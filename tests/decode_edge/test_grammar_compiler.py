@@ -1,4 +1,6 @@
-"""Compiling grammars is bounded: what takes too much is refused, runs nowhere in the service, and delays no other."""
+"""Tests that compiling grammars is bounded: a grammar that takes too much is refused, runs nowhere in the service, and
+delays no other.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ async def compiler_of(grammars: Grammars, **limits: Any) -> AsyncIterator[Gramma
 
 
 def trial_pids() -> Iterator[int]:
-    """The ids of this process's living children that try grammars."""
+    """Yields the ids of this process's living children that try grammars."""
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text().split():
             with suppress(OSError):  # it has ended meanwhile
@@ -147,7 +149,9 @@ async def test_only_a_new_grammar_is_tried() -> None:
 
 
 async def test_a_grammar_that_is_slow_to_follow_fails_alone() -> None:
-    """Each call stays within the library's limits. The output that a request brings is followed for as long."""
+    """Each call to the library stays within its limits, but the calls together take too long. The output that a resumed
+    request brings is followed under the same limit.
+    """
     output_ids = byte_level().encode("a" * 2000)
     async with compiler_of(new_grammars()) as compiler:
         matcher = await compiler.matcher(DOUBLING)
@@ -184,7 +188,9 @@ async def test_the_wait_for_a_turn_is_bounded() -> None:
 
 
 class Clients:
-    """Callers of Turns that note when they have the turn. The clock moves only by what their work takes."""
+    """Clients that wait for their turn to compile (Turns), and record the order of the turns. The clock moves only by
+    the time that their work takes.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0

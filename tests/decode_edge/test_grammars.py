@@ -1,4 +1,6 @@
-"""Grammars at the edge: what is served reaches the engine with its matcher, the rest is refused by name."""
+"""Tests of grammars at the edge: a grammar that is served reaches the engine with its matcher, and any other is refused
+with the field's name.
+"""
 
 from __future__ import annotations
 
@@ -246,7 +248,7 @@ def test_a_grammar_is_compiled_once_and_then_found() -> None:
 
 
 def test_what_outputs_make_of_a_grammar_is_bounded_and_harms_no_later_output() -> None:
-    """Each output of this expression leads to new states of the lexer that all of them share."""
+    """Each output under this expression adds new states to the grammar's lexer, which all outputs share."""
     tokenizer = byte_level()
     grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
     grammar, draw, failure = Grammar(REGEX, "(a|b)*a(a|b){18}"), random.Random(0), ""
@@ -278,7 +280,7 @@ def resident_bytes() -> int:
 
 
 def allowed(matcher: Matcher, tokenizer: TextTokenizer) -> list[int]:
-    """Returns the tokens that may come next."""
+    """Returns the tokens that the matcher allows next."""
     mask = np.zeros(num_words(vocab_size(tokenizer)), np.int32)
     matcher.fill(mask)
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()

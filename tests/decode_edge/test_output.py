@@ -45,8 +45,8 @@ def likely_token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
 
 
 def appended(tokenizer: TokenDecoder, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
-    """The text that `token_ids` add after the prompt, computed by decoding both together and comparing with the
-    prompt's own text.
+    """Returns the text that `token_ids` add after the prompt: both are decoded together, and the prompt's own text is
+    removed.
     """
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *token_ids])
     num_shared = next((n for n, (ours, theirs) in enumerate(zip(whole, before, strict=False)) if ours != theirs), None)
@@ -61,7 +61,9 @@ def reference(
     min_tokens: int,
     includes_stop: bool,
 ) -> tuple[int, str, str | None]:
-    """The expected (number of ids, text, stop string), computed by decoding everything again after every token."""
+    """Returns the expected (number of ids, text, stop string). They are computed by decoding everything again after
+    every token.
+    """
 
     def visible(num: int) -> str:
         return appended(tokenizer, prompt, token_ids[:num]).rstrip("\ufffd")
@@ -318,7 +320,7 @@ def test_a_special_token_in_the_text_has_its_place_among_the_others() -> None:
 
 
 def counting(tokenizer: TextTokenizer) -> tuple[TextTokenizer, list[int]]:
-    """A tokenizer, and a list of how many ids each of its `decode` calls got."""
+    """Returns a tokenizer, and a list to which each of its `decode` calls appends the number of ids it got."""
     decoded_lens: list[int] = []
 
     class Counting(TextTokenizer):
@@ -332,7 +334,9 @@ def counting(tokenizer: TextTokenizer) -> tuple[TextTokenizer, list[int]]:
 
 @pytest.mark.parametrize("token_id", [eos_id(BYTES), vocab_size(BYTES) + 1], ids=["special", "past the vocabulary"])
 def test_tokens_without_text_do_not_slow_the_next_token_down(token_id: int) -> None:
-    """With EOS ignored, a model may repeat it thousands of times. The decoded context must not grow with that."""
+    """If EOS is ignored, a model may repeat it thousands of times. The ids that are decoded with the next token must
+    not grow with that.
+    """
     tokenizer, decoded_lens = counting(byte_level())
     output = OutputProcessor(decoder=tokenizer)
 
@@ -357,7 +361,7 @@ def test_tokens_without_text_do_not_slow_the_next_token_down(token_id: int) -> N
 def test_bytes_in_a_row_do_not_slow_each_other_down(
     new_tokenizer: Callable[[], TextTokenizer], token_ids: list[int]
 ) -> None:
-    """A resuming client may bring any ids."""
+    """A client that resumes a stream may bring any ids, for example thousands of byte tokens."""
     tokenizer, decoded_lens = counting(new_tokenizer())
     output = OutputProcessor(decoder=tokenizer, stop_strings=["stop"])
 
@@ -371,7 +375,7 @@ def test_bytes_in_a_row_do_not_slow_each_other_down(
 
 
 def bytes_in(output: OutputProcessor, token_ids: Sequence[int], *, at_once: int = 1) -> list[bytes]:
-    """The bytes of the chosen tokens, when `at_once` of them are pushed at a time."""
+    """Pushes `at_once` tokens at a time into the processor, and returns the bytes of each chosen token."""
     pieces = [token_ids[start : start + at_once] for start in range(0, len(token_ids), at_once)]
     return [
         position.token

@@ -1,4 +1,4 @@
-"""A chat template tells in which form its model writes reasoning and calls."""
+"""Tests that a chat template reveals the form in which its model writes reasoning and tool calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Prompts at the edge: too long ones are refused at once, short ones do not wait for long ones, and endless
-templates are stopped.
+"""Tests of prompts at the edge: prompts that are too long are refused at once, short ones do not wait for long ones,
+and endless templates are stopped.
 """
 
 from __future__ import annotations
@@ -284,8 +284,8 @@ async def test_the_default_of_several_templates_is_taken_and_the_start_says_what
 
 
 def harming(harm: str) -> TextTokenizer:
-    """A tokenizer whose template runs `harm` if the last message is the word "harm". The probe at start-up does not
-    contain that word.
+    """Returns a tokenizer whose template runs `harm` if the last message is the word "harm". The probe at start-up does
+    not contain that word.
     """
     return byte_level(chat_template=EACH + "{% if messages[-1].content == 'harm' %}" + harm + "{% endif %}")
 
@@ -323,7 +323,9 @@ async def test_what_a_template_says_is_cut_and_escaped() -> None:
 
 
 async def test_a_template_that_does_not_end_is_stopped_while_others_are_rendered() -> None:
-    """One template is stopped between two of its bytecodes, and the other within one."""
+    """One template runs for ever between two bytecodes of Python, and the other within a single one. Both are
+    stopped.
+    """
     nested = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = harming(
         "{% if messages | length > 1 %}{{ (messages | length + 5) ** (7 ** 10) }}{% else %}" + nested + "{% endif %}"
@@ -349,7 +351,7 @@ async def test_a_text_that_a_template_makes_too_long_does_not_fit_the_context() 
 
 
 def rendering_pids() -> list[int]:
-    """The ids of this process's living children that render templates."""
+    """Returns the ids of this process's living children that render templates."""
     found: list[int] = []
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text().split():
@@ -388,7 +390,7 @@ NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% e
 LONG_HARM = ChatPrompt((ChatMessage("user", "-"),) * 70 + HARM.messages)
 """A chat with few characters and many messages."""
 NUM_PLACES = 4
-"""Number of places for short conversations."""
+"""The number of processes that render short conversations."""
 
 
 def renderings() -> list[asyncio.Task[Any]]:

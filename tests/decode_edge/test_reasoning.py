@@ -1,4 +1,6 @@
-"""Reasoning at the edge: a matcher for the engine where there is something to keep, and a count in the usage."""
+"""Tests of reasoning at the edge: a request whose reasoning is restricted gets a matcher, and the usage counts its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ async def test_what_looks_like_reasoning_that_there_may_not_be_counts_for_nothin
 
 
 async def test_reasoning_ends_with_a_stop_string(edge: Edge) -> None:
-    """Tokens that come after the match count for nothing."""
+    """Tokens that come after the stop string do not count as reasoning."""
     call = edge.generate(sampling={"reasoning": {"end": "cc", "is_open": True}, "stop": ["ab"]})
     submit = await edge.engine.submitted()
     edge.deliver(tokens_of(submit.request_id, [A, B, C, C, A]))

@@ -30,7 +30,7 @@ HERE = "127.0.0.1:1"
 
 
 async def health_becomes(edge: Edge, status: int) -> None:
-    """Wait until the service's own health has this status. The health of the process stays SERVING."""
+    """Waits until the service's own health has this status. The health of the process stays SERVING."""
     stub = health_pb2_grpc.HealthStub(edge.channel)
     async with asyncio.timeout(BOUND_S):
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
@@ -51,7 +51,9 @@ async def test_ready_while_the_engine_runs_and_a_replica_is_ready(edge: Edge) ->
 
 
 async def test_ready_without_a_replica_where_it_serves_alone() -> None:
-    """The log has what the engine says of it, and nothing before: the replica may be ready again in a moment."""
+    """The edge logs only what the engine reports. It logs nothing when the replica is lost, because the replica may be
+    ready again in a moment.
+    """
     with capture_logs() as log:
         async with running_edge(log, serves_alone=True) as edge:
             await health_becomes(edge, SERVING)

@@ -1,4 +1,6 @@
-"""Grammars of outputs that call tools: each family's own text of calls fits them, and all that fits is such a text."""
+"""Tests of grammars for outputs that call tools: the calls as each family of models writes them fit its grammar, and no
+other text does.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class Family:
         )
 
     def fits(self, grammar: Grammar | None, text: str, reasoning: Reasoning | None = None) -> bool:
-        """Whether the grammar allows an output of this text that ends by itself."""
+        """Returns whether the grammar allows an output of this text that ends by itself."""
         assert grammar is not None
         matcher = self.grammars.matcher(grammar, (), reasoning)
         return all(map(matcher.accept, self.tokenizer.encode(text))) and self.end in self.allowed(matcher)

@@ -23,7 +23,7 @@ WORDS = ("ab", "bc", "abc", " a", "é", "€", "end", "stop", "\n\n")
 
 
 def _byte_chars() -> dict[int, str]:
-    """GPT-2's printable character for each byte."""
+    """Returns GPT-2's printable character for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     stand_ins = {byte: chr(byte) for byte in printable}
     for byte in range(256):
@@ -33,7 +33,7 @@ def _byte_chars() -> dict[int, str]:
 
 
 def byte_level(*, chat_template: Any = CHAT_TEMPLATE) -> TextTokenizer:
-    """A tokenizer like those of Llama 3, Qwen and SmolLM2. Its ids 0..255 are the bytes; then come words, half
+    """Returns a tokenizer like those of Llama 3, Qwen and SmolLM2. Its ids 0..255 are the bytes; then come words, half
     characters and special tokens.
     """
     chars = _byte_chars()
@@ -49,8 +49,8 @@ def byte_level(*, chat_template: Any = CHAT_TEMPLATE) -> TextTokenizer:
 
 
 def byte_fallback() -> TextTokenizer:
-    """A tokenizer like those of Llama 2, Mistral and Phi-3: ▁ stands for a space, and byte tokens for text without a
-    piece.
+    """Returns a tokenizer like those of Llama 2, Mistral and Phi-3: ▁ stands for a space, and text without a piece
+    becomes byte tokens.
     """
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     pieces = ["▁", "▁a", "a", "b", "c", "▁stop", "st", "op", "é", "end", "\n", "�", "▁ab", "▁x"]
@@ -63,7 +63,7 @@ def byte_fallback() -> TextTokenizer:
 
 
 def metaspace() -> TextTokenizer:
-    """A tokenizer like those of T5 and XGLM: ▁ stands for a space, and the first piece of a text loses all its
+    """Returns a tokenizer like those of T5 and XGLM: ▁ stands for a space, and the first piece of a text loses all its
     spaces.
     """
     pieces = ["▁", "▁▁▁▁", "▁a", "a", "b", "c", "▁stop", "st", "op", "é", "end", "\n", "▁ab", "▁x"]
@@ -73,7 +73,7 @@ def metaspace() -> TextTokenizer:
 
 
 def with_space_mark() -> TextTokenizer:
-    """A tokenizer like those of Llama 2 and Mistral, which puts a space before every text that it encodes."""
+    """Returns a tokenizer like those of Llama 2 and Mistral, which puts a space before every text that it encodes."""
     pieces = ["<unk>", "▁", "\n", *'abcdefghijklmnopqrstuvwxyz{}":,0123456789<>€', "ye", "yes", "▁yes", "▁a", "ay"]
     merges = [("y", "e"), ("ye", "s"), ("▁", "yes"), ("▁", "a"), ("a", "y")]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
@@ -84,7 +84,9 @@ def with_space_mark() -> TextTokenizer:
 
 
 def word_pieces() -> TextTokenizer:
-    """A tokenizer like BERT's: a space comes before each word but the first, and none before a continued word."""
+    """Returns a tokenizer like BERT's: a space comes before each word but the first, and none before a continued
+    word.
+    """
     pieces = ["[UNK]", "a", "b", "ab", "##c", "##a", "stop", "##st", "end", ".", ",", "é"]
     tokenizer = Tokenizer(WordPiece(vocab={piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
@@ -108,7 +110,7 @@ def eos_id(tokenizer: TextTokenizer) -> int:
 
 
 def ids_of(tokenizer: TextTokenizer, *texts: str) -> Sequence[int]:
-    """The ids of tokens with these texts, one token for each text."""
+    """Returns the ids of tokens with these texts, one token for each text."""
     token_ids = []
     for text in texts:
         (token_id,) = [i for i in range(vocab_size(tokenizer)) if tokenizer.decode([i]) == text]
@@ -117,6 +119,6 @@ def ids_of(tokenizer: TextTokenizer, *texts: str) -> Sequence[int]:
 
 
 def ids_of_pieces(tokenizer: TextTokenizer, pieces: Sequence[str]) -> list[int]:
-    """The ids of pieces, given as the vocabulary spells them."""
+    """Returns the ids of pieces, which are given as they are spelled in the vocabulary."""
     pretrained: Any = tokenizer._pretrained
     return [pretrained.convert_tokens_to_ids(piece) for piece in pieces]

@@ -1,4 +1,6 @@
-"""The fused kernel's attention for few new tokens: all head sizes, split into parts, on any number of threads."""
+"""Tests of the fused kernel's attention for few new tokens: all head sizes, split into parts, on any number of
+threads.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def _kernels(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Attention:
-    """A program that computes attention in layer 0 and outputs the result. The q, k and v of a token are its row of
+    """A program that computes attention in layer 0 and outputs the result. A token's q, k and v are its row of
     `table`.
     """
 
@@ -80,8 +82,8 @@ class Attention:
             assert program.close(5.0)
 
     def batch(self, rows: list[tuple[int, int]], mask: Tensor | None = None) -> ForwardInput:
-        """A batch of rows, given as (earlier tokens, new tokens). Their slots are in random places; all other slots
-        hold NaN.
+        """Returns a batch of rows, given as (earlier tokens, new tokens). Their slots are in random places; all other
+        slots hold NaN.
         """
         generator = torch.Generator().manual_seed(sum(before for before, _ in rows))
         size, seq_lens = self.size, [before + new for before, new in rows]
@@ -110,7 +112,7 @@ class Attention:
         )
 
     def expected(self, batch: ForwardInput) -> Tensor:
-        """The expected output [tokens, heads * head_dim], computed one token at a time."""
+        """Returns the expected output [tokens, heads * head_dim], computed one token at a time."""
         size, outputs, first = self.size, [], 0
         num_own = size.num_heads * size.head_dim
         seq_lens = batch.seq_lens.tolist()
@@ -173,7 +175,9 @@ def test_of_what_a_query_does_not_attend_nothing_is_read(before: int) -> None:
 
 
 def test_nothing_is_written_past_what_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch mixes requests whose parts several threads share with chunks of prompts, which need no parts."""
+    """The batch mixes requests whose attention is split into parts for several threads with chunks of prompts, whose
+    attention is not split.
+    """
     from baton_cpu.program import forward as forward_module  # its kernel is looked for where it is imported first
 
     made: list[np.ndarray[Any, Any]] = []

@@ -1,4 +1,6 @@
-"""Chunks of prompts in one fused kernel: both dtypes, the head sizes of real models, alone and with other rows."""
+"""Tests of chunks of prompts in one fused kernel: both dtypes, the head sizes of real models, alone and with other
+rows.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ def program(model: TargetModel) -> Iterator[ForwardProgram]:
 
 
 def _batch(model: TargetModel, rows: list[tuple[int, int]]) -> ForwardInput:
-    """A batch of rows, given as (earlier tokens, new tokens), in random slots. The logits of each row's last token
-    are wanted.
+    """Returns a batch of rows in random slots, given as (earlier tokens, new tokens). It asks for the logits of each
+    row's last token.
     """
     generator = torch.Generator().manual_seed(len(rows))
     group, seq_lens = model.layer_group, [before + new for before, new in rows]

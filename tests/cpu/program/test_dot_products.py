@@ -1,4 +1,6 @@
-"""Dot products with a weight panel give the same sums for either register size, and in bfloat16 by halves."""
+"""Tests that dot products with a weight panel give the same sums with either register size, and in bfloat16 also
+computed in two halves.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ WHOLE, HALVES = compiled(MAX_ROWS), compiled(0)
 
 
 def run(products: Any, panel: Tensor, x: Tensor) -> NDArray[np.float32]:
-    """The products [rows, PANEL_WIDTH]. Asserts that memory after the output stays unchanged."""
+    """Computes the products by the kernel and returns them, [rows, PANEL_WIDTH]. Asserts that memory after the output
+    stays unchanged.
+    """
     num_rows = x.shape[0]
     out = np.full((num_rows + 1) * PANEL_WIDTH, _GUARD)
     num_steps = panel.shape[0]
@@ -47,7 +51,7 @@ def run(products: Any, panel: Tensor, x: Tensor) -> NDArray[np.float32]:
 
 
 def panel_and_rows(width: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight panel, rows of `dtype` numbers as strided float32, and the expected products."""
+    """Returns a weight panel and `num_rows` strided rows, both of `dtype`, and the expected products in float64."""
     generator = torch.Generator().manual_seed(width * 10 + num_rows)
     weight = torch.randn((PANEL_WIDTH, width), generator=generator).to(dtype)
     x = torch.randn((num_rows, width + 5), generator=generator).to(dtype)[:, :width]
@@ -69,7 +73,7 @@ def test_each_number_of_rows_in_passes_of_whole_steps_or_of_halves_gives_the_sam
 
 @pytest.mark.parametrize("dtype", list(_BITS), ids=str)
 def test_a_weight_is_packed_in_parts_of_whole_panels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This covers a last panel that is not full, and `check` is called before each part so that packing can stop."""
+    """The last panel is not full. `check` is called before each part, so that packing can be stopped."""
     weight = torch.randn((7 * PANEL_WIDTH + 3, 6), generator=torch.Generator().manual_seed(0)).to(dtype)
     at_once, checks = packed(weight, WeightMemory(), lambda: None), list[None]()
     monkeypatch.setattr(weights, "_PART_BYTES", 3 * PANEL_WIDTH * 6 * dtype.itemsize)

@@ -43,7 +43,9 @@ def program(model: TargetModel) -> Iterator[ForwardProgram]:
 
 
 def _batch(model: TargetModel, *, prefix_lens: list[int], num_new: list[int], tree: bool = False) -> ForwardInput:
-    """A batch of rows in random slots."""
+    """Returns a batch of rows in random slots, each with `prefix_lens` earlier and `num_new` new tokens. With `tree`
+    the new tokens are a draft tree.
+    """
     generator = torch.Generator().manual_seed(sum(prefix_lens) + 7 * sum(num_new))
     group = model.layer_group
     kv = torch.randn((group.num_layers, 2, _NUM_SLOTS, group.num_heads, group.head_dim), generator=generator)
@@ -106,8 +108,8 @@ def test_a_tree_over_two_parts_attends_as_its_mask_says(model: TargetModel, prog
 
 @pytest.mark.parametrize("num_new", [1, 5])
 def test_what_a_request_computes_depends_on_no_other(model: TargetModel, program: ForwardProgram, num_new: int) -> None:
-    """The results are equal to the last bit. Threads share the parts of a request that is alone, but take whole
-    parts of several requests.
+    """The results are equal to the last bit, although threads share the parts of a request that is alone, and take
+    whole requests when there are several.
     """
     prefix_lens = [170, 20, 3, 64, 1, 2, 3, 4, 5, 6]
     crowd = _batch(model, prefix_lens=prefix_lens, num_new=[num_new] * len(prefix_lens))
@@ -127,8 +129,8 @@ def test_what_a_request_computes_depends_on_no_other(model: TargetModel, program
 
 
 def test_a_forward_is_prepared_while_an_earlier_one_is_to_come(model: TargetModel, program: ForwardProgram) -> None:
-    """The later forward is also prepared before its tokens are known. It needs more memory, and must not take any
-    from the earlier one.
+    """Two forwards are prepared before either runs. The later one needs more memory, which must not be taken from the
+    earlier one, and its tokens are not known yet.
     """
     small = _batch(model, prefix_lens=[6], num_new=[1])
     large = _batch(model, prefix_lens=[4, 1, 2, 0, 5], num_new=[3, 1, 2, 9, 4])
@@ -237,7 +239,9 @@ def test_a_model_of_another_kind_has_no_program(tiny_model_dir) -> None:  # type
 
 
 def test_it_is_written_down_when_asked_from_the_weights_there_were(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
-    """The operators may since have changed how they keep their weights; the program does not notice."""
+    """The program is built from the original weights, even if PyTorch's operators have since changed how they keep
+    them.
+    """
     directory = tiny_model_dir("llama")
     kept, changed = (
         load_target(directory, device="cpu", dtype="float32", fuses=True, optimizes_modules=is_changed)

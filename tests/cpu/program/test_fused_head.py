@@ -30,13 +30,13 @@ _NUM_SLOTS, _NUM_TOKENS = 96, 48
 _WRITTEN = ["midlayer", "speculators", "norm-before-fc", "norm-output", "norm-before-residual", "narrow", "wide"]
 _WRITTEN += ["full-vocabulary", "tied-lm-head", "qkv-bias"]
 _IN_BFLOAT16 = ["midlayer", "norm-before-fc", "norm-output"]
-"""Styles that are also tested in bfloat16. Each feeds a different input into a layer without a norm."""
+"""Styles of heads that are also tested in bfloat16. Each feeds a different input into a layer without a norm."""
 New = Callable[..., tuple[TargetModel, PagedHead]]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread: with heads this small, a second thread would cost far more time than the computation."""
+    """Uses one thread: with heads this small, a second thread would cost far more time than the computation."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of six layers, so that the default captured layers are 2, 3 and 3."""
+    """A target of six layers. A head reads the states of its layers 2, 3 and 3 by default (2, n // 2 and n - 3)."""
     return save_tiny_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=6)
 
 
@@ -82,7 +82,9 @@ def _dtype(head: PagedHead) -> torch.dtype:
 
 
 def _batch(head: PagedHead, *, prefix_lens: list[int], num_new: list[int]) -> ForwardInput:
-    """A batch of rows in random slots. The logits of each row's last token are wanted."""
+    """Returns the input of a forward over rows in random slots. Row i has `prefix_lens[i]` earlier tokens and
+    `num_new[i]` new ones, and the forward computes logits for its last token.
+    """
     generator = torch.Generator().manual_seed(sum(prefix_lens) + 7 * sum(num_new))
     group = head.layer_group
     kv = torch.randn((1, 2, _NUM_SLOTS, group.num_heads, group.head_dim), generator=generator).to(_dtype(head))
@@ -124,7 +126,7 @@ def test_an_extend_is_the_heads(head: PagedHead, prefix_lens: list[int], num_new
 
 
 def test_steps_on_its_own_outputs_are_the_heads(head: PagedHead) -> None:
-    """A chain of three steps after an extend."""
+    """After an extend, three steps of a chain each read the output of the one before."""
 
     def chain(batch: ForwardInput) -> DraftOutput:
         output = head.extend(batch, _captured(head, 3))
@@ -171,7 +173,9 @@ def test_what_the_target_captured_is_left_as_it_is(head: PagedHead) -> None:
 
 
 def test_a_program_that_computes_something_else_is_not_used(new: New) -> None:
-    """The target's program is used all the same."""
+    """The head's program computes something else than its layers. The target's program, which is right, is still
+    used.
+    """
     target, head = new("midlayer")
     assert head.new_programs is not None
     programs = head.new_programs(lambda: None)

@@ -1,4 +1,4 @@
-"""Fused forwards are compiled in the background while a service runs, and then replace the operators."""
+"""Tests that fused forwards are compiled in the background while a service runs, and then replace the operators."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NoForward:
 
 
 class Kernels:
-    """Fakes for compiling: the cache on disk, how a process loads kernels from it, and `on_compile` in place of the
+    """Fakes for compiling: the cache on disk, the way a process loads kernels from it, and `on_compile` in place of the
     compiler's process.
     """
 
@@ -75,7 +75,7 @@ def model(model_dir: Path) -> TargetModel:
 
 
 def fuse_again(model_dir: Path) -> list[str]:
-    """Fuse a fresh copy of the model, as another process would. Returns the names of the log lines."""
+    """Fuses a fresh copy of the model, as another process would. Returns the names of the log lines."""
     return fuse_beside(load_target(model_dir, device="cpu", dtype="float32", fuses=True))
 
 
@@ -93,7 +93,7 @@ def fuse_to_the_end(model: TargetModel) -> None:
 
 
 def fuse_beside(model: TargetModel) -> list[str]:
-    """Fuse the model in the background until that ends. Returns the names of the log lines."""
+    """Fuses the model in the background, and waits for the end of that. Returns the names of the log lines."""
     with capture_logs() as logs:
         fuse_to_the_end(model)
     return [str(line["event"]) for line in logs]
@@ -169,7 +169,7 @@ def test_a_compiler_that_takes_too_long_is_given_up(
 
 
 def test_it_ends_with_its_service(model: TargetModel, kernels: Kernels) -> None:
-    """The service ends while the compiler's process runs. That process ends too, and no kernel comes into use."""
+    """The service ends while the compiler's process runs. That process ends too, and none of its kernels is used."""
     is_compiling, has_ended = threading.Event(), threading.Event()
 
     def compile_for_ever(on_wait: Callable[[], None]) -> None:

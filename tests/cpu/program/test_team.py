@@ -1,4 +1,6 @@
-"""A thread team: each work item goes to one thread, late threads take no items of a finished run, and helpers end."""
+"""Tests of a thread team: each work item goes to one thread, late threads take no items of a finished run, and helpers
+end.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ NOTHING = np.zeros(1, np.int64)
 
 
 class Board:
-    """A team of one thread, and access to its shared board for other threads."""
+    """A team of one thread, and access for other threads to the memory through which a team shares its work."""
 
     def __init__(self) -> None:
         self.team = Team(num_threads=1, max_operations=NUM_OPERATIONS, num_call_words=1, take_part=lambda *_: None)
