@@ -41,8 +41,8 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A fake CUDA stream. Its `queue` holds events to reach, events to wait for (`wait_event`), and gates that stop
-    it.
+    """A fake CUDA stream. Its `queue` holds events to be reached, events to wait for (`wait_event`), and gates that
+    stop it.
     """
 
     def __init__(self, cuda: FakeCuda, device_index: int) -> None:
@@ -60,7 +60,7 @@ class FakeStream:
         return not self.queue
 
     def advance(self) -> bool:
-        """Advance the stream as far as it can go. Returns True if it moved."""
+        """Advances the stream as far as it can go. Returns True if it moved."""
         before = len(self.queue)
         while self.queue:
             match self.queue[0]:
@@ -93,8 +93,8 @@ class _Current(threading.local):
 
 @dataclass
 class FakeCuda:
-    """A fake torch.cuda. After `faulted` is set, every call fails with that message. `asked` lists (call, device
-    that was current then).
+    """A fake torch.cuda. While `faulted` is not empty, every call fails with it as the message. `asked` lists the
+    calls, each with the device that was current.
     """
 
     num_devices: int = 2
@@ -107,7 +107,7 @@ class FakeCuda:
         self._streams = [*self._default_streams]
 
     def patched(self, patch: pytest.MonkeyPatch) -> FakeCuda:
-        """Replace torch.cuda by this fake."""
+        """Replaces torch.cuda by this fake."""
         for name in ("device_count", "set_device", "current_stream", "stream", "device"):
             patch.setattr(torch.cuda, name, getattr(self, name))
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(self))
@@ -119,8 +119,8 @@ class FakeCuda:
             raise torch.AcceleratorError(f"CUDA error: {self.faulted}\nCUDA kernel errors might be reported later")
 
     def launch(self, library: str = "Triton Error [CUDA]") -> None:
-        """Launch a kernel as a library does that calls the driver itself, such as Triton. After a fault it raises
-        that library's error.
+        """Launches a kernel in the way of a library that calls the driver itself, such as Triton. After a fault it
+        raises that library's error.
         """
         if self.faulted:
             raise RuntimeError(f"{library}: {self.faulted}")
@@ -147,7 +147,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        """A context manager like torch.cuda.stream: it also makes the stream's device current."""
+        """Makes a stream and its device current within the block, like torch.cuda.stream."""
         current = self._current
         before = (current.device_index, current.stream)
         current.device_index, current.stream = stream.device.index, stream
@@ -166,13 +166,13 @@ class FakeCuda:
             self._current.device_index = before
 
     def hold(self) -> threading.Event:
-        """Hold the current stream. Work enqueued from now on runs only after the returned event is set."""
+        """Holds the current stream. Work enqueued from now on runs only after the returned event is set."""
         gate = threading.Event()
         self.current_stream().queue.append(gate)
         return gate
 
     def ask(self, what: str) -> None:
-        """Note an operation that acts on the current device."""
+        """Notes an operation that acts on the current device."""
         self.asked.append((what, self.current_device))
 
     def _new_stream(self, device: torch.device) -> FakeStream:

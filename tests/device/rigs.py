@@ -1,6 +1,4 @@
-"""A device of each implementation, together with what the contract tests need beyond the contract: a way to hold a
-stream.
-"""
+"""A device of each implementation, and what the contract tests need besides the contract: a way to hold a stream."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class Journal:
         return lambda: self.write(value)
 
     def read(self) -> list[int]:
-        """All numbers written so far. Call it after an event."""
+        """Returns all numbers written so far. Call it after an event."""
         return self._entries[: int(self._count)].tolist()
 
 
@@ -61,7 +59,7 @@ class Rig:
         return Journal(self.device.torch_device)
 
     def hold(self, stream: Stream) -> None:
-        """Hold the stream: work enqueued next does not run before `release`. On CUDA it is only delayed by some
+        """Holds the stream: work enqueued next does not run before `release`. On CUDA it is only delayed, by some
         hundred milliseconds.
         """
         match self.device:
@@ -84,7 +82,7 @@ class Rig:
 
 
 def open_rig(kind: str, patch: pytest.MonkeyPatch) -> Rig:
-    """Open a device of this kind. `patch` replaces torch.cuda where the kind needs the fake."""
+    """Opens a device of this kind. `patch` replaces torch.cuda where the kind needs the fake."""
     devices: dict[str, Callable[[], Device]] = {
         "cpu": lambda: CpuDevice(num_threads=1, wait_timeout_s=BOUND_S),
         "scripted": ScriptedDevice,
@@ -96,7 +94,7 @@ def open_rig(kind: str, patch: pytest.MonkeyPatch) -> Rig:
 
 
 def finish(stream: Stream, scope: Scope | None = None) -> Event:
-    """Record an event on the stream, wait for it, and return it."""
+    """Records an event on the stream, waits for it, and returns it."""
     event = stream.record(scope)
     event.synchronize(BOUND_S)
     return event

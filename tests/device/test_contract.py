@@ -337,7 +337,7 @@ def test_a_failure_does_not_keep_the_locals_of_its_piece(stream: Stream) -> None
 
 
 def test_what_goes_to_the_host_is_there(rig: Rig) -> None:
-    """Where host memory is the device's memory, nothing is copied."""
+    """If host memory is the device's memory, nothing is copied."""
     source = torch.arange(6, device=rig.device.torch_device).view(2, 3)
     host = rig.device.to_host(source.t())
     finish(rig.device.schedule_stream)

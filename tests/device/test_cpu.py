@@ -34,7 +34,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def hold(stream: Stream, gate: threading.Event) -> None:
-    """Block the stream until `gate` opens. Returns once the stream's thread is inside the blocking piece."""
+    """Blocks the stream until `gate` opens. Returns once the stream's thread is inside the blocking piece."""
     entered = threading.Event()
 
     def piece() -> None:
@@ -223,7 +223,7 @@ def test_a_stream_keeps_its_number_of_threads_when_another_is_made(device: CpuDe
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads of the operating system")
 def test_the_threads_of_a_compute_stream_exist(device: CpuDevice) -> None:
-    """torch reports as many threads as really compute."""
+    """The number of threads that torch reports is the number that really compute."""
 
     def num_os_threads() -> int:
         return len(list(Path("/proc/self/task").iterdir()))
@@ -252,8 +252,8 @@ def test_grad_mode_is_left_as_torch_has_it(device: CpuDevice) -> None:
 
 
 def test_a_stream_tells_of_each_event_once_it_is_done(device: CpuDevice, gate: threading.Event) -> None:
-    """This includes milestones inside a piece: each one is reported when it is reached, so that nobody has to wait
-    for the whole piece.
+    """A milestone inside a piece is reported as soon as it is reached, so that a waiter need not wait for the whole
+    piece.
     """
     told: SimpleQueue[list[bool]] = SimpleQueue()
     events: list[Event] = []

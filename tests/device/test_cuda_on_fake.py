@@ -1,5 +1,5 @@
-"""The calls that CudaDevice makes to CUDA, checked on a fake: on which device, how long it waits, and how it reports
-a fault.
+"""Tests of the calls that CudaDevice makes to CUDA, on a fake: on which device, how long it waits, and how it reports a
+fault.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 class IdleEngine:
-    """An engine whose every step uses the device outside of pieces."""
+    """An engine that uses the device in every step outside of pieces (units of stream work)."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda

@@ -1,4 +1,4 @@
-"""The host memory through which CudaDevice stages its copies, checked without a GPU."""
+"""Tests without a GPU of the host memory through which CudaDevice stages its copies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from common.device.cuda import CudaDevice
 
 
 class HostOnly(CudaDevice):
-    """A CudaDevice whose copies stay on the host, in memory that is not pinned. `staged` lists the buffers they went
-    through.
+    """A CudaDevice whose copies stay on the host, in memory that is not pinned. `staged` lists the buffers through
+    which they went.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A configured device name gives a device, or an error that names the configuration key."""
+"""Tests that a configured device name gives a device, or an error that names the configuration key."""
 
 from __future__ import annotations
 

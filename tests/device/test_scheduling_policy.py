@@ -22,8 +22,8 @@ BOUND_S = 10.0
 
 
 def policies(work: Callable[[SimpleQueue[int]], object]) -> list[int]:
-    """Two scheduling policies: that of a thread after `wait_for_computing`, and the one that `work`, called on that
-    thread, reports.
+    """Returns two scheduling policies: that of a thread after `wait_for_computing`, and the one that `work`, called on
+    that thread, reports.
     """
     seen: SimpleQueue[int] = SimpleQueue()
 

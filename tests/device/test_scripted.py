@@ -14,7 +14,7 @@ from tests.device.rigs import BOUND_S, boom
 
 
 class Script:
-    """Pieces that append their names to a list when they run."""
+    """Pieces (units of stream work) that append their names to a list when they run."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -153,7 +153,7 @@ def test_a_policy_may_pick_any_order_that_the_events_permit(script: Script) -> N
 
 
 def test_streams_may_progress_between_any_two_calls(script: Script) -> None:
-    """With this policy all work runs as early as it can: within the call that enqueues it."""
+    """This policy lets all work run as early as it can: within the call that enqueues it."""
     device = ScriptedDevice(on_host_call=ScriptedDevice.run_all)
     forward = device.new_stream("forward")
     script.put(forward, "verify")

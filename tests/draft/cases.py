@@ -1,4 +1,4 @@
-"""One head for each format and variant. The contract suite runs over all of them."""
+"""One draft head for each format and variant. The contract tests run with all of them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Load = Callable[[Path], DraftHead]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread: with heads this small, a second thread would cost far more time than the computation."""
+    """Uses one thread: with heads this small, a second thread would cost far more time than the computation."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of six layers, so that the default captured layers are 2, 3 and 3."""
+    """A target of six layers. A head reads the states of its layers 2, 3 and 3 by default (2, n // 2 and n - 3)."""
     return save_tiny_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=6)
 
 

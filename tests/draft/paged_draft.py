@@ -1,4 +1,4 @@
-"""Runs a DraftHead over a pool whose rows own scattered slots. Slots without an owner hold NaN."""
+"""Runs a DraftHead over a pool in which a row's slots are scattered. Slots without an owner hold NaN."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_TOKENS = 64
 
 
 class PagedDraft:
-    """Rows 1 .. num_rows of a pool, empty at first in every layer. Table entries past a row's length point to slots
-    without an owner.
+    """Rows 1 .. num_rows of a pool, which are empty at first in every layer. Table entries past a row's length point to
+    slots without an owner.
     """
 
     def __init__(self, head: DraftHead, *, num_rows: int = 2) -> None:
@@ -38,18 +38,18 @@ class PagedDraft:
     def extend(
         self, chunks: dict[int, tuple[Sequence[int], Tensor]], *, layer: int = 0, first_position: int = 0
     ) -> dict[int, Tensor]:
-        """Extend rows by their next token ids, with hidden states [tokens, h]. Returns outputs [tokens, h] by row."""
+        """Extends rows by their next token ids, with hidden states [tokens, h]. Returns outputs [tokens, h] by row."""
         return self._forward(chunks, layer, first_position, is_decode=False)
 
     def decode(
         self, tokens: dict[int, tuple[int, Tensor]], *, layer: int = 0, first_position: int = 0
     ) -> dict[int, Tensor]:
-        """Decode one token for each row, with its hidden state [1, h]. Returns outputs [1, h] by row."""
+        """Decodes one token for each row, with its hidden state [1, h]. Returns outputs [1, h] by row."""
         chunks = {row: ((token,), hidden) for row, (token, hidden) in tokens.items()}
         return self._forward(chunks, layer, first_position, is_decode=True)
 
     def slots(self, row: int, layer: int = 0) -> Tensor:
-        """The slots of the row's tokens so far."""
+        """Returns the slots of the row's tokens so far."""
         return self._owned[row - 1, : self._lens[layer, row]]
 
     def _forward(

@@ -31,7 +31,7 @@ class _Layer:
         return x @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", torch.tensor(0.0))
 
     def __call__(self, x: Tensor, residual: Tensor, position: int) -> Tensor:
-        """Compute one token from x [inputs] and residual [h]."""
+        """Computes one token from the layer's input x [inputs] and the residual [h]."""
         head_dim = self._config["head_dim"]
         query, key, value = (self.linear(f"self_attn.{name}_proj", x).view(-1, head_dim) for name in ("q", "k", "v"))
         self.keys.append(_rotate(key, position, self._config["rope_theta"]))
@@ -62,8 +62,8 @@ def _rotate(heads: Tensor, position: int, theta: float) -> Tensor:
 
 
 class ReferenceHead:
-    """The base of the reference heads, for one row. The head borrows missing weights from `target_dir`. Positions
-    count up from `first_position` in each layer.
+    """The base class of the reference heads. A head runs one row, takes missing weights from the target in
+    `target_dir`, and counts positions from `first_position` in each layer.
     """
 
     def __init__(self, directory: Path, target_dir: Path, *, first_position: int = 0) -> None:
@@ -76,11 +76,11 @@ class ReferenceHead:
         self.layers = [_Layer(self.tensors, prefix, self.config, mlp_norm) for prefix in prefixes]
 
     def fuse(self, captured: Tensor) -> Tensor:
-        """Fuse captured states [T, states * H] into hidden states [T, h]."""
+        """Fuses captured target states [T, states * H] into hidden states [T, h]."""
         raise NotImplementedError
 
     def forward(self, token_id: int, hidden: Tensor, layer: int = 0) -> Tensor:
-        """Compute one token from its `hidden` [h]. Returns [h]."""
+        """Computes one token from its id and its `hidden` state [h]. Returns the output [h]."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, layer: int = 0) -> Tensor:
@@ -90,7 +90,7 @@ class ReferenceHead:
         return torch.stack([self.forward(token, state, layer) for token, state in zip(ids, hidden, strict=True)])
 
     def kv(self, layer: int = 0) -> Tensor:
-        """The keys and values so far, [2, tokens, heads, head_dim]."""
+        """Returns the keys and values so far, [2, tokens, heads, head_dim]."""
         return torch.stack([torch.stack(self.layers[layer].keys), torch.stack(self.layers[layer].values)])
 
     def _layout(self, target_dir: Path) -> tuple[list[str], str]:
@@ -107,7 +107,7 @@ class ReferenceHead:
         return (self._target["model.embed_tokens.weight"] if own is None else own)[token_id]
 
     def _target_head(self, x: Tensor) -> Tensor:
-        """The target's output layer. In the tiny Llama it is tied to the embedding."""
+        """Returns x multiplied by the target's output layer. In the tiny Llama that is tied to the embedding."""
         return x @ self._target.get("lm_head.weight", self._target["model.embed_tokens.weight"]).T
 
 

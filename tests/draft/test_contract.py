@@ -1,4 +1,4 @@
-"""The contract of draft heads in every format: over a paged pool they give the same numbers as plain dense
+"""Tests the contract of draft heads in every format: over a paged pool they give the same numbers as plain dense
 attention.
 """
 
@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Saved:
 
 @pytest.fixture(params=["cpu", "torch"])
 def load_any(request: pytest.FixtureRequest, load: Load, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """A loader that uses either the CPU's kernels or those of other devices."""
+    """A loader of heads with the CPU's kernels, and then one with those of other devices."""
     if request.param == "torch":
         monkeypatch.setattr(paged_head, "kernels_for", lambda device: TorchKernels())
         monkeypatch.setattr(paged_head, "new_attention", lambda kind, **shape: TorchAttention())
@@ -53,7 +53,7 @@ def load_any(request: pytest.FixtureRequest, load: Load, monkeypatch: pytest.Mon
 
 
 def states(head: DraftHead, num_tokens: int, seed: int = 0) -> Tensor:
-    """Hidden states [num_tokens, h], fused from random captured states."""
+    """Returns hidden states [num_tokens, h], fused from random captured states."""
     generator = torch.Generator().manual_seed(seed)
     return head.fuse(torch.randn((num_tokens, head.capture.num_states * 64), generator=generator))
 
@@ -110,7 +110,7 @@ def test_outputs_logits_and_kv_equal_dense_attention(
 
 @every_case
 def test_chained_steps_equal_dense_attention(case: Case, saved: Saved, load_any: Load, target_dir: Path) -> None:
-    """Five steps, each of which reads the output of the one before. With several layers, step i uses layer i."""
+    """Runs five steps, each of which reads the output of the one before. With several layers, step i uses layer i."""
     head = load_any(saved(case))
     pool = PagedDraft(head)
     reference = case.reference(saved(case), target_dir)

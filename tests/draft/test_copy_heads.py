@@ -1,4 +1,6 @@
-"""Copy heads propose the tokens that their target would choose. The parity suites rely on that."""
+"""Tests that copy heads (heads made from their target's weights) propose the tokens that the target would choose. The
+parity tests rely on that.
+"""
 
 from __future__ import annotations
 

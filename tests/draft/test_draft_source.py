@@ -1,4 +1,4 @@
-"""The values that the setting `draft` accepts."""
+"""Tests of the values that the setting `draft` accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service refuses to start with a head that cannot branch as configured."""
+"""Tests that a service refuses to start with a head that cannot propose as many candidates per level as configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every defect of a head's checkpoint is an error at load that names the key and the directory. No value is made up."""
+"""Tests that every defect of a head's checkpoint is an error at load which names the key and the directory. No value is
+made up.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.support.draft_heads import save_eagle1_head, save_eagle3_head, save_m
 from tests.support.head_parts import Tensors, load_head, save_head, without
 
 OPTIONAL = ("t2d", "embed_tokens.weight", "shared_head.head.weight", "shared_head.output.weight")
-"""Tensors that may be missing: `t2d` follows from `d2t`, and the target has the others."""
+"""Tensors that may be missing: `t2d` follows from `d2t`, and the others are taken from the target."""
 CASES = ["eagle3-all-norms", "eagle3-speculators", "eagle3-qkv-bias", "eagle-plain", "eagle-qwen2"]
 CASES += ["mtp-nextn-own-tables", "mtp-step-two-layers", "mtp-mimo", "mtp-mimo-v2"]
 
@@ -183,7 +185,7 @@ def test_an_eagle3_config_that_does_not_fit_names_the_key(
 def test_the_default_layers_must_be_in_the_target(
     tmp_path: Path, target_dir: Path, last_token_model_dir: Path, last_token_target: TargetModel
 ) -> None:
-    """A target of two layers has no layer n - 3."""
+    """The last captured layer is n - 3 by default, which a target of n = 2 layers does not have."""
     directory = save_eagle3_head(tmp_path, target_dir=last_token_model_dir, captured_layers=None)
     with pytest.raises(DraftMismatch, match=r"\[2, 1, -1\] are not all in a target of 2 layers"):
         load_draft(directory, target=last_token_target, device="cpu", dtype="float32")

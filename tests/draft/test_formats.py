@@ -22,7 +22,7 @@ IDS = [5, 9, 2, 14, 77, 31, 8]
 
 
 def run(head: DraftHead) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits of a prompt, the logits of a chained step after it, and the KV of both."""
+    """Returns the logits of a prompt, the logits of a chained step after it, and the KV of both."""
     captured = torch.randn((len(IDS), head.capture.num_states * 64), generator=torch.Generator().manual_seed(1))
     pool = PagedDraft(head, num_rows=1)
     output = pool.extend({1: (IDS, head.fuse(captured))})[1]
@@ -41,8 +41,8 @@ def assert_same(first: DraftHead, second: DraftHead) -> None:
 def test_an_eagle3_head_is_the_same_in_every_format(
     style: Any, options: dict[str, Any], tmp_path: Path, target_dir: Path, load: Load
 ) -> None:
-    """This includes the captured layers: SGLang's config names layers by their output, and the other styles by their
-    input.
+    """This includes the captured layers: SGLang's config names a layer whose output is captured, and the other styles
+    the layer whose input is.
     """
     first = save_eagle3_head(tmp_path / "first", target_dir=target_dir, captured_layers=(1, 3, 6), **options)
     second = save_eagle3_head(
@@ -94,7 +94,7 @@ def test_more_or_fewer_states_than_three_may_be_captured(tmp_path: Path, target_
 
 
 def test_tables_of_the_rotation_are_not_part_of_a_head(tmp_path: Path, target_dir: Path, load: Load) -> None:
-    """Old checkpoints contain these tables, but they follow from the config."""
+    """Old checkpoints contain the tables of the rotary embedding, but these follow from the config."""
     plain = save_eagle3_head(tmp_path / "plain", target_dir=target_dir)
     config, tensors = load_head(plain)
     tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
@@ -105,7 +105,7 @@ def test_tables_of_the_rotation_are_not_part_of_a_head(tmp_path: Path, target_di
 def test_an_mtp_layer_alone_may_be_numbered_from_nought(
     with_target: bool, tmp_path: Path, target_dir: Path, load: Load
 ) -> None:
-    """SGLang exports it in this way, with a config of one layer."""
+    """SGLang exports a single MTP layer in this way, with a config of one layer."""
     merged = save_mtp_head(tmp_path / "merged", target_dir=target_dir, layout="nextn", with_target=with_target)
     config, tensors = load_head(merged)
     alone = {

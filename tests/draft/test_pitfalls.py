@@ -1,4 +1,4 @@
-"""Mistakes that raise no error but would lose most of the acceptance. Each has its test."""
+"""Tests of mistakes in a draft head that raise no error but would lose most of its acceptance."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_1_captured_layers_are_not_off_by_one(
 
 
 class PagedCapture(PagedModel):
-    """A PagedModel of one row that keeps the states the target captured."""
+    """A PagedModel of one row that keeps the states which the target captured for the head."""
 
     def __init__(self, target: Any) -> None:
         super().__init__(target, num_rows=1)
@@ -102,7 +102,7 @@ def test_4_an_eagle1_head_does_not_pass_as_an_eagle3_head(tmp_path: Path, target
 def test_5_a_head_that_declares_a_shorter_context_than_its_target_serves_the_targets(
     first_position: int, tmp_path: Path, target_dir: Path, load: Load
 ) -> None:
-    """The target's context is 4096 tokens, and drafts near its end may pass it."""
+    """The target's context is 4096 tokens. Drafts near its end may lie at positions past it."""
     directory = save_eagle3_head(tmp_path, target_dir=target_dir, max_position_embeddings=16)
     head = load(directory)
     assert head.capture == HiddenCapture(layers=(0, 1, 2))
