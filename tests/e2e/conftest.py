@@ -1,4 +1,4 @@
-"""Every test here ends by checking, with GetLoad, that both services are empty. A module's services are its fixture
+"""Every test here ends with a check, by GetLoad, that both services are empty. A module's services are its fixture
 `pair`.
 """
 

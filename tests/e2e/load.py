@@ -1,4 +1,4 @@
-"""Requests that keep services busy. Each result is compared with that of an undisturbed run."""
+"""Requests that keep services busy. Each result is compared with that of a run without disturbances."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Workload:
 
 @dataclass(slots=True)
 class Outcomes:
-    """The results of a load that runs: the times of requests that were served correctly, and the errors of the
+    """The results so far of a running load: the times of requests that were served correctly, and the errors of the
     others.
     """
 
@@ -67,7 +67,7 @@ class Outcomes:
         return len(self.served_at_s)
 
     def first_served_after(self, start_s: float, *, begun_after: bool = False) -> float:
-        """Seconds from `start_s` (monotonic) to the end of the first request that ended after it. With
+        """Returns the seconds from `start_s` (monotonic) to the end of the first request that ended after it. With
         `begun_after`, the request must also have begun after it.
         """
 
@@ -79,7 +79,7 @@ class Outcomes:
         return min(ends()) - start_s
 
     def wait_for_more(self, num: int = 4) -> None:
-        """Wait until `num` more requests have been served."""
+        """Waits until `num` more requests have been served."""
         wanted = self.num_served + num
         wait_until(lambda: self.num_served >= wanted, about=lambda: (self.num_served, self.errors[-1:]))
 
@@ -88,11 +88,11 @@ class Outcomes:
 def load(
     client: Client, workload: Workload, expected: Sequence[Completion], *, num_threads: int = 6
 ) -> Iterator[Outcomes]:
-    """Send requests from `num_threads` threads within this block. Each thread sends its next request when its last one
-    ends.
+    """Sends requests from `num_threads` threads while the block runs. Each thread sends its next request when its last
+    one ends.
 
-    At the end it waits for the requests under way. A request that gives anything other than `expected` or a BatonError
-    fails the test.
+    At the end it waits for the requests under way. A request may give what `expected` says or end with a BatonError;
+    anything else fails the test.
     """
     outcomes, numbers, stop = Outcomes(), itertools.count(), threading.Event()
 
@@ -133,7 +133,9 @@ def follow(client: Client, options: dict[str, Any], outcomes: Outcomes) -> Compl
 
 
 def assert_same(completion: Completion, expected: Completion) -> None:
-    """Assert that both have the same tokens, text, log-probabilities, ending and counts, whichever service answered."""
+    """Asserts that both completions have the same tokens, text, log-probabilities, ending and counts, whichever service
+    answered.
+    """
     for name in ("token_ids", "text", "seed", "finish_reason", "matched_stop", "usage"):
         assert getattr(completion, name) == getattr(expected, name), name
     assert [entry.chosen.token_id for entry in completion.logprobs] == [e.chosen.token_id for e in expected.logprobs]

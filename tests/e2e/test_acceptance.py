@@ -1,5 +1,5 @@
-"""A head's acceptance depends neither on where it runs nor on how prompts were split: it is the same over gRPC as in
-one process.
+"""Tests that a head's acceptance depends neither on where it runs nor on how prompts were split: it is the same over
+gRPC as in one process.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PROMPTS = [
 ]
 
 Acceptance = list[tuple[tuple[int, ...], tuple[int, ...]]]
-"""For each request in turn: how often each position was drafted, and how often it was accepted."""
+"""For each request: how often a draft was made at each position, and how often it was accepted."""
 
 
 @pytest.fixture(scope="module")
 def head_dir(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head that knows what follows the last token, plus noise from its attention. So its own KV decides close
-    choices.
+    """A head that proposes the usual next token, with noise from its attention. So its own KV decides where two choices
+    are close.
     """
     head_dir = save_copy_head(tmp_path_factory.mktemp("head"), target_dir=last_token_model_dir, family="eagle3")
     tensors = load_file(head_dir / "model.safetensors")

@@ -1,4 +1,6 @@
-"""A request whose client leaves or whose time is up, in any phase, leaves nothing behind on either service."""
+"""Tests that a request whose client leaves or whose time is up, in any phase, leaves nothing behind on either
+service.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from benchmarks.cancellation import CHUNK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, Can
 from tests.support.running_pair import RunningPair, is_empty, wait_until
 
 RUNNING_TIMEOUT_S = 1.5
-"""A time in which NEW_TOKENS cannot be generated."""
+"""A time limit in seconds that is too short to generate NEW_TOKENS."""
 WAITING_TIMEOUT_S = 0.5
 STEPS_ON_THE_WAY = 10
-"""The most steps that may run while the news of a dropped stream travels. Usually there are two; a step takes
-milliseconds.
+"""The most steps that may run between the end of a client's stream and the moment when the engine learns of it. Usually
+there are two; a step takes milliseconds.
 """
 
 
@@ -34,7 +36,7 @@ def pair(rig: CancellationRig) -> RunningPair:
 
 
 def loads_until_free(pair: RunningPair) -> list[InferenceLoad]:
-    """The decode service's loads from now on, until it holds nothing."""
+    """Returns the loads that the decode service reports from now on, until it holds nothing."""
     loads: list[InferenceLoad] = []
 
     def is_free() -> bool:

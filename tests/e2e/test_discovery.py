@@ -1,5 +1,5 @@
-"""A decode service finds its replicas through a name. One joins and gets rows; one is killed and its rows continue
-elsewhere.
+"""Tests of a decode service that finds its replicas through a name. A new replica gets rows, and the rows of a killed
+one continue elsewhere.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Finding:
         self.behind = behind
 
     async def replicas(self) -> dict[str, bool]:
-        """The replicas it knows, and whether each is ready."""
+        """Returns the replicas that the decode service knows, and whether each is ready."""
         return {each.address: each.is_ready for each in (await self.service.client.load()).prefill_replicas}
 
     async def finds(self, *addresses: str) -> None:
-        """Wait until exactly these replicas are known and ready."""
+        """Waits until exactly these replicas are known and ready."""
         async with asyncio.timeout(BOUND_S):
             while await self.replicas() != dict.fromkeys(addresses, True):  # noqa: ASYNC110 - it can only be looked at
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def each_has_rows(self) -> None:
-        """Wait until every replica holds rows of this service."""
+        """Waits until every replica holds rows of this service."""
         async with asyncio.timeout(BOUND_S):
             while not all(  # noqa: ASYNC110 - it can only be looked at
                 replica.num_rows for replica in (await self.service.client.load()).prefill_replicas

@@ -1,4 +1,6 @@
-"""A pair whose prefill process is killed goes on, slowly, where its decode service may compute prompts itself."""
+"""Tests that a pair whose prefill process is killed goes on, slowly, if its decode service may compute prompts
+itself.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def prompt(number: int) -> list[int]:
 
 
 def complete(pair: RunningPair, number: int) -> Completion:
-    """Request `number`, which finds nothing in the prefix cache. Every other one is greedy."""
+    """Sends request `number`, which finds nothing in the prefix cache. Every other request is greedy."""
     return pair.client.complete(
         token_ids=prompt(number),
         timeout_s=BOUND_S,

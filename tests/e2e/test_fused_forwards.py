@@ -1,5 +1,5 @@
-"""Both services with fused forwards of the target and the draft head. The tokens equal `generate`'s for any chunks
-and drafts, and no forward runs on operators.
+"""Tests of both services with fused forwards of the target and the draft head. The tokens equal `generate`'s for any
+chunks and drafts, and no forward runs on operators.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TREE = ("--num-draft-steps=3", "--num-draft-tokens=9", "--no-adaptive-depth")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A pair without a head or with one. `drafts` are options of its decode service, and `topk` is the number of
-    candidates per level.
+    """A pair with or without a draft head. `drafts` are options of its decode service, and `topk` is the number of
+    candidates per level of a draft tree.
     """
 
     drafts: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Field rule A12: the services' reflection and health are true, and enough to call them."""
+"""Tests of field rule A12: the services' reflection and health are true, and enough to call the services."""
 
 from __future__ import annotations
 

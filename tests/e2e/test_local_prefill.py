@@ -1,5 +1,5 @@
-"""A pair with the settings that a CPU has if none are given: the decode service computes short turns itself and hands
-long ones over. A killed prefill service costs no token.
+"""Tests of a pair with the default settings on a CPU: the decode service computes short turns itself and hands long
+ones over. A killed prefill service costs no token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A pair whose KV goes through NIXL: the tokens equal `generate`'s, and every byte went that way.
+"""Tests of a pair whose KV goes through NIXL. The tokens equal `generate`'s, and every byte of KV goes that way.
 
-Killing a process, either a service or the one that hosts NIXL, costs retries and no tokens.
+If a process is killed, either a service or the one that hosts NIXL, requests are retried and no token is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALL, LENT = "baton_handoff_bytes_total", "baton_handoff_lent_bytes_total"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose KV is large for its computation: 4 KiB a token."""
+    """A model with much KV for its amount of computation: 4 KiB a token."""
     return save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
 
 
@@ -74,7 +74,7 @@ def tokens(completions: list[Future[Completion]]) -> list[list[int]]:
 
 
 def num_bytes(pair: RunningPair, name: str) -> float:
-    """The bytes of KV that the prefill services have handed over, by this counter."""
+    """Returns the bytes of KV that the prefill services have handed over, by the counter of this name."""
     total = 0.0
     for address in pair.processes.metrics_addresses[:2]:
         text = urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_S).read().decode()
@@ -84,7 +84,9 @@ def num_bytes(pair: RunningPair, name: str) -> float:
 
 
 def nixl_of(service: ServiceProcess) -> list[psutil.Process]:
-    """The processes that host NIXL, once there are any: one for prefill, and one per replica in use for decode."""
+    """Returns the service's processes that host NIXL, once there are any: one for a prefill service, and one per
+    replica in use for a decode service.
+    """
     found: list[psutil.Process] = []
 
     def are_there() -> bool:
@@ -104,7 +106,7 @@ def command(process: psutil.Process) -> list[str]:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether the process has ended, even if its parent has not noticed yet."""
+    """Returns whether the process has ended, even if its parent has not noticed yet."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

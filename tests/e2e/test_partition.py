@@ -1,4 +1,4 @@
-"""Field rule C8: the network between decode and prefill is cut, without any connection being closed.
+"""Tests of field rule C8: the network between decode and prefill is cut, without any connection being closed.
 
 A proxy on loopback holds back all that both sides send. `python -m benchmarks.partition` does the same for 10 s with
 two network namespaces, where TCP notices the silence too.
@@ -22,9 +22,9 @@ from tests.support.running_pair import BOUND_S, RunningPair, is_empty, running_p
 
 WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
 TIMEOUT_S = 1.5
-"""Time-out of a handoff's progress, of waiting for any replica, and of a receiver that takes nothing."""
+"""Time-out in seconds of a handoff's progress, of the wait for any replica, and of a receiver that takes nothing."""
 NUM_TRIES = 5
-"""Tries of a test, since a row may have finished between the check and the cut."""
+"""How often a test tries: a row may have finished between the check and the cut."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def proxies() -> Iterator[tuple[BlackHoleProxy, ...]]:
 def pair(
     tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair], proxies: Sequence[BlackHoleProxy]
 ) -> Iterator[RunningPair]:
-    """A pair whose KV is large for its computation, so that it lands one 64-KiB segment at a time."""
+    """A pair with much KV for its amount of computation. The KV lands one 64-KiB segment at a time."""
     model = save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
     with running_pair(
         model,
@@ -123,8 +123,8 @@ def test_a_short_cut_costs_time_only(
 
 
 def rows_met_by_a_cut(pair: RunningPair, proxies: Sequence[BlackHoleProxy], undisturbed: list[Completion]) -> int:
-    """The number of rows that were being handed off when the cut began. Asserts that all requests are served as
-    usual.
+    """Cuts the network while requests run, and asserts that all of them are served as usual. Returns the number of rows
+    that were being handed off when the cut began.
     """
 
     def complete(number: int) -> Completion:

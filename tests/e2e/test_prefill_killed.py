@@ -1,5 +1,5 @@
-"""Field rule A9: processes are killed with SIGKILL or stopped while rows are handed off. The streams continue with
-the tokens they would have had.
+"""Tests of field rule A9: processes are killed with SIGKILL or stopped while rows are handed off. The streams continue
+with the tokens that they would have had.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_TRIES = 5
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
-    """A pair whose KV is large for its computation (4 KiB a token), so that it lands one segment at a time."""
+    """A pair with much KV for its amount of computation (4 KiB a token), which lands one segment at a time."""
     model = save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
     with running_pair(
         model,
@@ -63,7 +63,7 @@ def prompt(number: int) -> list[int]:
 
 
 def sampling(number: int) -> SamplingOptions:
-    """Sampling options of request `number`. Every other one is greedy."""
+    """Returns the sampling options of request `number`. Every other request is greedy."""
     return {
         "max_tokens": NEW_TOKENS,
         "ignore_eos": True,
@@ -78,7 +78,7 @@ def complete(pair: RunningPair, number: int) -> Completion:
 
 @contextmanager
 def requests(pair: RunningPair) -> Iterator[list[Future[Completion]]]:
-    """Start NUM_REQUESTS requests at once, each of which has all of its KV computed and sent."""
+    """Starts NUM_REQUESTS requests at once, and yields them. All KV of each is computed and sent."""
     with ThreadPoolExecutor(NUM_REQUESTS) as clients:
         yield [clients.submit(complete, pair, number) for number in range(NUM_REQUESTS)]
 
@@ -119,8 +119,8 @@ def start(pair: RunningPair, services: Sequence[ServiceProcess]) -> None:
 
 
 def tries(pair: RunningPair, victims: Sequence[ServiceProcess]) -> Iterator[int]:
-    """Numbers of tries. A further one is needed if the last row arrived between the check and the kill; the victims
-    are then restarted.
+    """Yields the numbers of tries. A further try is needed if the last row arrived between the check and the kill; the
+    victims are then restarted.
     """
     yield 1
     for number in range(2, NUM_TRIES + 1):
@@ -133,7 +133,7 @@ def have_ended(completions: Sequence[Future[Completion]]) -> bool:
 
 
 def is_sending(load: PrefillLoad) -> bool:
-    """Whether the prefill service still holds KV that is fully computed but not yet received."""
+    """Returns whether the prefill service still holds KV that is fully computed but not yet received."""
     return load.rows.transferring > 0 and load.slots.transferring > 0
 
 
@@ -221,7 +221,7 @@ def test_when_decode_is_killed_prefill_frees_everything_and_serves_the_next_one(
 
 @contextmanager
 def stopped(*services: ServiceProcess) -> Iterator[float]:
-    """Stop the services, and yield the time since then in monotonic seconds. They continue at the end of the block."""
+    """Stops the services (SIGSTOP) within the block, and yields the monotonic time of that."""
     for service in services:
         os.kill(service.pid, signal.SIGSTOP)
     try:

@@ -1,4 +1,6 @@
-"""Real prefill services say what they evict, and a conversation returns to the one that has its beginning."""
+"""Tests that real prefill services report what they evict, and that a conversation returns to the service that has its
+beginning.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]
 
 
 def num_cached(pair: RunningPair, number: int, num_tokens: int) -> int:
-    """Asks with the first `num_tokens` tokens of a text of its own for each `number`. Returns how many were cached."""
+    """Sends the first `num_tokens` tokens of text `number` as a prompt, and returns how many were cached. The texts
+    differ from their first token on.
+    """
     text = [10 + number, *range(20, 20 + num_tokens - 1)]
     timings = pair.client.complete(token_ids=text, max_tokens=1, timeout_s=BOUND_S).timings
     assert timings is not None
@@ -30,7 +34,9 @@ def num_cached(pair: RunningPair, number: int, num_tokens: int) -> int:
 
 
 def known_and_cached(pair: RunningPair) -> list[tuple[int, int]]:
-    """Returns how many tokens each prefill service should have cached, and how many it has."""
+    """Returns for each prefill service how many tokens the decode service believes it has cached, and how many it
+    has.
+    """
     known = [replica.num_known_tokens for replica in pair.load().prefill_replicas]
     return list(zip(known, [client.load().slots.cached for client in pair.prefills], strict=True))
 

@@ -1,5 +1,5 @@
-"""Two prefill and two decode services are drained, killed and replaced under load. Clients with `resume` notice
-nothing.
+"""Tests in which two prefill and two decode services are drained, killed and replaced under load. Clients with `resume`
+notice nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, RunningPair, 
 WORKLOAD = Workload(prompt_tokens=60, new_tokens=150)
 ENDLESS = 3000
 GRACE_S = 0.3
-"""The grace period. It is so short that streams are cut."""
+"""The grace period in seconds. It is so short that streams are cut."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def is_serving(service: ServiceProcess) -> bool:
 
 
 def start(pair: RunningPair, services: Sequence[ServiceProcess]) -> None:
-    """Start the services in this order. Returns when all are ready and every decode service has found every prefill
+    """Starts the services in this order. Returns when all are ready and every decode service has found every prefill
     service.
     """
     for service in services:
@@ -86,7 +86,7 @@ def frozen(services: Sequence[ServiceProcess]) -> Iterator[None]:
 
 
 def endless(client: Client) -> EventStream:
-    """A stream that has delivered something and will not end by itself."""
+    """Returns a stream that has delivered something and will not end soon by itself."""
     stream = client.generate(token_ids=[10, 11], max_tokens=ENDLESS, ignore_eos=True, seed=5, timeout_s=BOUND_S)
     next(event for event in stream if isinstance(event, Delta))
     return stream
@@ -99,7 +99,7 @@ def error_of(stream: EventStream) -> errors.BatonError:
 
 
 def refusal_of(client: Client) -> errors.Unavailable:
-    """The first refusal. Requests are made until one is refused."""
+    """Makes requests until one is refused, and returns that refusal."""
     refusals: list[errors.Unavailable] = []
 
     def is_refused() -> bool:
@@ -203,7 +203,7 @@ def test_all_services_killed_and_started_again_in_either_order_serve_again_and_n
 def test_each_decode_service_that_is_ready_gets_its_turn_and_one_that_drains_gets_none(
     pair: RunningPair, undisturbed: list[Completion]
 ) -> None:
-    """The client here does not resume."""
+    """The client of this test does not resume streams."""
     with Client(",".join(pair.processes.decode_addresses), channel_overrides=RECONNECT_AT_ONCE) as client:
         wait_until(lambda: len({client.load().instance_id for _ in range(4)}) == 2)
         stream = endless(pair.decodes[0])

@@ -1,4 +1,6 @@
-"""The same seed gives the same tokens and log-probabilities through two processes and gRPC as in one process."""
+"""Tests that the same seed gives the same tokens and log-probabilities through two processes and gRPC as in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def choice_index(number: int) -> int | None:
 
 
 def resolved(options: SamplingOptions) -> ResolvedSampling:
-    """The options as the edge resolves them for the engine."""
+    """Returns the options in the form into which the edge resolves them for the engine."""
     values = {name: value for name, value in options.items() if name not in ("ignore_eos", "logprobs", "logit_bias")}
     bias = options.get("logit_bias") or {}
     return ResolvedSampling(

@@ -1,4 +1,5 @@
-"""On one host all KV goes through shared memory without any setting, and killed services leave none behind.
+"""Tests that on one host all KV goes through shared memory without any setting, and that killed services leave none
+behind.
 
 test_prefill_killed covers the requests of services that are killed.
 """
@@ -33,7 +34,7 @@ def pair(model: Path, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]
 
 
 def handed_over(pair: RunningPair) -> dict[str, float]:
-    """The bytes handed over, by the prefill service's counters."""
+    """Returns the bytes handed over so far, by the prefill service's counters."""
     (address, _) = pair.processes.metrics_addresses
     text = urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_S).read().decode()
     samples = [each for family in text_string_to_metric_families(text) for each in family.samples]

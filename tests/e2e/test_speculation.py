@@ -1,4 +1,4 @@
-"""Speculation through two processes and gRPC gives the same tokens as decoding without it, and is counted.
+"""Tests that speculation through two processes and gRPC gives the same tokens as decoding without it, and is counted.
 
 test_fingerprint_mismatch.py covers what both services must agree on before.
 """

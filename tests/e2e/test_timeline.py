@@ -1,5 +1,5 @@
-"""`baton trace` on a pair of real services: it contains every track, nested spans, and arrows from one service to
-the other.
+"""Tests of `baton trace` on a pair of real services: the trace contains every track, nested spans, and arrows from one
+service to the other.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SPANS = {
 }
 
 Track = tuple[str, str]
-"""The service and the name of a track."""
+"""The name of a service, and the name of one of its tracks."""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def trace(pair: RunningPair, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def by_track(trace: dict[str, Any], phase: str) -> dict[Track, list[dict[str, Any]]]:
-    """Events with this phase, by service and name of their track."""
+    """Returns the trace's events with this phase, by their track."""
     events = trace["traceEvents"]
     services = {each["pid"]: each["args"]["name"].split()[0] for each in events if each["name"] == "process_name"}
     names = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}

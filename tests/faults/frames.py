@@ -26,7 +26,7 @@ class FaultyContext:
         return getattr(self._context, name)
 
     async def write(self, data: bytes) -> None:
-        """Write a frame, possibly with a fault. A reordered frame is held back and goes out after the next one."""
+        """Writes a frame, possibly with a fault. A reordered frame is held back and goes out after the next one."""
         fault = self._injector.visit(FRAME)
         late, self._overtaken = self._overtaken, None
         if fault is not None and fault.action is Action.REORDER:
@@ -45,7 +45,7 @@ class FaultyContext:
         return self._arrived.pop(0)
 
     async def end(self) -> None:
-        """Write the frame that is still held back, if there is one, since no other frame follows."""
+        """Writes the frame that is still held back for reordering, if there is one: no other frame follows it."""
         if self._overtaken is not None:
             await self._context.write(self._overtaken)
 

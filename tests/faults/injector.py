@@ -20,8 +20,8 @@ class Injector:
     """Injects the faults of a plan. Any thread may visit a point. Whether a visit is hit depends on the plan, its seed,
     the point and the visit's number.
 
-    `announce` is called with each fault just before it happens. `count` is called from time to time with a point's
-    number of new visits; at any time it has been told of more than half of all visits.
+    `announce` is called with each fault just before it happens. `count` is called now and then with a point's number of
+    new visits. The numbers given so far always add up to more than half of all visits.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class Injector:
         return any(fault.point == point for fault in self._plan.faults)
 
     def visit(self, point: str) -> Fault | None:
-        """The fault that happens at this visit, or None. If the fault kills the process, this does not return."""
+        """Returns the fault that happens at this visit, or None. If the fault kills the process, this does not
+        return.
+        """
         if not self.watches(point):
             return None
         with self._lock:

@@ -118,7 +118,7 @@ class FaultPlan(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> FaultPlan:
-        """Read a plan from a JSON file. Raises OSError or pydantic's ValidationError."""
+        """Reads a plan from a JSON file. Raises OSError or pydantic's ValidationError."""
         return cls.model_validate_json(path.read_text())
 
     def write(self, path: Path) -> Path:

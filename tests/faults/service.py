@@ -39,7 +39,7 @@ _log = structlog.get_logger(__name__)
 def run_with_faults(
     program: str, kind: type[SettingsT], import_serve: Callable[[], Serve[SettingsT]], argv: list[str]
 ) -> int:
-    """Run `run_service` with the plan that `--faults=FILE` names in `argv`."""
+    """Runs a service as `run_service` does, with the plan that `--faults=FILE` names in `argv`."""
     paths = [argument.removeprefix(_FLAG) for argument in argv if argument.startswith(_FLAG)]
     plan = FaultPlan.read(Path(paths[-1])) if paths else FaultPlan()
     injector = Injector(plan, _announce, _count)
@@ -83,7 +83,7 @@ def _disturb_pool(injector: Injector) -> None:
 
 
 def _disturb_payloads(injector: Injector) -> None:
-    """Inject failures into allocations of host memory for outgoing KV, which do not go through the device."""
+    """Injects failures into allocations of host memory for outgoing KV. They do not go through the device."""
     made = FramePayload.__init__
 
     def faulty(self: FramePayload, num_bytes: int, write: WriteKv) -> None:

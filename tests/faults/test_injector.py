@@ -1,4 +1,6 @@
-"""A plan decides which faults happen, the same ones in every run. Without a planned fault, nothing goes wrong."""
+"""Tests that a plan decides which faults happen, the same ones in every run. Without a planned fault, nothing goes
+wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pieces that a plan may name are exactly those that the engines run."""
+"""Tests that the pieces (units of stream work) that a plan may name are exactly those that the engines run."""
 
 from __future__ import annotations
 

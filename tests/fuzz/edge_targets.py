@@ -45,8 +45,8 @@ GENERATE, HANDOFF = "/baton.v1.Inference/Generate", "/baton.v1.Prefill/Handoff"
 LONGEST_STREAM = 64
 """The most events that a fuzzed client reads before it leaves."""
 _WRITE_FAILED = "Internal error from Core"
-"""gRPC's text when a server writes to a call that has meanwhile ended. The client does not get the server's own
-status then.
+"""gRPC's text when a server writes to a call that has ended meanwhile. The client then does not get the server's own
+status.
 """
 
 GENERATE_REFUSALS = {
@@ -69,7 +69,7 @@ BROKEN_REPLICA = {
 
 
 def assert_refused(failure: grpc.aio.AioRpcError, allowed: set[tuple[grpc.StatusCode, str]]) -> None:
-    """Assert that a call failed with a documented code and reason, and names the field where one is promised."""
+    """Asserts that a call failed with a documented code and reason, and names the field where one is promised."""
     error = error_from_rpc(failure)
     assert (failure.code(), error.reason) in allowed, f"{failure.code()} {error.reason}: {failure.details()!r}"
     assert len((failure.details() or "").encode()) <= MAX_STATUS_BYTES
@@ -80,8 +80,8 @@ def assert_refused(failure: grpc.aio.AioRpcError, allowed: set[tuple[grpc.Status
 async def generate(
     channel: grpc.aio.Channel, request: bytes, num_events: int, allowed: set[tuple[grpc.StatusCode, str]]
 ) -> None:
-    """Make one Generate call. Leave it after `num_events`, or else check that its events are in order and that it
-    ends once.
+    """Makes one Generate call. Leaves it after `num_events` events, or else checks that its events are in order and
+    that it ends once.
     """
     call: Any = channel.unary_stream(GENERATE, response_deserializer=inference_pb2.GenerateEvent.FromString)(request)
     order = EventOrder()
@@ -101,7 +101,7 @@ async def generate(
 
 
 def settled(loop: WatchedLoop, *services: Prefill | Decode) -> None:
-    """Wait until the services hold nothing. Assert that the engines run and that nothing failed in the background."""
+    """Waits until the services hold nothing. Asserts that the engines run and that nothing failed in the background."""
     wait_until(
         lambda: all(service.holds_nothing() for service in services),
         lambda: [service.thread.inbox.load for service in services],
@@ -113,8 +113,8 @@ def settled(loop: WatchedLoop, *services: Prefill | Decode) -> None:
 
 @contextmanager
 def decode_edge() -> Iterator[Run]:
-    """The target for Generate. Its first byte is the number of events to read before leaving (0 reads all); the rest
-    is a request.
+    """Yields the target for Generate. An input's first byte is the number of events to read before leaving (0 reads
+    all); the rest is a request.
     """
     with tiny_target() as (model, tokenizer), loop_under_watch() as loop:
         prefill = loop.run(start_prefill(model))
@@ -137,11 +137,11 @@ def decode_edge() -> Iterator[Run]:
 
 @contextmanager
 def prefill_edge() -> Iterator[Run]:
-    """The target for Handoff calls.
+    """Yields the target for Handoff calls.
 
-    The low bits of the first byte are the number of frames to read before leaving; 0 reads all. Its top bit keeps the
-    client's side of the call open, and the next bit leaves versions and checksums as they are. The rest is the
-    commands.
+    The low bits of an input's first byte are the number of frames to read before leaving; 0 reads all. The top bit
+    keeps the client's side of the call open, and the next bit leaves versions and checksums as they are. The rest of
+    the input is the commands.
     """
     with tiny_target() as (model, _), loop_under_watch() as loop:
         service = loop.run(start_prefill(model))
@@ -167,7 +167,7 @@ def prefill_edge() -> Iterator[Run]:
 
 
 async def _handoff(channel: grpc.aio.Channel, commands: Sequence[bytes], *, num_frames: int, half_closes: bool) -> None:
-    """Make one Handoff call. If it ends without an error, each of its rows must have ended exactly once."""
+    """Makes one Handoff call. If it ends without an error, each of its rows must have ended exactly once."""
     call: Any = channel.stream_stream(HANDOFF)()
     rows: list[int] = []
     try:
@@ -201,10 +201,10 @@ def _ended_rows(data: bytes) -> list[int]:
 
 @contextmanager
 def replica() -> Iterator[Run]:
-    """The target for answers of a prefill replica to the decode service.
+    """Yields the target for answers of a prefill replica to the decode service.
 
-    An odd first byte leaves the frames' versions and checksums as they are. Then come the answers to health checks,
-    GetFingerprint and GetLoad, where an empty one stands for a correct answer, and then the frames of each call.
+    If an input's first byte is odd, the frames keep their versions and checksums. The answers to health checks,
+    GetFingerprint and GetLoad follow, where an empty one stands for a correct answer, and then the frames of each call.
     """
     with tiny_target() as (model, tokenizer), loop_under_watch() as loop:
         raw = RawReplica(fingerprint=fingerprint_of(model, None))
@@ -238,8 +238,8 @@ def replica() -> Iterator[Run]:
 
 
 def _looked_at_twice(raw: RawReplica) -> None:
-    """Wait until a whole poll of the replica has seen the changed answers: the second of three began after the
-    change and ended before the third.
+    """Waits until the decode service has polled the replica entirely after its answers changed. That is certain when a
+    third poll has begun.
     """
     num_before = raw.num_looks
     wait_until(lambda: raw.num_looks >= num_before + 3, lambda: raw.num_looks)

@@ -1,5 +1,5 @@
-"""Fuzz target of a replica's frames as the decode engine takes them: the codec, the landing zone and the real engine
-on a tiny model.
+"""The fuzz target for a replica's frames as the decode engine takes them: the codec, the landing zone and the real
+engine on a tiny model.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _Clock:
 
 @dataclass
 class EngineUnderFire:
-    """A decode engine whose transport is played by the target. `attack` answers every call the engine opens with the
-    same frames.
+    """A decode engine whose prefill replica is played by the target. `attack` answers every call that the engine opens
+    with the same frames.
     """
 
     engine: DecodeEngine
@@ -65,7 +65,7 @@ class EngineUnderFire:
     endings: dict[str, int] = field(default_factory=dict)
 
     def attack(self, frames: Sequence[bytes], *, ends_well: bool) -> None:
-        """Submit two requests and answer them with these frames. Each request must end exactly once, and afterwards
+        """Submits two requests and answers them with these frames. Each request must end exactly once, and afterwards
         nothing may be held.
         """
         self.number += 1
@@ -100,8 +100,8 @@ class EngineUnderFire:
     def _play(
         self, call_id: str, rows: Sequence[HandoffRow], frames: Sequence[bytes], *, ends_well: bool
     ) -> list[decode.Command]:
-        """The commands that a transport would post for these frames. The first frame that breaks the protocol ends
-        the call.
+        """Returns the commands that a transport would post for these frames. The first frame that breaks the protocol
+        ends the call.
         """
         reports: list[decode.Command] = []
         end: BatonError | None = None if ends_well else PrefillUnavailable("the replica was lost")
@@ -150,8 +150,8 @@ def _under_fire(model: TargetModel, head: DraftHead | None) -> EngineUnderFire:
 
 @contextmanager
 def replica_frames() -> Iterator[Run]:
-    """The target for a replica's frames. An odd first byte selects the engine with speculation, its second bit says
-    whether the call ends well, and the rest is the frames.
+    """Yields the target for a replica's frames. If an input's first byte is odd, the engine speculates; the byte's
+    second bit says whether the call ends well, and the rest of the input is the frames.
     """
     with tempfile.TemporaryDirectory() as directory:
         target_dir = save_tiny_model(Path(directory, "target"), "llama")

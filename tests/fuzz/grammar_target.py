@@ -1,4 +1,4 @@
-"""The fuzz target for grammars: what a client sends is compiled or refused, in bounded time, and outputs follow it."""
+"""The fuzz target for grammars: a client's grammar is compiled or refused in bounded time, and outputs follow it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.grammars.walks import Walker
 
 MAX_TOKENS = 40
 MASK_CPU_S = 0.25
-"""The most that a token and the mask after it may take of the processor."""
+"""The most processor time in seconds that accepting a token and computing the next mask may take."""
 
 
 @contextmanager
 def grammar() -> Iterator[Run]:
-    """The target for a grammar: a byte for its kind, and its text."""
+    """Yields the target for a grammar. An input is a byte for the grammar's kind, and its text."""
     tokenizer = byte_level()
     limits = {"vocab_size": vocab_size(tokenizer), "eos_token_ids": [eos_id(tokenizer)]}
     grammars = Grammars(lambda: tokenizer, **limits)

@@ -1,5 +1,5 @@
-"""`python -m tests.fuzz.guided TARGET KEPT CORPUS [flags]`: fuzzes one target with atheris. libFuzzer ends the
-process.
+"""`python -m tests.fuzz.guided TARGET KEPT CORPUS [flags]`: fuzzes one target with atheris, whose libFuzzer ends the
+process when it is done.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.fuzz.target import Run, Target
 
 KEPT = Path(".fuzz")
-"""Directory of the inputs that reached new code in guided runs, by target. Later runs start from them too."""
+"""The directory of the inputs that reached new code in guided runs, by target. Later runs also start from them."""
 MAX_INPUT_BYTES = 4096
 INPUT_TIMEOUT_S = 60
 _EXAMPLES_A_ROUND = 200
@@ -53,7 +53,7 @@ class Findings:
 
 
 def save(target: Target, data: bytes) -> Path:
-    """Save a failing input in the corpus, so that the test suite runs it until it is fixed."""
+    """Saves a failing input in the corpus, so that the test suite runs it until it is fixed."""
     path = target.corpus / f"crash-{hashlib.sha256(data).hexdigest()[:12]}"
     path.write_bytes(data)
     return path
@@ -118,7 +118,9 @@ def structured(target: Target, seconds: float) -> Findings:
 
 
 def guided(target: Target, seconds: float) -> Findings:
-    """Fuzz the target with coverage guidance, in a process of its own, since libFuzzer ends the process it runs in."""
+    """Fuzzes the target with coverage guidance, in a process of its own, since libFuzzer ends the process it runs
+    in.
+    """
     kept = KEPT / target.name
     kept.mkdir(parents=True, exist_ok=True)
     num_before = len(list(kept.iterdir()))

@@ -33,19 +33,21 @@ from tests.wire.strategies import PLAIN, SPECULATIVE, VOCAB_SIZE
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
 
 CORPUS_VERSION = 1
-"""The protocol version written in the corpus. It stays the same when ours changes, so that the corpus keeps reaching
-the same code.
+"""The protocol version written in the corpus. It does not change with ours, so that the inputs keep reaching the same
+code.
 """
 PAYLOAD_FIELD = 8
 """The protobuf field in which the corpus' segments hold their payload, as in the protocol version of the corpus."""
 MAX_STATUS_BYTES = 4096
-"""The largest status with its details, in bytes. gRPC guarantees room for 8 KiB of metadata, and carries a status
-twice in it.
+"""The largest size of a status with its details, in bytes. gRPC guarantees room for 8 KiB of metadata, and carries a
+status in it twice.
 """
 
 
 def assert_travels(error: BatonError) -> None:
-    """Assert that the error reaches its peer: its status fits gRPC's metadata, and INVALID_ARGUMENT names its field."""
+    """Asserts that the error can be sent to a client: its status fits gRPC's metadata, and INVALID_ARGUMENT names its
+    field.
+    """
     status = status_of(error)
     assert status.ByteSize() <= MAX_STATUS_BYTES, f"a status of {status.ByteSize()} bytes"
     if isinstance(error, InvalidRequest):
@@ -54,7 +56,9 @@ def assert_travels(error: BatonError) -> None:
 
 @contextmanager
 def generate_request() -> Iterator[Run]:
-    """The target for a GenerateRequest: its checks, up to the tokens and sampling options for the engine."""
+    """Yields the target for a GenerateRequest. It runs all checks up to the tokens and sampling options for the
+    engine.
+    """
     tokenizer = byte_level()
     limits = ModelLimits(vocab_size=vocab_size(tokenizer), max_context_tokens=64, eos_token_ids=(eos_id(tokenizer),))
 
@@ -87,8 +91,8 @@ def generate_request() -> Iterator[Run]:
 
 @contextmanager
 def handoff_command() -> Iterator[Run]:
-    """The target for a HandoffCommand: its checksum is corrected, its rows are checked, and rows are renumbered
-    around refused ones.
+    """Yields the target for a HandoffCommand. It corrects the checksum, checks the rows, and renumbers the rows that
+    remain when some are refused.
     """
     limits = row_checks.ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256)
 
@@ -123,7 +127,9 @@ def handoff_command() -> Iterator[Run]:
 
 @contextmanager
 def handoff_frame() -> Iterator[Run]:
-    """The target for a frame, both as it is and with a corrected checksum, with and without speculation."""
+    """Yields the target for a frame. It decodes the frame as it is and with a corrected checksum, with and without
+    speculation.
+    """
     rows = (PLAIN_ROW, LOGPROBS_ROW)
     codecs = [FrameCodec(fingerprint=fingerprint, vocab_size=VOCAB_SIZE) for fingerprint in (PLAIN, SPECULATIVE)]
 
@@ -143,8 +149,8 @@ def handoff_frame() -> Iterator[Run]:
 
 
 def checksummed(kind: type[MessageT], data: bytes) -> bytes:
-    """Returns the bytes with a correct checksum, and with our protocol version in place of the corpus', so that the
-    code after those checks is reached.
+    """Returns the bytes with a correct checksum, and with our protocol version instead of the corpus', so that they
+    reach the code after those checks.
     """
     try:
         message = kind.FromString(data)
@@ -168,7 +174,9 @@ def raise_version(message: types_pb2.Fingerprint) -> None:
 
 @contextmanager
 def fingerprint() -> Iterator[Run]:
-    """The target for a fingerprint. Any with few entries decodes, and its difference from ours is a short text."""
+    """Yields the target for a fingerprint. A fingerprint with few entries must decode, and the description of its
+    difference from ours must be short.
+    """
 
     def run(data: bytes) -> None:
         try:
@@ -189,8 +197,8 @@ def fingerprint() -> Iterator[Run]:
 
 @contextmanager
 def text() -> Iterator[Run]:
-    """The target for text: (role, content) messages through tokenizers and chat templates, and any token ids back
-    into text.
+    """Yields the target for text. It sends (role, content) messages through tokenizers and chat templates, and turns
+    any token ids back into text.
     """
     tokenizers = [byte_level(), byte_fallback()]
 
@@ -238,7 +246,7 @@ _EBNF_PARTS = (
 
 @contextmanager
 def ebnf() -> Iterator[Run]:
-    """The target for a grammar in EBNF: it is compiled, or refused with a reason."""
+    """Yields the target for a grammar in EBNF, which is compiled, or refused with a reason."""
     tokenizer = byte_level()
     grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
 

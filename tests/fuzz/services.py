@@ -53,7 +53,7 @@ HANDOFF_ROWS = 8
 
 
 class WatchedLoop(LoopThread):
-    """An event loop that remembers errors which nobody awaits, and errors that are logged."""
+    """An event loop that remembers logged errors, and errors that no code awaits."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -71,8 +71,8 @@ class _Errors(logging.Handler):
 
 @contextmanager
 def loop_under_watch() -> Iterator[WatchedLoop]:
-    """A loop that also remembers logged errors: our code logs them with structlog, libraries with the standard
-    library.
+    """Yields a loop that also remembers logged errors. Our code logs them with structlog, and libraries with the
+    standard library.
     """
     loop = WatchedLoop()
 

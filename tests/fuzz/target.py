@@ -1,4 +1,4 @@
-"""The type of a fuzz target: a function of bytes for one place where a peer's bytes come in."""
+"""The type of a fuzz target: a function of bytes for one place where a service takes a peer's bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 CORPUS = Path(__file__).with_name("corpus")
 
 Run = Callable[[bytes], None]
-"""A function that runs one input, in bounded time. It raises when the contract is broken."""
+"""A function that runs one input, in bounded time. It raises an exception if the contract is broken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A fuzz target. `inputs` draws inputs that follow the format, given seeds. `is_pure` means no network, so that
-    coverage can guide it.
+    """A fuzz target. `inputs` takes seeds and draws inputs that follow the format. A target that `is_pure` uses no
+    network, so that code coverage can guide its inputs.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Target:
         return CORPUS / self.name
 
     def seeds(self) -> tuple[bytes, ...]:
-        """The contents of the corpus, in a fixed order."""
+        """Returns the contents of the corpus, in a fixed order."""
         return tuple(path.read_bytes() for path in self.corpus_files())
 
     def corpus_files(self) -> Iterator[Path]:
@@ -44,7 +44,7 @@ def join(messages: list[bytes] | tuple[bytes, ...]) -> bytes:
 
 
 def split(data: bytes, *, at_most: int = 16) -> list[bytes]:
-    """Splits any input into messages. A length that goes beyond the end is cut."""
+    """Splits any input into messages. A message whose length goes beyond the end is cut."""
     messages, position = [], 0
     while position < len(data) and len(messages) < at_most:
         length = int.from_bytes(data[position : position + 4], "big")

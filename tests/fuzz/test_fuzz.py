@@ -1,5 +1,5 @@
-"""For any bytes received, a service gives an answer or a documented status, holds nothing afterwards, and keeps serving
-others.
+"""Tests that for any bytes received, a service gives an answer or a documented status, holds nothing afterwards, and
+keeps serving others.
 
 `make fuzz` runs the same targets for as long as it is told to.
 """
@@ -47,7 +47,7 @@ def test_every_input_of_the_corpus(opened: tuple[Target, Run]) -> None:
 
 @pytest.mark.parametrize("name", ["accepted", "segment", "prebuilt"])
 def test_well_formed_seeds_are_still_understood(name: str) -> None:
-    """A corpus that fails the first check would no longer reach the code after it."""
+    """If the corpus failed the first check of a frame, it would no longer reach the code after that check."""
     codec = FrameCodec(fingerprint=PLAIN, vocab_size=VOCAB_SIZE)
     frame = (CORPUS / "handoff_frame" / name).read_bytes()
     codec.decode(checksummed(prefill_pb2.HandoffFrame, frame), (PLAIN_ROW, LOGPROBS_ROW))
@@ -65,7 +65,7 @@ def replay(target: str, name: str) -> None:
 
 
 def test_the_corpus_still_cancels_rows_over_the_real_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine starts the call only after it has received the command that follows it."""
+    """The engine is made to start the call only after it has received the cancellation that follows."""
     heard: list[object] = []
     step: Step = PrefillEngine.step
 

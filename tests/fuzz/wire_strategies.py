@@ -1,5 +1,5 @@
-"""Strategies for valid and invalid protobuf bytes, whose fields may be absent, extreme, repeated, of another wire
-type, or unknown.
+"""Hypothesis strategies for valid and invalid protobuf bytes, whose fields may be absent, extreme, repeated, of another
+wire type, or unknown.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _field(field: Any, depth: int) -> st.SearchStrategy[bytes]:
 
 
 def wire_messages(descriptor: Descriptor, *, depth: int = 0) -> st.SearchStrategy[bytes]:
-    """Bytes that start like this message's; most of them parse. Later fields override earlier ones, as protobuf
-    defines.
+    """Returns a strategy for bytes that begin with fields of this message type. Most of them parse: protobuf lets later
+    fields override earlier ones.
     """
     stranger = st.tuples(
         st.sampled_from((*(field.number for field in descriptor.fields), 8, 9, 99, 2**29 - 1)), _ANY_PAYLOAD
@@ -120,7 +120,7 @@ def damaged(draw: st.DrawFn, seeds: tuple[bytes, ...]) -> bytes:
 
 
 def hostile_messages(descriptor: Descriptor, seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
-    """Draws a seed with overridden fields, fields alone, a damaged seed, or arbitrary bytes."""
+    """Draws a seed with some fields overridden, fields without a seed, a damaged seed, or arbitrary bytes."""
     fields = wire_messages(descriptor)
     overridden = st.tuples(st.sampled_from(seeds), fields).map(b"".join)
     return st.one_of(overridden, overridden, fields, damaged(seeds), st.binary(max_size=64), st.sampled_from(seeds))
