@@ -1,4 +1,4 @@
-"""Wraps the two clients of the `openai` package, so that tests call both in the same way."""
+"""Wraps the two clients of the `openai` package, blocking and asynchronous, so that tests call both in the same way."""
 
 from __future__ import annotations
 

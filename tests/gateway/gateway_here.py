@@ -25,7 +25,7 @@ BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
 
 
 def post(body: Any, *head: str) -> bytes:
-    """The bytes of a completion request. `head` are further header lines."""
+    """Returns the bytes of a completion request with this JSON body. `head` are further header lines."""
     sent = json.dumps(body).encode()
     lines = [f"POST {COMPLETIONS} HTTP/1.1", "host: x", "content-type: application/json", *head]
     return "\r\n".join([*lines, f"content-length: {len(sent)}", "", ""]).encode() + sent
@@ -60,7 +60,7 @@ class GatewayHere:
         return f"http://127.0.0.1:{self.port}"
 
     def openai(self, **options: Any) -> openai.OpenAI:
-        """An `openai` client that does not retry."""
+        """Returns an `openai` client that does not retry."""
         options = {"api_key": "none", "max_retries": 0, "timeout": BOUND_S, **options}
         self.clients.append(openai.OpenAI(base_url=f"{self.url}/v1", **options))
         return self.clients[-1]
@@ -74,7 +74,7 @@ class GatewayHere:
     def ask(
         self, method: str, path: str, body: Any = None, *, source: tuple[str, int] | None = None, **headers: str
     ) -> Answer:
-        """Send one plain HTTP request. A `body` other than bytes is sent as JSON; the keyword x_y becomes the header
+        """Sends one plain HTTP request. A `body` other than bytes is sent as JSON. A keyword x_y becomes the header
         x-y.
         """
         sent = {"content-type": "application/json"} if body is not None else {}
@@ -88,7 +88,9 @@ class GatewayHere:
             connection.close()
 
     def send_raw(self, sent: bytes) -> Answer:
-        """Send bytes that need not be HTTP, and return the first answer once the gateway has closed the connection."""
+        """Sends bytes that need not be HTTP, and returns the first answer once the gateway has closed the
+        connection.
+        """
         with socket.create_connection(("127.0.0.1", self.port), BOUND_S) as connection:
             connection.sendall(sent)
             response = http.client.HTTPResponse(connection)
@@ -98,7 +100,7 @@ class GatewayHere:
             return answer
 
     def metric(self, name: str, **labels: str) -> float:
-        """The current value of a metric; 0 if it does not exist yet."""
+        """Returns the current value of a metric; 0 if it does not exist yet."""
         text = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
         sample = f"{name}{{{text}}} " if text else f"{name} "
         for line in self.ask("GET", "/metrics").body.decode().splitlines():
@@ -115,7 +117,7 @@ def gateway_here(
     tracer: Tracer = NO_TRACER,
     **settings: Any,
 ) -> Iterator[GatewayHere]:
-    """Run a gateway. `limits` overrides some of the limits that follow from `settings`."""
+    """Runs a gateway. `limits` overrides some of the limits that follow from `settings`."""
     made = GatewaySettings(listen="127.0.0.1:0", decode=decode, **settings)
 
     async def start() -> tuple[GatewayServer, int]:

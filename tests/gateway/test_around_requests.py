@@ -70,7 +70,7 @@ ORIGIN, OTHER = "https://chat.example", "https://other.example"
 
 
 def preflight(gateway: GatewayHere, origin: str, path: str = "/v1/chat/completions") -> Answer:
-    """Send the preflight request that a browser sends before a page's own request. It carries no key."""
+    """Sends the preflight request that a browser sends before a page's own request. It carries no key."""
     asked = {
         "origin": origin,
         "access_control_request_method": "POST",
@@ -81,7 +81,7 @@ def preflight(gateway: GatewayHere, origin: str, path: str = "/v1/chat/completio
 
 @pytest.fixture
 def shared(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterator[GatewayHere]:
-    """A gateway with a key that pages of one other origin may call."""
+    """A gateway with an API key, whose API the pages of one other origin may call."""
     keys = tmp_path / "keys"
     keys.write_text("some-long-key\n")
     scripted.inference.script = [started(), delta([5], "x"), finished()]

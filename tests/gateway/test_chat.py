@@ -27,7 +27,7 @@ IDS = {"return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def direct(pair: Client) -> Any:
-    """The gRPC client's answer to the same request."""
+    """The answer that the gRPC client gets to the same request."""
     return pair.complete(chat=CHAT, temperature=0.0, max_tokens=24)
 
 
@@ -213,7 +213,7 @@ def test_an_assistant_s_calls_are_part_of_what_it_said(message: dict[str, Any], 
 
 
 def test_an_answer_s_message_may_be_sent_back_as_it_came(edge: GatewayHere, scripted: ScriptedServer) -> None:
-    """Agents do so, with fields that the package does not know."""
+    """Agents send a message back with all its fields, including those that the `openai` package does not know."""
     scripted.inference.script = [
         *(started(), delta([1], '<think>Hm.</think>So.<tool_call>{"name": "add", "arguments": {}}</tool_call>')),
         finished(FINISH_REASON_EOS),
@@ -306,7 +306,7 @@ SHAPE = {
 
 
 async def test_an_answer_fits_its_schema(caller: Caller) -> None:
-    """The model is random: whatever it would say, JSON of this form comes."""
+    """The model is random, so only the schema can give the answer the form of this JSON."""
     answer = await caller.chat(
         **{**GREEDY, "max_tokens": 60},
         response_format={"type": "json_schema", "json_schema": {"name": "shape", "schema": SHAPE, "strict": True}},

@@ -17,7 +17,7 @@ IDS = {"return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def direct(pair: Client) -> Any:
-    """The gRPC client's answer to the same request."""
+    """The answer that the gRPC client gets to the same request."""
     return pair.complete(PROMPT, temperature=0.0, max_tokens=24)
 
 

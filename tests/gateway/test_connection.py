@@ -1,4 +1,4 @@
-"""How the gateway writes answers, and how long it waits for a client that does not read."""
+"""Tests of how the gateway writes answers, and of how long it waits for a client that does not read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def answering(num_bytes: int) -> ASGIApp:
 def serving(
     loop: LoopThread, app: ASGIApp, *, stall_timeout_s: float = BOUND_S, send_buffer: int | None = SMALL_BUFFER
 ) -> Iterator[Serving]:
-    """Serve an application on loopback. `send_buffer` is the socket's send buffer in bytes; None leaves it to the
+    """Serves an application on loopback. `send_buffer` is the socket's send buffer in bytes; None leaves it to the
     system.
     """
     limits = HttpLimits.of(GatewaySettings(client_stall_timeout_s=stall_timeout_s))
@@ -93,7 +93,7 @@ def serving(
 
 
 def receive(connection: socket.socket, *, until_bytes: int, pause_s: float = 0.0) -> int:
-    """Read at least `until_bytes` bytes, with a pause between reads, and return how many came."""
+    """Reads at least `until_bytes` bytes, with a pause between reads, and returns how many came."""
     num_bytes = 0
     while num_bytes < until_bytes and (data := connection.recv(64 << 10)):
         num_bytes += len(data)
@@ -102,7 +102,7 @@ def receive(connection: socket.socket, *, until_bytes: int, pause_s: float = 0.0
 
 
 def test_a_slow_reader_gets_everything(loop: LoopThread) -> None:
-    """Reading everything takes longer than the stall time-out, but no single pause does."""
+    """Reading the whole answer takes longer than the stall time-out, but no single pause does."""
     answer_bytes, stall_timeout_s = 2 << 20, 1.0
     with (
         serving(loop, answering(answer_bytes), stall_timeout_s=stall_timeout_s) as here,
@@ -131,7 +131,9 @@ def test_a_reader_that_has_taken_everything_is_waited_for(loop: LoopThread) -> N
 
 @pytest.mark.parametrize("ending", ["close", "keep-alive", "malformed"])
 def test_nobody_is_waited_for_who_takes_nothing_of_the_little_that_is_left(loop: LoopThread, ending: str) -> None:
-    """The rest is too small for asyncio to pause writing. Both a closing connection and one kept open are covered."""
+    """The rest of the answer is too small for asyncio to pause writing. The connection is to be closed or kept open
+    after it.
+    """
     head = [b"connection: close"] if ending == "close" else []
     with (
         serving(loop, answering(60_000), stall_timeout_s=0.5) as here,
@@ -193,7 +195,7 @@ async def test_a_whole_answer_ends_once_its_last_slice_was_taken() -> None:
 
 
 class Crowd:
-    """Connections without sockets, with a plain model of which ones may be closed to make room."""
+    """Connections without sockets, and a simple model that says which of them may be closed to make room."""
 
     def __init__(self, max_connections: int) -> None:
         self.connections = OpenConnections(max_connections=max_connections)
@@ -219,7 +221,7 @@ class Crowd:
         self.silent.setdefault(number)
 
     def send(self, number: int) -> None:
-        """Send a part of a request on this connection."""
+        """Sends a part of a request on this connection."""
         self.connections.is_idle(number, is_sending=True)
         self.silent.pop(number, None)
         self.sending.setdefault(number)
@@ -234,7 +236,7 @@ class Crowd:
         del self.of[number]
 
     def may_lose(self, clients: Sequence[str]) -> list[int]:
-        """The connections that may be closed to make room when these clients have the most idle ones."""
+        """Returns the connections that may be closed to make room, given the clients with the most idle connections."""
         for idle in (self.silent, self.sending):
             own = [[number for number in idle if self.of[number] == client] for client in clients]
             most = max(map(len, own))
@@ -273,8 +275,8 @@ def test_who_has_most_idle_connections_loses_those_that_are_so_for_longest() -> 
 
 
 def test_what_is_sending_its_request_goes_after_everything_silent() -> None:
-    """This holds even if its connection has been idle the longest and belongs to the client with the most idle
-    connections.
+    """To make room, silent connections are closed before one that is sending its request, even if that has been idle
+    the longest and belongs to the client with the most idle connections.
     """
     crowd = Crowd(8)
     for client in ("proxy", "proxy", "proxy", "other"):
@@ -308,7 +310,7 @@ def test_one_client_that_has_only_requests_leaves_an_eighth_to_others() -> None:
 
 
 def test_room_is_made_in_constant_time_however_many_clients_there_are() -> None:
-    """Looking at all clients each time would take a millisecond or more, and block the event loop."""
+    """A look at all clients for each closed connection would take a millisecond or more, and block the event loop."""
     crowd = Crowd(8192)
     for number in range(8192):
         crowd.open(str(number))

@@ -1,4 +1,4 @@
-"""Failures of the decode service as the HTTP client sees them: the status, the code, and whether to retry."""
+"""Tests of the decode service's failures as an HTTP client sees them: the status, the code, and whether to retry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL")
 
 
 def events_of(body: bytes) -> list[Any]:
-    """The JSON of each event of a stream; "[DONE]" stays a string."""
+    """Returns the JSON of each event of a stream; "[DONE]" stays a string."""
     data = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line]
     return [each if each == "[DONE]" else json.loads(each) for each in data]
 
@@ -152,7 +152,9 @@ async def test_an_answer_that_crashes_after_its_head_is_counted_as_a_crash() -> 
 
 
 def test_what_ends_lines_ends_no_event(edge: GatewayHere, scripted: ScriptedServer) -> None:
-    """Clients split lines as their language does, so characters that end a line in some language must be escaped."""
+    """Clients split a stream into lines as their language does, so characters that end a line in any language must be
+    escaped.
+    """
     text = "a\u2028b\u2029c\x85d\r\n\x0be"
     scripted.inference.script = [started(), delta([5], text), finished()]
     lines = [each for each in edge.ask("POST", COMPLETIONS, STREAMED).body.decode().splitlines() if each]

@@ -1,4 +1,4 @@
-"""Field values that ask for nothing, in the many ways in which callers write them."""
+"""Tests of field values that ask for nothing special, in the many forms in which callers write them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def chat(**message: Any) -> Plan:
 
 
 def test_no_field_is_both_served_and_listed_as_unsupported() -> None:
-    """Such a line has no effect. It is left over from before the field was served."""
+    """A field in the list of unsupported ones has no effect there once it is served, so it must be removed from the
+    list.
+    """
     kinds = (ChatFields, CompletionFields)
     served = [{*NUMBER_OPTIONS, *kind.model_fields} for kind in kinds]
     assert not set.intersection(*served) & set(ASKS_FOR_NOTHING)
@@ -139,7 +141,7 @@ def test_what_is_no_name_is_refused(name: Any) -> None:
 
 
 def test_a_name_that_comes_twice_among_very_many_is_found_at_once() -> None:
-    """Parsing blocks the event loop. Comparing each name with all others would take half a minute."""
+    """Parsing blocks the event loop. Comparing each name with all others would block it for half a minute."""
     names = ", ".join(f'"{number}": 0' for number in (*range(60_000), 59_999))
     began_s = time.thread_time()
     with pytest.raises(ApiError, match="comes twice in one object"):

@@ -1,4 +1,4 @@
-"""What the output must be: the fields of OpenAI, vLLM, SGLang and llama.cpp, and the client's own."""
+"""Tests of the fields that constrain the output: those of OpenAI, vLLM, SGLang and llama.cpp, and the client's own."""
 
 from __future__ import annotations
 

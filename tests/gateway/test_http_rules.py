@@ -1,4 +1,4 @@
-"""HTTP that servers and proxies could read in different ways is refused, and its connection is closed."""
+"""Tests that HTTP which servers and proxies could read in different ways is refused, and its connection closed."""
 
 from __future__ import annotations
 

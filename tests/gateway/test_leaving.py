@@ -1,4 +1,4 @@
-"""When a client leaves, its generations end and everything they held is free."""
+"""Tests that when a client leaves, its generations end and everything they held is free."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_a_client_may_leave_before_there_is_anything(
 
 
 def begin_stream(edge: GatewayHere, scripted: ScriptedServer, *head: str) -> socket.socket:
-    """Start a streamed answer, and return its connection once the first event has arrived. More events would follow."""
+    """Starts a streamed answer, and returns its connection once the first event has arrived. More events would
+    follow.
+    """
     scripted.inference.scripts.append([started(), delta([5], "first"), scripted.inference.HOLD])
     connection = socket.create_connection(("127.0.0.1", edge.port), BOUND_S)
     connection.sendall(post({**BODY, "stream": True}, *head))

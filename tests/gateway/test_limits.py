@@ -1,4 +1,4 @@
-"""Limits on the resources of one HTTP client, and the API keys that admit clients."""
+"""Tests of the limits on the resources of one HTTP client, and of the API keys that admit clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEFT = "baton_gateway_client_disconnects_total"
 SHORT_S = 0.3
 SMALLEST = 64 << 10
 MOST_HELD_BYTES = 16 << 20
-"""The most bytes held for a client that reads nothing. Most of them are in its sockets."""
+"""The most bytes that are held for a client that reads nothing. Most of them are in its sockets' buffers."""
 
 
 def test_more_open_requests_than_allowed_are_told_when_to_come_again(

@@ -59,7 +59,7 @@ async def test_without_alternatives_a_chat_has_the_chosen_tokens_alone(caller: C
 async def test_a_token_that_is_no_text_is_written_with_its_bytes(
     caller: Caller, of_chat: tuple[PositionLogprobs, ...]
 ) -> None:
-    """Most of the model's tokens are single bytes."""
+    """Most of the model's tokens are single bytes, and many of these are no text by themselves."""
     answer = await caller.chat(messages=MESSAGES, **GREEDY, logprobs=True)
     written = [each.token for each in answer.choices[0].logprobs.content]
     assert any(token.startswith("\\x") for token in written)

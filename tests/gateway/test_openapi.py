@@ -1,4 +1,6 @@
-"""The OpenAPI document says what the gateway takes: the routes, and the fields by which it parses bodies."""
+"""Tests that the OpenAPI document describes what the gateway accepts: the routes, and the fields by which it parses
+bodies.
+"""
 
 from __future__ import annotations
 

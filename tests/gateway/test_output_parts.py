@@ -1,4 +1,4 @@
-"""Chat answers have reasoning, words and calls of functions in OpenAI's fields."""
+"""Tests that chat answers have reasoning, content and function calls in OpenAI's fields."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def chunks(events: Sequence[Event], form: OutputFormat = HERMES, **fields: Any) 
 
 
 def joined(deltas: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of a stream's deltas."""
+    """Returns the message that a client puts together from a stream's deltas."""
     message: dict[str, Any] = {}
     for each in deltas:
         for name in ("content", "reasoning_content"):
@@ -154,7 +154,7 @@ def test_a_stream_has_all_token_ids_of_held_text() -> None:
 
 @pytest.fixture
 def reasons(scripted: ScriptedServer) -> ScriptedServer:
-    """The decode service, whose model writes as Hermes and reasons."""
+    """The decode service. Its model writes in the Hermes format and reasons."""
     scripted.inference.output_format = "hermes"
     scripted.inference.script = [
         *(started(), delta([1], "<think>"), delta([2], "Hm."), delta([3], "</think>"), delta([4], "\n\nYes.")),

@@ -1,5 +1,5 @@
-"""The options of the prefix cache reach the decode service, the usage says what was cached, and chats stay where they
-are cached.
+"""Tests that the options of the prefix cache reach the decode service, that the usage says what was cached, and that
+chats stay with the service that has them cached.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def chunks_of(body: bytes) -> list[Any]:
 
 
 def script(server: ScriptedServer, *num_cached_tokens: int) -> None:
-    """The calls end with these counts, in the order in which they begin. Each prompt has three tokens."""
+    """Makes the server's next calls end with these counts of cached tokens, in the order in which they begin. Each
+    prompt has three tokens.
+    """
     for number in num_cached_tokens:
         end = finished(num_completion_tokens=1, num_cached_tokens=number)
         server.inference.scripts.append([started(), delta([5], "a"), end])
@@ -107,7 +109,7 @@ def test_choices_count_with_their_own_prompt() -> None:
 
 @pytest.fixture
 def both(loop: LoopThread) -> Iterator[tuple[GatewayHere, list[ScriptedServer]]]:
-    """A gateway and its two decode services, once it uses both."""
+    """A gateway and its two decode services, once it has connected to both."""
     servers = [ScriptedServer() for _ in range(2)]
     try:
         for server in servers:
@@ -128,7 +130,7 @@ def both(loop: LoopThread) -> Iterator[tuple[GatewayHere, list[ScriptedServer]]]
 
 
 def num_asked(servers: list[ScriptedServer]) -> list[int]:
-    """Returns how many calls each service got since the last time."""
+    """Returns how many calls each service has got since this was last called."""
     nums = []
     for server in servers:
         nums.append(server.inference.requests.qsize())
@@ -163,7 +165,7 @@ def test_turns_of_a_chat_go_to_the_decode_service_that_has_it_and_other_chats_sp
     gateway, servers = both
 
     def asked(*messages: dict[str, str]) -> ScriptedServer:
-        """The service that is asked for the next answer of a chat."""
+        """Sends a chat, and returns the service that the gateway asked for the answer."""
         ask(gateway, "/v1/chat/completions", messages=messages)
         return servers[num_asked(servers).index(1)]
 

@@ -1,4 +1,4 @@
-"""`python -m gateway`: its signals and its exit status."""
+"""Tests of `python -m gateway`: its signals and its exit status."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIVE = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 def running(
     decode: str, log: Path, *flags: str, within: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[bytes], GatewayHere]]:
-    """Run a gateway process. `within` is a command that runs the gateway's own command line."""
+    """Runs a gateway process. `within` is a command that is put before the gateway's own command line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "GRPC_"))}
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -56,7 +56,7 @@ def running(
 
 @pytest.fixture
 def scripted_end(scripted: ScriptedServer) -> Callable[[], None]:
-    """Let the decode service admit a request and answer "a". It answers "b" once the returned function is called."""
+    """Lets the decode service admit a request and answer "a". It adds "b" once the returned function is called."""
     may_end: queue.Queue[None] = queue.Queue()
 
     def script() -> Iterator[Any]:
@@ -72,7 +72,7 @@ def scripted_end(scripted: ScriptedServer) -> Callable[[], None]:
 
 
 def turned_away(gateway: GatewayHere) -> Answer:
-    """Poll /health until it answers 503, and return that answer."""
+    """Polls /health until it answers 503, and returns that answer."""
     answers: list[Answer] = []
 
     def is_told() -> bool:
@@ -139,7 +139,7 @@ FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 160; exec "$@"', "sh")
 def open_connections(
     gateway: GatewayHere, stack: ExitStack, *, source: str = "127.0.0.1", num: int = 300
 ) -> Iterator[socket.socket]:
-    """Open more connections than a gateway with few file descriptors can hold."""
+    """Opens up to `num` connections, more than a gateway with few file descriptors can hold."""
     for _ in range(num):
         yield stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S, (source, 0)))
 
@@ -242,7 +242,7 @@ def test_an_upload_on_a_reused_connection_goes_on_while_silent_ones_make_room(
 def test_slow_bodies_make_room_before_who_is_silent_for_a_moment(
     scripted: ScriptedServer, tmp_path: Path, more: bytes
 ) -> None:
-    """For a moment after its start, a body does not count as slow."""
+    """A body does not count as slow until it has been on its way for a moment."""
     begun = post({**BODY, "prompt": "x" * 10_000})[:200]
     with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
         slow: list[socket.socket] = []

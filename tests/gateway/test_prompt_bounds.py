@@ -1,4 +1,6 @@
-"""A request with too large prompts is refused before anything is built from them, and its choices start one by one."""
+"""Tests that a request with too large prompts is refused before anything is built from them, and that its choices start
+one by one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.gateway.gateway_here import GatewayHere
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONTEXT = 8192
-"""Context length of the scripted decode service, which accepts every prompt."""
+"""The context length in tokens of the scripted decode service, which accepts every prompt."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,6 @@
-"""`echo`, `prompt_logprobs` and `max_tokens: 0`, in front of a real pair: what evaluation harnesses score with."""
+"""Tests of `echo`, `prompt_logprobs` and `max_tokens: 0` in front of a real pair: the fields with which evaluation
+harnesses score text.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def own_logprobs(model_dir: Path, token_ids: Sequence[int]) -> list[float]:
 def test_a_harness_s_request_scores_continuations_as_transformers_does(
     max_tokens: int, gateway: GatewayHere, model_dir: Path
 ) -> None:
-    """The request that lm-eval sends for log-likelihood tasks, and how it reads the answer."""
+    """Sends the request that lm-eval sends for log-likelihood tasks, and reads the answer as lm-eval does."""
     prompts = [context + continuation for context, continuation in zip(CONTEXTS, CONTINUATIONS, strict=True)]
     request = {"model": "tiny", "prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": max_tokens}
     answer = gateway.ask("POST", COMPLETIONS, {**request, "temperature": 0, "seed": 1234})

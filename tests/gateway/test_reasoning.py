@@ -1,4 +1,6 @@
-"""Reasoning over HTTP, in front of a real pair with a random model: it is bounded, and what must fit follows it."""
+"""Tests of reasoning over HTTP, in front of a real pair with a random model: its length is bounded, and an answer that
+must fit a grammar follows it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def caller(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[BlockingCaller]:
-    """A caller of a gateway whose model writes as Hermes does, with reasoning."""
+    """A caller of a gateway whose model writes in the Hermes format, with reasoning."""
     stack = AsyncExitStack()
 
     async def start() -> str:

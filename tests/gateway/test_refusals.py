@@ -1,4 +1,6 @@
-"""Invalid or unsupported requests are refused with an OpenAI error object that names the field, and never with 422."""
+"""Tests that invalid or unsupported requests are refused with an OpenAI error object that names the field, and never
+with 422.
+"""
 
 from __future__ import annotations
 
@@ -257,7 +259,7 @@ def test_a_body_that_is_no_json_object(gateway: GatewayHere, body: bytes) -> Non
     ],
 )
 def test_a_name_that_comes_twice(gateway: GatewayHere, more: str, param: str) -> None:
-    """A proxy that checked the body before may have read the other value."""
+    """A proxy that checked the body before the gateway may have read the other value."""
     answer = gateway.ask("POST", CHAT, f"{json.dumps(CHAT_BODY)[:-1]}, {more}}}".encode())
     assert answer.status == 400
     assert (answer.error["param"], answer.error["code"]) == (param, "invalid_json")

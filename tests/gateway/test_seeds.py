@@ -1,4 +1,4 @@
-"""The same seed gives the same choices, and each choice of a request draws its own tokens."""
+"""Tests that the same seed gives the same choices, and that each choice of a request draws its own tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway asks for the served model once, however many requests wait for the answer."""
+"""Tests that the gateway asks for the served model once, however many requests wait for the answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Info:
 
 
 class Decode:
-    """A client of the decode service whose answers the test gives."""
+    """A stand-in for the client of the decode service. The test gives its answers."""
 
     def __init__(self) -> None:
         self.questions: list[asyncio.Future[Any]] = []
@@ -57,7 +57,7 @@ def served(decode: Decode, clock: Clock) -> ServedModel:
 
 
 async def turns() -> None:
-    """Let the event loop run until nothing can proceed any further."""
+    """Lets the event loop run until nothing can proceed any further."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -139,7 +139,7 @@ async def test_closing_ends_the_question(served: ServedModel, decode: Decode, cl
 
 
 def test_a_client_that_leaves_meanwhile_is_noticed(loop: LoopThread) -> None:
-    """The decode service here accepts connections and never answers."""
+    """The decode service of this test accepts connections and never answers."""
     with (
         socket.create_server(("127.0.0.1", 0)) as decode,
         gateway_here(loop, f"127.0.0.1:{decode.getsockname()[1]}") as gateway,

@@ -1,4 +1,6 @@
-"""/tokenize and /detokenize, and prompts that are cut, in front of a real prefill and decode service."""
+"""Tests of /tokenize and /detokenize, and of prompts that are truncated, in front of a real prefill and decode
+service.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def test_it_needs_a_key(loop: LoopThread, scripted: ScriptedServer, tmp_path: Pa
 
 
 def test_either_side_adds_special_tokens_only_when_asked(pair: Client) -> None:
-    """The tiny tokenizer adds none by itself, so both ways agree."""
+    """The tiny tokenizer adds no special tokens by itself, so the ids are the same with and without."""
     assert pair.tokenize("a", add_special_tokens=True) == pair.tokenize("a", add_special_tokens=False)
     with pytest.raises(InvalidArgument):
         pair.tokenize("a", chat=CHAT)

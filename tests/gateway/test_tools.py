@@ -1,4 +1,6 @@
-"""Tools over HTTP, in front of a real pair with a random model: whatever it would say, calls that must fit do."""
+"""Tests of tools over HTTP, in front of a real pair with a random model: whatever the model would write, calls that
+must fit a schema do.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def called(message: Any) -> list[tuple[str, str]]:
 
 
 def called_in(chunks: Sequence[Any], index: int) -> list[tuple[str, str]]:
-    """The calls of a choice, put together from the chunks of a stream."""
+    """Returns the calls of choice `index`, put together from the chunks of a stream."""
     calls: list[tuple[str, str]] = []
     for chunk in chunks:
         for choice in chunk.choices:

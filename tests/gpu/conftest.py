@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _exact_float32() -> Iterator[None]:
-    """Switch TF32 off by assignment, since pytest's monkeypatch cannot undo attributes that PyTorch computes
+    """Switches TF32 off by assignment, since pytest's monkeypatch cannot undo attributes that PyTorch computes
     (`backends.cuda.matmul`).
     """
     switches = torch.backends.cuda.matmul, torch.backends.cudnn

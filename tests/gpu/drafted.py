@@ -1,4 +1,4 @@
-"""Targets on a CUDA device, with draft heads that copy them."""
+"""Targets on a CUDA device, with draft heads that propose the targets' own choices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tests.support.models import save_last_token_model
 def load_drafted(
     directory: Path, family: str, num_layers: int, **options: float
 ) -> tuple[Path, TargetModel, DraftHead]:
-    """Make and load a target and its copy head in float32. Returns the target's directory, the target (which
-    captures the states its head reads) and the head. `options` are those of `save_last_token_model`.
+    """Makes and loads a target in float32, and a copy head, which proposes the target's own choices. Returns the
+    target's directory, the target (which captures the states that its head reads) and the head. `options` are those of
+    `save_last_token_model`.
     """
     target_dir = save_last_token_model(directory / "target", **options)
     head_dir = save_copy_head(directory / "head", target_dir=target_dir, family=family, num_layers=num_layers)

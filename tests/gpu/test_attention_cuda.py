@@ -1,4 +1,4 @@
-"""The GPU's attention kernels compared with the reference backend on a device."""
+"""Compares the GPU's attention kernels with the reference backend on a device."""
 
 from __future__ import annotations
 

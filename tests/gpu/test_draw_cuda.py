@@ -1,4 +1,4 @@
-"""The GPU's sampling kernel compared with PyTorch's operators on a device, for a large vocabulary and in one launch."""
+"""Compares the GPU's sampling kernel with PyTorch's operators on a device, for a large vocabulary and in one launch."""
 
 from __future__ import annotations
 

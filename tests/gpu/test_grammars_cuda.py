@@ -1,5 +1,5 @@
-"""Output under a grammar on CUDA, in float32 without TF32, is that of the masked distribution: with and without drafts,
-overlap and a cached prefix, alone and beside rows that are free.
+"""Tests that output under a grammar on CUDA, in float32 without TF32, is that of the masked distribution: with and
+without drafts, overlap and a cached prefix, alone and beside rows without a grammar.
 """
 
 from __future__ import annotations

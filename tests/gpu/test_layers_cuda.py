@@ -1,4 +1,4 @@
-"""Decoder layers on a device: the models that use our layers, and that kernels launched early read nothing too
+"""Tests of decoder layers on a device: models run with our layers, and kernels that are launched early read nothing too
 early.
 """
 
@@ -46,8 +46,8 @@ def test_a_model_keeps_its_own_layers_where_that_is_asked_for(
 
 
 def replayed_logits(num_tokens: int, *, overlaps: bool) -> list[Tensor]:
-    """The logits of one row's forward, recorded once and replayed repeatedly. Each replay reads the K and V that it
-    wrote.
+    """Records the forward of one row once, replays it repeatedly, and returns the logits of each replay. Each replay
+    reads the K and V that it wrote.
     """
     config = LlamaConfig(
         hidden_size=512,

@@ -1,5 +1,5 @@
-"""Triton compiles nothing on a device once a pair has started. tests/pair checks this by kernel variants; here
-Triton itself reports it.
+"""Tests that Triton compiles nothing on a device once a pair has started. tests/pair compares the kernel variants that
+are used with those compiled; here Triton itself reports what it compiles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tokens equal `generate`'s on CUDA, in float32 without TF32, with the forward on its own stream."""
+"""Tests that the tokens equal `generate`'s on CUDA, in float32 without TF32, with the forward on its own stream."""
 
 from __future__ import annotations
 

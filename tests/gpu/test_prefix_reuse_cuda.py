@@ -1,4 +1,6 @@
-"""Conversations are the same cold and warm on CUDA, in float32 without TF32: tokens, drafts, and what was sent."""
+"""Tests on CUDA, in float32 without TF32, that conversations give the same tokens and drafts with cached KV (warm) as
+without (cold), and send only what is not cached.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def makes_for() -> Iterator[Callable[..., MakeForOptions]]:
-    """Returns a function that makes pairs of one model and head."""
+    """A function that takes a model and a head, and returns a function that makes pairs of them."""
     made: list[InProcessPair] = []
 
     def of(target: TargetModel, draft: DraftHead | None = None) -> MakeForOptions:

@@ -62,7 +62,9 @@ def test_graphs_share_memory_and_keep_their_outputs() -> None:
 
 
 def test_a_dead_graph_is_not_freed_while_another_is_recorded() -> None:
-    """Python frees a graph in a reference cycle whenever its collector runs, and freeing one ends a recording."""
+    """Python's collector may free a graph in a reference cycle at any time, and freeing a graph breaks a recording in
+    progress.
+    """
     device = CudaDevice(0)
     recorder = device.graphs
     assert recorder is not None
@@ -97,7 +99,7 @@ def test_memory_is_the_cards_and_what_this_process_holds_of_it() -> None:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraph]:
-    """A list that grows by one graph at each replay."""
+    """A list to which each replay appends its graph."""
     seen: list[CudaGraph] = []
     replay = CudaGraph.replay
 
@@ -112,8 +114,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraph]:
 def check_graphs_change_no_token(
     model: TargetModel, draft: DraftHead | None, shape: str | None, num_shapes: int, replays: list[CudaGraph]
 ) -> None:
-    """Assert that replaying changes no token, and that every step replays graphs: `num_shapes` kinds for each
-    recorded batch size.
+    """Asserts that replaying changes no token, and that every step replays graphs: `num_shapes` kinds for each recorded
+    batch size.
     """
     seen: list[list[list[int]]] = []
     for replays_forwards in (False, True):

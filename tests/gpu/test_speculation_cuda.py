@@ -1,5 +1,5 @@
-"""Speculation on CUDA, in float32 without TF32, changes no token: greedy or sampled, with a chain, a tree or several
-layers.
+"""Tests that speculation on CUDA, in float32 without TF32, changes no token: greedy or sampled, with a chain, a tree or
+several layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A decode step waits for the device in two places only: for `publish_ready` and for the end event of a step."""
+"""Tests that a decode step waits for the device in two places only: for `publish_ready` and for the end event of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[InProcessPair], None]]:
-    """A function after which synchronising calls in the pair's decode steps raise, except where the step waits for
-    lengths and takes them.
+    """A function that makes synchronising calls in the pair's later decode steps raise. Allowed are only those with
+    which the step waits for the lengths and takes them.
     """
 
     def allowed_to_wait(kind: type, name: str) -> None:

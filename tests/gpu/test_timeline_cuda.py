@@ -1,4 +1,6 @@
-"""On CUDA, the timeline takes the times of pieces from the device's own events, converted to the host's clock."""
+"""Tests that on CUDA, the timeline takes the times of pieces (units of stream work) from the device's own events,
+converted to the host's clock.
+"""
 
 from __future__ import annotations
 

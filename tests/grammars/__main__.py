@@ -1,5 +1,6 @@
-"""Draws many outputs for the schemas of this folder, or for those of a checkout of the JSON Schema Test Suite, and
-prints what was served, what was refused for what reason, and every output or instance that is not as it should be.
+"""Draws many outputs under the schemas of this folder, or under those of a checkout of the JSON Schema Test Suite.
+Prints how many schemas were served, which were refused for what reason, and every output or instance that contradicts
+jsonschema.
 
 python -m tests.grammars [--walks 200] [--suite .../tests/draft2020-12]
 """

@@ -1,10 +1,10 @@
-"""Sends hostile grammars to a running pair, and measures what another client gets meanwhile.
+"""Sends hostile grammars to a running pair, and measures how well another client is served meanwhile.
 
 python -m tests.grammars.attack [--minutes 20]
 
-In turns the attackers are silent, send harmless grammars, and send hostile ones. The other client streams all the time,
-and brings a new grammar of its own now and then. Exits with status 1 if a service ends, an answer is no documented one,
-or a wait is too long.
+The attackers are silent, send harmless grammars, and send hostile ones, in turn. The other client streams all the time,
+and brings a new grammar of its own now and then. Exits with status 1 if a service ends, an answer is not a documented
+one, or a wait is too long.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NEW_GRAMMAR_INTERVAL_S = 1.0
 
 
 class Figures:
-    """What the clients saw, by mode. Any thread may add to it."""
+    """What the clients measured, by what the attackers did at the time. Any thread may add to it."""
 
     def __init__(self) -> None:
         self.mode = SILENT
@@ -96,7 +96,9 @@ def main() -> int:
 
 @contextmanager
 def _pair(directory: Path) -> Iterator[LocalPair]:
-    """Runs the demo model with two clients' tokens: the attackers have one, and the other client has the other."""
+    """Runs the demo model in a pair that knows two client tokens: one for the attackers, and one for the other
+    client.
+    """
     tokens = directory / "tokens"
     tokens.write_text("\n".join(TOKENS))
     tokens.chmod(0o600)

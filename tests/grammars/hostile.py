@@ -1,4 +1,6 @@
-"""Makes grammars that harm whoever compiles them or follows an output through them, if nothing bounds that."""
+"""Makes grammars that would harm the service that compiles them, or follows an output through them, if nothing limited
+that.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,23 @@ _NAMES = ("a", "b", "const", "$ref", "properties", "\u0000", "a/b~c", "%25", "")
 
 
 def hostile_grammar(draw: random.Random) -> Grammar:
-    """Returns a grammar of one of the families below. Its size and shape are drawn."""
+    """Returns a random grammar of one of the families below, of random size and shape."""
     make = draw.choice((*_SCHEMAS, *_REGEXES, *_LARKS, *_OTHERS, _damaged))
     return make(draw)
 
 
 def encoded(grammar: Grammar) -> bytes:
-    """Returns a grammar as one byte for its kind, and its text."""
+    """Returns the grammar as bytes: one for its kind, and its text."""
     return bytes([_KINDS.index(grammar.kind)]) + grammar.text.encode(errors="replace")
 
 
 def decoded(data: bytes) -> Grammar:
-    """Returns the grammar of any bytes."""
+    """Returns the grammar that the bytes encode. Any bytes encode one."""
     return Grammar(_KINDS[(data[0] if data else 0) % len(_KINDS)], data[1:].decode(errors="replace"))
 
 
 def is_list_of_texts(text: str) -> bool:
-    """Whether this is the text of a grammar of choices, as `Grammar.of_choices` makes it."""
+    """Returns whether this is the text of a grammar of choices, as `Grammar.of_choices` makes it."""
     try:
         made = json.loads(text)
     except (ValueError, RecursionError):
@@ -41,7 +43,7 @@ def is_list_of_texts(text: str) -> bool:
 
 
 def _size(draw: random.Random, most: int) -> int:
-    """Returns a number from 1 to `most`: as often one below 10 as one below 100, and so on."""
+    """Returns a random number from 1 to `most`. Numbers below 10 are as likely as those from 10 to 99, and so on."""
     return min(most, int(10 ** draw.uniform(0, len(str(most)))))
 
 
@@ -69,7 +71,9 @@ def _deep(draw: random.Random) -> str:
 
 
 def _reference_chain(draw: random.Random) -> Any:
-    """A chain, a cycle or a tree of references; with two in each definition it doubles at each."""
+    """Returns a schema whose references form a chain, a cycle or a tree. In a tree each definition has two references,
+    so the size doubles at each.
+    """
     num, width = _size(draw, 1200), draw.choice((1, 1, 2, 2, 3))
     last = draw.choice(("#/$defs/d0", f"#/$defs/d{num // 2}", "#", "#/$defs/none"))
     wrap = draw.choice(
@@ -158,7 +162,7 @@ def _counts(draw: random.Random) -> Any:
 
 
 def _random_schema(draw: random.Random, depth: int = 0) -> Any:
-    """Any keywords with any values, those that fit and others."""
+    """Returns a schema with any keywords and any values, valid ones and others."""
     values: tuple[Callable[[], Any], ...] = (
         lambda: draw.choice(
             (True, False, None, 0, -1, 1.5, 10**20, "", [], {}, "#", "^a|b$", "(?=a)b", "date", "object")
@@ -203,7 +207,7 @@ def _random_schema(draw: random.Random, depth: int = 0) -> Any:
 
 
 def _pattern(draw: random.Random, depth: int = 0) -> str:
-    """A regular expression with nested repeats, classes and alternatives."""
+    """Returns a regular expression with nested repeats, classes and alternatives."""
     if depth > 4 or draw.random() < 0.2:
         return draw.choice(
             ("a", "b", ".", r"\w", r"\p{L}", r"[^\x00-\x7f]", "(?s:.)", r"\d", "é", "(?i)k", "[a-z]", r"\b", "(?=a)")
@@ -303,7 +307,7 @@ def _regex_of(make: Callable[[random.Random], str]) -> Callable[[random.Random],
 
 
 def _damaged(draw: random.Random) -> Grammar:
-    """A grammar of another family with some of its text changed, or no grammar at all."""
+    """Returns a grammar of another family with some of its text changed, or no grammar at all."""
     if draw.random() < 0.1:
         return Grammar(draw.choice(_KINDS), draw.choice(_JSON_TEXTS))
     grammar = draw.choice((*_SCHEMAS, *_REGEXES, *_LARKS, *_OTHERS))(draw)

@@ -1,5 +1,5 @@
-"""JSON schemas with instances that fit them and that do not, by the categories of the JSON Schema Test Suite (draft
-2020-12).
+"""JSON schemas, each with instances that fit it and instances that do not, by the categories of the JSON Schema Test
+Suite (draft 2020-12).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A schema. `refused` is the word by which it is refused, or "" if it is served.
+    """A schema. `refused` is a word that the refusal's reason must contain, or "" if the schema is served.
 
-    Instances in `narrow` fit the schema, and a served grammar forbids them all the same. `is_drawn` is False if
-    jsonschema cannot check outputs, because Python's `re` cannot read the pattern.
+    Instances in `narrow` fit the schema, but the served grammar forbids them. `is_drawn` is False if jsonschema cannot
+    check outputs, because Python's `re` cannot read the pattern.
     """
 
     category: str

@@ -1,4 +1,4 @@
-"""Checks what a schema's grammar accepts, and what is drawn from it, against the library jsonschema."""
+"""Compares what a schema's grammar accepts, and outputs drawn under it, with the library jsonschema."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.grammars.walks import Walker
 
 
 class SchemaChecks:
-    """Checks schemas one by one, and counts: schemas `served` and `refused`, walks that `ended`, were `cut` or
-    `failed`.
+    """Checks schemas one by one. `counts` has the numbers of schemas `served` and `refused`, and of outputs drawn at
+    random under their grammars: `ended` by themselves, `cut` at the length limit, or `failed` in the matcher.
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -39,13 +39,15 @@ class SchemaChecks:
         return ""
 
     def accepts(self, schema: Any, instance: Any) -> bool:
-        """Whether the grammar allows the instance as a whole output, as json.dumps writes it."""
+        """Returns whether the grammar allows the instance as a whole output, as json.dumps writes it."""
         matcher = self._matcher(schema)
         token_ids = self._tokenizer.encode(json.dumps(instance, ensure_ascii=False), adds_special_tokens=False)
         return all(map(matcher.accept, token_ids)) and self._walker.may_end(matcher)
 
     def wrong_outputs(self, schema: Any, *, num_walks: int, max_tokens: int, seed: int = 0) -> Iterator[str]:
-        """Draws outputs and yields those that came to their end and do not fit the schema."""
+        """Draws `num_walks` random outputs under the schema's grammar. Yields those that ended by themselves and do not
+        fit the schema.
+        """
         validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
         draw = random.Random(seed)
         for number in range(num_walks):

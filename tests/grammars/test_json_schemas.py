@@ -1,6 +1,7 @@
-"""Every schema is served or refused by name, and nothing that ends by itself breaks the schema it was drawn from.
+"""Tests that every schema is served, or refused with a reason, and that no output that ends by itself breaks the schema
+under which it was drawn.
 
-`python -m tests.grammars` draws more, also for schemas from elsewhere.
+`python -m tests.grammars` draws more outputs, also for schemas from elsewhere.
 """
 
 from __future__ import annotations

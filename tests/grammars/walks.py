@@ -1,4 +1,4 @@
-"""Draws outputs of a grammar at random, as a model would that knows nothing but the masks."""
+"""Draws random outputs under a grammar, as a model would that knows nothing but the masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOSTILE = frozenset(b'"\\{}[],:/\x00\x01\x1f\x7f')
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """An output and whether it ended by an end token. `failure` is the matcher's, or "" if it has none."""
+    """A random output, and whether it ended by an end token. `failure` is the matcher's, or "" if it has none."""
 
     output: bytes
     is_complete: bool
@@ -26,10 +26,11 @@ class Walk:
 
 
 class Walker:
-    """Draws outputs over the masks of matchers for one tokenizer.
+    """Draws random outputs (walks) of one tokenizer's tokens under the masks of a matcher.
 
-    A walk is uniform over the allowed tokens, or hostile: it prefers tokens that end characters half-way, that escape,
-    or that hold several parts of a document. Both prefer tokens that close something at times, else few would end.
+    A walk draws uniformly among the allowed tokens, or is hostile: it prefers tokens that end in the middle of a
+    character, that escape, or that hold several parts of a document. Both kinds sometimes prefer tokens that close
+    something, because few walks would end otherwise.
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -40,7 +41,7 @@ class Walker:
         self._is_hostile = np.array([_is_hostile(token) for token in self._bytes])
 
     def allowed(self, matcher: Matcher) -> NDArray[np.int64]:
-        """Returns the tokens that may come next."""
+        """Returns the tokens that the matcher allows next."""
         mask = np.zeros(self._num_words, np.int32)
         matcher.fill(mask)
         return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))

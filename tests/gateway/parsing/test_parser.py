@@ -1,4 +1,4 @@
-"""Outputs are taken apart in the same way however they are cut, and nothing in them is lost."""
+"""Tests that outputs are parsed in the same way however they are cut into pieces, and that nothing in them is lost."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_output_says_the_same_in_any_pieces(transcript: Transcript) -> None:
 
 @each_transcript
 def test_an_output_that_ends_early_says_the_beginning(transcript: Transcript) -> None:
-    """Names and arguments of calls that have begun are not taken back."""
+    """Names and arguments of calls that were already reported are never taken back."""
     text, said = transcript.text, transcript.said
     for end in range(len(text)):
         beginning = parsed(transcript.form, [text[:end]], is_open=transcript.is_open)
@@ -77,7 +77,9 @@ def test_an_output_that_ends_early_says_the_beginning(transcript: Transcript) ->
 
 
 def marks_of(form: OutputFormat) -> list[str]:
-    """The pieces of this format's transcripts without what is different in each: markers, syntax and names."""
+    """Returns the marks of a format: the pieces that all of its transcripts have in common, such as markers, syntax and
+    names.
+    """
     return sorted({piece for each in TRANSCRIPTS if each.form is form for piece in each.pieces if piece != ROME})
 
 
@@ -94,7 +96,9 @@ def words_of(said: Said) -> list[str]:
 
 @st.composite
 def soups(draw: st.DrawFn, form: OutputFormat) -> str:
-    """Marks of a format in any order, with words between and inside them, each of which occurs once."""
+    """Draws an output with marks of a format in any order, with words between and inside them. Each word occurs
+    once.
+    """
     marks = [mark for mark in marks_of(form) if mark not in ('"id"', '"type"', "[CALL_ID]")]
     kinds = st.sampled_from([*marks, *marks, "{w}", '"{w}"', '{{"a": "{w}"', '{{"a": [{w}]}}', "}", "]", "\\"])
     drawn = draw(st.lists(kinds, max_size=24))
@@ -107,7 +111,7 @@ def _filled(piece: str, number: int) -> str:
 
 @st.composite
 def mutated(draw: st.DrawFn, transcript: Transcript) -> str:
-    """A transcript in which pieces are missing, doubled, swapped or replaced by others. Each word occurs once."""
+    """Draws a transcript in which pieces are missing, doubled, swapped or replaced by others. Each word occurs once."""
     pieces = [piece.replace("Rome", "w0w") for piece in transcript.pieces]
     marks = marks_of(transcript.form)
     for number in range(draw(st.integers(1, 3))):
@@ -283,7 +287,7 @@ def test_the_setting_names_all_formats() -> None:
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_no_marker_is_part_of_another(form: OutputFormat) -> None:
-    """Else it would depend on the pieces which of the two is found."""
+    """Otherwise the marker that is found would depend on how the output is cut into pieces."""
     markers: Sequence[str] = form.markers
     assert len(set(markers)) == len(markers)
     assert not [(a, b) for a in markers for b in markers if a != b and a in b]

@@ -1,4 +1,4 @@
-"""Outputs as models of each family write them, and what they say."""
+"""Outputs as models of each family write them, and what each contains: reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Said:
 def parsed(
     form: OutputFormat, pieces: Iterable[str], *, is_open: bool = False, functions: Mapping[str, Any] = FUNCTIONS
 ) -> Said:
-    """What an output in these pieces says. Fails unless the events are in an order that makes sense."""
+    """Parses an output that comes in these pieces, and returns its reasoning, content and calls. Fails if the events
+    come in an order that makes no sense.
+    """
     parser = OutputParser(form, functions=functions, is_reasoning_open=is_open)
     events = [event for piece in pieces for event in parser.push(piece)]
     events += parser.end()
@@ -60,7 +62,7 @@ def parsed(
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """An output, in pieces that are whole marks or words, and what it says."""
+    """An output, in pieces that are whole markers or words, and the reasoning, content and calls that it contains."""
 
     name: str
     form: OutputFormat

@@ -1,4 +1,4 @@
-"""Services that expose known counts, and collectors that poll them when the test says so."""
+"""Services that expose known counts, and collectors that poll them when the test tells them to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collector samples only while somebody views the page, and once for all viewers."""
+"""Tests that the collector samples only while somebody views the page, and once for all viewers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rounds:
         )
 
     async def next_round(self, after_s: float) -> None:
-        """End the pause that has begun. Returns at the next pause, or when sampling ends."""
+        """Ends the pause that the collector has begun. Returns at its next pause, or when sampling ends."""
         await self.paused.wait()
         self.paused.clear()
         self.clock.now_s += after_s

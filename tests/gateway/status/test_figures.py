@@ -1,4 +1,4 @@
-"""The status page's figures are right for known counts at real endpoints."""
+"""Tests that the status page's figures are right for known counts at real endpoints."""
 
 from __future__ import annotations
 

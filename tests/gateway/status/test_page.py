@@ -1,4 +1,4 @@
-"""The status page over HTTP. docs/status.md tells how to check it by hand in a browser."""
+"""Tests of the status page over HTTP. docs/status.md tells how to check it by hand in a browser."""
 
 from __future__ import annotations
 

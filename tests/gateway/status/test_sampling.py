@@ -1,4 +1,4 @@
-"""Sampling of targets that restart, vanish, multiply, or answer with something other than metrics."""
+"""Tests of sampling targets that restart, vanish, multiply, or answer with something other than metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gateway.status.scraper import MAX_BYTES, ScrapeFailed, Scraper
 from tests.gateway.status.scene import IDLE, LOAD, Clock, Decode, ExposedDecode, Names, numeric, sampler
 
 NUM_POOL_THREADS = 32
-"""The most threads that an event loop's own pool has."""
+"""The most threads in an event loop's own thread pool."""
 BOUND_S = 20.0
 
 
