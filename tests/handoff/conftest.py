@@ -13,8 +13,8 @@ from tests.handoff.nixl_pair import Pair, peers_over_tcp
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[NixlPeers]:
-    """NIXL peers for tests in which no process ends during a read. Over TCP, such an end could also end the lender's
-    process.
+    """NIXL peers for tests in which no process ends during a read. Over TCP, the end of one peer could also end the
+    other's process.
     """
     with peers_over_tcp() as peers:
         yield peers
@@ -22,7 +22,7 @@ def peers() -> Iterator[NixlPeers]:
 
 @pytest.fixture
 def logged() -> Iterator[Callable[[], str]]:
-    """Returns the events that our code has logged since the test began, one per line."""
+    """A function that returns the events which our code has logged since the test began, one per line."""
     with capture_logs() as lines:
         yield lambda: "\n".join(line["event"] for line in lines)
 

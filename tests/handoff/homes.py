@@ -1,4 +1,4 @@
-"""The settings (homes) in which the contract suite runs a handoff: one process, gRPC, and gRPC with shared memory or
+"""The settings ("homes") in which the contract tests run a handoff: one process, gRPC, and gRPC with shared memory or
 NIXL.
 """
 
@@ -54,7 +54,7 @@ class Home(Protocol):
     """The most segments that the prefill side can send beyond the decode side's receive budget."""
 
     def lose_peer(self) -> None:
-        """Lose the prefill side, as if its process had been killed."""
+        """Loses the prefill side, as if its process had been killed."""
 
     def close_transport(self) -> None: ...
 
@@ -114,7 +114,7 @@ class InProcessHome:
 
 
 class GrpcHome:
-    """A home with the real gRPC edge and transport around the scripted engines, in one event loop."""
+    """A home with the real gRPC edge and transport between the scripted engines, in one event loop."""
 
     shared_pool: SharedPool | None = None
     stall_timeout_s = 60.0
@@ -204,7 +204,7 @@ class LentSegments:
 
 
 def read(shared: SharedKv) -> bytes:
-    """The bytes that a receiver would copy from these slots."""
+    """Returns the bytes that a receiver would copy from these slots."""
     return shared.layers[:, :, list(shared.ticket.slots)].tobytes()
 
 
@@ -254,8 +254,8 @@ class SharedMemoryHome(GrpcHome):
 
 
 class NixlPeers:
-    """A lender's process, and the event loop for it and its readers. Tests share them, since they take half a second
-    to start.
+    """A process that lends memory, and the event loop for it and its readers. Tests share them, since they take half a
+    second to start.
     """
 
     def __init__(self, groups: Sequence[LayerGroupSpec]) -> None:
@@ -266,7 +266,7 @@ class NixlPeers:
         self.loop.call_soon(lambda: self.lender.follow(lambda: True))
 
     def lender_now(self) -> TransferProcess:
-        """The lender's process, once it has been restarted if it had ended."""
+        """Returns the lender's process. If it has ended, it is restarted first."""
         wait_until(lambda: self.lender.offer.agent_metadata != b"")
         assert self.lender._process is not None
         return self.lender._process
@@ -298,4 +298,4 @@ class NixlHome(SharedMemoryHome):
         return self._peers.loop
 
     def _close_loop(self) -> None:
-        """Leave the loop open, since it belongs to the peers."""
+        """Does nothing: the loop belongs to the peers."""

@@ -1,4 +1,6 @@
-"""A pair whose KV goes through NIXL: real processes over TCP, in which the peer must take part in each read."""
+"""A pair whose KV goes through NIXL. Its processes are real, and connected over TCP, where the peer must take part in
+each read.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Pair(NixlHome):
         return self.prefill.opened(num_opened + 1)[-1]
 
     def hand_over(self, call_id: str) -> bool:
-        """Run a call. Returns True if it came through NIXL, and False if it was refused, lost or sent over gRPC."""
+        """Runs a call, and returns whether its KV came through NIXL. It is False if the call was refused, lost or sent
+        over gRPC.
+        """
         num_opened = len(self._opened())
         self.transport.start(StartHandoff(call_id, self.address, (row(),)))
         wait_until(lambda: len(self._opened()) > num_opened or self.decode.num_ends(call_id) == 1)
@@ -55,7 +59,7 @@ class Pair(NixlHome):
         return True
 
     def emit(self, call: OpenCall, *others: object) -> None:
-        """Emit one segment of the call, followed by `others`."""
+        """Emits one segment of the call, followed by `others`."""
         self.prefill.emit(call.call_id, segment(0, 3), *others)  # type: ignore[arg-type]
 
     def _opened(self) -> list[OpenCall]:
@@ -70,7 +74,7 @@ class Pair(NixlHome):
 
 @contextmanager
 def stopped(process: TransferProcess) -> Iterator[None]:
-    """Stop a process within this block, so that reads of its memory stay under way until it continues."""
+    """Stops a process within this block, so that reads of its memory stay under way until it continues."""
     os.kill(process.pid, signal.SIGSTOP)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A prefill replica that sends whatever bytes the test gave it."""
+"""A prefill replica that sends whatever bytes the test gives it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RawReplica:
         self.port = port
 
     async def start(self) -> None:
-        """Listen on `port`, or on the port of the previous start, as a restarted process does."""
+        """Listens on `port`, or on the port of the previous start, as a restarted process does."""
         self._server = grpc.aio.server(options=server_options(max_receive_bytes=_UNBOUNDED))
         self._server.add_generic_rpc_handlers(
             (

@@ -36,13 +36,17 @@ def row(request_id: str = "request", num_tokens: int = 128, **sampling: int) -> 
 
 
 def segment(row: int = 0, place: int = 0) -> KvSegment:
-    """Segment number `place` of the row, with all layers and a payload that differs from its neighbours'."""
+    """Returns segment number `place` of the row, with all layers and a payload that differs from those of its
+    neighbours.
+    """
     payload = bytes([place % 256]) * SEGMENT_BYTES
     return KvSegment(row, "target", 0, TARGET.num_layers, place * SEGMENT_TOKENS, SEGMENT_TOKENS, payload)
 
 
 def logprobs(row: int, start: int, stop: int) -> RowLogprobs:
-    """Log-probabilities of tokens [start, stop) of the prompt, each with those of the two most likely tokens."""
+    """Returns the log-probabilities of tokens [start, stop) of the prompt, each with those of the two most likely
+    tokens.
+    """
     size = stop - start
     columns = PromptLogprobs(
         start,

@@ -1,4 +1,4 @@
-"""A name service whose answers the test gives."""
+"""A name service. The test sets its answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.handoff.scripted_prefill import BOUND_S
 
 
 class ScriptedNames:
-    """A LookUp (function that resolves a name). `hosts` maps each name to its hosts; other names are unknown."""
+    """A look-up function for names. `hosts` maps each name to its hosts; other names are unknown."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, Sequence[str]] = {}
@@ -38,7 +38,7 @@ class ScriptedNames:
             return tuple(address_of(number, port) for number in self.hosts[host])
 
     def hold(self, host: str) -> None:
-        """Let look-ups of this host start but not end, until `release`."""
+        """Lets look-ups of this host start but not end, until `release`."""
         with self._changed:
             self._held.add(host)
 
@@ -51,8 +51,8 @@ class ScriptedNames:
         self._wait(lambda: self._under_way.total() == 0)
 
     def wait_for_more(self, num_further: int = 0) -> None:
-        """Wait until a look-up that began after this call has ended and its result was taken. Works for look-ups of
-        one name only.
+        """Waits until a look-up that began after this call has ended and its result was taken, and then for
+        `num_further` look-ups more. Only one name may be looked up.
         """
         wanted = self._num_ended + 3 + num_further  # the first began before; the third begins after the second is taken
         self._wait(lambda: self._num_ended >= wanted)

@@ -1,4 +1,4 @@
-"""A prefill engine whose every frame the test emits, and a decode engine that records the reports it gets."""
+"""A prefill engine whose frames all come from the test, and a decode engine that records the reports it gets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Record(Generic[ValueT]):
             return list(self._values)
 
     def wait_until(self, holds: Callable[[list[ValueT]], bool]) -> list[ValueT]:
-        """Wait until `holds(values)` is True, and return the values. Raises AssertionError after BOUND_S."""
+        """Waits until `holds(values)` is True, and returns the values. Raises AssertionError after BOUND_S."""
         with self._changed:
             if not self._changed.wait_for(lambda: holds(self._values), BOUND_S):
                 raise AssertionError(
@@ -72,12 +72,12 @@ class ScriptedPrefill:
         self.deliver([CallDone(call_id)])
 
     def opened(self, count: int = 1) -> list[OpenCall]:
-        """The first `count` calls that were opened. Waits for them."""
+        """Waits until `count` calls were opened, and returns the first `count`."""
         commands = self.commands.wait_until(lambda values: len(_of(OpenCall, values)) >= count)
         return _of(OpenCall, commands)[:count]
 
     def closed(self, call_id: str) -> None:
-        """Wait until the call is closed, and assert that it was closed only once."""
+        """Waits until the call is closed, and asserts that it was closed only once."""
         commands = self.commands.wait_until(lambda values: CloseCall(call_id) in values)
         assert commands.count(CloseCall(call_id)) == 1
 
@@ -85,8 +85,8 @@ class ScriptedPrefill:
         return len(_of(CloseCall, self.commands.all()))
 
     def sent_bytes(self) -> int:
-        """Bytes of segments that the transport sent, or that were lent and returned. Each lent segment counts
-        SEGMENT_BYTES.
+        """Returns the number of bytes of segments that the transport sent, or that were lent and returned. A lent
+        segment counts as SEGMENT_BYTES.
         """
         commands = self.commands.all()
         num_returned = sum(len(command.numbers) for command in _of(SegmentsReturned, commands))
@@ -103,7 +103,7 @@ class RecordingDecode:
         self.reports.add(report)
 
     def frames(self, call_id: str, count: int) -> list[Frame]:
-        """The call's frames after the initial Accepted. Waits until there are `count`."""
+        """Waits until `count` frames of the call have come after the initial Accepted, and returns those."""
         reports = self.reports.wait_until(lambda values: len(_frames_of(call_id, values)) > count)
         return _frames_of(call_id, reports)[1:]
 
@@ -120,7 +120,7 @@ class RecordingDecode:
         )
 
     def ended(self, call_id: str) -> CallEnded:
-        """The end of the call. Waits for it, and asserts that nothing of the call follows it."""
+        """Waits for the end of the call and returns it. Asserts that nothing of the call follows."""
         reports = self.reports.wait_until(
             lambda values: any(isinstance(value, CallEnded) and value.call_id == call_id for value in values)
         )
@@ -134,12 +134,12 @@ class RecordingDecode:
         return sum(isinstance(value, CallEnded) and value.call_id == call_id for value in self.reports.all())
 
     def wait_for_replica(self, holds: Callable[[Replica], bool]) -> Replica:
-        """The first state of any replica, past or future, for which `holds` is True."""
+        """Returns the first report on any replica, past or future, for which `holds` is True."""
         reports = self.reports.wait_until(lambda values: any(map(holds, _replicas_in(values))))
         return next(replica for replica in _replicas_in(reports) if holds(replica))
 
     def latest_replica(self, holds: Callable[[Replica], bool]) -> Replica:
-        """The latest state of the only replica. Waits until `holds` is True of it."""
+        """Waits until `holds` is True of the latest report on the only replica, and returns that report."""
         reports = self.reports.wait_until(lambda values: bool(_replicas_in(values)) and holds(_replicas_in(values)[-1]))
         return _replicas_in(reports)[-1]
 

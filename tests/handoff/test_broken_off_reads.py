@@ -1,4 +1,6 @@
-"""A cancellation does not interrupt a read from a gRPC stream, because grpcio would never free its message."""
+"""Tests that a cancellation does not interrupt a read from a gRPC stream, because grpcio would never free its
+message.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ async def replica() -> AsyncIterator[RawReplica]:
 
 
 async def test_messages_of_broken_off_reads_are_freed(replica: RawReplica) -> None:
-    """Each call is broken off while a read waits for a message that is on its way."""
+    """Each call is abandoned while a read waits for a message that is on its way."""
     process = psutil.Process()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{replica.port}", options=channel_options()) as channel:
 

@@ -1,4 +1,4 @@
-"""After the receiver cancels a row, no more of it is sent, and its bytes return to the send budget."""
+"""Tests that after the receiver cancels a row, no more of it is sent, and its bytes return to the send budget."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ async def test_segments_of_a_cancelled_row_are_dropped_whether_they_came_before_
 
 
 async def test_rows_are_cancelled_by_the_receivers_numbers() -> None:
-    """The engine never sees a refused row, so it numbers the rows after it differently from the receiver."""
+    """The engine never sees a row that the edge refused, so it numbers the rows after it differently from the
+    receiver.
+    """
     call = HandoffCall(CALL_ID, RowNumbering([failed(0), row("cancelled")]), RowTraces(NO_TRACER))
     call.take(FrameReady(CALL_ID, segment(0, 0)))
     assert bytes_of(call.cancel([1])) == SEGMENT_BYTES

@@ -1,4 +1,4 @@
-"""The contract of HandoffTransport, run against every implementation around one scripted prefill engine."""
+"""Tests the contract of HandoffTransport with every implementation, all with the same scripted prefill engine."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ class Pair:
     decode: RecordingDecode
 
     def start(self, *rows: object, call_id: str = "call") -> str:
-        """Start a call over `rows` (one by default), and return the prefill engine's id of the call."""
+        """Starts a call over `rows` (one by default), and returns the prefill engine's id of the call."""
         opened = len([command for command in self.prefill.commands.all() if isinstance(command, OpenCall)])
         self.home.transport.start(StartHandoff(call_id, self.home.address, rows or (row(),)))  # type: ignore[arg-type]
         return self.prefill.opened(opened + 1)[-1].call_id
 
     def exchange_another_call(self, call_id: str) -> None:
-        """Run a whole call without payload, there and back. Everything sent before that could move has then arrived."""
+        """Runs a whole call without payload, from one side to the other and back. Afterwards everything that was sent
+        before, and that nothing holds back, has arrived.
+        """
         call = self.start(call_id=call_id)
         self.prefill.emit(call, failed(0))
         self.prefill.finish(call)

@@ -1,4 +1,6 @@
-"""Prefill replicas found through a name: they appear, disappear and return while the transport runs."""
+"""Tests of prefill replicas that are found through a name: they appear, disappear and return while the transport
+runs.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ class Rig:
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def replicas(self, holds: Callable[[dict[str, Replica]], bool]) -> dict[str, Replica]:
-        """The last posted replicas, by address. Waits until `holds` is True of them."""
+        """Waits until `holds` is True of the last posted replicas, and returns these by address."""
 
         def last(reports: list[object]) -> dict[str, Replica]:
             changes = [report for report in reports if isinstance(report, ReplicasChanged)]
@@ -84,12 +86,12 @@ class Rig:
         return last(list(self.decode.reports.wait_until(lambda reports: holds(last(list(reports))))))
 
     def others_may_come(self) -> bool:
-        """Whether further replicas may come, as last posted."""
+        """Returns whether the last report says that further replicas may come."""
         changes = [report for report in self.decode.reports.wait_until(bool) if isinstance(report, ReplicasChanged)]
         return changes[-1].others_may_come
 
     def ready(self, *hosts: str) -> None:
-        """Wait until exactly these hosts are replicas, and all of them are ready."""
+        """Waits until exactly these hosts are replicas, and all of them are ready."""
         wanted = {self.at(host) for host in hosts}
         self.replicas(lambda each: set(each) == wanted and all(replica.is_ready for replica in each.values()))
 

@@ -1,4 +1,4 @@
-"""The gRPC transport against replicas that break the protocol, stall, disagree, leave and return."""
+"""Tests of the gRPC transport with replicas that break the protocol, stall, disagree, leave and return."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Rig:
         return self.transport
 
     def call(self, replica: RawReplica, *, timeouts: HandoffTimeouts = FAST) -> RecordingDecode:
-        """Start a replica and, once it is ready, a call named "call" to it. Returns the decode side's record."""
+        """Starts a replica and, once it is ready, a call named "call" to it. Returns the decode side's record."""
         address = self.bring_up(replica)
         transport = self.connect(address, timeouts=timeouts)
         self.decode.latest_replica(is_ready)

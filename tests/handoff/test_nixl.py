@@ -1,6 +1,6 @@
-"""The handoff through NIXL: the cost of a process that dies, and the fallback to gRPC.
+"""Tests of the handoff through NIXL: the cost of a process that dies, and the fallback to gRPC.
 
-The contract suite runs with the transport that NIXL chooses; here it is TCP.
+The contract tests run with the transport that NIXL chooses; here it is TCP.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_what_cannot_be_had_at_first_is_asked_for_again(
 
 @pytest.fixture(params=["raise ImportError('no such file')", "import os; os.abort()"], ids=["missing", "aborting"])
 def bad_library(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make every NIXL process load a broken library. Returns a pattern of the error it then reports."""
+    """A pattern of the error that NIXL's processes report. All of them load a broken library."""
     (tmp_path / "nixl_cu12").mkdir()
     (tmp_path / "nixl_cu12" / "__init__.py").write_text(request.param)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

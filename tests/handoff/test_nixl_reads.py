@@ -1,4 +1,4 @@
-"""The process that hosts NIXL reads exactly the writer's bytes, and nothing after the writer has ended."""
+"""Tests that the process which hosts NIXL reads exactly the writer's bytes, and nothing after the writer has ended."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.support.running_pair import wait_until
 
 @pytest.fixture(scope="module")
 def opened(peers: NixlPeers) -> Iterator[NixlPool]:
-    """An open NIXL pool, for tests that do not lose it."""
+    """An open NIXL pool, for tests that do not end its processes."""
     pool = peers.loop.run(open_pool(peers))
     yield pool
     peers.loop.run(pool.close())
 
 
 def remote(pool: NixlPool, lent: LentSegments, slots: tuple[int, ...]) -> RemoteKv:
-    """Remote KV of two layers in these slots, lent by `lent` and to be read through `pool`."""
+    """Returns the remote KV of two layers in these slots. `lent` lends it, and it is to be read through `pool`."""
     shared = lent.pool.lend("target", slice(1, 3), slots, lent.pool.stamp(slots))
     remote = pool.read("target", slice(1, 3), shared.ticket)
     assert remote is not None
@@ -118,7 +118,7 @@ def test_a_read_that_passes_its_bound_ends_the_process_and_writes_nothing_any_mo
         await pool.close()
 
     async def read_anew() -> None:
-        """Read through a new process once the lender's serves again. The end of a reader may have ended the lender's
+        """Reads through a new process, once the lender's process runs again. The end of a reader may have ended that
         process too.
         """
         async with asyncio.timeout(BOUND_S):

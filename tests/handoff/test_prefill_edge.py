@@ -1,4 +1,4 @@
-"""The prefill service's edge, as seen by a receiver that sends raw bytes and by the engine it serves."""
+"""Tests of the prefill service's edge, as seen by a receiver that sends raw bytes and by the engine that it serves."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Edge:
         return call
 
     async def opened(self) -> str:
-        """The engine's id of the only call it was given."""
+        """Returns the engine's id of the only call that was opened."""
         return (await asyncio.to_thread(self.prefill.opened))[0].call_id
 
     async def closed(self, call_id: str) -> None:
@@ -84,13 +84,13 @@ async def read(call: Call, rows: tuple[HandoffRow, ...]) -> Frame:
 
 
 async def ends_well(call: Call) -> None:
-    """Read the call to its end. A stream's status comes after its frames, and `read` raises unless the status is OK."""
+    """Reads the call to its end, and asserts that its status is OK. A stream's status comes after its frames."""
     while await bounded(call.read()) is not grpc.aio.EOF:
         pass
 
 
 async def status_of(call: Call) -> grpc.aio.AioRpcError:
-    """Read the call to its end, and return the error with which it failed."""
+    """Reads the call to its end, and returns the error with which it failed."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         while await bounded(call.read()) is not grpc.aio.EOF:
             pass
@@ -139,7 +139,7 @@ async def test_another_fingerprint_is_a_failed_precondition_naming_the_field(edg
 
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_peer_of_another_protocol_version_is_told_which(edge: Edge, is_first: bool) -> None:
-    """This also covers a peer that computes its commands' checksums differently or not at all."""
+    """The peer's command has no checksum, since another version may compute it differently or not at all."""
     theirs = encode_fingerprint(replace(FINGERPRINT, protocol_version=8))
     command = prefill_pb2.HandoffCommand(prefill_batch=prefill_pb2.PrefillBatch(fingerprint=theirs))
     call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
@@ -270,7 +270,9 @@ def constrained(text: str) -> HandoffRow:
 
 
 async def matchers_of(edge: Edge, count: int) -> dict[int, Any]:
-    """The matcher of each row that has got one, or its RowFailed, in the order of the rows. Waits for `count`."""
+    """Waits until `count` rows have a matcher or have failed. Returns for each row its matcher or its RowFailed, in the
+    order of the rows.
+    """
 
     def made(commands: list[Command]) -> dict[int, Any]:
         given = {command.row: command.matcher for command in commands if isinstance(command, GiveMatcher)}

@@ -1,4 +1,6 @@
-"""A call reads its next frame while the current one is decoded and posted, if the receive budget has room for it."""
+"""Tests that a call reads its next frame while the current one is decoded and posted, if the receive budget has room
+for it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class ArrivedStream:
 
 
 def call_over(stream: object, *, budget: AsyncReceiveBudget, post: Callable[[Any], None]) -> GrpcCall:
-    """A call of one row whose gRPC stream is `stream`, a stand-in for one."""
+    """Returns a call of one row. `stream` stands in for its gRPC stream."""
 
     async def ready() -> None:
         pass

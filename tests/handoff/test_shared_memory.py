@@ -1,4 +1,6 @@
-"""Shared memory between a prefill edge and a transport on one host: which calls get tickets, and when loans end."""
+"""Tests of shared memory between a prefill edge and a transport on one host: which calls get tickets, and when loans
+end.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ from tests.wire.strategies import VOCAB_SIZE
 
 
 class Pair(GrpcHome):
-    """Both edges around scripted engines. The test fills the pool, and the decode side releases nothing by itself."""
+    """Both edges between scripted engines. The test fills the pool, and the decode side releases nothing by itself."""
 
     def __init__(self, stall_timeout_s: float = 60.0) -> None:
         self.stall_timeout_s = stall_timeout_s
@@ -59,7 +61,7 @@ class Pair(GrpcHome):
         return self.prefill.opened()[0].shares_memory
 
     def returned(self, call: str, *segments: KvSegment) -> None:
-        """Wait until the prefill engine has been told that these segments were returned, in this order."""
+        """Waits until the prefill engine has been told that these segments were returned, in this order."""
         wanted = [number(segment) for segment in segments]
 
         def holds(commands: list[object]) -> bool:

@@ -1,4 +1,4 @@
-"""The available host memory, read from a fake /proc and /sys."""
+"""Tests of the available host memory, read from a fake /proc and /sys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_every_group_above_may_limit_it(root: Path, limited: str) -> None:
 
 
 def test_what_caches_would_give_back_is_available(root: Path) -> None:
-    """The caches of weights that were just read count too, although they are active."""
+    """The page cache of weights that were just read also counts as available, although the system lists it as
+    active.
+    """
     write(root / "proc/self/cgroup", "0::/a")
     caches = {"inactive_file": GIB // 2, "active_file": GIB, "slab_reclaimable": 3}
     group_v2(root / "sys/fs/cgroup/a", limit=4 * GIB, usage=3 * GIB, slab_unreclaimable=9, **caches)

@@ -1,4 +1,4 @@
-"""Which of several sources a prompt waits for."""
+"""Tests of which request's KV a prompt waits for, if several requests are computing a common beginning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.prompts.awaited_kv import awaited_kv
 
 @dataclass(frozen=True)
 class Source:
-    """A prompt that is computed chunk by chunk, of which nothing is computed yet."""
+    """A prompt that is computed chunk by chunk. Nothing of it is computed yet."""
 
     cache_key: CacheKey
     num_kept_tokens: int = 0
@@ -32,7 +32,7 @@ def key_of(token_ids: Sequence[int]) -> CacheKey:
 
 @pytest.mark.parametrize("order", list(itertools.permutations((10, 17, 20, 9))))
 def test_a_prompt_waits_for_the_source_that_brings_most(order: Sequence[int]) -> None:
-    """10 of 40 tokens are enough to wait for."""
+    """A source that brings 10 of the prompt's 40 tokens is enough to wait for; one that brings 9 is not."""
     pool = KvPool(
         groups=[LayerGroupSpec(name="target", num_layers=1, num_planes=2, num_heads=1, head_dim=2, dtype="float32")],
         max_rows=1,

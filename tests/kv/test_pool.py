@@ -1,4 +1,4 @@
-"""Rows and slots are conserved in any order of operations, and nothing in use is given out again."""
+"""Tests that rows and slots are conserved in any order of operations, and that nothing in use is given out again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def grow(pool: KvPool, lease: RowLease, num_more: int = 1) -> bool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A hypothesis state machine that reserves, grows, uses, releases, completes and reclaims in any order."""
+    """A hypothesis state machine that calls the pool's operations (reserve, grow, use, release, complete, reclaim) in
+    any order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +243,7 @@ def test_a_table_that_lost_an_entry_is_found() -> None:
 
 @pytest.mark.parametrize("is_in_use", [False, True])
 def test_a_row_gives_back_slots_whose_kv_another_row_left_in_the_cache_unless_work_uses_it(is_in_use: bool) -> None:
-    """Both rows were reserved before either left its KV there."""
+    """Two rows with the same first tokens were reserved before either of them put its KV into the cache."""
     pool = make_pool(prefixes=PrefixTree(lookahead=0))
     first, second = (np.array([1, 2, 3, 4, last], np.int64) for last in (5, 6))
     lease, later = (pool.reserve(5, key=CacheKey(tokens, "")) for tokens in (first, second))

@@ -1,4 +1,6 @@
-"""A pool's memory on a CPU is taken from the system on first use or in the background. Neither changes the contents."""
+"""Tests that a pool's memory on a CPU is taken from the system on first use or in the background, and that neither
+changes the contents.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ PRESENT, EXCLUSIVE = np.uint64(1 << 63), np.uint64(1 << 56)
 
 
 def resident_bytes(memory: Tensor, kind: np.uint64 = PRESENT) -> int:
-    """The bytes of the memory's pages that the system has provided. With EXCLUSIVE, pages shared with others, such
-    as the page of zeros, do not count.
+    """Returns the bytes of the memory's pages that the system has provided. With EXCLUSIVE, pages shared with others,
+    such as the page of zeros, do not count.
     """
     first, num_pages = memory.data_ptr() // mmap.PAGESIZE, -(-memory.nbytes // mmap.PAGESIZE)
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:

@@ -1,5 +1,5 @@
-"""The default size of a KV pool, on cards and hosts that are not present here, and the sizes that settings may ask
-for.
+"""Tests of the default size of a KV pool, for cards and hosts that are not present here, and of the sizes that settings
+may ask for.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ WEIGHTS = 16 * GIB
 CONTEXT = 131072
 VOCAB = 128256
 TOKEN_BYTES = 128 << 10
-"""KV bytes per token of Llama-3.1-8B in bfloat16, whose other numbers these are too."""
+"""KV bytes per token of Llama-3.1-8B in bfloat16. The other numbers here are also those of that model."""
 CARD = DeviceMemory(total_bytes=79 * GIB, free_bytes=62 * GIB, held_bytes=WEIGHTS)
 LIMITS = PoolLimits(max_rows=None, max_kv_tokens=None, memory_share=0.9, context_tokens=CONTEXT)
 NOTHING = MemoryBeside(row_bytes=1, peak_bytes=lambda num_rows: num_rows)
 
 
 def beside(kind: type[DecodeSettings | PrefillSettings], *, spec_info: SpecInfo | None = None, **options: Any) -> Any:
-    """The memory that a service with this model needs in addition to its pool, on a GPU that records graphs."""
+    """Returns the memory that a service with this model needs in addition to its pool, on a GPU that records graphs."""
     model = SimpleNamespace(vocab_size=VOCAB, hidden_size=4096, dtype=torch.bfloat16, torch_device=GPU)
     draft = None if spec_info is None else SimpleNamespace(capture=SimpleNamespace(num_states=3))
     runtime: Any = SimpleNamespace(
@@ -96,7 +96,7 @@ def test_a_smaller_card_takes_fewer_rows_and_tokens() -> None:
 
 
 def test_of_two_services_on_one_card_the_second_takes_what_the_first_has_left() -> None:
-    """Two services that are each given a share of the card both get it."""
+    """Two services share a card. If each is given a share of its memory, both get their share."""
     service = beside(DecodeSettings)
     left = 79 * GIB // 10
     second = DeviceMemory(CARD.total_bytes, free_bytes=left, held_bytes=2 * GIB)

@@ -1,4 +1,6 @@
-"""The tree finds exactly the KV that depends on the same tokens, evicts nothing that is held, and loses no slot."""
+"""Tests that the tree finds exactly the KV that depends on the same tokens, evicts nothing that is held, and loses no
+slot.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def array(numbers: Sequence[int]) -> NDArray[np.int64]:
 def held_after_insert(
     tree: PrefixTree, tokens: Sequence[int], first_slot: int, namespace: str = "", *, num_cached: int = 0
 ) -> HeldPrefix:
-    """Inserts `tokens` with slots from `first_slot` on, checks how many positions were cached, and returns the hold."""
+    """Inserts `tokens` with slots from `first_slot` on, and checks that `num_cached` positions were cached before.
+    Returns the hold on them.
+    """
     slots = first_slot + np.arange(len(tokens) - tree.lookahead)
     held = tree.hold(array([]), namespace, 0)
     assert tree.insert(held, array(tokens), slots) == num_cached
@@ -342,7 +346,9 @@ namespaces = st.sampled_from(NAMESPACES)
 
 @dataclass(eq=False)
 class Holder:
-    """The naive model's record of one hold: its tokens, its namespace and the slots that it must keep."""
+    """The naive model's record of one hold (a prefix that somebody uses): its tokens, its namespace and the slots that
+    it must keep.
+    """
 
     held: HeldPrefix
     namespace: str
@@ -352,7 +358,9 @@ class Holder:
 
 
 class PrefixTreeMachine(RuleBasedStateMachine):
-    """Compares the tree with a dictionary from the tokens that each position depends on to its slot."""
+    """Compares the tree with a naive model: a dictionary that maps the tokens on which a position's KV depends to its
+    slot.
+    """
 
     @initialize(lookahead=st.sampled_from(LOOKAHEADS))
     def begin(self, lookahead: int) -> None:
@@ -364,7 +372,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self.holders: list[Holder] = []
 
     def slots_of(self, namespace: str, tokens: Sequence[int]) -> list[int]:
-        """Returns the slots of the longest prefix of `tokens` that is cached by the model."""
+        """Returns the slots of the longest prefix of `tokens` that the naive model has cached."""
         slots = []
         for end in range(1 + self.lookahead, len(tokens) + 1):
             slot = self.cached.get((namespace, tuple(tokens[:end])))
@@ -453,7 +461,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             self.drop(holder.namespace, holder.tokens[: 1 + self.lookahead])
 
     def drop(self, namespace: str, first: Sequenced) -> None:
-        """Makes the model forget what begins with `first`."""
+        """Makes the naive model forget all sequences that begin with `first`."""
 
         def begins(key: tuple[str, Sequenced]) -> bool:
             return key[0] == namespace and key[1][: len(first)] == first

@@ -1,4 +1,4 @@
-"""A KV pool in shared memory: who may map it, its layout, and how a reader notices that slots were reused."""
+"""Tests of a KV pool in shared memory: who may map it, its layout, and how a reader notices that slots were reused."""
 
 from __future__ import annotations
 
@@ -159,7 +159,9 @@ def test_a_pool_of_other_groups_is_not_mapped(shared_pool: SharedPool, tmp_path:
 
 @contextmanager
 def lying(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[None]:
-    """A process that gives any answer it likes at a pool's socket."""
+    """Runs a thread that answers a reader at the socket `path` as `answer` says, which need not be what a pool would
+    answer.
+    """
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen()
@@ -181,7 +183,7 @@ def lying(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[Non
 def test_memory_that_may_vanish_under_its_reader_is_not_mapped(
     shared_pool: SharedPool, tmp_path: Path, seals: int | None, match: str
 ) -> None:
-    """A file on disk cannot be sealed."""
+    """One case is a file on disk, which cannot be sealed against shrinking."""
     name = "baton-kv-" + "1" * 32
     if seals is None:
         file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
@@ -245,12 +247,12 @@ def test_a_pool_of_another_user_is_neither_mapped_nor_given_nor_swept(
 
 
 def is_the_door(connection: socket.socket) -> bool:
-    """Whether this end of a connection has no name: then it is the end that connected."""
+    """Returns whether this is the pool's end of a connection from a reader: the end that has a name."""
     return connection.getsockname() == ""
 
 
 def leave_behind(directory: Path) -> Path:
-    """Leave a socket file, as a killed process does."""
+    """Creates a socket file like one that a killed process leaves, and returns its path."""
     path = directory / ("baton-kv-" + "0" * 32)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
@@ -308,7 +310,7 @@ def hold_a_pool(directory: Path, pipe: Connection) -> None:
 def test_a_killed_process_leaves_a_name_without_memory_which_the_next_start_sweeps(
     shared_pool: SharedPool, tmp_path: Path
 ) -> None:
-    """A process that has mapped the pool can still read it until it unmaps it."""
+    """A process that has mapped the killed process's pool can still read it until it unmaps it."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=hold_a_pool, args=(tmp_path, theirs), daemon=True)
     process.start()

@@ -1,4 +1,4 @@
-"""Slots that form a range may be copied as one block; the same slots in another order may not."""
+"""Tests that slots which form a range may be copied as one block, and that the same slots in another order may not."""
 
 from __future__ import annotations
 

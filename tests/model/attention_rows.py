@@ -1,4 +1,4 @@
-"""Rows to attend over, for tests of attention backends on any device."""
+"""Rows for tests of attention backends on any device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MAX_TOKENS = 1100
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A forward over rows whose slots are in random places. Unused slots, and the slots of table entries past a
-    row's length, hold NaN.
+    """The input of a forward whose rows have slots in random places. Unused slots, and the slots of table entries past
+    a row's length, hold NaN.
     """
 
     batch: ForwardInput
@@ -39,8 +39,7 @@ class Rows:
         max_seq_len: int | None = None,
         num_slots: int | None = None,
     ) -> Rows:
-        """Make rows. `lens` holds (earlier tokens, new tokens) of each row, and `heads` the numbers of query heads and
-        of KV heads.
+        """Makes rows. `lens` has (earlier tokens, new tokens) of each row, and `heads` is (query heads, KV heads).
 
         `num_slots` is the size of the pool, by default just enough.
         """
@@ -86,18 +85,18 @@ class Rows:
         return cls(batch, query, key, value)
 
     def triton(self, launch: Launcher = Launch.run) -> TritonAttention:
-        """The GPU's attention backend for these heads."""
+        """Returns the GPU's attention backend for these heads."""
         (_, num_heads, head_dim), num_kv_heads = self.query.shape, self.key.shape[1]
         return TritonAttention(HeadShape(num_heads, num_kv_heads, head_dim, self.query.dtype), launch=launch)
 
     def attend(self, backend: AttentionBackend) -> tuple[Tensor, Tensor]:
-        """The attention output, and the pool's KV after it."""
+        """Computes attention with the backend. Returns its output, and the pool's KV afterwards."""
         kv = self.batch.kv.clone()
         plan = backend.plan(replace(self.batch, kv=kv))
         return plan.attend(LAYER, self.query, self.key, self.value, 1 / math.sqrt(self.query.shape[2])), kv
 
     def check(self, seen: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> None:
-        """Assert that output and KV equal the expected ones, that no output is NaN, and that no KV became NaN."""
+        """Asserts that output and KV equal the expected ones, that no output is NaN, and that no KV became NaN."""
         (output, kv), (expected_output, expected_kv) = seen, expected
         assert output.dtype == self.query.dtype and output.shape == self.query.shape
         assert torch.isfinite(expected_output).all()

@@ -20,13 +20,13 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Logits of all positions, [len(tokens), vocab]."""
+        """Returns the logits of all positions, [len(tokens), vocab]."""
         logits: Tensor = self._model(torch.tensor([list(tokens)]), use_cache=False).logits
         return logits[0]
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Greedy tokens after the prompt. EOS does not end the output."""
+        """Returns the greedy tokens after the prompt. EOS does not end the output."""
         ids = torch.tensor([list(prompt)])
         output = self._model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None

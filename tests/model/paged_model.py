@@ -1,4 +1,4 @@
-"""Runs a TargetModel over a pool whose rows own scattered slots. Slots without an owner hold NaN."""
+"""Runs a TargetModel over a pool in which a row's slots are scattered. Slots without an owner hold NaN."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class PagedModel:
         self.lens = dict.fromkeys(range(1, num_rows + 1), 0)
 
     def extend(self, chunks: dict[int, Sequence[int]], *, logits_rows: Sequence[int] | None = None) -> Tensor:
-        """One forward over the next tokens of each row, in the dict's order. Returns the logits of the rows' last
-        tokens, or of the tokens `logits_rows`.
+        """Runs one forward over the next tokens of each row, in the dict's order. Returns the logits of each row's last
+        token, or of the tokens at `logits_rows`.
         """
         prefix_lens = tuple(self.lens[row] for row in chunks)
         extend_lens = tuple(len(tokens) for tokens in chunks.values())
@@ -51,7 +51,7 @@ class PagedModel:
         )
 
     def decode(self, tokens: dict[int, int], *, max_seq_len: int | None = None) -> Tensor:
-        """One forward of one token per row, in the dict's order. Returns its logits."""
+        """Runs one forward over one token of each row, in the dict's order. Returns its logits."""
         return self._forward({row: (token,) for row, token in tokens.items()}, max_seq_len=max_seq_len)
 
     def _forward(

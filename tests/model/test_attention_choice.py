@@ -1,4 +1,6 @@
-"""CUDA kernels are refused at start if the tools that compile them are missing, and the error names what is missing."""
+"""Tests that CUDA kernels are refused at start if the tools that compile them are missing, and that the error names
+what is missing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from common.sampling.triton_draws import TritonDraws
 
 CUDA = torch.device("cuda")
 A100, B200, GEFORCE = 166912, 232448, 101376
-"""Bytes of shared memory that a kernel program may use on each GPU."""
+"""Bytes of shared memory that one kernel program may use on each of these GPUs."""
 
 
 def choose(
@@ -42,7 +44,9 @@ def choose(
 
 
 def check_kernels_are_refused(named: str) -> None:
-    """Assert that attention and sampling kernels are both refused, and that operators are accepted."""
+    """Asserts that the kernels for attention and for sampling are both refused with an error that matches `named`, and
+    that operators are accepted.
+    """
     with pytest.raises(StartupError, match=f"^attention: .*{named}.*torch needs nothing$") as of_attention:
         choose()
     with pytest.raises(StartupError) as of_draws:
@@ -54,7 +58,7 @@ def check_kernels_are_refused(named: str) -> None:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only directory in which programs are looked up."""
+    """A directory. Programs are looked up in it and nowhere else."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     return tmp_path

@@ -1,5 +1,5 @@
-"""Attention over drafts: a mask tells which of a row's last tokens each new token attends to. All backends share
-this contract.
+"""Tests of attention over drafts: a mask says to which of a row's last tokens each new token attends. All backends
+share this contract.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def backend_of(name: str, dtype: torch.dtype) -> AttentionBackend:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A forward over rows whose slots are in random places. Unused slots hold NaN."""
+    """The input of a forward whose rows have slots in random places. Unused slots hold NaN."""
 
     batch: ForwardInput
     query: Tensor
@@ -98,7 +98,7 @@ class Case:
 
 
 def masked_softmax(case: Case) -> Tensor:
-    """The expected output [T, heads, head_dim] in float64, computed token by token and head by head."""
+    """Returns the expected output [T, heads, head_dim] in float64, computed token by token and head by head."""
     batch, mask = case.batch, case.batch.tree_mask
     assert mask is not None and batch.extend_lens is not None
     kv = batch.kv[LAYER].double()
@@ -143,7 +143,7 @@ def test_a_chain_given_as_a_mask_is_no_mask(shape: str, backend: str, dtype: tor
 @pytest.mark.parametrize("column", ["out_cache_loc", "req_pool_indices", "seq_lens"])
 @pytest.mark.parametrize("backend", ["torch", "paged", "triton"])
 def test_a_column_may_be_one_of_something_wider(backend: str, column: str) -> None:
-    """The slots of one of a step's drafts are such a column."""
+    """The column is not contiguous, like the slots of one draft of a step, which are a column of a table."""
     case = Case.of("a level of a tree behind earlier ones", torch.float32)
     narrow = getattr(case.batch, column)
     wide = torch.stack([narrow, torch.zeros_like(narrow)], dim=1)[:, 0]
@@ -155,7 +155,7 @@ def test_a_column_may_be_one_of_something_wider(backend: str, column: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A backend that gets its masks changed in the way `how`."""
+    """A wrong backend: it computes with its masks changed in the way `how`."""
 
     backend: AttentionBackend
     how: str

@@ -1,4 +1,4 @@
-"""The GPU's attention kernels compared with the reference backend, in Triton's interpreter. tests/gpu runs them on a
+"""Compares the GPU's attention kernels with the reference backend, in Triton's interpreter. tests/gpu runs them on a
 device.
 
 test_attention_trees.py tests the masks of drafts, together with the other backends.
@@ -47,7 +47,9 @@ def test_sixteen_bits_are_enough_between_kernels(lens: str, dtype: torch.dtype) 
 
 
 def test_a_bound_on_lengths_far_above_them_changes_nothing() -> None:
-    """So a forward can be recorded once for all lengths."""
+    """Therefore a forward can be recorded once, with the largest length as the bound, and be replayed for all
+    lengths.
+    """
     near = Rows.of(ROWS["decode, rows of several parts"], heads=(4, 2), head_dim=64)
     far = replace(near, batch=replace(near.batch, max_seq_len=near.batch.req_to_token.shape[1]))
     assert torch.equal(near.attend(near.triton())[0], far.attend(far.triton())[0])
@@ -76,7 +78,9 @@ def test_a_rows_numbers_are_the_same_in_any_company() -> None:
 @pytest.mark.parametrize("lens", ["decode, rows of several parts", "verify", "a few tokens each"])
 @pytest.mark.parametrize("num_together", [0, 1, 2])
 def test_parts_that_take_more_than_they_may_are_made_of_fewer_rows_at_once(lens: str, num_together: int) -> None:
-    """The result of each row stays the same."""
+    """If the memory for parts of attention is limited, rows are computed in several launches. The result of each row
+    stays the same.
+    """
     ragged = ((300, 2), (5, 9), (0, 1), (140, 4), (7, 3))
     rows = Rows.of(ROWS.get(lens, ragged), heads=(4, 2), head_dim=20)
     num_splits, max_new = -(-rows.batch.max_seq_len // 128), max(rows.batch.extend_lens or (1,))
@@ -112,7 +116,7 @@ def test_a_number_that_is_none_shows_in_its_row_and_in_no_other(plane: int, pois
 
 
 def variants(forwards: Iterable[Rows]) -> set[Variant]:
-    """The kernel variants that would be compiled for these forwards."""
+    """Returns the kernel variants that would be compiled for these forwards."""
     seen: set[Variant] = set()
     for rows in forwards:
         rows.attend(rows.triton(lambda launch: seen.add(Variant.of(launch))))
@@ -125,8 +129,8 @@ def masked(rows: Rows) -> Rows:
 
 
 def misplaced(rows: Rows) -> Rows:
-    """The same rows with columns that are views into larger tensors at odd offsets. Each token's heads are adjacent
-    in memory.
+    """Returns the same rows, but each column is a view into a larger tensor at an odd offset. Each token's heads stay
+    adjacent in memory.
     """
 
     def moved(column: Tensor) -> Tensor:
@@ -185,7 +189,9 @@ def test_no_forward_needs_a_kernel_but_those_of_the_shapes(
     "shape", [KernelShape(1, 900), KernelShape(64, 64), KernelShape(8, 900, has_mask=True)], ids=str
 )
 def test_addresses_have_64_bits_however_large_the_pool_is(shape: KernelShape) -> None:
-    """So pools of any size need the same kernels, and in a pool of more than 2^31 numbers no address wraps around."""
+    """Therefore pools of any size need the same kernels, and in a pool of more than 2^31 numbers no address wraps
+    around.
+    """
     heads = HeadShape(32, 8, 128, torch.bfloat16)
     small, large = (
         [Variant.of(launch) for launch in attention_launches(heads, shape, NO_LIMIT, num_slots=num_slots)]

@@ -1,5 +1,5 @@
-"""Every defect of a model directory ends the start with one line that names the file and the field. No value is made
-up.
+"""Tests that every defect of a model directory ends the start with one line that names the file and the field. No value
+is made up.
 
 Each case breaks a tiny Llama that would otherwise load: hidden size 64, 2 layers, untied.
 """
@@ -61,7 +61,7 @@ class Model:
         self.write(name, (self.path / name).read_bytes()[:num_bytes])
 
     def shard(self) -> None:
-        """Split the weights into two files and an index, as on model hubs."""
+        """Splits the weights into two files and an index, as on model hubs."""
         tensors = load_file(self.path / WEIGHTS)
         (self.path / WEIGHTS).unlink()
         names = sorted(tensors)
@@ -608,7 +608,7 @@ def model(sound: Path, tmp_path: Path) -> Model:
 
 
 def refusal(model: Model) -> str:
-    """Load the model, which must fail within BOUND_S, and return its one-line error."""
+    """Loads the model, which must fail within BOUND_S, and returns its one-line error."""
     begin_s = time.monotonic()
     with pytest.raises(StartupError) as raised:
         load_target(model.path, device="cpu", dtype="float32")
@@ -695,7 +695,9 @@ def test_what_real_checkpoints_have_is_served_with_the_same_logits(change: str, 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
 def test_masks_of_old_checkpoints_are_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Transformers once saved two buffers of each GPT-2 layer, and no longer has one of them."""
+    """Transformers once saved two buffers of each GPT-2 layer, and today knows only one of them. The loader ignores
+    both.
+    """
     config = GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
     )

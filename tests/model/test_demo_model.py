@@ -1,4 +1,6 @@
-"""The demo model is made once, is complete whenever it exists, and its making may be interrupted at any point."""
+"""Tests that the demo model is made once, is complete whenever it exists, and that making it may be interrupted at any
+point.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from common.errors import StartupError
 
 
 class FakeSource:
-    """A fake download and conversion. It counts its calls, and raises where it is told to."""
+    """A fake download and conversion. It counts its calls, and raises the exceptions that it is given."""
 
     def __init__(self, *, fail_fetch: BaseException | None = None, fail_convert: BaseException | None = None) -> None:
         self.num_fetched = 0

@@ -1,4 +1,4 @@
-"""Replayed forwards: a batch's rows plus padding go through one recorded shape."""
+"""Tests of replayed forwards: a batch's rows, with padding rows, run in one recorded shape."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Toy:
         return attended.flatten(1), batch.positions.clone()
 
     def batch(self, lens: dict[int, int], num_tokens: int = 1, num_masked: int | None = None) -> ForwardInput:
-        """A batch with the next `num_tokens` of each of these rows. `lens` says how many tokens each row then holds."""
+        """Returns a batch with the next `num_tokens` tokens of each of these rows. `lens` says how many tokens each row
+        then has. The mask covers the last `num_masked` tokens.
+        """
         rows = torch.tensor(list(lens))
         seq_lens = torch.tensor(list(lens.values()))
         places = (seq_lens - num_tokens).unsqueeze(1) + torch.arange(num_tokens)
@@ -78,7 +80,7 @@ def recorded(toy: Toy, *, sizes: tuple[int, ...] = (1, 2, 4, 6)) -> tuple[Forwar
 @pytest.mark.parametrize("has_beside", [False, True], ids=["alone", "beside"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_replay_gives_what_the_forward_gives_and_writes_to_its_rows_alone(shape: str, has_beside: bool) -> None:
-    """Nothing is left of the batch before, even if it was larger."""
+    """A replay must contain nothing of the previous batch, even if that was larger."""
     toy, (num_tokens, num_masked) = Toy(), SHAPES[shape]
     graphs, recorder = recorded(toy, sizes=(1, 6))
     for number, lens in enumerate(BATCHES):

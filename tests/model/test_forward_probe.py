@@ -1,4 +1,6 @@
-"""A model is refused at load if its forward fails, or if its result depends on how a prompt is split into chunks."""
+"""Tests that a model is refused at load if its forward fails, or if its result depends on how a prompt is split into
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_a_model_with_positions_of_its_own_is_refused(name: str, dtype: str, tmp
 
 
 def llama(**changes: Any) -> Any:
-    """A llama with weights as small as at the start of training, so that positions hardly affect its logits."""
+    """Returns a llama with weights as small as at the start of training, so that positions hardly affect its logits."""
     torch.manual_seed(0)
     config = hf.LlamaConfig(
         **{
@@ -225,7 +227,7 @@ def test_a_rotation_that_depends_on_what_shares_the_forward_is_refused(dtype: st
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_attention_that_grows_with_the_length_that_a_cache_tells_is_refused(dtype: str, tmp_path: Path) -> None:
-    """Llama 4's attention asks its cache how many tokens came before, but ours is no cache of transformers."""
+    """Llama 4's attention asks transformers' cache how many tokens came before, but our pool is no such cache."""
     config = hf.Llama4TextConfig(
         **SIZES,
         hidden_size=32,
@@ -267,7 +269,7 @@ def test_a_window_that_only_a_mask_shows_is_refused(window: int) -> None:
 
 
 class SlidingConfig:
-    """A config with a sliding window, under the name that the mask's code expects."""
+    """A model's config with a sliding window, in the field that transformers' code for masks reads."""
 
     def __init__(self, config: Any, window: int) -> None:
         self._config, self.sliding_window = config, window

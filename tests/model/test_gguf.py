@@ -1,5 +1,5 @@
-"""GGUF files compute the same as the model they were written from, or are refused with an error that names the key
-or tensor.
+"""Tests that GGUF files compute the same as the model they were written from, or are refused with an error that names
+the key or tensor.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_positi
 
 
 def source_model(model_type: str, **changes: Any) -> Any:
-    """A tiny transformers model with these fields in its config."""
+    """Returns a tiny transformers model with these fields changed in its config."""
     config = AutoConfig.for_model(model_type, **{**SHAPE, **ARCHITECTURES[model_type], **changes})
     return random_model(config)
 
 
 def frequency_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """The frequency factors that llama.cpp's converter writes for a rope of type llama3."""
+    """Returns the frequency factors that llama.cpp's converter writes for a rope of type llama3."""
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     factors = []
     for exponent in range(0, head_dim, 2):
@@ -80,7 +80,7 @@ def converted(tmp_path: Path, file: GgufFile, *, kind: Any = None, dtype: str = 
 
 
 def check_parity(directory: Path, source: Any) -> None:
-    """Assert that the logits of a prompt in two chunks equal the source model's."""
+    """Asserts that the logits of a prompt in two chunks equal the source model's."""
     source.set_attn_implementation("eager")
     with torch.inference_mode():
         expected = source(torch.tensor([PROMPT]), use_cache=False).logits[0, -1]
@@ -359,7 +359,7 @@ def test_information_about_the_file_changes_nothing(tmp_path: Path, file_of: Cal
 
 
 def one_wrong(number: float) -> np.ndarray:
-    """The weights of a norm, with this number among them."""
+    """Returns the weights of a norm: ones, and `number` in one place."""
     return np.array([1.0, number, *[1.0] * 62], np.float32)
 
 

@@ -1,4 +1,6 @@
-"""The GPU's layers compute the same as transformers, in Triton's interpreter. tests/gpu runs them on a device."""
+"""Tests that the GPU's layers compute the same as transformers, in Triton's interpreter. tests/gpu runs them on a
+device.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def check_close(seen: Tensor, expected: Tensor, roundings: int = 2) -> None:
-    """Assert that the error is at most `roundings` rounding steps of the number format, relative to the largest
+    """Asserts that the error is at most `roundings` rounding steps of the number format, relative to the largest
     expected number.
     """
     assert (seen.shape, seen.dtype) == (expected.shape, expected.dtype)
@@ -131,7 +133,7 @@ def test_one_token_is_multiplied_as_by_a_linear_layer(
 
 
 class Mixed(AttentionPlan):
-    """A fake attention whose output depends on all of its inputs."""
+    """A fake attention. Its output depends on all of its inputs, so a wrong input shows."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         shared = query.shape[1] // key.shape[1]
@@ -168,7 +170,7 @@ def test_a_models_layers_are_fused_and_compute_the_same(name: str, dtype: torch.
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_layer_leaves_what_it_is_given_as_it_was(num_tokens: int) -> None:
-    """A draft head keeps the states given to the layer."""
+    """A layer must not change the states it is given, because a draft head keeps them."""
     model = model_of("llama")
     fuse_layers(model, KERNELS)
     states, rotation = random(1, num_tokens, 80), random(2, 1, num_tokens, 24)
@@ -193,7 +195,7 @@ def test_no_weight_is_held_twice(name: str) -> None:
 
 
 def test_modules_that_are_replaced_are_freed_one_by_one() -> None:
-    """Each is freed before the next is replaced, because a GPU seldom has room for two models."""
+    """Each module is freed before the next is replaced, because a GPU seldom has room for two models."""
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2) for _ in range(3)]))
     seen: list[weakref.ref[nn.Module]] = []
 
@@ -270,7 +272,7 @@ def test_layers_of_other_classes_are_left_alone(kind: type[Any], config: type[An
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_numbers_of_tokens_make_no_kernels_of_their_own(name: str) -> None:
-    """There is one kernel for a single token, and one for all other numbers of tokens."""
+    """There is one kernel for a single token, and one for every other number of tokens."""
     model = model_of(name)
     seen: set[Variant] = set()
 

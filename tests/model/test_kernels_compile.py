@@ -1,4 +1,4 @@
-"""The Triton kernels compile for every supported GPU, without that GPU, and fit its limits."""
+"""Tests that the Triton kernels compile for every supported GPU, without that GPU, and fit its limits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 @pytest.mark.timeout(420)  # 15 s on idle cores
 def test_some_kernels_compile_for_each_target_and_fit_it(tmp_path: Path) -> None:
-    """Compiles in another process, since Triton's interpreter is active in this one. The command fails if a kernel
-    does not fit.
+    """Compiles in another process, since Triton's interpreter is active in this one. That process's command fails if a
+    kernel does not fit.
     """
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.compile_kernels", "--few"],

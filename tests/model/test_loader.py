@@ -1,4 +1,4 @@
-"""The properties that a loaded model reports."""
+"""Tests of the properties that a loaded model reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def test_the_layer_group_is_the_shape_of_the_models_kv(tiny_target: Callable[[st
 def with_end_tokens(
     directory: Path, *, config: Any = ABSENT, generation: Any = ABSENT, tokenizer: Any = ABSENT
 ) -> Path:
-    """A tiny model whose files name these end tokens. A field that is ABSENT is in no file."""
+    """Saves a tiny model, and returns its directory. Each of its three files names the given end tokens. A field that
+    is ABSENT is left out.
+    """
     save_tiny_model(directory, "llama")
     for name, field, value in (
         ("config.json", "eos_token_id", config),

@@ -1,5 +1,5 @@
-"""Fingerprints of model directories are equal if both compute the same KV. Otherwise they differ in the field that
-says why.
+"""Tests that the fingerprints of two model directories are equal if both compute the same KV, and otherwise differ in
+the field that says why.
 """
 
 from __future__ import annotations

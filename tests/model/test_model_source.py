@@ -1,4 +1,4 @@
-"""The values that the setting `model` accepts."""
+"""Tests of the values that the setting `model` accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target model over the paged pool computes the same as transformers, and reads only its own rows' KV."""
+"""Tests that a target model over the paged pool computes the same as transformers, and reads only its own rows' KV."""
 
 from __future__ import annotations
 

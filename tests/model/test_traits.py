@@ -1,4 +1,4 @@
-"""Models with an unsupported trait are refused at load, and the error names the trait."""
+"""Tests that models with an unsupported trait are refused at load, and that the error names the trait."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ from tests.parity.prompts import ParityPrompt
 TIE_GAP = 1e-4
 MAX_TIES_PER_TOKEN = 1 / 5000
 MAX_PADDED = 2
-"""Largest ratio of the longest prompt to the shortest in a batch, in tokens."""
+"""The longest prompt of a batch may have at most this many times the tokens of the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first index at which an output differs from the reference. After a tie, the rest of that output is not
-    comparable.
+    """The first index at which an output differs from the reference. If it is a tie, the rest of that output cannot be
+    compared.
     """
 
     name: str
@@ -70,12 +70,16 @@ class Reference:
         return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     def tokens(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The tokens for this prompt. They are computed alone, unless `compute` got this prompt among others."""
+        """Returns `generate`'s tokens for this prompt. They are computed now, for this prompt alone, unless `compute`
+        has computed them.
+        """
         self.compute([prompt_ids])
         return self._outputs[tuple(prompt_ids)]
 
     def compute(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Compute the tokens that are not known yet. Prompts of similar length form one batch, padded on the left."""
+        """Computes `generate`'s tokens for the prompts that are not known yet. Prompts of similar length form one
+        batch, padded on the left.
+        """
         missing = sorted({tuple(ids) for ids in prompts} - self._outputs.keys(), key=len)
         while missing:
             batch = [ids for ids in missing if len(ids) <= MAX_PADDED * len(missing[0])]
@@ -96,7 +100,9 @@ class Reference:
             self._outputs[ids] = output[: end + 1]
 
     def compare(self, name: str, prompt_ids: Sequence[int], got: Sequence[int]) -> Divergence | None:
-        """The first divergence of `got` from the reference, or None if every token agrees."""
+        """Returns the first divergence of `got` from the reference, or None if all tokens agree. `name` names the
+        prompt.
+        """
         wanted = self.tokens(prompt_ids)
         if list(got) == wanted:
             return None

@@ -13,7 +13,7 @@ _SKIPPED = {".venv", "node_modules", "build", "dist"}
 
 
 def all_pages() -> list[Path]:
-    """All Markdown pages of the repository, without .venv and hidden folders."""
+    """Returns all Markdown pages of the repository, without .venv and hidden folders."""
     return [page for page in sorted(ROOT.rglob("*.md")) if not _is_skipped(page)]
 
 
@@ -23,13 +23,13 @@ def _is_skipped(page: Path) -> bool:
 
 
 def links(page: Path) -> list[str]:
-    """The page's links into this repository, with their anchors."""
+    """Returns the page's links to files of this repository, with their anchors."""
     targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     return [target for target in targets if "://" not in target]
 
 
 def anchors(page: Path) -> set[str]:
-    """The page's anchors: its headings, converted as on GitHub."""
+    """Returns the page's anchors: its headings, converted as on GitHub."""
     headings = re.findall(r"^#+ (.+)$", _without_code_blocks(page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -39,7 +39,7 @@ def _without_code_blocks(text: str) -> str:
 
 
 def table_rows(page: Path, first_heading: str) -> list[list[str]]:
-    """The cells of every row of the page's tables whose first column has this heading."""
+    """Returns the cells of every row of the page's tables whose first column has this heading."""
     rows: list[list[str]] = []
     is_wanted = is_inside = False
     for line in page.read_text().splitlines():
@@ -59,8 +59,8 @@ def code_spans(text: str) -> list[str]:
 
 
 def quoted_commands(page: Path) -> Iterator[str]:
-    """The commands that a page tells its reader to type: lines of console blocks, and inline code that starts like a
-    command.
+    """Yields the commands that a page tells its reader to type: lines of console blocks, and inline code that starts
+    like a command.
     """
     text = page.read_text()
     for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
@@ -69,7 +69,7 @@ def quoted_commands(page: Path) -> Iterator[str]:
 
 
 def sources() -> list[Path]:
-    """The modules of the installed packages that serve."""
+    """Returns all modules of the packages with which services and clients run."""
     return [module for package in CODE_PACKAGES for module in sorted((ROOT / package).rglob("*.py"))]
 
 

@@ -1,4 +1,6 @@
-"""deploy/two-hosts/make_certificates.sh: the files it makes, also when run again, and those it leaves alone."""
+"""Tests of deploy/two-hosts/make_certificates.sh: the files it makes, also when it runs again, and the files it leaves
+alone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SCRIPT = Path(__file__).parents[2] / "deploy/two-hosts/make_certificates.sh"
 ROLES = ("prefill", "decode")
 CONTAINERS_USER = 10001
 AS_ORDINARY_USER = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
-"""A command prefix for root that drops its capabilities. Root may then only write what its owner may write."""
+"""The beginning of a command that makes root run it without capabilities. Root may then write only what the owner of a
+file may write.
+"""
 TIMEOUT_S = 60
 
 
@@ -51,8 +55,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def check_pair(tls: Path) -> None:
-    """Assert that each host's key belongs to its certificate, that the authority signed it, and that no other user
-    can read the key.
+    """Asserts that each host's key belongs to its certificate, that the authority signed it, and that no other user can
+    read the key.
     """
     authority = certificate(tls / "ca.pem")
     for role in ROLES:

@@ -1,5 +1,5 @@
-"""The compose files define the same services for GPUs and CPUs, without special rights and reachable from this host
-only.
+"""Tests that the compose files define the same services for GPUs and CPUs, without special rights and reachable from
+this host only.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_health_is_readiness(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_health_is_asked_in_words_that_the_command_line_knows(name: str) -> None:
-    """With `--help` appended nothing is sent, but unknown options are still refused."""
+    """Runs the health commands with `--help` added: nothing is sent, but unknown options are still refused."""
     asked = [definition["healthcheck"]["test"][1:] for definition in our_services(name).values()]
     asked = [arguments for program, *arguments in asked if program == "baton"]
     assert asked
@@ -171,7 +171,9 @@ def test_a_gpu_replica_differs_in_gpu_and_port_and_answers_to_the_same_name(serv
 
 
 def test_services_on_cpus_share_the_memory_that_kv_pools_are_found_in_and_nobody_else_sees_it() -> None:
-    """A pool's socket only answers its own user, so it must belong to a user without special rights."""
+    """A pool's socket answers only processes of its own user, so no service may set another user. That user has no
+    special rights.
+    """
     name = "compose.cpu.yaml"
     on_it = {
         service: [volume for volume in definition.get("volumes", []) if volume.split(":")[1] == str(DIRECTORY)]

@@ -1,4 +1,6 @@
-"""`make compose-test` kills a container at a moment when rows are lost with it, and checks that they were retried."""
+"""Tests that `make compose-test` kills a container at a moment when it holds rows, and checks that these rows were
+retried.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.compose.victim import Victim, rows_in_flight
 
 
 def metrics(*, running: int = 0, transferring: int = 0, num_row_retries: int = 0) -> str:
-    """The metrics of a service with this many rows in use; all others are free."""
+    """Returns the metrics of a service with this many rows in use; all others are free."""
     rows = PoolCounts(total=8, free=8 - running - transferring, running=running, transferring=transferring)
     slots = PoolCounts(total=1, free=1)
     load = EngineLoad(rows, slots, num_queued=3, num_running=0, num_steps=0, num_row_retries=num_row_retries)
@@ -29,7 +31,9 @@ def metrics(*, running: int = 0, transferring: int = 0, num_row_retries: int = 0
 
 @dataclass
 class ScriptedContainer:
-    """A container that returns the metrics of its script one after the other, and then keeps returning the last."""
+    """A container that returns the metrics of its script one after the other, and then the last ones again and
+    again.
+    """
 
     script: list[str]
     num_kills: int = 0
@@ -77,7 +81,7 @@ class ScriptedProject:
 def problems_of_a_kill(
     patch: pytest.MonkeyPatch, *, rows: int, retries_before: int, retries_after: int
 ) -> tuple[ScriptedProject, list[str]]:
-    """Run the kill with a load whose requests are all answered. Returns the project and the problems found."""
+    """Runs the kill with a load whose requests are all answered. Returns the project and the problems found."""
 
     def answered(*_chats: object, num_requests: int, report: Report, on_answer: Callable[[int], None]) -> Outcome:
         for num_ended in range(1, num_requests + 1):

@@ -1,4 +1,4 @@
-"""docs/configuration.md lists exactly the settings of all services, as the code describes them."""
+"""Tests that docs/configuration.md lists exactly the settings of all services, as the code describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links between our pages work, and the commands that they quote exist."""
+"""Tests that links between our pages work, and that the commands which they quote exist."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_a_command_that_does_not_exist_is_noticed(command: str, problem: str) ->
 
 
 def problem_of(command: str) -> str:
-    """The problem of a quoted command, such as a target that does not exist, or "" if there is none. Commands of
-    other projects are not checked.
+    """Returns the problem of a quoted command, such as a target that does not exist, or "" if there is none. Commands
+    of other projects are not checked.
     """
     words = shlex.split(command, comments=True)
     while words and (words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=.*", words[0])):

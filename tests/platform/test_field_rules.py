@@ -1,4 +1,4 @@
-"""The tests that docs/field_rules.md names exist."""
+"""Tests that the tests which docs/field_rules.md names exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = rules_in(PAGE.read_text())
 
 @cache
 def names_in(path: Path) -> frozenset[str]:
-    """The functions, classes and assigned names at the top level of a file."""
+    """Returns the functions, classes and assigned names at the top level of a file."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -27,7 +27,9 @@ def names_in(path: Path) -> frozenset[str]:
 
 
 def missing(rule: FieldRule, root: Path = ROOT) -> list[str]:
-    """The tests of a rule that do not exist, by their file, function or the check in brackets."""
+    """Returns the tests that a rule names but that do not exist. Each is given by its file, its function, or the check
+    in brackets.
+    """
     absent = []
     for test in rule.tests:
         file, _, rest = test.partition("::")

@@ -1,4 +1,4 @@
-"""`make gpu` and the GPU benchmark run on a machine on which nothing was installed for them."""
+"""Tests that `make gpu` and the GPU benchmark run on a machine on which nothing was installed for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = ("torch", "transformers", "pytest", "triton", "grpcio")
-"""The libraries that such a machine has, apart from their requirements."""
+"""The libraries that are installed on a machine for GPU tests, apart from their requirements."""
 REFUSE = """
 import sys
 from importlib.machinery import PathFinder
@@ -34,7 +34,7 @@ def canonical(name: str) -> str:
 
 
 def needed(names: tuple[str, ...]) -> set[str]:
-    """The distributions with these names, and everything they require."""
+    """Returns the distributions with these names, and everything they require."""
     found: set[str] = set()
     left = [canonical(name) for name in names]
     while left:
@@ -52,8 +52,8 @@ def needed(names: tuple[str, ...]) -> set[str]:
 
 
 def run_there(code: str, *arguments: str) -> str:
-    """Run `code` in a process that can import no other libraries than INSTALLED. Raises AssertionError with its
-    output if it fails.
+    """Runs `code` in a process that can import no other libraries than INSTALLED. Raises AssertionError with its output
+    if it fails.
     """
     there, ours = needed(INSTALLED), {path.name for path in ROOT.iterdir()}
     distributions = importlib.metadata.packages_distributions()

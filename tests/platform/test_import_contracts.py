@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml: the code keeps each one, and each one fails when its rule is broken."""
+"""Tests the import contracts of pyproject.toml: the code keeps each one, and each one fails when its rule is broken."""
 
 from __future__ import annotations
 

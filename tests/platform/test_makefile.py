@@ -1,4 +1,6 @@
-"""`make` on a fresh checkout: every target does its own set-up, torch first, and a second run sets nothing up."""
+"""Tests of `make` on a fresh checkout: every target does its own set-up, torch first, and a second run sets nothing
+up.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def dry_run(directory: Path, *arguments: str) -> list[str]:
-    """The commands that make would run."""
+    """Returns the commands that make would run."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     result = subprocess.run(
         ["make", "--dry-run", *arguments],

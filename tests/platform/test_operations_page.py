@@ -1,4 +1,4 @@
-"""docs/operations.md lists exactly the metrics, error reasons and log lines that the code has."""
+"""Tests that docs/operations.md lists exactly the metrics, error reasons and log lines that the code has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REASON = re.compile(r"\breason\w*(?:: ClassVar\[str\])? ?= ?\"([A-Z][A-Z_]+)\"")
 
 
 def modules_with_metrics() -> list[Path]:
-    """The modules that import a kind of metric from prometheus_client."""
+    """Returns the modules that import a kind of metric from prometheus_client."""
 
     def makes_metrics(module: Path) -> bool:
         imports = (node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.ImportFrom))
@@ -49,7 +49,7 @@ def modules_with_metrics() -> list[Path]:
 
 
 def exporters(module: Path) -> list[type[Any]]:
-    """The module's classes that register metrics in a registry."""
+    """Returns the module's classes that register metrics in a registry."""
     loaded = importlib.import_module(module_name(module))
     return [
         kind
@@ -59,7 +59,7 @@ def exporters(module: Path) -> list[type[Any]]:
 
 
 def exported_metrics() -> set[str]:
-    """The metrics' names as Prometheus shows them; those of histograms are without suffixes."""
+    """Returns the metrics' names as Prometheus shows them, those of histograms without their suffixes."""
     names: set[str] = set()
     for module in modules_with_metrics():
         for kind in exporters(module):
@@ -81,7 +81,7 @@ def metrics_in_table() -> set[str]:
 
 @pytest.mark.parametrize("module", modules_with_metrics(), ids=module_name)
 def test_metrics_are_made_by_classes_that_take_their_registry(module: Path) -> None:
-    """The test of the page builds these classes to list the metrics that they export."""
+    """The test of the page creates objects of these classes to list the metrics that they export."""
     assert exporters(module)
 
 
@@ -107,7 +107,7 @@ def subclasses(kind: type[BatonError]) -> Iterator[type[BatonError]]:
 
 
 def errors() -> set[type[BatonError]]:
-    """All error classes of the services' packages. It imports the modules that are not loaded yet."""
+    """Imports all modules of the services' packages, and returns all error classes."""
     for package in CODE_PACKAGES:
         if not (ROOT / package / "__init__.py").exists():
             continue

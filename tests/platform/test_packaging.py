@@ -1,4 +1,4 @@
-"""An installation contains every package of ours, and every library that the code imports."""
+"""Tests that an installation contains every package of ours, and every library that the code imports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def canonical(name: str) -> str:
 
 
 def declared(*extras: str) -> set[str]:
-    """The distributions that an installation with these extras declares, including the extras they need."""
+    """Returns the distributions that an installation with these extras declares, with those of the extras that these
+    need.
+    """
     requirements = [*PROJECT["dependencies"]]
     for extra in (*extras, "process") if extras else ():
         requirements += PROJECT["optional-dependencies"][extra]
@@ -50,7 +52,7 @@ def test_every_directory_of_modules_is_a_package(package: str) -> None:
     ],
 )
 def test_every_imported_library_is_declared(part: str, extras: tuple[str, ...]) -> None:
-    """A library that is only installed because another one needs it may disappear together with that one."""
+    """A library that is installed only because another one needs it may disappear together with that one."""
     graph = grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
     imported = graph.find_upstream_modules(part, as_package=True)
     roots = {name.partition(".")[0] for name in imported if graph.is_module_squashed(name)}
@@ -66,7 +68,7 @@ def test_every_imported_library_is_declared(part: str, extras: tuple[str, ...]) 
 
 
 def test_the_command_line_starts_without_the_services_libraries() -> None:
-    """A command that needs one of these libraries says what to install."""
+    """A command that needs one of these libraries names the extra to install."""
     names = {
         canonical(re.match(r"[\w.-]+", line).group())  # type: ignore[union-attr]
         for extra in ("engine", "gateway", "process")
@@ -91,7 +93,7 @@ def test_the_command_line_starts_without_the_services_libraries() -> None:
 
 
 def installed_with(*extras: str) -> set[str]:
-    """The distributions installed with these extras, and all their requirements."""
+    """Returns the distributions that an installation with these extras has, with all their requirements."""
     found: set[str] = set()
     pending = declared(*extras)
     while pending - found:
@@ -106,8 +108,8 @@ def installed_with(*extras: str) -> set[str]:
 
 
 def test_the_services_load_a_model_with_what_they_declare(tiny_model_dir: Callable[[str], Path]) -> None:
-    """transformers has requirements that only show when it is called, and these machines have more installed than a
-    user has.
+    """transformers imports some libraries only when it is called, and the machine of this test may have libraries that
+    a user's has not.
     """
     there = installed_with("engine")
     hidden = [

@@ -1,4 +1,4 @@
-"""The committed stubs are up to date, and work with the oldest libraries that pyproject.toml admits."""
+"""Tests that the committed stubs are up to date, and work with the oldest libraries that pyproject.toml admits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric, label and outcome in alert rules and dashboards is one that a service exports."""
+"""Tests that every metric, label and outcome in alert rules and dashboards is one that a service exports."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SCRAPED = {"job", "instance"}
 """Labels that Prometheus adds itself."""
 
 Exports = dict[str, dict[str, set[str]]]
-"""For each job, the names of its samples with their labels."""
+"""For each Prometheus job, the names of its samples, each with its labels."""
 
 
 def exported() -> Exports:
-    """The samples of each service after every kind of event has happened once."""
+    """Returns the samples that each service exports after every kind of event has happened once."""
     prefill, decode, gateway = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     for registry in (prefill, decode):
         engine = EngineMetrics(registry)
@@ -83,7 +83,7 @@ MATCHER = re.compile(r"""(\w+)\s*(=~|=|!=|!~)\s*"([^"]*)\"""")
 
 
 def selectors(expression: str) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """The metrics that a query names, each with its label matchers."""
+    """Returns the metrics that a query names, each with its label matchers."""
     return [(name, MATCHER.findall(matchers)) for name, matchers in SELECTOR.findall(expression)]
 
 
@@ -146,7 +146,7 @@ NOT_THE_SERVICES_FAULT = {
 
 
 def outcomes(expose: Callable[[CollectorRegistry], object]) -> set[str]:
-    """The request outcomes that a service exposes before any request."""
+    """Returns the request outcomes that a service exposes before any request."""
     expose(registry := CollectorRegistry())
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     return {sample.labels["outcome"] for sample in samples if sample.name == "baton_requests_total"}
