@@ -1,4 +1,6 @@
-"""A prompt's last chunk must have a token for every layer of the draft head; otherwise the service does not start."""
+"""Tests that a prefill service does not start unless a prompt's last chunk always has a token for every layer of the
+draft head.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels that prompts need are compiled before the first prompt comes."""
+"""Tests that the kernels which prompts need are compiled before the first prompt comes."""
 
 from __future__ import annotations
 

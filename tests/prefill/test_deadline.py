@@ -1,4 +1,4 @@
-"""A prompt whose deadline passed while it was queued is not computed."""
+"""Tests that a prompt whose deadline passed while it was queued is not computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A device failure during a prefill forward ends the engine. Its calls end, and their rows are computed elsewhere."""
+"""Tests that a device failure during a prefill forward ends the engine. Its calls end, so that their rows are computed
+elsewhere.
+"""
 
 from __future__ import annotations
 

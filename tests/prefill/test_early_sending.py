@@ -1,4 +1,4 @@
-"""The KV of a chunk's first layers is sent while its later layers are computed."""
+"""Tests that the KV of a chunk's first layers is sent while its later layers are computed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NUM_LAYERS = 2
 
 
 class WatchedTarget(FaultyTarget):
-    """A target that records when a forward ends. `fails_behind` makes the forward with that number fail after that
-    layer's KV.
+    """A target that records in the journal when a forward ends. `fails_behind` = (forward, layer) makes that forward
+    fail once that layer's KV is written.
     """
 
     def __init__(self, sound: TargetModel, journal: list[str]) -> None:
@@ -53,7 +53,7 @@ class WatchedTarget(FaultyTarget):
 
 
 class TagTarget(TagModel):
-    """A tag model that records when a forward ends, and returns the states that a TagHead reads."""
+    """A tag model that records in the journal when a forward ends, and returns the states that a TagHead reads."""
 
     def __init__(self, journal: list[str]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class TagTarget(TagModel):
 
 
 class Prefill(PrefillHalf):
-    """A prefill engine whose copies run as early as possible, inside the forward where they can."""
+    """A prefill engine whose copies run as early as possible, if possible while the forward runs."""
 
     def __init__(self, sound: TargetModel, *, early_sending: bool, has_head: bool, chunk_tokens: int) -> None:
         self.journal: list[str] = []
@@ -101,8 +101,8 @@ class Prefill(PrefillHalf):
             self.journal.append("layers left")
 
     def kv(self, row: int) -> NDArray[np.float32]:
-        """The KV of a row that has reached the receiver: [layers, planes, tokens, heads, head_dim], with NaN where
-        nothing has arrived.
+        """Returns the KV of a row as far as it has reached the receiver: [layers, planes, tokens, heads, head_dim],
+        with NaN where nothing has arrived.
         """
         group = self.target.layer_group
         shape = (group.num_layers, group.num_planes, len(PROMPTS[row]), group.num_heads, group.head_dim)

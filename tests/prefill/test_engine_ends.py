@@ -1,4 +1,6 @@
-"""How a prefill engine's forwards and the engine itself end: bounds, the extent of failures, and closing."""
+"""Tests of the ends of a prefill engine's forwards and of the engine itself: time limits, the extent of failures, and
+closing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class Prefill(PrefillHalf):
         )
 
     def open_two(self) -> None:
-        """Open a call of two prompts, which makes two forwards, both launched."""
+        """Opens a call of two prompts. Each makes a forward, and both are launched."""
         prompts = [range(10 * i, 10 * i + CHUNK_TOKENS) for i in range(2)]
         self.open("call", prompts, ResolvedSampling(seed=3, max_tokens=4, temperature=5.0))
         assert self.device.stream("forward").pending().count("forward") == 2

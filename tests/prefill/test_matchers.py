@@ -1,4 +1,4 @@
-"""A constrained row waits for its matcher, and holds no other row back."""
+"""Tests that a constrained row waits for its matcher, and holds no other row back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Chunks of several prompts form one packed sequence without padding, and only the prompts' last tokens get logits."""
+"""Tests that chunks of several prompts form one packed sequence without padding, and that only the prompts' last tokens
+get logits.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The prefill engine computes only what no earlier prompt has left in its pool, and sends only what the decode service
-does not hold.
+"""Tests that the prefill engine computes only what no earlier prompt has left in its pool, and sends only what the
+decode service does not hold.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class DamagedModel(TagModel):
 
 
 class Reusing(PrefillHalf):
-    """A prefill engine whose calls all have the same salt. It checks each row that is sent: the KV, the first token,
-    and the draft seed. Copies run as early as they can, inside a forward too.
+    """A prefill engine whose calls all have the same cache salt. It checks each row that is sent: the KV, the first
+    token, and the draft seed. Copies run as early as they can, even while a forward runs.
     """
 
     def __init__(self, *, has_head: bool = False, **options: object) -> None:
@@ -63,12 +63,12 @@ class Reusing(PrefillHalf):
     def ask(
         self, call_id: str, *prompts: tuple[int, ...], salt: str | None = SALT, num_held: int = 0, **options: bool
     ) -> None:
-        """Open a call with these prompts."""
+        """Opens a call with these prompts. The decode service holds the first `num_held` tokens of each."""
         self.prompts[call_id] = prompts
         self.open(call_id, prompts, GREEDY, cache_salt=salt, num_held=num_held, **options)
 
     def run(self) -> None:
-        """Step until all calls have ended and nothing is held."""
+        """Runs the engine until all calls have ended and nothing is held."""
         for _ in range(200):
             if self.ended_calls == self.prompts.keys() and self.is_empty:
                 self.engine.pool.check_conservation()
@@ -77,7 +77,9 @@ class Reusing(PrefillHalf):
         raise AssertionError(f"not over: {self.engine.load()}")
 
     def go_on(self) -> None:
-        """Step once, with the budget of what was sent since the last step given back. Each stream then goes on."""
+        """Runs one step, and then one piece of each stream that can go on. The step gets back the send budget of all
+        segments sent since the last one.
+        """
         news = self.frames[self._num_taken :]
         self._num_taken = len(self.frames)
         self.step(
@@ -92,7 +94,7 @@ class Reusing(PrefillHalf):
                 stream.run_next()
 
     def serve(self, call_id: str, *prompts: tuple[int, ...], salt: str | None = SALT, num_held: int = 0) -> list[int]:
-        """Run a call to its end, and check what was sent. Returns how many tokens of each row were cached."""
+        """Runs a call to its end, and checks what was sent. Returns for each row how many tokens were cached."""
         self.ask(call_id, *prompts, salt=salt, num_held=num_held)
         self.run()
         return self.check_sent(call_id, num_held=num_held)
@@ -128,7 +130,7 @@ class Reusing(PrefillHalf):
         return int(columns.num_cached_tokens[entry])
 
     def sent(self, call_id: str, kind: type[Kind]) -> list[Kind]:
-        """The frames of this kind that the call has sent."""
+        """Returns the frames of this kind that the call has sent."""
         return [ready.frame for ready in self.frames if ready.call_id == call_id and isinstance(ready.frame, kind)]
 
     def failure(self, call_id: str) -> RowFailed:
@@ -136,7 +138,7 @@ class Reusing(PrefillHalf):
         return failed
 
     def num_computed(self) -> int:
-        """Returns how many tokens were computed since the last call."""
+        """Returns how many tokens were computed since this was last called."""
         num_tokens = sum(len(forward.input_ids) for forward in self.model.forwards)
         self.model.forwards.clear()
         return num_tokens
@@ -188,7 +190,9 @@ def test_a_warm_prompt_is_sent_like_a_cold_one_and_computed_from_where_they_diff
 def test_what_the_decode_service_holds_is_not_sent_however_much_is_cached_here(
     make: Make, num_held: int, chunk_tokens: int, early_sending: bool
 ) -> None:
-    """More is held than is cached, or less, or the same. What is not held and was cached long ago is sent too."""
+    """The decode service holds more than is cached here, or less, or the same. What it does not hold is sent, even if
+    it was cached long ago.
+    """
     prefill = make(
         chunk_tokens=chunk_tokens,
         max_batch_tokens=32,
@@ -236,7 +240,9 @@ def test_a_prompt_waits_for_another_that_computes_its_tokens_and_computes_only_t
 
 
 def test_a_prompt_that_waits_for_kv_is_overtaken_only_until_that_is_there(make: Make) -> None:
-    """Younger prompts never stop coming. They use the room meanwhile, and leave it free when it is the older one's."""
+    """Younger prompts keep coming. They use free slots while the older prompt waits for KV, and leave them to it once
+    the KV is there.
+    """
     prefill = make(max_kv_tokens=64, max_rows=4)
     prefill.ask("first", PROMPT)
     prefill.ask("waits", (*PROMPT, *range(600, 638)))
@@ -297,7 +303,7 @@ def test_prompts_that_wait_for_a_failed_one_go_on_alone(make: Make) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_chunk_that_failed_leaves_nothing(make: Make, failing: int) -> None:
-    """Its KV is not cached. What earlier chunks left in the cache stays there."""
+    """The failed chunk's KV is not cached. KV that the earlier chunks left in the cache stays there."""
     prefill = make(overlap=False)
     prefill.ask("failing", PROMPT)
     while len(prefill.model.forwards) < failing:
@@ -311,7 +317,7 @@ def test_a_chunk_that_failed_leaves_nothing(make: Make, failing: int) -> None:
 
 @pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
 def test_kv_with_which_no_finite_logit_comes_out_is_forgotten(make: Make, is_warm: bool) -> None:
-    """The row may be retried if it began with cached KV, because that KV may be the reason."""
+    """A row that began with cached KV may be retried, because that KV may be the reason."""
     prefill = make()
     prefill.serve("elsewhere", (501, 502, 503))
     if is_warm:
@@ -334,7 +340,7 @@ def test_namespaces_share_nothing(make: Make) -> None:
 
 
 def test_prompts_end_in_a_pool_full_of_cached_kv(make: Make) -> None:
-    """The least recently used goes first. The engine checks after every step that no slot is lost."""
+    """The least recently used KV is evicted first. The engine checks after every step that no slot is lost."""
     prefill = make(max_kv_tokens=32, max_rows=2)
     for number in range(6):
         prompt = (*PROMPT[:10], *range(100 * number + 100, 100 * number + 110))
@@ -355,7 +361,7 @@ def memory(tmp_path: Path) -> Iterator[SharedPool]:
 
 
 def lend(prefill: Reusing, call_id: str, prompt: tuple[int, ...]) -> list[KvSegment]:
-    """Run a call whose receiver has given nothing back yet. Returns what was lent."""
+    """Runs a call whose receiver has not returned any segment yet, and returns the segments that were lent to it."""
     prefill.ask(call_id, prompt, shares_memory=True)
     while sum(segment.num_bytes for segment in prefill.sent(call_id, KvSegment)) < len(prompt) * GROUP.token_bytes:
         prefill.go_on()
@@ -398,7 +404,9 @@ def test_cached_slots_are_lent_with_the_row_and_are_current_until_another_row_ge
 
 
 def test_an_engine_does_not_sleep_while_a_prompt_has_what_it_waited_for(make: Make, memory: SharedPool) -> None:
-    """The KV of the prompt before it is lent, so the engine has nothing to look after."""
+    """A queued prompt waited for the KV of the one before it, which is now there. That KV is only lent, so nothing else
+    keeps the engine awake.
+    """
     prefill = make(max_kv_tokens=48, max_rows=2, shared_pool=memory)
     prefill.ask("call", PROMPT, PROMPT, shares_memory=True)
     while prefill.engine.load().num_running or not prefill.engine.load().num_steps:

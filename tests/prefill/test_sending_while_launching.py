@@ -1,4 +1,5 @@
-"""Where the engine's thread launches every kernel itself, sending KV does not wait for the launch of a forward.
+"""Tests that where the engine's thread launches every kernel itself, sending KV does not wait for the launch of a whole
+forward.
 
 A driver queues some thousand launches ahead of the device. After that, each launch takes as long as the device
 computes.
@@ -39,8 +40,8 @@ PROMPT_TOKENS = 8
 
 
 class LaunchQueue(Observer):
-    """A driver's launch queue. `journal` lists (what was launched, the number of kernels for which the host had
-    waited by then).
+    """A driver's launch queue. `journal` lists pairs: what was launched, and the number of kernels for whose end the
+    host had waited by then.
     """
 
     def __init__(self) -> None:
@@ -66,8 +67,8 @@ class LaunchQueue(Observer):
 
 
 class LaunchedTarget(FaultyTarget):
-    """A target whose layers each launch a number of kernels. `fails_in` is the number of a forward that fails after
-    its first layer.
+    """A target whose layers each launch a number of kernels. If `fails_in` is the number of a forward, that forward
+    fails after its first layer.
     """
 
     def __init__(self, sound: TargetModel, queue: LaunchQueue) -> None:
@@ -91,7 +92,7 @@ class LaunchedTarget(FaultyTarget):
 
 
 class Rig(PrefillHalf):
-    """A prefill engine on such a target. `num_unsent` is the most segments that may be unsent at a time."""
+    """A prefill engine on a LaunchedTarget. At most `num_unsent` segments may be unsent at a time."""
 
     def __init__(self, target: TargetModel, *, early_sending: bool = True, num_unsent: int = 64) -> None:
         self.segment_bytes = target.layer_group.layer_token_bytes * PROMPT_TOKENS
@@ -112,7 +113,7 @@ class Rig(PrefillHalf):
         )
 
     def open_each(self, *names: str, num_tokens: int = PROMPT_TOKENS) -> None:
-        """Step with several calls, one after the other, of one prompt each."""
+        """Opens a call with one prompt for each name, one after the other, with a step after each."""
         for name in names:
             self.open(name, [range(5, 5 + num_tokens)])
 
@@ -125,7 +126,7 @@ class Rig(PrefillHalf):
                     self._sent.append(SegmentBytesSent(event.call_id, event.frame.num_bytes))
 
     def returned(self) -> list[SegmentBytesSent]:
-        """The SegmentBytesSent commands for all segments that came since the last call."""
+        """Returns the SegmentBytesSent commands for all segments that came since the last call."""
         sent, self._sent = self._sent, []
         return sent
 
@@ -152,7 +153,7 @@ def make_rig(tiny_target: Callable[[str], TargetModel]) -> Iterator[Callable[...
 
 
 def open_two(rig: Rig) -> None:
-    """Launch two forwards in one step. Whenever the device is polled, it has gone as far as it can."""
+    """Launches two forwards in one step. Whenever the engine polls the device, the device has done all it can."""
     rig.device.on_host_call = ScriptedDevice.run_all
     rig.step(*(OpenCall(name, handoff_rows([range(5, 5 + PROMPT_TOKENS)])) for name in ("x", "y")))
 
@@ -181,7 +182,7 @@ def test_frames_and_first_tokens_are_delivered_between_the_layers_of_the_next_fo
 
 
 def test_bytes_that_were_taken_make_room_within_the_same_launch(make_rig: Callable[..., Rig]) -> None:
-    """Only one segment may be unsent here, and each forward has one per layer."""
+    """Only one segment may be unsent in this test, and each forward has one segment per layer."""
     rig = make_rig(num_unsent=1)
     open_two(rig)
     names = [name for name, _ in rig.queue.journal]
@@ -221,7 +222,7 @@ def test_all_kv_is_sent_once(early_sending: bool, make_rig: Callable[..., Rig]) 
 def test_a_forward_that_fails_while_the_next_is_launched_fails_its_row_behind_that(
     make_rig: Callable[..., Rig],
 ) -> None:
-    """The next forward belongs to the same prompt, whose row it still writes to."""
+    """The next forward belongs to the same prompt, and still writes to its row."""
     rig = make_rig()
     rig.target.fails_in = 0
     rig.device.on_host_call = ScriptedDevice.run_all
@@ -232,7 +233,7 @@ def test_a_forward_that_fails_while_the_next_is_launched_fails_its_row_behind_th
 
 
 class CountedBytes(int):
-    """A byte count that counts, in `num_added`, how often it was added to another number or to a sum."""
+    """A number of bytes. `num_added` counts how often any such number was added to another number or to a sum."""
 
     num_added = 0
 
@@ -254,7 +255,9 @@ class CountedGroup(LayerGroupSpec):
 
 
 def additions_while_layers_are_sent(num_calls: int, *, num_segments: int) -> int:
-    """The number of additions when these calls each have a prompt in one forward and `num_segments` unsent segments."""
+    """Sends a forward's layers for `num_calls` calls of one prompt each, with `num_segments` unsent segments per call.
+    Returns the number of additions of byte counts.
+    """
     group = CountedGroup("target", num_layers=8, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
     device = ScriptedDevice()
     pool = KvPool(

@@ -1,5 +1,5 @@
-"""The prefill engine with receivers on its own host: it lends KV, and a row keeps its slots until all loans are
-returned.
+"""Tests of the prefill engine with receivers on its own host: it lends KV, and a row keeps its slots until all loans
+are returned.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Sending(PrefillHalf):
 
 @pytest.mark.parametrize("numbers", [(), (1,)])
 def test_an_engine_that_lends_nothing_ignores_what_is_given_back(numbers: tuple[int, ...]) -> None:
-    """A peer may send anything without ending the engine."""
+    """A peer may send any numbers, and none of them may end the engine."""
     half = PrefillHalf(TagModel())
     try:
         half.step(SegmentsReturned("call", numbers))

@@ -18,7 +18,7 @@ NEW_TOKENS = 64
 MAX_TOKENS = 512
 """The most tokens of a forward in a pair within one process."""
 ONE_THREAD = ("--num-threads=1",)
-"""Arguments of services: one thread each. The other core belongs to the other test process, and threads that wait
+"""The argument that gives a service one thread. The other core belongs to the other test process, and threads that wait
 for each other need a core each.
 """
 Prompts = list[tuple[str, list[int]]]

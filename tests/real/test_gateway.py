@@ -1,5 +1,5 @@
-"""The demo model with its draft head through the gateway: its tokens equal the gRPC client's, and the status page
-shows both services.
+"""Tests of the demo model with its draft head through the gateway: its tokens equal the gRPC client's, and the status
+page shows both services.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ NEW_TOKENS = 24
 README = Path(__file__).parents[2] / "README.md"
 ARGUMENTS = ("--num-threads=1", "--draft=demo")
 ALWAYS_DRAFTS = "--no-adaptive-depth"
-"""Makes every step draft. Otherwise a slow machine might find that drafting does not pay, and draft nothing."""
+"""An argument that makes every step draft. Otherwise a slow machine might find that drafting does not pay, and draft
+nothing.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,9 @@ def gateway(pair: LocalPair) -> Iterator[GatewayHere]:
 
 
 def test_a_short_question_is_answered_without_a_handoff(pair: LocalPair) -> None:
-    """By default, on a CPU. A question with a long beginning before it is handed over, and the next one is not."""
+    """The services run with the defaults of a CPU. A question after a long text is handed over. The next question after
+    the same text is not, because the text is cached.
+    """
     book = "The sea is calm tonight. " * 60
     with Client(pair.decode_addresses[0]) as client:
         answers = [
@@ -56,7 +60,7 @@ def test_a_short_question_is_answered_without_a_handoff(pair: LocalPair) -> None
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [("Two primes as JSON:", 0), ("Two primes as JSON: <think>\n", 8)])
 def test_a_schema_begins_after_the_reasoning(prompt: str, max_tokens: int, pair: LocalPair) -> None:
-    """The prompt opens the reasoning, and the limit ends it."""
+    """In one case the prompt opens the reasoning, and the limit on reasoning ends it."""
     schema = {"type": "array", "items": {"enum": [2, 3, 5, 7]}, "minItems": 2, "maxItems": 2}
     reasoning = Reasoning("<think>", "</think>", max_tokens=max_tokens)
     with Client(pair.decode_addresses[0]) as client:
@@ -162,7 +166,7 @@ def assert_fits(call: Any) -> None:
 def test_the_model_calls_what_it_must_with_arguments_that_fit(
     gateway: GatewayHere, choice: Any, sampling: dict[str, Any]
 ) -> None:
-    """Its chat template has no tools. Drafts are verified under the grammar's masks."""
+    """The model's chat template does not support tools. Drafts are verified under the grammar's masks."""
     answer = gateway.openai().chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": "Is it warm in Rome?"}],

@@ -1,5 +1,5 @@
-"""SmolLM2-135M in float32: the pair's greedy tokens equal transformers', in two configurations without Baton's draft
-head (field rule A3) and two with it (B2).
+"""Tests of SmolLM2-135M in float32: the pair's greedy tokens equal transformers', in two configurations without Baton's
+draft head (field rule A3) and two with it (B2).
 
 Forwards over gRPC without the head use operators. In the other configurations all forwards that count are fused. This
 is one file, so that one process computes the reference for all four. `make parity` runs the longer table.
@@ -33,7 +33,7 @@ FUSED_BOUND_S = 180.0
 
 @contextmanager
 def all_fused(pair: LocalPair) -> Iterator[None]:
-    """Wait until both services run fused kernels. All forwards within the block must then have been fused."""
+    """Waits until both services run fused kernels. All forwards within the block must then have been fused."""
     assert await_fused(pair.metrics_addresses, timeout_s=FUSED_BOUND_S)
     before = [forwards(address) for address in pair.metrics_addresses]
     yield

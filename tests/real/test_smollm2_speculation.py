@@ -1,4 +1,4 @@
-"""SmolLM2 with Baton's draft head: sampled tokens equal those without drafts.
+"""Tests of SmolLM2 with Baton's draft head: sampled tokens equal those without drafts.
 
 The forwards are float32 and fused, so that a wider forward of the target cannot change a choice. Greedy tokens are in
 test_smollm2_parity.py.

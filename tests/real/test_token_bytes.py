@@ -1,4 +1,4 @@
-"""The bytes of each SmolLM2 token decode to the token's text."""
+"""Tests that the bytes of each SmolLM2 token decode to the token's text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The GPU's sampling kernel chooses the same tokens as PyTorch's operators, in one launch. It runs in Triton's
-interpreter; tests/gpu runs it on a device.
+"""Tests that the GPU's sampling kernel chooses the same tokens as PyTorch's operators, in one launch. It runs in
+Triton's interpreter; tests/gpu runs it on a device.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def state_of(
 def both(
     logits: Tensor, sampling: Sequence[ResolvedSampling], *, positions: Sequence[int] = (5,)
 ) -> tuple[list[Sampled], list[Sampled]]:
-    """Draw the same rows at each position in turn, once by kernels and once by operators. The rows count the tokens
-    drawn.
+    """Draws tokens for the same rows at each position in turn, by the kernels and then by operators, and returns both
+    results. The rows count the tokens drawn.
     """
     drawn = []
     for kernels in (TritonDraws(), None):
@@ -106,7 +106,9 @@ def test_it_draws_the_same_tokens(rules: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("seed", [(1 << 63) - 1, 1 << 63, (1 << 64) - 1])
 def test_seeds_have_64_bits(seed: int) -> None:
-    """The host's table and the kernel hold the same 64 bits, although torch has no such unsigned type."""
+    """The host's table and the kernel have the same 64 bits, although torch has no full support for unsigned 64-bit
+    numbers.
+    """
     options: list[dict[str, Any]] = [{}, {"temperature": 0.3}, CUTS["top_p"], CUTS["all three"]]
     sampling = [ResolvedSampling(seed=seed, max_tokens=64, **each) for each in options]
     check_same(*both(random_logits(len(sampling)), sampling, positions=(0, 5, 1 << 20)))
@@ -121,7 +123,9 @@ def test_log_probabilities_are_of_the_unmodified_distribution() -> None:
 
 @pytest.mark.parametrize("options", [{"top_k": 6}, {"top_p": 0.5}, {"top_k": 6, "top_p": 0.9}], ids=str)
 def test_of_equal_tokens_the_first_are_kept(options: dict[str, Any]) -> None:
-    """Three tokens have a higher logit, and ten are equal, on both sides of a block's end."""
+    """Three tokens have a higher logit than all others. Ten more have equal logits, on both sides of the end of a
+    kernel's block.
+    """
     logits = torch.full((1, VOCAB), -4.0)
     logits[0, [4990, 100, 2000]] = 0.5
     logits[0, [4096, 4097, 4095, 17, 4998, 4999, 0, 4000, 3000, 1000]] = torch.tensor([0.0, -0.0] * 5)
@@ -147,7 +151,9 @@ def test_numbers_that_are_none_are_told_of(options: dict[str, Any]) -> None:
 
 
 def test_few_tokens_of_which_many_are_alike() -> None:
-    """The vocabulary is smaller than a block, and its logits are all equal, or all but one are impossible."""
+    """The vocabulary is smaller than a kernel's block. All its logits are equal, or all tokens but one are
+    impossible.
+    """
     logits = torch.stack([torch.zeros(50), torch.full((50,), -INF), torch.linspace(-1e30, 1e30, 50), torch.zeros(50)])
     logits[1, [3, 4]] = 0.0
     sampling = requests([{"top_k": 7}, {"top_p": 0.7}, {"top_p": 0.5}, {"top_p": 0.33, "min_p": 0.5}])
@@ -165,7 +171,9 @@ def test_a_row_is_free_of_its_earlier_requests() -> None:
 
 
 def test_drafted_ancestors_count_as_output() -> None:
-    """A draw that verifies drafts changes no counts."""
+    """A draw that verifies drafts counts the drafts before it as output for penalties, but does not change the rows'
+    stored counts.
+    """
     sampling = requests([{"temperature": 0.0, "frequency_penalty": 1.0, "presence_penalty": 0.5}] * 3)
     rows, positions = torch.tensor([1, 2, 3]), torch.tensor([5, 6, 7])
     ancestors = Ancestors(
@@ -213,7 +221,7 @@ def test_noise_is_the_same_to_the_last_few_bits() -> None:
 
 
 class _Counted(TorchDispatchMode):
-    """Counts the operators that would launch a kernel. Views and allocations do not."""
+    """Counts the operators that would launch a kernel on a GPU. Views and allocations launch none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +235,7 @@ class _Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", [*CUTS.values(), *RULES.values()], ids=[*CUTS, *RULES])
 def test_a_step_is_one_launch_whatever_its_requests_want(options: dict[str, Any]) -> None:
-    """The step launches no other kernel either."""
+    """Besides that launch, no operator launches a kernel."""
     launches: list[Launch] = []
     meta = torch.device("meta")
     state = SamplingState(max_rows=8, vocab_size=VOCAB, torch_device=meta, kernels=TritonDraws(launches.append))

@@ -1,5 +1,5 @@
-"""Masks of grammars: nothing forbidden is drawn, the rest is drawn as if the forbidden tokens did not exist, and the
-masks of a tree of drafts are those that a new matcher would make.
+"""Tests of the masks of grammars: nothing forbidden is drawn, the rest is drawn as if the forbidden tokens did not
+exist, and the masks of a draft tree are those that a new matcher would make.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def packed(allowed: Tensor) -> Tensor:
-    """Packs [rows, vocab] bool into masks."""
+    """Packs booleans [rows, vocab] (True for an allowed token) into masks."""
     bits = np.zeros((allowed.shape[0], 32 * num_words(allowed.shape[1])), np.uint8)
     bits[:, : allowed.shape[1]] = allowed.numpy()
     return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
@@ -46,7 +46,7 @@ def packed(allowed: Tensor) -> Tensor:
 @pytest.mark.parametrize("kernels", [None, TritonDraws()], ids=["operators", "kernels"])
 @pytest.mark.parametrize("place", [0, 31, 32, 69])
 def test_what_is_drawn_is_as_if_the_forbidden_tokens_had_no_probability(kernels: Any, place: int) -> None:
-    """Every other row is constrained. The last word of a mask has bits past the vocabulary."""
+    """Every other row is constrained. The last word of a mask also has bits past the end of the vocabulary."""
     requests = [
         ResolvedSampling(seed=number, max_tokens=9, grammar=GRAMMAR if number % 2 else None, **options)
         for number, options in enumerate(each for each in OPTIONS for _ in range(2))
@@ -119,7 +119,7 @@ def mask_after(text: str, token_ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_masks_of_a_tree_are_those_of_new_matchers(seed: int) -> None:
-    """Random trees of drafts, of which the grammar forbids some, END among them."""
+    """The draft trees are random. The grammar forbids some of the drafts, and some are the end token."""
     draw = random.Random(seed)
     regex = "([ab]|a[cd]|the){1,6}e?"
     letters = make_tokenizer().convert_tokens_to_ids(["a", "b", "c", "d", "e", "th", "the", "h"])
@@ -160,7 +160,7 @@ def test_the_end_is_forbidden_before_the_least_length_unless_nothing_else_is_all
 
 
 def test_a_mask_past_a_limit_of_the_library_allows_nothing() -> None:
-    """Its own mask would let the output end there, as if it were complete."""
+    """The library's own mask would let the output end there, as if it were complete."""
     matcher = matcher_of("(a{1,1000}){1,1000}")
     a, mask = make_tokenizer().convert_tokens_to_ids("a"), np.empty(num_words(VOCAB_SIZE), np.int32)
     for _ in range(2000):

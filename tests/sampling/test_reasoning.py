@@ -1,4 +1,6 @@
-"""Reasoning before an answer: text decides where it ends, and its matcher allows what the definition here allows."""
+"""Tests of reasoning before an answer: the text decides where the reasoning ends, and its matcher allows what the
+definition in this file allows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ GRAMMARS = Grammars(lambda: BYTES, vocab_size=VOCAB, eos_token_ids=[EOS])
 
 
 def part_of(reasoning: Reasoning, text: bytes) -> tuple[Part, bytes]:
-    """Returns the part in which an output with this text is, and its answer so far."""
+    """Returns the part (reasoning, answer, ...) in which an output with this text is, and the text of its answer so
+    far.
+    """
     if not reasoning.is_open:
         stripped = text.lstrip()
         if not stripped.startswith(reasoning.start.encode()):
@@ -73,7 +77,9 @@ def test_reasoning_tokens_are_those_up_to_its_end(token_ids: list[int], reasonin
 
 
 def is_allowed(reasoning: Reasoning, has_grammar: bool, output: list[int], token_id: int) -> bool:
-    """Says whether this token may come before the answer of `output`, by the definition. The answer is (b|c)+."""
+    """Returns whether the token may follow `output`, which has not reached its answer. This is the definition that
+    matchers are compared with. With `has_grammar` the answer must match (b|c)+.
+    """
     text = b"".join(TOKENS[each] for each in output)
     part, _ = part_of(reasoning, text)
     after, answer = part_of(reasoning, text + TOKENS[token_id])
@@ -141,7 +147,7 @@ def assert_same_as_replayed(matcher: Matcher, replayed: Matcher) -> None:
 
 
 def forced(matcher: Matcher, size: int) -> list[int]:
-    """Returns the tokens that come next as long as only one may."""
+    """Returns the next tokens for as long as the matcher allows only one. At most `size` are returned."""
     token_ids, mask = list[int](), np.empty(num_words(size), np.int32)
     while True:
         matcher.fill(mask)
@@ -189,7 +195,7 @@ def test_a_marker_that_no_tokens_spell_is_refused() -> None:
 
 
 def test_tokens_that_go_past_the_end_of_the_reasoning_are_known() -> None:
-    """The last byte of the marker may be any byte of a token."""
+    """The last byte of the marker that ends the reasoning may be any byte of a token, not only its last."""
     tokens = [b"</", b"t>", b"t>\n", b"</t>", b"x</t>", b"x</t>x", b">x", b"/t>x", b"t"]
     made = MarkerTokens(Reasoning("", "</t>", is_open=True), tokens, lambda text: [3])
     past = {
@@ -215,7 +221,7 @@ def test_a_token_that_goes_through_the_reasoning_into_the_answer_is_not_allowed_
 
 
 def test_masks_of_drafts_around_the_reasoning_are_those_of_new_matchers() -> None:
-    """Some paths are answers without reasoning, and others go through it."""
+    """Some paths of the draft tree are answers without reasoning, and others go through it."""
     grammar, reasoning = Grammar(GrammarKind.REGEX, "bcbc"), Reasoning("bb", "cc")
     letters, parents = "bcbccbb", [0, 1, 1, 3, 4, 5, 2]
     token_ids = ids_of_pieces(BYTES, letters)

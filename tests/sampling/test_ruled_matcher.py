@@ -1,4 +1,4 @@
-"""The work of rules about tokens does not grow with the number of sequences that they forbid."""
+"""Tests that the work for token rules does not grow with the number of sequences that they forbid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAST_BUT_ONE = 999
 
 
 class CountedId(int):
-    """A token id that counts how often any of them is compared with an equal or another number."""
+    """A token id. `num_compared` counts how often any such id was compared with another number."""
 
     num_compared = 0
 

@@ -1,4 +1,6 @@
-"""Sampling: each rule compared with an independent reference, and noise that depends on the request alone."""
+"""Tests of sampling: each rule is compared with an independent reference, and the noise depends on the request
+alone.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ def test_draws_follow_the_exact_distribution(options: dict[str, float]) -> None:
 
 
 def reference_distribution(logits: Tensor, options: dict[str, float]) -> Tensor:
-    """The distribution that transformers' own warpers give, applied in the documented order."""
+    """Returns the distribution that transformers' own warpers give, applied in the documented order."""
     scores = logits / options.get("temperature", 1.0)
     ids = torch.zeros(1, 1, dtype=torch.int64)
     if "top_k" in options:
@@ -142,7 +144,7 @@ def test_noise_is_standard_gumbel_and_finite() -> None:
 
 
 def test_the_upper_tail_of_the_noise_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 1,000 smallest bit patterns give the largest noise. Each one gives its own quantile."""
+    """The 1,000 smallest bit patterns give the largest noise, and each of them gives its own quantile."""
     patterns = torch.arange(1000, dtype=torch.int32)
     monkeypatch.setattr(noise, "_mix32", lambda x: patterns.expand(1, -1).clone())
     drawn = gumbel_noise(torch.zeros(1, dtype=torch.int64), patterns)[0].double()
@@ -275,7 +277,7 @@ def test_each_entry_has_its_own_log_probabilities_of_each_of_its_tokens() -> Non
 
 
 def test_truncation_is_of_the_entries_that_ask_for_it() -> None:
-    """Only the requests that ask for truncation get it, wherever they are in the batch."""
+    """Only the requests that ask for top_k or top_p get it, wherever they are in the batch."""
     logits = random_logits(1).expand(6, -1).contiguous()
     requests = [params(temperature=temperature) for temperature in (0.0, 50.0, 50.0, 0.0, 50.0, 50.0)]
     for entry in (2, 5):

@@ -19,7 +19,9 @@ class Files:
 
 
 class Authority:
-    """A certificate authority that signs whatever its test asks for. Its peers trust `ca`."""
+    """A certificate authority that signs whatever a test asks for. Peers that trust the file `ca` trust its
+    certificates.
+    """
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory

@@ -1,5 +1,5 @@
-"""An HTTP/2 client that follows no rules: it opens streams, sends what it is told, and never allows the server to
-send more.
+"""An HTTP/2 client that follows no rules: it opens streams, sends whatever it is told to, and never allows the server
+to send more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def grpc_message(message: bytes) -> bytes:
 
 
 def headers(method: str) -> bytes:
-    """HPACK's simplest encoding: every header is literal and none is indexed."""
+    """Returns the headers of a call in HPACK's simplest encoding: every header is literal and none is indexed."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -53,7 +53,7 @@ class RawHttp2:
 
     @classmethod
     async def connect(cls, address: str, *, window: int = 65535) -> RawHttp2:
-        """Connect to a server. `window` is the number of bytes that the server may send on each stream; it is never
+        """Connects to a server. `window` is the number of bytes that the server may send on each stream, and is never
         increased.
         """
         host, _, port = address.rpartition(":")
@@ -65,7 +65,9 @@ class RawHttp2:
         self._writer.write(data)
 
     def open(self, method: str, message: bytes | None = None, *, ends: bool = True) -> int:
-        """Open a call. Without a message, the call stays open and waits for one that never comes."""
+        """Opens a call, and returns its stream's number. Without a message, the call stays open and its message never
+        comes.
+        """
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self.send(frame(HEADERS, END_HEADERS, stream, headers(method)))
         if message is not None:

@@ -1,4 +1,4 @@
-"""Services listen on loopback only, unless they are told otherwise."""
+"""Tests that services listen on loopback only, unless they are told otherwise."""
 
 from __future__ import annotations
 

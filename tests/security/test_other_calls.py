@@ -1,4 +1,4 @@
-"""The error of an unknown call names the service that answers here and the one that offers the call."""
+"""Tests that the error of an unknown call names the service that answers here, and the one that offers the call."""
 
 from __future__ import annotations
 

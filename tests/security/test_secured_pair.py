@@ -1,4 +1,4 @@
-"""Two real processes with mutual TLS and tokens on every connection, as an operator would run them."""
+"""Tests of two real processes with mutual TLS and tokens on every connection, as an operator would run them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
 def listening_addresses(pid: int) -> set[str]:
-    """The hexadecimal addresses on which a process's TCP sockets listen, as Linux shows them."""
+    """Returns the hexadecimal addresses on which a process's TCP sockets listen, as Linux shows them."""
     ours = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd") if entry.is_symlink()}
     found = set()
     for table in ("tcp", "tcp6"):

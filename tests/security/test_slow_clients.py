@@ -1,4 +1,6 @@
-"""Clients that open calls and send nothing, or do not read: each is bounded, and all others are served."""
+"""Tests of clients that open calls and send nothing, or do not read: what each may take is limited, and all others are
+served.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ GENERATE, GET_LOAD = f"/{SERVICE}/Generate", f"/{SERVICE}/GetLoad"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SHORT_S = 0.2
 HANDSHAKE_S = 1.0
-"""The handshake time-out. A well-behaved client must finish within it, even on a busy machine."""
+"""The time-out of a connection's handshake in seconds. A well-behaved client must finish within it, even on a busy
+machine.
+"""
 NUM_STREAMS = 3
 REQUEST = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3])).SerializeToString()
 
@@ -59,7 +63,9 @@ async def edge() -> AsyncIterator[Edge]:
 
 @pytest.fixture
 async def edge_that_closes_idle() -> AsyncIterator[Edge]:
-    """An edge that closes idle connections. One test uses it alone, because such a close may hit a call."""
+    """An edge that closes idle connections. One test has it to itself, because such a close may hit another test's
+    call.
+    """
     async with running(idle_timeout_s=SHORT_S) as edge:
         yield edge
 
@@ -79,7 +85,7 @@ async def connect(edge: Edge) -> AsyncIterator[Connect]:
 
 
 async def wait_until_closed(address: str, sent: bytes) -> None:
-    """Send these bytes on a new connection, and wait until the server closes it."""
+    """Sends these bytes on a new connection, and waits until the server closes it."""
     reader, writer = await asyncio.open_connection(*address.split(":"))
     writer.write(sent)
     async with asyncio.timeout(BOUND_S):
@@ -95,7 +101,7 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 
 async def is_served(edge: Edge) -> None:
-    """Assert that a whole generation, a small call and a health check succeed on a new connection."""
+    """Asserts that a whole generation, a small call and a health check succeed on a new connection."""
     num_before = len(edge.engine.of_type(Submit))
     call = edge.generate(timeout=BOUND_S)
     request_id = (await edge.engine.submitted(num_before + 1)).request_id
@@ -109,7 +115,7 @@ async def is_served(edge: Edge) -> None:
 
 
 async def hands_over(prefill: PrefillEdge, channel: grpc.aio.Channel) -> None:
-    """Assert that a whole handoff, the first of this edge, and a small call succeed."""
+    """Asserts that a whole handoff, the first of this edge, succeeds, and a small call too."""
     call: Any = channel.stream_stream(HANDOFF)(timeout=BOUND_S)
     await call.write(encode_prefill_batch(FINGERPRINT, (row(),)))
     call_id = (await asyncio.to_thread(prefill.engine.opened))[0].call_id
@@ -120,12 +126,12 @@ async def hands_over(prefill: PrefillEdge, channel: grpc.aio.Channel) -> None:
 
 
 def num_handlers() -> int:
-    """The number of calls on which the server works. Each is a task."""
+    """Returns the number of calls that the server is handling. Each is an asyncio task."""
     return sum("_handle_exceptions" in repr(task) for task in asyncio.all_tasks())
 
 
 def num_streams() -> int:
-    """The number of calls that gRPC itself keeps."""
+    """Returns the number of calls that gRPC itself keeps open."""
     return sum("_schedule_rpc_coro" in repr(task) for task in asyncio.all_tasks())
 
 
@@ -134,7 +140,7 @@ def num_streams() -> int:
 
 @pytest.mark.parametrize("method", [GENERATE, GET_LOAD, CHECK, WATCH])
 async def test_a_call_whose_request_does_not_come_ends(edge: Edge, connect: Connect, method: str) -> None:
-    """One request does not come at all, and the other is incomplete."""
+    """One call's request does not come at all, and another's is incomplete."""
     slow = await connect()
     silent, partial = slow.open(method), slow.open(method)
     slow.send(frame(DATA, 0, partial, grpc_message(REQUEST)[:-1]))
@@ -149,8 +155,8 @@ async def test_a_call_whose_request_does_not_come_ends(edge: Edge, connect: Conn
 
 
 async def test_streams_beyond_the_limit_are_refused_and_the_small_calls_answered(edge: Edge, connect: Connect) -> None:
-    """Calls whose request has not arrived count too, and there is room again when they end. All connections of a
-    machine count as one client.
+    """A call whose request has not arrived counts as a stream too, and its end makes room for another. All connections
+    of a machine count as one client.
     """
     slow = await connect()
     silent = [slow.open(GENERATE) for _ in range(NUM_STREAMS)]
@@ -219,7 +225,9 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_served(con
 
 
 async def test_a_generation_that_nobody_reads_ends_and_holds_nothing(edge: Edge, connect: Connect) -> None:
-    """The client's window lets nothing through: no event, and only the part of the status that needs no window."""
+    """The client's flow-control window lets nothing through: no event, and only the part of the status that needs no
+    window.
+    """
     stalled = await connect(window=0)
     streams = [stalled.open(GENERATE, REQUEST) for _ in range(NUM_STREAMS)]
     await edge.engine.submitted(NUM_STREAMS)
@@ -235,7 +243,7 @@ async def test_a_generation_that_nobody_reads_ends_and_holds_nothing(edge: Edge,
 
 
 async def test_what_a_slow_reader_has_not_taken_is_kept_once(edge: Edge, connect: Connect) -> None:
-    """A reader of 16 bytes at a time gets few, large events, so the server keeps no queue for it."""
+    """A client that reads 16 bytes at a time gets few, large events, so the server keeps no queue of events for it."""
     slow = await connect(window=16)
     stream = slow.open(GENERATE, REQUEST)
     request_id = (await edge.engine.submitted()).request_id
@@ -264,7 +272,7 @@ def messages_in(data: bytes) -> list[inference_pb2.GenerateEvent]:
 
 
 async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, connect: Connect) -> None:
-    """Readiness changes, and a shutdown that waits for them, continue."""
+    """Readiness still changes, and so does a shutdown that waits for these changes."""
     stalled = await connect(window=0)
     stalled.open(WATCH, health_pb2.HealthCheckRequest(service=SERVICE).SerializeToString())
     await eventually(lambda: num_handlers() == 1)
@@ -306,7 +314,9 @@ async def test_one_hosts_watches_are_bounded_and_streams_have_room_beside_them(
 
 
 async def test_a_handoff_that_nobody_reads_is_closed(edge: Edge, connect: Connect) -> None:
-    """Not even Accepted gets through. The engine drops the rows of such calls, and calls that are read continue."""
+    """The receiver takes nothing, not even Accepted. The engine drops the rows of such calls, and calls that are read
+    continue.
+    """
     async with running_prefill_edge(limits=HandoffLimits(stall_timeout_s=SHORT_S)) as prefill:
         stalled = await connect(address=prefill.address, window=0)
         for _ in range(NUM_STREAMS):
@@ -332,7 +342,7 @@ async def test_a_handoff_whose_batch_comes_too_slowly_is_refused(edge: Edge, con
 
 
 async def test_handoffs_beyond_the_limit_of_streams_are_refused_and_the_small_calls_answered(connect: Connect) -> None:
-    """Calls whose batch has not arrived count too."""
+    """A call whose batch of rows has not arrived counts too."""
     async with (
         running_prefill_edge(server_limits=ServerLimits(max_streams=NUM_STREAMS)) as prefill,
         grpc.aio.insecure_channel(prefill.address) as channel,
@@ -376,7 +386,7 @@ async def codes_by_metadata(address: str, method: str) -> list[grpc.StatusCode]:
 
 @pytest.mark.parametrize("service", ["decode", "prefill"])
 async def test_metadata_beyond_the_size_limit_fails_alone(edge: Edge, service: str) -> None:
-    """gRPC may also close the connection on which such metadata came."""
+    """Only the call with the large metadata fails, although gRPC may also close the connection on which it came."""
     async with running_prefill_edge() as prefill, grpc.aio.insecure_channel(prefill.address) as channel:
         target = (edge.address, GET_LOAD) if service == "decode" else (prefill.address, PREFILL_LOAD)
         codes = await codes_by_metadata(*target)

@@ -1,4 +1,6 @@
-"""TLS and mutual TLS from decode to prefill: trusted peers are served, and all others are told why and do no harm."""
+"""Tests of TLS and mutual TLS from decode to prefill: trusted peers are served, and all others are told why not and do
+no harm.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ class Rig:
         return decode, transport
 
     def is_served(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
-        """Assert that a whole handoff succeeds."""
+        """Asserts that a whole handoff to the address succeeds."""
         decode, transport = self.look(address, credentials)
         decode.latest_replica(lambda replica: replica.is_ready)
         transport.start(StartHandoff("call", address, (row(),)))
@@ -71,7 +73,7 @@ class Rig:
         assert decode.ended("call").error is None
 
     def refusal(self, address: str, credentials: grpc.ChannelCredentials | None) -> str:
-        """The reason why the replica is not ready, as GetLoad and the log give it."""
+        """Returns the reason why the replica is not ready, as GetLoad and the log give it."""
         decode, _ = self.look(address, credentials)
         replica: Replica = decode.latest_replica(lambda replica: "not looked" not in str(replica.error))
         assert not replica.is_ready

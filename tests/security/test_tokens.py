@@ -1,4 +1,6 @@
-"""Callers that send a known token are served, and all others get UNAUTHENTICATED. Health checks need no token."""
+"""Tests that callers which send a known token are served, and that all others get UNAUTHENTICATED. Health checks need
+no token.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ async def test_two_tokens_at_once_are_none(decode: str) -> None:
 
 
 async def looked_at(prefill: str, token: str | None) -> Replica:
-    """The state of a replica, as a decode service that sends `token` sees it."""
+    """Returns the state in which a decode service that sends `token` sees the prefill service."""
     decode = RecordingDecode()
     transport = GrpcTransport(
         post=decode.post,

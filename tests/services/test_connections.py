@@ -1,4 +1,6 @@
-"""Connections to a decode service are replaced from time to time, so that clients of a name resolve it again."""
+"""Tests that connections to a decode service are replaced from time to time, so that clients of a name resolve it
+again.
+"""
 
 from __future__ import annotations
 

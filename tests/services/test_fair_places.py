@@ -1,4 +1,4 @@
-"""Places (call slots) that clients share: a single client may use all of them, and no client can keep the others
+"""Tests of places (call slots) that clients share: a single client may use all of them, but cannot keep the others
 out.
 """
 
@@ -15,7 +15,7 @@ NUM = 16  # and one eighth more
 
 
 class Hall:
-    """The places, with a clock that the test moves."""
+    """The places of a server, with a clock that the test moves."""
 
     def __init__(self, num_places: int = NUM) -> None:
         self.now_s = 100.0
@@ -34,7 +34,7 @@ class Hall:
         self.places.give_back(client, self.taken_s[client].pop())
 
     def fill(self, client: str) -> int:
-        """Take as many places as the client gets, and return their number."""
+        """Takes places for the client until it gets no more, and returns how many it got."""
         num = 0
         while self.take(client):
             num += 1

@@ -1,5 +1,5 @@
-"""The order in which a service's parts start and stop, whatever ends the service. Fakes of the parts record the
-calls they get.
+"""Tests of the order in which a service's parts start and stop, whatever ends the service. Fakes of the parts record
+the calls they get.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Thread:
 
 
 class Server:
-    """A fake ServiceServer that polls readiness until the service is ready."""
+    """A fake ServiceServer. It polls readiness until the service is ready."""
 
     def __init__(self, steps: list[str]) -> None:
         self._steps = steps
@@ -131,7 +131,7 @@ def parts() -> Parts:
 
 
 async def live(parts: Parts, end: Callable[[asyncio.Event], None], *, grace_period_s: float = BOUND_S) -> None:
-    """Run a service from start to end. `end` is called once it serves."""
+    """Runs a service from start to end. `end` is called once it serves."""
     life = ServiceLife(
         settings=DecodeSettings(grace_period_s=grace_period_s),
         runtime=cast(Any, parts.runtime),

@@ -1,4 +1,4 @@
-"""Name look-ups, which may hang without blocking the service."""
+"""Tests of name look-ups, which may hang without blocking the service."""
 
 from __future__ import annotations
 

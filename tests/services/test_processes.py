@@ -1,4 +1,4 @@
-"""Both services as users start them: `python -m`, with a tiny model and signals."""
+"""Tests of both services as users start them: `python -m`, with a tiny model and signals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pair(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Iterator[Loca
 
 
 def lines(service: ServiceProcess, event: str) -> list[dict[str, object]]:
-    """The lines with this event in the service's log."""
+    """Returns the lines with this event in the service's log."""
     lines = [json.loads(line) for line in service.log_file.read_text().splitlines() if line.startswith("{")]
     return [line for line in lines if line["event"] == event]
 

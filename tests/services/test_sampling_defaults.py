@@ -1,4 +1,6 @@
-"""Options that a request leaves open are those of the model's generation config, unless the setting says otherwise."""
+"""Tests that options which a request leaves open are those of the model's generation config, unless a setting says
+otherwise.
+"""
 
 from __future__ import annotations
 

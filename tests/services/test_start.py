@@ -1,4 +1,4 @@
-"""The steps of a service's process before it serves."""
+"""Tests of what a service's process does before it serves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ pathlib.Path(__file__).with_name("was-run").touch()
 
 
 def with_own_model(directory: Path) -> str:
-    """Make the model one that transformers does not know and that brings its own code. Returns the expected error."""
+    """Changes the model's directory to a model that transformers does not know and that brings its own code. Returns
+    the expected error.
+    """
     config = json.loads((directory / "config.json").read_text())
     classes = {"AutoConfig": "code.XConfig", "AutoModelForCausalLM": "code.XForCausalLM"}
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "x", "auto_map": classes}))

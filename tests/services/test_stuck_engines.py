@@ -1,5 +1,5 @@
-"""An engine that hangs or dies: health reports it within 5 s, every request ends with a reason, and so does the
-service.
+"""Tests of an engine that hangs or dies: health reports it within 5 s, every request ends with a reason, and the
+service ends too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from tests.support.services_here import BOUND_S, ServiceHere, pair_here
 
 TOLD_WITHIN_S = 5.0
 STALL_TIMEOUT_S = 5.5
-"""The stall time-out. It is longer than the time until health reports the stall, so that both can be told apart."""
+"""The stall time-out in seconds. It is longer than the time until health reports the stall, so that a test can see
+which came first.
+"""
 
 Tiny = Callable[[str], Path]
 
@@ -39,7 +41,7 @@ Tiny = Callable[[str], Path]
 async def stuck_pair(
     tiny_model_dir: Tiny, *, stall_timeout_s: float = STALL_TIMEOUT_S
 ) -> AsyncIterator[tuple[ServiceHere, ServiceHere]]:
-    """A ready pair in this process, as (prefill, decode)."""
+    """Yields a ready pair in this process, as (prefill, decode)."""
     async with pair_here(
         tiny_model_dir("llama"),
         decode={"prefill_timeout_s": 1.0},
@@ -50,7 +52,7 @@ async def stuck_pair(
 
 
 async def generate(decode: ServiceHere) -> int:
-    """Run one long request, and return its number of tokens."""
+    """Runs one long request, and returns its number of tokens."""
     num_tokens = 0
     async for event in decode.client.generate(token_ids=[10, 11, 12], max_tokens=3000, ignore_eos=True):
         if isinstance(event, Delta):
@@ -65,7 +67,7 @@ async def decode_runs(decode: ServiceHere) -> None:
 
 
 def raise_cursed(_engine: object, _commands: Sequence[object]) -> NoReturn:
-    """Replaces the step of an engine, which then dies."""
+    """Raises an error in place of an engine's step, so that the engine dies."""
     raise RuntimeError("cursed")
 
 

@@ -1,4 +1,4 @@
-"""When the watchdog reports an engine as unwell or lost. The clock, streams and engine are fakes of the test."""
+"""Tests of when the watchdog reports an engine as unwell or lost. The clock, streams and engine are fakes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ScriptedEngine:
     num_steps_begun: int = 0
 
     def polls(self) -> None:
-        """Take a step that has nothing to do."""
+        """Runs a step that has nothing to do."""
         self.num_steps_begun += 1
 
 
@@ -61,7 +61,9 @@ class Rig:
             watchdog.look()
 
     def look_for(self, seconds: float, *, polls: bool = True, layers: int = 0, sends: bool = False) -> None:
-        """Let the watchdog poll for some time. Between any two polls, the activities that the arguments name happen."""
+        """Lets the watchdog poll for this many seconds. Between any two polls, the engine polls its queue if `polls`,
+        the forward writes `layers` layers, and a segment is sent if `sends`.
+        """
         for _ in range(round(seconds / LOOK_INTERVAL_S)):
             self.now_s += LOOK_INTERVAL_S
             if polls:
@@ -73,7 +75,7 @@ class Rig:
             self.watchdog.look()
 
     def hang(self, stream: ScriptedStream) -> None:
-        """Make the stream hang: it gets a piece that nobody runs."""
+        """Makes the stream hang: it gets a piece of work that the test never runs."""
         stream.enqueue(nothing)
 
 
@@ -91,8 +93,8 @@ SOON_AFTER_S = 4 * LOOK_INTERVAL_S
 
 
 def assert_stalls(rig: Rig, part: str, **goes_on: int | bool) -> None:
-    """Assert that the engine is unwell within 5 s and lost, with `part` as the reason, after the stall time-out, and
-    neither earlier.
+    """Asserts that the engine is unwell within 5 s, and lost after the stall time-out with `part` as the reason, and
+    that neither happens earlier. `goes_on` are options of `look_for`.
     """
     rig.look_for(JUST_BEFORE_S, **goes_on)  # type: ignore[arg-type]
     assert rig.watchdog.is_well
@@ -207,7 +209,7 @@ def test_a_stream_that_failed_loses_the_engine(rig: Rig) -> None:
 
 
 class HangingEngine:
-    """An engine whose step waits for the test and not for the device."""
+    """An engine whose step hangs until the test ends it. It does not wait for the device."""
 
     def __init__(self) -> None:
         self.has_begun, self.goes_on = threading.Event(), threading.Event()

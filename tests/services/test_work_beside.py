@@ -1,4 +1,4 @@
-"""Background work of a service: it runs in order and ends with the service."""
+"""Tests of a service's background work: it runs in order and ends with the service."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_ends_between_two_parts_and_begins_nothing_more() -> None:
 
 
 def test_one_that_was_never_started_is_stopped_at_once() -> None:
-    """This happens when a service fails to start."""
+    """This case occurs when a service fails to start."""
     assert WorkBeside().stop(0.0)
 
 

@@ -23,10 +23,12 @@ from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, une
 
 NUM_CASES = 100
 MIN_WAVES = 48
-"""Fewest waves for a verdict on growth. With fewer requests, normal fluctuations of memory would look like growth."""
+"""The fewest waves that allow a verdict on growth. With fewer requests, normal fluctuations of memory would look like
+growth.
+"""
 SMALL_CACHES = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-"""Limits oneDNN's cache, which keeps compiled code for up to 1,024 shapes. Unlimited, it slowly takes hundreds of
-MiB, like a leak.
+"""Environment variables that limit oneDNN's cache, which keeps compiled code for up to 1,024 shapes. Unlimited, it
+slowly takes hundreds of MiB, like a leak.
 """
 
 
@@ -79,7 +81,9 @@ def _soak(directory: Path, setting: Setting, *, minutes: float, seed: int) -> in
 
 
 def _trend(samples: Sequence[Figures]) -> Trend:
-    """The trend of one service. Each wave sends REQUESTS_A_WAVE requests for each of the two services of a role."""
+    """Returns the trend of one service. Between two samples it served REQUESTS_A_WAVE requests: each wave sends that
+    many for each of the two services of a role.
+    """
     return Trend.of(samples, requests_a_sample=REQUESTS_A_WAVE)
 
 

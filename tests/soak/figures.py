@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 import psutil
 
 MAX_GROWTH_KIB = 1.0
-"""Largest allowed growth of memory per request, from the second quarter of a soak to its last. Allocators settle in
-the first quarter.
+"""The most KiB by which memory may grow per request, from the second quarter of a soak to its last. Allocators settle
+in the first quarter.
 """
 MAX_MORE = 2
-"""Largest allowed growth in file descriptors and in threads: they may come and go with connections."""
+"""The most by which file descriptors, and threads, may grow in number: some come and go with connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,9 @@ class Trend:
 
     @classmethod
     def of(cls, samples: Sequence[Figures], *, requests_a_sample: int) -> Trend:
-        """The trend of at least 4 samples, taken each time the process had served `requests_a_sample` more requests."""
+        """Returns the trend of at least 4 samples. Between two samples the process served `requests_a_sample`
+        requests.
+        """
         quarter = len(samples) // 4
         assert quarter > 0, f"{len(samples)} samples have no quarters"
         num_between = len(samples) - 2 * quarter  # from the middle of one quarter to the middle of the other
@@ -53,7 +55,7 @@ class Trend:
 
     @property
     def growth_kib(self) -> float:
-        """Growth of memory per request."""
+        """The growth of memory in KiB per request."""
         return (self.after.rss_mib - self.before.rss_mib) * 1024 / self.num_requests
 
     @property

@@ -40,7 +40,7 @@ BLOWS: tuple[tuple[Blow, str], ...] = (
     (Blow.FREEZE, "prefill-1"),
     (Blow.FREEZE, "decode-1"),
 )
-"""Interruptions and the services they hit. Each wave takes the next one."""
+"""The interruptions, each with the service that it hits. Each wave takes the next one."""
 
 
 @dataclass(slots=True)
@@ -59,13 +59,13 @@ class SoakReport:
 
 
 KV_TOKENS = 512
-"""KV slots of a decode service."""
+"""The number of KV slots of a decode service."""
 
 
 def soak(
     services: RunningPair, cases: Sequence[Case], *, is_over: Callable[[], bool], seed: int
 ) -> Iterator[SoakReport]:
-    """Run waves of requests until `is_over()`, and yield the report so far after each. Raises AssertionError if a
+    """Runs waves of requests until `is_over()`, and yields the report so far after each. Raises AssertionError if a
     wave leaves something held.
     """
     report = SoakReport(by_service={service.name: StormReport() for service in services.processes.decode})
@@ -84,8 +84,8 @@ def soak(
 def _wave(
     services: RunningPair, cases: Sequence[Case], report: SoakReport, *, blow: Blow, name: str, seed: int
 ) -> None:
-    """Run one wave. Its requests come from other threads, because a restarted service lives only as long as the
-    thread that started it.
+    """Runs one wave, with `blow` in the middle. Its requests come from other threads, because a restarted service lives
+    only as long as the thread that started it.
     """
     storm = Storm(num_requests=REQUESTS_A_WAVE, concurrency=24, resumes=True, seed=seed)
     with ThreadPoolExecutor(len(services.decodes)) as clients:

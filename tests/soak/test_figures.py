@@ -1,4 +1,4 @@
-"""The soak's figures tell growth from settling."""
+"""Tests that the soak's figures distinguish growth from allocators that settle."""
 
 from __future__ import annotations
 
