@@ -15,14 +15,14 @@ from tests.storm.logs import entries
 from tests.storm.storm import LEFT, ClientEnd
 
 PASSING = frozenset({"cancelled", "no_prefill", "draining", "engine_lost", "engine_stalled"})
-"""Outcomes after which a resuming client may make another call. All other outcomes are final."""
+"""Outcomes after which a client that resumes may make another call. All other outcomes are final."""
 FINISHED = frozenset({"eos", "stop_token", "stop_string", "length"})
 
 
 @dataclass(frozen=True, slots=True)
 class ServerEnd:
-    """One `request_finished` line of a log. `instance_id` changes each time a service is started, and `outcome` is
-    the reason to finish or to fail.
+    """One `request_finished` line of a log. `instance_id` changes each time a service is started, and `outcome` is the
+    reason why the request finished or failed.
     """
 
     request_id: str
@@ -32,7 +32,7 @@ class ServerEnd:
 
 
 def ends_of(services: Iterable[ServiceProcess]) -> list[ServerEnd]:
-    """The ends that the services logged, in the order of their logs."""
+    """Returns the ends of requests that the services logged, in the order of their logs."""
     return [
         ServerEnd(entry["request_id"], entry["instance_id"], entry["outcome"], entry.get("error", ""))
         for _, entry in entries(services, "request_finished")
@@ -59,7 +59,7 @@ def wrong_ends(seen: Sequence[ClientEnd], logged: Sequence[ServerEnd], *, resume
 
 
 def unseen_failures(seen: Sequence[ClientEnd], logged: Sequence[ServerEnd]) -> list[str]:
-    """Errors of requests that failed after their clients had left."""
+    """Returns the errors of requests that failed after their clients had left."""
     left = {client.request_id for client in seen if client.outcome == LEFT}
     passing = PASSING | FINISHED
     return [end.error for end in logged if end.request_id in left and end.outcome not in passing]
@@ -78,8 +78,8 @@ def needless_cancels(seen: Sequence[ClientEnd], logged: Sequence[ServerEnd]) -> 
 
 
 def _is_right(client: ClientEnd, ends: Sequence[ServerEnd]) -> bool:
-    """Whether the logged ends match the client's. A client may leave before its request is admitted, or while it
-    finishes or fails.
+    """Returns whether the logged ends fit the end that the client saw. A client may leave before its request is
+    admitted, or while it finishes or fails.
     """
     if client.outcome == LEFT:
         return len(ends) == 1 or (not ends and not client.has_started)

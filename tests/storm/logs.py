@@ -10,7 +10,7 @@ from baton.service_process import ServiceProcess
 
 
 def entries(services: Iterable[ServiceProcess], event: str) -> Iterator[tuple[ServiceProcess, dict[str, Any]]]:
-    """The lines of an event, in order. A line that a kill cut off is skipped."""
+    """Yields the services' log lines of an event, in order. A line that a kill cut off is skipped."""
     for service in services:
         for line in service.log_file.read_text(errors="replace").splitlines():
             try:

@@ -1,7 +1,7 @@
-"""Conversations whose every token is known beforehand: requests that share beginnings, continue others or repeat them.
+"""Requests whose every token is known beforehand. They share beginnings with, continue or repeat earlier ones.
 
-Each request ran alone in one process, without overlap, drafts and prefix cache. Greedy ones are also compared with
-transformers' `generate`.
+The expected tokens come from running each request alone in one process, without overlap, drafts and prefix cache.
+Greedy ones are also compared with transformers' `generate`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ KINDS: tuple[SamplingOptions, ...] = (
     {"temperature": 0.0, "regex": "([A-F][a-f])+"},
     {"temperature": 1.0, "top_p": 0.875, "regex": "(a|bc)*d", "logprobs": 1},
 )
-"""Sampling options whose numbers a float on the wire holds exactly. Where there is a grammar, the output has all its
-tokens unless the grammar ends it.
+"""Sampling options whose numbers a float on the wire holds exactly. Under a grammar, the output has its full length
+unless the grammar ends it.
 """
 
 SALTS = (None, "a", None, "b")
-"""The namespaces of new conversations, in turn. None leaves the choice to the service."""
+"""The cache salts of new conversations, in turn. With None the service chooses the namespace."""
 
 OTHER_SALT = "c"
 MIN_SHARED_PROMPT = 6
 
 
 class Relation(Enum):
-    """The beginning that a case shares with an earlier one, in that one's namespace if not said otherwise."""
+    """The beginning that a case's prompt shares with an earlier case. It is in that case's namespace, if not said
+    otherwise.
+    """
 
     NONE = auto()
     BEGINNING = auto()  # a third to two thirds of its prompt
@@ -68,8 +70,8 @@ RELATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request and its expected output. `logprobs` are those of the chosen tokens; it is empty where none are asked
-    for. A case that is not `is_cached` is sent with `cache_prompt` False.
+    """A request and its expected output. `logprobs` are those of the chosen tokens, and empty if none are asked for.
+    Unless it `is_cached`, the request has `cache_prompt` False.
     """
 
     number: int
@@ -83,12 +85,14 @@ class Case:
 
     @property
     def cache_key(self) -> tuple[str | None, tuple[int, ...]]:
-        """Requests with the same key find all of each other's prompt in the prefix cache."""
+        """The namespace and the tokens that decide what the prefix cache may contain. Requests with the same key find
+        each other's whole prompt.
+        """
         return self.cache_salt, self.prompt
 
     def check(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_whole: bool) -> str | None:
-        """Describes what is wrong with an output, or returns None. Unless it `is_whole`, only the beginning of the
-        output arrived.
+        """Describes what is wrong with an output, or returns None. If the output is not `is_whole`, only its beginning
+        arrived.
         """
         wanted = self.token_ids if is_whole else self.token_ids[: len(token_ids)]
         if tuple(token_ids) != wanted:
@@ -109,8 +113,8 @@ def make_cases(
     output_lens: range = range(8, 73),
     seed: int = 0,
 ) -> list[Case]:
-    """Cases of every relation, output length and kind of sampling, whose own tokens are as many as `prompt_lens` says.
-    Greedy requests with nearly tied choices are left out.
+    """Returns cases of every relation, output length and kind of sampling. The number of tokens that a prompt adds to
+    what it shares is in `prompt_lens`. Greedy requests with nearly tied choices are left out.
     """
     draw = random.Random(seed)
     target = load_target(model_dir, device="cpu", dtype="float32")
@@ -143,7 +147,9 @@ def make_cases(
 
 
 def _related(case: Case, cases: Sequence[Case], relation: Relation, draw: random.Random, *, max_tokens: int) -> Case:
-    """The case, with a prompt of at most `max_tokens` tokens that is so related to that of one of `cases`."""
+    """Returns the case with another prompt, of at most `max_tokens` tokens, which has this relation to the prompt of
+    one of `cases`.
+    """
     if relation is Relation.PROMPT and (sampled := [each for each in cases if each.sampling["temperature"]]):
         other = draw.choice(sampled)
         return replace(
@@ -186,8 +192,8 @@ def _run(pair: InProcessPair, model_dir: Path, case: Case) -> Case | None:
 
 
 def _is_generates(model_dir: Path, prompt: list[int], token_ids: list[int]) -> bool:
-    """Whether `generate` is decisive for this prompt. Returns False where its choices nearly tie, and raises
-    AssertionError where it gives other tokens.
+    """Returns True if `generate` gives these tokens, and False if its choices nearly tie. Raises AssertionError if it
+    clearly gives other tokens.
     """
     try:
         reference = generate_greedily(model_dir, prompt, len(token_ids))
@@ -198,7 +204,7 @@ def _is_generates(model_dir: Path, prompt: list[int], token_ids: list[int]) -> b
 
 
 def _resolved(sampling: SamplingOptions) -> ResolvedSampling:
-    """The options as the edge resolves them for the engine."""
+    """Returns the options in the form into which the edge resolves them for the engine."""
     resolved = ("ignore_eos", "logprobs", "logit_bias", "regex")
     values = {name: value for name, value in sampling.items() if name not in resolved}
     regex = sampling.get("regex")

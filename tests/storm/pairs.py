@@ -19,15 +19,15 @@ FAULT_RATE = 0.05
 DELAY_S = 0.05
 MAX_ROWS = 32
 KV_TOKENS = 130
-"""KV slots of a decode service. MAX_ROWS of the usual requests need sixteen times as many, so about thirty of 160
-are retracted.
+"""The number of KV slots of a decode service. MAX_ROWS of the usual requests need sixteen times as many, so about
+thirty of 160 are retracted.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Directories of a target and a draft head. Each of the target's tokens depends on all before it, and the head
-    often guesses the next.
+    """Directories of a target and a draft head. Each of the target's tokens depends on all tokens before it, and the
+    head often guesses the next one.
     """
 
     target: Path
@@ -54,8 +54,8 @@ class Setting:
 
     @property
     def prefill_args(self) -> tuple[str, ...]:
-        """Arguments of the prefill service. With shared memory it gives up a lost ticket when the receiver returns
-        nothing for 2 s.
+        """The arguments of the prefill service. With shared memory it gives up on a lost ticket after the receiver has
+        returned nothing for 2 s.
         """
         return (
             ("--kv-transport=shared_memory", "--stall-timeout-s=2") if self.shares_memory else ("--kv-transport=grpc",)
@@ -79,7 +79,7 @@ socket is gone.
 
 
 def frame_faults(seed: int, rate: float = FAULT_RATE) -> FaultPlan:
-    """A plan that hits this share of all frames, with each kind of fault equally often."""
+    """Returns a plan that damages the share `rate` of all frames. Each kind of fault is equally frequent."""
     share = rate / len(FRAME_ACTIONS)
     seconds = {Action.DELAY: DELAY_S}
     faults = tuple(
@@ -90,12 +90,15 @@ def frame_faults(seed: int, rate: float = FAULT_RATE) -> FaultPlan:
 
 
 def lent_and_frame_faults(seed: int) -> FaultPlan:
-    """A plan of frame faults and shared-memory faults, for a pair that shares memory and so copies nothing out."""
+    """Returns a plan of faults in frames and in shared memory, for a pair that shares memory and so copies no KV out of
+    the pool.
+    """
     return FaultPlan(faults=(*frame_faults(seed).faults, *LENT_FAULTS), seed=seed)
 
 
 def faults_everywhere(seed: int, setting: Setting) -> FaultPlan:
-    """A plan with frame faults, and rarer faults at every other point. A failed decode step fails all of its requests.
+    """Returns a plan with faults in frames, and rarer faults at every other point. A failed decode step fails all of
+    its requests.
 
     A call whose PrefillBatch was dropped waits 10 s for it.
     """
@@ -138,10 +141,10 @@ def disturbed_pair(
     num_each: int = 1,
     kv_tokens: int = KV_TOKENS,
 ) -> Iterator[RunningPair]:
-    """Run `num_each` services of either role, all with this fault plan. Most of its points exist in one role only.
-    `kv_tokens` is the size of each decode service's pool.
+    """Runs `num_each` services of either role, all with this plan of faults. Most points of a plan exist in one role
+    only. `kv_tokens` is the size of each decode service's pool.
 
-    Their logs stay in `directory`, which no other pair uses. Once the pair has ended, the logs contain the ends of all
+    The logs stay in `directory`, which no other pair uses. Once the pair has ended, the logs contain the ends of all
     requests.
     """
     path = plan.write(directory / "faults.json")

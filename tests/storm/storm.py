@@ -21,7 +21,7 @@ REQUEST_BOUND_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storm:
-    """A storm of requests. The clients of `abort_share` of them leave, at a random event or moment.
+    """A storm of requests. Clients of the share `abort_share` of them leave, after some events or at some moment.
 
     With `resumes`, clients continue a broken stream in another call.
     """
@@ -40,8 +40,8 @@ LEFT = "left"
 class ClientEnd:
     """The end of a request as its client saw it.
 
-    `outcome` is the reason to finish or to fail, as a service logs it, or LEFT if the client left. `has_started` says
-    whether the client saw an event.
+    `outcome` is the reason why the request finished or failed, as a service logs it, or LEFT if the client left.
+    `has_started` says whether the client saw an event.
     """
 
     request_id: str
@@ -51,11 +51,11 @@ class ClientEnd:
 
 @dataclass(slots=True)
 class StormReport:
-    """The result of a storm. `ends` holds each request's end as its client saw it, `wrong` describes wrong outputs,
+    """The result of a storm. `ends` has each request's end as its client saw it, `wrong` describes wrong outputs,
     `failed` counts errors by code and reason, and `texts` has the errors' texts.
 
-    Of the cached tokens, `num_shared_tokens` are those of requests whose prompt this storm had not sent before in their
-    namespace: they were left by requests with other prompts.
+    `num_shared_tokens` counts the cached tokens of requests whose prompt was new in their namespace: they were left by
+    requests with other prompts.
     """
 
     num_finished: int = 0
@@ -95,9 +95,9 @@ class StormReport:
 
 
 async def send_storm(address: str, cases: Sequence[Case], storm: Storm) -> StormReport:
-    """Send random cases, as many as the storm wants, and report how each request ends.
+    """Sends random cases, as many as the storm wants, and reports how each request ends.
 
-    The last quarter of the cases comes in the middle for the first time, when much is cached.
+    The last quarter of the cases is not sent before the middle of the storm, when much is cached.
     """
     draw = random.Random(storm.seed)
     num_early, num_before = len(cases) - len(cases) // 4, storm.num_requests // 2
@@ -122,7 +122,7 @@ async def send_storm(address: str, cases: Sequence[Case], storm: Storm) -> Storm
 
 @dataclass(frozen=True, slots=True)
 class _Leave:
-    """When a client leaves: after a number of events, or after some seconds. With neither, it stays."""
+    """The moment when a client leaves: after a number of events, or after some seconds. With neither, it stays."""
 
     num_events: int | None = None
     seconds: float | None = None

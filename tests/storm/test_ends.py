@@ -1,4 +1,4 @@
-"""Duplicate, missing and mismatched ends are reported, also for calls that resume."""
+"""Tests that duplicate, missing and wrong ends are reported, also for calls that resume."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.storm.storm import LEFT, ClientEnd
 
 
 def problems(outcome: str, *logged: str, has_started: bool = True, resumes: bool = False) -> list[str]:
-    """The problems found when a client saw `outcome` and services logged these outcomes. "outcome@2" was logged by
-    process 2; without "@", process 1 logged it.
+    """Returns the problems that are found if a client saw `outcome` and services logged the outcomes `logged`.
+    "outcome@2" was logged by process 2; without "@", process 1 logged it.
     """
     ends = [ServerEnd("r", instance or "1", name) for name, _, instance in (entry.partition("@") for entry in logged)]
     return wrong_ends([ClientEnd("r", outcome, has_started)], ends, resumes=resumes)

@@ -1,4 +1,6 @@
-"""Services die at named points in the middle of requests and are restarted. Clients that resume lose nothing."""
+"""Tests in which services die at named points in the middle of requests and are restarted. Clients that resume lose
+nothing.
+"""
 
 from __future__ import annotations
 

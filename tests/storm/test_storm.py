@@ -1,5 +1,5 @@
-"""Requests come, leave and are retracted while frames, memory, streams and forwards fail. Each one ends exactly once,
-and correctly.
+"""Tests in which requests come, leave and are retracted while frames, memory, streams and forwards fail. Each request
+ends exactly once, and correctly.
 
 `python -m tests.storm` sends 1,000 requests in each of twelve settings.
 """

@@ -1,4 +1,4 @@
-"""Judges whether a storm's faults explain the way its requests ended."""
+"""Judges whether a storm's faults explain how its requests ended."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from tests.storm.pairs import MAX_ROWS
 from tests.storm.storm import StormReport
 
 Faults = Counter[tuple[Role, str, str]]
-"""Counts of faults that happened, by the service's role, the point and the action."""
+"""The numbers of faults that happened, by the service's role, the point and the action."""
 
 SURE = 10.0
-"""Expected number of a fault from which it must have happened: then it fails to happen in one run of 20,000."""
+"""If a fault is expected at least this many times, it must have happened: with this expectation it fails to happen in
+one run of 20,000.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _FailureClass:
-    """Requests that fail with a text that matches `text`. Each occurrence of `cause` fails at most `max_requests` of
-    them. All other faults cost only a retry.
+    """Requests that fail with a text that matches `text`. Each time `cause` happens, at most `max_requests` of them
+    fail. All other faults cost only a retry.
     """
 
     text: re.Pattern[str]
@@ -58,8 +60,8 @@ def faults_of(services: Iterable[ServiceProcess]) -> Faults:
 
 
 def visits_of(services: Iterable[ServiceProcess]) -> Counter[str]:
-    """Counts the visits of each point (a named place where faults are injected) in the service that visited it most
-    often. With the same seed, all services are hit at the same visits.
+    """Returns for each point (a named place where faults are injected) the number of visits in the service that visited
+    it most often. With the same seed, all services are hit at the same visits.
     """
     visits: Counter[str] = Counter()
     for service in services:
@@ -71,8 +73,8 @@ def visits_of(services: Iterable[ServiceProcess]) -> Counter[str]:
 
 
 def dead_points(plan: FaultPlan, faults: Faults, visits: Counter[str], *, is_long: bool = False) -> list[str]:
-    """Describes planned faults that did not happen: points (named places where faults are injected) that nothing
-    visited, and faults that so many visits cannot have missed.
+    """Describes planned faults that did not happen but should have: those at points that nothing visited, and those
+    that are too frequent to have missed all visits.
 
     With `is_long`, every planned fault must have happened.
     """
@@ -124,9 +126,9 @@ def problems_of(
     speculates: bool,
     resumes: bool = False,
 ) -> list[str]:
-    """Describes all that is wrong: outputs and ends, and things that a storm must contain and this one did not.
+    """Describes all that is wrong: with outputs and ends, and what a storm must contain but this one did not.
 
-    `ends` are those of the decode services. With `resumes`, clients continued in other calls.
+    `ends` are those of the decode services. With `resumes`, clients continued broken streams in other calls.
     """
     problems = [
         *report.wrong,

@@ -209,8 +209,8 @@ def test_the_endpoint_asks_for_a_token(registry: CollectorRegistry) -> None:
 def test_clients_that_send_no_request_keep_nobody_out(
     registry: CollectorRegistry, begun: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More clients connect than may be connected at a time. Each is closed after its time-out, or to make room for a
-    later one.
+    """More clients connect than may be connected at a time. A silent one is closed after its time-out, or earlier to
+    make room for another.
     """
     monkeypatch.setattr(exposition, "_HEAD_TIMEOUT_S", 1.0)
     with MetricsServer("127.0.0.1:0", registry) as server, ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The timeline recorder: tracks hold events while somebody records, and nothing otherwise."""
+"""Tests of the timeline recorder: tracks keep events while somebody records, and nothing otherwise."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_a_span_is_made_an_event_after_the_recording(timeline: Timeline, track: 
 
 
 def test_what_was_recorded_is_let_go_of_as_it_is_read(timeline: Timeline, track: Track) -> None:
-    """Reference counts must free it. A cycle would keep it until the garbage collector runs, which would disturb
-    serving.
+    """Reference counts must free each event once it is read. In a reference cycle it would live until the garbage
+    collector runs, which would disturb serving.
     """
     later = timeline.track("later")
     timeline.start(max_events=3)

@@ -1,4 +1,4 @@
-"""Timeline recording over gRPC is bounded, needs a token, allows one recording at a time, and ends when its caller
+"""Tests of timeline recordings over gRPC: they are limited, need a token, exclude each other, and end when their caller
 leaves.
 """
 
@@ -28,7 +28,7 @@ TOKEN = "old-0123456789"
 async def served(
     timeline: Timeline, tokens: tuple[str, ...] = (), *, answer_timeout_s: float = BOUND_S
 ) -> AsyncIterator[str]:
-    """The address of a service that offers `timeline`."""
+    """Yields the address of a service that offers `timeline`."""
     servicer = TimelineServicer(
         timeline=timeline, service="baton.v1.Inference", instance_id="i", answer_timeout_s=answer_timeout_s
     )
@@ -47,7 +47,7 @@ def timeline() -> Timeline:
 
 @asynccontextmanager
 async def recording(address: str) -> AsyncIterator[None]:
-    """A recording by another caller, from its start until the end of the block."""
+    """Lets another caller record from the beginning to the end of the block."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = timeline_pb2_grpc.TimelineStub(channel).Record(timeline_pb2.RecordTimelineRequest(duration_s=60))
         assert (await call.read()).HasField("started")  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ async def test_a_second_recording_is_refused_and_the_first_goes_on(timeline: Tim
 
 
 class SlowlyRead(Timeline):
-    """A recording whose reading blocks until `may_go_on`."""
+    """A timeline whose recording, when it is read, blocks until `may_go_on`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""When spans are exported and when not, and that a collector that does not answer costs nothing."""
+"""Tests of when spans are exported, and that a collector which does not answer costs nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_without_an_endpoint_there_is_no_sdk() -> None:
 
 
 def test_the_sdk_is_imported_in_one_module_and_that_in_one_place() -> None:
-    """The import contracts cannot check this, since they see OpenTelemetry as one package."""
+    """The import contracts cannot check this, since they treat OpenTelemetry as a single package."""
 
     def importing(pattern: str) -> list[str]:
         files = (file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py")))
@@ -89,7 +89,7 @@ def test_the_sdk_is_imported_in_one_module_and_that_in_one_place() -> None:
 
 
 class Collector(SpanExporter):
-    """A collector that accepts spans, or refuses them."""
+    """An exporter that keeps the spans it gets, or refuses them."""
 
     def __init__(self) -> None:
         self.takes = True
@@ -110,7 +110,7 @@ def test_a_collector_that_fails_is_logged_once_and_once_when_it_is_back() -> Non
 
 
 def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end() -> None:
-    """The collector listens and never answers. More spans end than the queue holds, and nothing blocks."""
+    """The collector accepts connections and never answers. More spans end than the queue holds, and nothing blocks."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         before = set(threading.enumerate())

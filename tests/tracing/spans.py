@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 
 class EndedSpans:
-    """A tracer and the spans it has ended. It samples all roots, and children whose parents are sampled."""
+    """A tracer, and the spans of it that have ended. It samples all root spans, and the children of sampled parents."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()

@@ -1,4 +1,4 @@
-"""The gateway's span of an HTTP request, and its client's calls as children of it."""
+"""Tests of the gateway's span of an HTTP request, and of its client's calls as children of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def spans() -> EndedSpans:
 
 
 def answering(status: int, *, is_whole: bool = True, seen: list[dict[str, str]] | None = None) -> ASGIApp:
-    """An application that records the trace metadata its client would send, and answers in two parts."""
+    """Returns an application that answers with `status` in two parts, of which the second is missing unless `is_whole`.
+    It appends to `seen` the trace metadata that its client would send.
+    """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if seen is not None:

@@ -1,4 +1,4 @@
-"""The prefill edge's spans of a row: they belong to the right request, and each one ends."""
+"""Tests of the prefill edge's spans of a row: they belong to the right request, and each one ends."""
 
 from __future__ import annotations
 

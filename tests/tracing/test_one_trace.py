@@ -1,5 +1,5 @@
-"""One request makes one trace, from the caller through the decode service to the prefill service, and its times add
-up.
+"""Tests that one request makes one trace, from the caller through the decode service to the prefill service, and that
+its times add up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def only(name: str, spans: Sequence[ReceivedSpan]) -> ReceivedSpan:
 
 
 def stages_of(generate: ReceivedSpan, spans: Sequence[ReceivedSpan]) -> list[ReceivedSpan]:
-    """The stages of a request, in order. A stage may take no time."""
+    """Returns the spans of a request's stages, in order. A stage may take no time."""
     children = [span for span in children_of(generate, spans) if span.service == generate.service]
     return sorted((span for span in children if span.name in STAGES), key=lambda span: (span.start_ns, span.end_ns))
 
@@ -112,7 +112,7 @@ async def test_a_request_is_one_trace_of_the_caller_and_both_services(model: Pat
 
 
 async def test_a_prompt_that_was_cached_shows_why_it_was_short(model: Path, receiver: OtlpReceiver) -> None:
-    """The second request finds all but the last token on both services."""
+    """The second request finds all tokens but the last in the caches of both services."""
     async with traced_pair(model, endpoint=receiver.endpoint) as pair:
         cached = []
         for _ in range(2):

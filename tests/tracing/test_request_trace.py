@@ -1,4 +1,4 @@
-"""A request's spans, made from its engine's events on the test's clock."""
+"""Tests of a request's spans, made from events of the engine at times of the test's clock."""
 
 from __future__ import annotations
 

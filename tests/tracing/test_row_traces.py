@@ -1,4 +1,6 @@
-"""A row's spans, made from events of the prefill engine and of the call's stream on the test's clock."""
+"""Tests of a row's spans, made from events of the prefill engine and of the call's stream at times of the test's
+clock.
+"""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ async def traced_pair(
     decode_endpoint: str | None = None,
     caller_endpoint: str | None = None,
 ) -> AsyncIterator[TracedPair]:
-    """Run a pair whose members export to `endpoint`, unless they have their own. When the block ends, all spans have
-    been exported.
+    """Runs a pair whose services and caller export spans to `endpoint`, except those that have an endpoint of their
+    own. At the end of the block all spans have been exported.
     """
     caller = ProcessSettings(
         listen=free_address(), otlp_endpoint=endpoint if caller_endpoint is None else caller_endpoint

@@ -15,11 +15,11 @@ from training.data import Conversations
 from training.progress import Progress
 
 LAYERS = (0, 1, 1)
-"""The captured layers for a target with two layers."""
+"""The layers whose states a head reads, for a target with two layers."""
 
 
 QUESTION_LIMIT = 128
-"""The most tokens of a question that `self-chat` samples."""
+"""The most tokens of a question that `self-chat` lets the model write."""
 
 
 def arrays(path: Path) -> dict[str, Any]:
@@ -28,7 +28,9 @@ def arrays(path: Path) -> dict[str, Any]:
 
 
 def save_data(path: Path, **changes: Any) -> Path:
-    """Save three conversations of 4, 5 and 6 tokens. `changes` replace arrays; None removes one."""
+    """Saves three conversations, of 4, 5 and 6 tokens, to a file. `changes` replace arrays of the file; None removes
+    one.
+    """
     arrays = {
         "tokens": np.arange(15, dtype=np.uint16),
         "offsets": np.array([0, 4, 9, 15]),
@@ -40,7 +42,7 @@ def save_data(path: Path, **changes: Any) -> Path:
 
 
 def save_sampled_data(path: Path, target_dir: Path, *, num_conversations: int, seed: int = 0) -> Path:
-    """Save conversations sampled from a target whose next token depends on the last one only. They have prompts of 4
+    """Saves conversations sampled from a target whose next token depends on the last one only. They have prompts of 4
     tokens and 16 to 32 tokens in all.
     """
     random = np.random.default_rng(seed)
@@ -69,7 +71,7 @@ def make_conversations(texts: Sequence[Sequence[int]], answer_start: Sequence[in
 
 
 def tiny_config(**changes: Any) -> TrainConfig:
-    """A config for the conversations of `save_sampled_data`, with an evaluation every 1000 tokens."""
+    """Returns a config for the conversations of `save_sampled_data`, with an evaluation every 1000 tokens."""
     settings: dict[str, Any] = {
         "layers": LAYERS,
         "draft_vocab": 48,

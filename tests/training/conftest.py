@@ -13,7 +13,7 @@ from training.target import Target, load_target
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread: with heads this small, a second thread would cost far more time than the computation."""
+    """Uses one thread: with heads this small, a second thread would cost far more time than the computation."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -22,8 +22,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache directory of its own for digests of weights. It is removed after the file's tests, because the process
-    goes on to other files.
+    """A cache directory for digests of weights, for this file's tests alone. It is removed after them, because the
+    process goes on to other files.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -38,7 +38,7 @@ def sampled_data(tmp_path_factory: pytest.TempPathFactory, last_token_model_dir:
 
 @pytest.fixture(scope="session")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of six layers, so that the default captured layers are 2, 3 and 3."""
+    """A target of six layers. A head reads the states of its layers 2, 3 and 3 by default (2, n // 2 and n - 3)."""
     return save_tiny_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=6)
 
 

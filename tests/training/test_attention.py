@@ -1,4 +1,6 @@
-"""The attention of the training-time test equals attention with an explicit mask over the keys of all steps."""
+"""Tests that the attention of training equals attention with an explicit mask over the keys of all steps. Training runs
+several steps of drafting, each on the outputs of the one before.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ def _draw(num_heads: int, seed: int) -> list[Tensor]:
 
 
 def _masked(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """The reference: query i attends to keys 0..i of the first step, and to key i of each later step."""
+    """Returns the expected output: query i attends to keys 0..i of the first step, and to key i of each later step."""
     seen = [torch.ones(_LENGTH, _LENGTH, dtype=torch.bool).tril()]
     seen += [torch.eye(_LENGTH, dtype=torch.bool)] * (len(keys) - 1)
     key, value = (torch.cat(each, dim=2).repeat_interleave(3, dim=1) for each in (keys, values))

@@ -1,4 +1,4 @@
-"""The rows of training batches, compared with loops over single positions."""
+"""Compares the rows of training batches with loops over single positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def conversations() -> Conversations:
 
 @pytest.fixture
 def features(conversations: Conversations) -> Features:
-    """Features that hold their own index. The target's most likely token is twice the index plus one."""
+    """Returns features in which each position holds its own index. The target's most likely token there is twice the
+    index plus one.
+    """
     places = np.arange(conversations.tokens.size)
     bits = torch.from_numpy(places).to(torch.bfloat16).view(torch.uint16).numpy()
     return Features(np.stack([bits] * 3, axis=1), bits[:, None], (2 * places + 1).astype(np.int32))

@@ -1,4 +1,4 @@
-"""Loading conversations from a file, and every way in which a file can be wrong."""
+"""Tests of loading conversations from a file, and of every way in which a file can be wrong."""
 
 from __future__ import annotations
 

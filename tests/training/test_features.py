@@ -1,4 +1,4 @@
-"""The target's hidden states on disk: their values, and when they are computed again."""
+"""Tests of the target's hidden states on disk: their values, and when they are computed again."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_they_are_the_streams_entering_the_layers_and_what_leaves_the_final_norm
 
 
 def _assert_near(bits: np.ndarray, states: Tensor) -> None:
-    """Assert that the states are close. Rounding to bfloat16 differs between a batch and a single conversation, but
-    other layers' states are far apart.
+    """Asserts that the stored states are close to `states`. Rounding to bfloat16 differs between a batch and a single
+    conversation, but the states of other layers are far away.
     """
     stored = torch.from_numpy(bits).view(torch.bfloat16).float()
     for ours, theirs in zip(stored.split(64, dim=-1), states.float().split(64, dim=-1), strict=True):

@@ -1,4 +1,4 @@
-"""`self-chat`: the requests it sends to the model, and the file of conversations it writes."""
+"""Tests of `self-chat`: the requests that it sends to the model, and the file of conversations that it writes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from training.generate import ANSWER_TEMPERATURES, SelfChat, read_openings, read
 
 
 class Model:
-    """A fake model whose answers follow from the request's seed. `asked` lists the requests, and `active` the number
-    that ran at a time.
+    """A fake model whose answers follow from the request's seed. `asked` lists the requests, and `active` how many of
+    them were running each time one began.
     """
 
     def __init__(self, encoder: TextTokenizer, questions: Sequence[str] = ("How?",)) -> None:
@@ -77,7 +77,7 @@ def encoder(target_dir: Path) -> TextTokenizer:
 def write(
     out: Path, model: Any, encoder: TextTokenizer, num_conversations: int, *, concurrency: int = 2, **changes: Any
 ) -> int:
-    """Write conversations. `changes` override the options of SelfChat."""
+    """Writes conversations to `out`. `changes` override the options of SelfChat."""
     self_chat = SelfChat(model, encoder, **{"model_digest": "theirs", "seed": 3, "max_answer_tokens": 40, **changes})
     return asyncio.run(
         write_self_chat(
@@ -173,7 +173,7 @@ def test_a_file_of_another_format_is_not_written_over(encoder: TextTokenizer, tm
 
 
 def test_by_default_it_draws_what_it_always_drew(encoder: TextTokenizer, tmp_path: Path) -> None:
-    """Files that were begun by earlier versions can still be continued."""
+    """Otherwise files that were begun by earlier versions could not be continued."""
     model = Model(encoder)
     write(tmp_path / "data.npz", model, encoder, 2, concurrency=1)
     assert [(request["temperature"], request["seed"]) for request in model.asked] == [

@@ -1,5 +1,5 @@
-"""The trained head equals the served one: the exported head computes the same over the paged pool as the trainer's
-module.
+"""Tests that the trained head equals the served one: the exported head computes the same over the paged pool as the
+trainer's module.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def served(architecture_dir: Path) -> TargetModel:
 
 
 def _head(target: Target, vocabulary: DraftVocabulary) -> tuple[TrainableHead, dict[str, Any]]:
-    """A head with random weights that bfloat16 represents exactly, so that the export loses nothing."""
+    """Returns a head with random weights that bfloat16 represents exactly, so that the export loses nothing."""
     config = head_config(target.config, draft_vocab=vocabulary.token_ids.size, layers=None)
     spec = head_spec(config, target.config, target.directory)
     head = TrainableHead(spec, max_length=_LENGTH + _NUM_STEPS, dtype=torch.float32)
@@ -86,8 +86,8 @@ def test_every_step_of_every_chain_is_what_the_services_compute(
 
 
 def _served_chain(draft: Any, tokens: Tensor, aux: Tensor) -> Tensor:
-    """Logits [steps, Vd] of the served head: extend over a prompt, whose last row drafts, then a chain over the
-    following tokens.
+    """Returns the served head's logits [steps, Vd]. It extends over a prompt, whose last row drafts, and then drafts a
+    chain in which it is fed the following tokens.
     """
     paged, length = PagedDraft(draft, num_rows=1), aux.shape[0]
     hidden = paged.extend({1: (tokens[1 : 1 + length].tolist(), draft.fuse(aux))})[1][-1:]

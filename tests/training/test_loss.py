@@ -1,4 +1,4 @@
-"""The fused loss equals the plain formula."""
+"""Tests that the fused loss equals the plain formula."""
 
 from __future__ import annotations
 

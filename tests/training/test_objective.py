@@ -1,4 +1,4 @@
-"""The training loss and the measured acceptance, with a head that drafts the token it is fed."""
+"""Tests of the training loss and the measured acceptance, with a head that drafts the token it is fed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batch(token_ids: list[list[int]], **changes: Any) -> Batch:
 
 
 def test_acceptance_counts_a_draft_only_while_all_before_it_were_right(objective: Objective) -> None:
-    """Row i drafts tokens i + 1 and i + 2."""
+    """In this case row i drafts tokens i + 1 and i + 2."""
     first = batch(
         [[0, 1, 2, 3, 4, 5], [7, 6, 5, 4, 3, 2]],
         chain_rows=torch.tensor([0, 2, 5]),
@@ -60,7 +60,9 @@ def test_acceptance_counts_a_draft_only_while_all_before_it_were_right(objective
 
 
 def test_each_step_is_judged_at_its_own_rows_by_the_target_s_distribution(objective: Objective) -> None:
-    """Row 2 learns the target's state at position 3 in step 0, and row 1 learns it in step 1. Both are fed token 3."""
+    """The target's distribution at position 3 is what row 2 must learn in step 0, and row 1 in step 1. Both are fed
+    token 3.
+    """
     final = torch.randn(1, _VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     losses = objective.losses(batch([[0, 1, 2, 3, 4, 5]], final=final, rows=torch.tensor([2])))
     logits = _SCALE * one_hot(torch.tensor([3]), _VOCAB_SIZE).float()

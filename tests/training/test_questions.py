@@ -1,4 +1,4 @@
-"""Generated questions about code: the functions they ask about, and their wording."""
+"""Tests of generated questions about code: the functions they ask about, and their wording."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LONG_ENOUGH = "Does what a function of that name does."
 
 
 def save_module(path: Path, *names: str) -> None:
-    """Write a module with functions of these names, each with its own docstring."""
+    """Writes a module with functions of these names, each with its own docstring."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(f'def {name}():\n    """{_LONG_ENOUGH} {name}"""\n' for name in names))
 
 
 @pytest.fixture
 def stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fake standard library of two files, with other folders that an installation has."""
+    """A fake standard library of two files, beside other folders that an installation has."""
     root = tmp_path / "lib" / "python3"
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(root)}.__getitem__)
     save_module(root / "alpha.py", "one", "two")

@@ -1,4 +1,4 @@
-"""Whole training runs on a tiny target: what they learn, the files they leave, and how they resume."""
+"""Tests of whole training runs on a tiny target: what they learn, the files they leave, and how they resume."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(tmp_path: Path, last_token_model_dir: Path, sampled_data: Path, featur
 
 @pytest.fixture(scope="session")
 def features_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Features that the first run of the session computes and later runs reuse."""
+    """A directory of features, which the first run of the session computes and later runs reuse."""
     return tmp_path_factory.mktemp("features")
 
 
@@ -111,7 +111,7 @@ def test_from_nothing_to_a_head_that_drafts(
 
 
 def test_an_untrained_head_drafts_nothing(train: Train) -> None:
-    """The baseline for the trained head."""
+    """The acceptance of an untrained head is the baseline for that of the trained one."""
     (only,) = train(max_tokens=1, batch_tokens=32, lr=1e-9, muon_lr=1e-9)
     assert only.accuracy[0] < 0.2 and only.tau < 1.3
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train: Train, ch
 def test_a_checkpoint_is_of_the_files_and_not_only_of_what_is_in_them(
     tmp_path: Path, last_token_model_dir: Path
 ) -> None:
-    """Which conversations are held out depends on where one file ends and the next begins."""
+    """The conversations held out for evaluation depend on where one file ends and the next begins."""
 
     def part(name: str, first: int, stop: int) -> Path:
         whole = save_sampled_data(tmp_path / "whole.npz", last_token_model_dir, num_conversations=60, seed=3)
@@ -290,8 +290,8 @@ def test_a_signal_ends_a_run_with_checkpoint_and_head(
 def test_while_the_target_runs_a_signal_ends_the_command(
     tmp_path: Path, sampled_data: Path, last_token_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command ends at once: computing the target's features may take long, and nothing of it is worth keeping
-    yet.
+    """Computing the target's features may take long, and nothing of it is worth keeping yet, so the command ends at
+    once.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(run, "compute_features", lambda *_: os.kill(os.getpid(), signal.SIGINT))

@@ -1,4 +1,4 @@
-"""The learning rate: warm-up, then constant, then decay."""
+"""Tests of the learning rate: warm-up, then constant, then decay."""
 
 from __future__ import annotations
 

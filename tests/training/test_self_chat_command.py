@@ -1,4 +1,4 @@
-"""`baton self-chat`: the requests it sends to a served model, and the options it refuses."""
+"""Tests of `baton self-chat`: the requests that it sends to a served model, and the options that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the draft vocabulary."""
+"""Tests of the choice of the draft vocabulary."""
 
 from __future__ import annotations
 

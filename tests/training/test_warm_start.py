@@ -1,4 +1,6 @@
-"""A run may start from an existing head: it takes the head's weights, and the head's or the data's draft vocabulary."""
+"""Tests of a run that starts from an existing head: it takes the head's weights, and the head's or the data's draft
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def test_it_begins_where_the_head_ended(prepare: Prepare, head_dir: Path) -> Non
 
 
 def after_three_steps() -> Callable[[], bool]:
-    """A stop condition that is True after three steps, when there has been one evaluation."""
+    """Returns a stop condition that is True after three steps, when there has been one evaluation."""
     asked = iter([False] * 3 + [True])
     return lambda: next(asked)
 
@@ -124,8 +126,8 @@ def test_rows_of_new_tokens_are_the_targets_moved_as_those_of_known_tokens_were(
 
 @pytest.mark.parametrize("num_known", [1, 32, 33, 34, 60])
 def test_rows_of_new_tokens_are_not_moved_far_when_the_moves_of_known_ones_say_nothing(num_known: int) -> None:
-    """The known tokens' moves are unrelated to the target's rows, and there are nearly as many of them as the map
-    has inputs.
+    """The changes of the known tokens' rows are unrelated to the target's rows, and there are nearly as many of them as
+    the fitted map has inputs.
     """
     torch.manual_seed(0)
     target_rows, moves = torch.randn(400, 32), torch.randn(400, 32)

@@ -53,7 +53,7 @@ SPECULATIVE = Fingerprint(
 )
 
 _printable = st.text(max_size=8).filter(str.isprintable)
-"""Text that arrives as it was sent. All other text is escaped."""
+"""Text that arrives unchanged. Other characters are escaped on the way."""
 _float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 _uint32 = st.integers(0, 2**32 - 1)
 _uint64 = st.integers(0, 2**64 - 1)
@@ -61,7 +61,7 @@ token_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12).ma
 
 
 def number(option: NumberOption) -> st.SearchStrategy[float]:
-    """Values of the option that survive the wire, on which floats are float32."""
+    """Returns a strategy for values of the option that survive the wire, where floats are float32."""
     if option.kind is int:
         return st.integers(int(option.low), int(option.high))
     low = float(np.nextafter(np.float32(option.low), np.float32(1))) if option.low else 2.0**-10
@@ -156,7 +156,7 @@ def prebuilt_batches(draw: st.DrawFn, rows: tuple[HandoffRow, ...], fingerprint:
 
 @st.composite
 def row_logprobs(draw: st.DrawFn, rows: tuple[HandoffRow, ...]) -> RowLogprobs:
-    """Log-probabilities of one of the rows that ask for them, of which there must be some."""
+    """Draws the log-probabilities of one of the rows that ask for them. There must be such a row."""
     row = draw(st.sampled_from([index for index, row in enumerate(rows) if _is_scored(row)]))
     start = draw(st.integers(1, rows[row].prompt_len - 1))
     size = draw(st.integers(1, rows[row].prompt_len - start))

@@ -1,4 +1,4 @@
-"""The codec carries every valid value unchanged, and refuses everything else with an error that names it."""
+"""Tests that the codec carries every valid value unchanged, and refuses everything else with an error that names it."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_peer_of_another_protocol_version_is_told_so_and_not_that_its_checksum
 
 
 def test_a_peer_of_another_protocol_version_can_read_ours() -> None:
-    """The peer parses our bytes despite unknown fields, and finds the version in its usual place."""
+    """The other version's peer parses our bytes despite unknown fields, and finds the version in its usual place."""
     command = prefill_pb2.HandoffCommand.FromString(encode_prefill_batch(PLAIN, ROWS))
     assert command.prefill_batch.fingerprint.protocol_version == PROTOCOL_VERSION
     frame = prefill_pb2.HandoffFrame.FromString(PLAIN_CODEC.encode(Accepted("a")))
@@ -157,7 +157,7 @@ def test_a_peer_of_another_protocol_version_can_read_ours() -> None:
 def changed(
     kind: type[MessageT], sent: bytes, change: Callable[[MessageT], object], num_payload_bytes: int = 0
 ) -> bytes:
-    """The bytes of a changed message with the trailer (checksum) of the original bytes."""
+    """Returns the bytes of the message after `change`, with the trailer (checksum) of the original bytes."""
     message = kind.FromString(sent[num_payload_bytes:-NUM_TRAILER_BYTES])
     change(message)
     return sent[:num_payload_bytes] + message.SerializeToString() + sent[-NUM_TRAILER_BYTES:]
@@ -199,7 +199,7 @@ MISPLACED = ("row", "layer_start", "token_start")
 
 @pytest.mark.parametrize("field", MISPLACED)
 def test_a_segment_of_another_place_never_passes(field: str) -> None:
-    """All these fields stay within bounds, so only the checksum reveals the change."""
+    """All changed fields stay within bounds, so only the checksum reveals the change."""
     row = replace(PLAIN_ROW, token_ids=(1, 2), prompt_len=2)
     payload = bytes(TARGET.layer_token_bytes)
     sent = PLAIN_CODEC.encode(KvSegment(0, TARGET.name, 1, 1, 0, 1, payload))

@@ -1,4 +1,4 @@
-"""A row that cannot be decoded fails alone, and the call's other rows are served."""
+"""Tests that a row which cannot be decoded fails alone, and that the call's other rows are served."""
 
 from __future__ import annotations
 

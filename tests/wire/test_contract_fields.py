@@ -1,4 +1,4 @@
-"""Rules for the fields of all messages of the contract, also for fields added later."""
+"""Tests of rules for the fields of all messages of the contract. They also hold for fields that are added later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FILES = (inference_pb2.DESCRIPTOR, prefill_pb2.DESCRIPTOR, types_pb2.DESCRIPTOR)
 
 
 def messages(within: Descriptor) -> list[Descriptor]:
-    """The message type and all types its fields contain, once each."""
+    """Returns the message type and all types its fields contain, once each."""
     found: dict[str, Descriptor] = {}
 
     def add(message: Descriptor) -> None:
@@ -36,7 +36,7 @@ def test_no_event_of_a_stream_has_a_field_for_an_error() -> None:
 
 
 def test_ids_are_text_and_seeds_have_64_bits() -> None:
-    """A token's id is an index in a vocabulary. It and a row's number do not count as ids here."""
+    """A token id is an index in a vocabulary, and does not count as an id here. Nor does a row's number."""
     fields = fields_of_all()
     ids = [field for field in fields if field.name.endswith("_id") and field.name not in ("token_id", "stop_token_id")]
     assert {"request_id", "instance_id"} <= {field.name for field in ids}

@@ -1,4 +1,6 @@
-"""Messages with very many entries are refused by their count, before the event loop parses or reads each entry."""
+"""Tests that messages with very many entries are refused by their count, before the event loop parses or reads each
+entry.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ from tests.wire.wire_samples import PLAIN_ROW
 
 MANY = MAX_MESSAGE_BYTES // 2 - 64
 CPU_BOUND_S = 1.0
-"""CPU time limit: four times what the slowest case takes on a slow machine."""
+"""A limit in seconds of CPU time: four times what the slowest case takes on a slow machine."""
 NUM_TRIES = 3
-"""Tries, of which one must be fast enough. Other work on the core and garbage collection only add CPU time."""
+"""The number of tries, of which one must be fast enough. Other work on the core and garbage collection can only add CPU
+time.
+"""
 FINGERPRINT = encode_fingerprint(PLAIN).SerializeToString()
 
 
@@ -105,7 +109,7 @@ def test_held_tokens_of_groups_that_no_model_has_are_refused_before_any_is_looke
     "name", ["token_ids", "sampling.stop_token_ids", "sampling.eos_token_ids", "sampling.logit_bias_ids"]
 )
 def test_lists_that_no_row_has_are_refused_before_any_is_looked_at(name: str) -> None:
-    """A list counts with its full length even if all of its entries are equal."""
+    """A list counts with its full length, even if all of its entries are equal."""
     row = encode_row(PLAIN_ROW)
     part = {"token_ids": row, "sampling.stop_token_ids": row.sampling.params}.get(name, row.sampling)
     getattr(part, name.removeprefix("sampling.")).extend([1] * (MAX_ROW_TOKENS + 1))
@@ -123,7 +127,7 @@ def test_a_fingerprint_longer_than_any_is_refused() -> None:
 
 
 def test_a_call_of_the_largest_rows_is_taken() -> None:
-    """Every list of every row has its largest length."""
+    """Every list of every row has the largest length allowed."""
     sampling = replace(
         PLAIN_ROW.sampling,
         stop_token_ids=tuple(range(MAX_END_TOKEN_IDS // 2)),

@@ -1,4 +1,4 @@
-"""Two fingerprints either allow KV to move, or differ in a field that the error names."""
+"""Tests that two fingerprints either allow KV to move, or differ in a field that the error names."""
 
 from __future__ import annotations
 

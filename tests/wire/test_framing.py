@@ -1,4 +1,4 @@
-"""The bytes of a message: the payload, the fields after it, and the checksum over both."""
+"""Tests of the bytes of a message: the payload, the fields after it, and the checksum over both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def unsealed(data: bytes) -> tuple[prefill_pb2.HandoffFrame, NDArray[np.uint8]]:
 
 
 def test_the_layout_spelt_out() -> None:
-    """The tags take one byte: 14 as fixed64 and 15 as fixed32. The checksum covers everything before its field."""
+    """The two tags take one byte each: field 14 is fixed64, and field 15 is fixed32. The checksum covers everything
+    before its field.
+    """
     summed = b"payload" + FIELDS + struct.pack("<BQ", 14 << 3 | 1, 7)
     assert seal(MESSAGE, b"payload") == summed + struct.pack("<BI", 15 << 3 | 5, crc32c(summed))
 
@@ -88,7 +90,7 @@ def test_a_field_that_only_a_later_version_knows_is_covered_and_ignored() -> Non
 
 @given(st.binary(max_size=2000), st.binary(max_size=600))
 def test_a_framed_payload_leaves_as_one_that_is_joined(payload: bytes, rest: bytes) -> None:
-    """This also covers fields longer than the room kept after the payload."""
+    """Some of the fields after the payload are longer than the room that is kept for them."""
     assert framed(payload).followed_by(rest) == payload + rest
     assert framed(payload).crc32c == crc32c(payload)
     assert len(framed(payload)) == len(payload)

@@ -1,4 +1,4 @@
-"""Keepalive pings: frequent enough to notice a dead peer, and never too frequent for the server."""
+"""Tests of keepalive pings: they are frequent enough to notice a dead peer, and never too frequent for the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""All messages between edges and engines can be pickled, so that an engine could become its own process."""
+"""Tests that all messages between edges and engines can be pickled, so that an engine could become a process of its
+own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from a peer is made safe in errors, in the log and in the client."""
+"""Tests that text from a peer is made safe in errors, in the log and in the client."""
 
 from __future__ import annotations
 

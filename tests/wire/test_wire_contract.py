@@ -1,4 +1,4 @@
-"""The bytes and fields of the handoff's messages are fixed for each protocol version."""
+"""Tests that the bytes and fields of the handoff's messages are fixed for each protocol version."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages
 
 CONTRACT_FILE = Path(__file__).with_name("contract.json")
-"""The protocol version, the digest of its fields, and in base64 the bytes that a peer of that version sends for the
-values below. `write_contract` writes it.
+"""A file with the protocol version, the digest of its fields, and in base64 the bytes that a peer of that version sends
+for the values below. `write_contract` writes it.
 """
 CONTRACT = json.loads(CONTRACT_FILE.read_text())
 SENT: dict[str, str] = CONTRACT["sent"]
-"""These messages contain all fields but `shard` and `ticket`."""
+"""The bytes of each message. Together the messages contain all fields but `shard` and `ticket`."""
 
 TARGET = LayerGroupSpec("target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 FINGERPRINT = Fingerprint(
@@ -129,8 +129,8 @@ CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=100)
 
 
 def digest_of_fields() -> str:
-    """A digest of all messages of the handoff: the numbers and types of their fields and the values of enums. Renaming
-    a field does not change it.
+    """Returns a digest of all messages of the handoff: the numbers and types of their fields and the values of enums.
+    Renaming a field does not change it.
     """
     kinds = (prefill_pb2.HandoffCommand, prefill_pb2.HandoffFrame, prefill_pb2.HandoffTrailer)
     reached = {message.full_name: message for kind in kinds for message in messages(kind.DESCRIPTOR)}

@@ -1,4 +1,4 @@
-"""The command that writes the contract of a new protocol version."""
+"""Tests of the command that writes the contract of a new protocol version."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SCORED_ROW = replace(
 
 
 def segment_message(group: LayerGroupSpec, row: HandoffRow) -> prefill_pb2.KvSegment:
-    """A segment with all of the group's KV of row 0."""
+    """Returns the message of a segment with all of the group's KV of row 0."""
     return prefill_pb2.KvSegment(
         row=0,
         layer_group=group.name,
@@ -44,12 +44,12 @@ def segment_message(group: LayerGroupSpec, row: HandoffRow) -> prefill_pb2.KvSeg
 
 
 def segment_payload(group: LayerGroupSpec, row: HandoffRow) -> bytes:
-    """The payload of that segment message."""
+    """Returns the payload of the message that `segment_message` returns."""
     return bytes(index % 251 for index in range(group.token_bytes)) * len(row.token_ids)
 
 
 def row_logprobs(row: int) -> RowLogprobs:
-    """The log-probabilities of all tokens of SCORED_ROW, which is number `row` of its call."""
+    """Returns the log-probabilities of all tokens of SCORED_ROW, which is number `row` of its call."""
     return RowLogprobs(
         row,
         PromptLogprobs(
