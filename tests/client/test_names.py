@@ -81,7 +81,7 @@ async def open_client(request: pytest.FixtureRequest) -> AsyncIterator[Callable[
 
 
 async def host_asked(client: Client | AsyncClient) -> str:
-    """Returns the host that answers the next call."""
+    """Makes a call, and returns the host that answers it."""
     info = await (asyncio.to_thread(client.model_info) if isinstance(client, Client) else client.model_info())
     return info.model
 

@@ -20,7 +20,7 @@ class Panel:
     dashboard: str
     title: str
     queries: Mapping[str, str]
-    """Queries by their legend."""
+    """The panel's queries, by their legend."""
 
 
 def read_panels(directory: Path) -> list[Panel]:

@@ -33,7 +33,7 @@ def good(request: pytest.FixtureRequest, tmp_path: Path, target_dir: Path) -> tu
 
 
 class Defects:
-    """Loads heads with defects, one after the other."""
+    """Saves heads with defects, one after the other, and tries to load them."""
 
     def __init__(self, load: Load, directory: Path) -> None:
         self._load = load

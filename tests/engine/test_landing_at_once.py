@@ -65,7 +65,7 @@ def running_beside_a_queue(
 
 @pytest.mark.parametrize("spec_info", [None, CHAIN], ids=["plain", "chain"])
 def test_a_device_that_waits_for_a_launch_waits_for_one_copy_at_most(spec_info: SpecInfo | None) -> None:
-    """The device of this test finishes whatever is launched immediately, so it always waits for the next launch."""
+    """The device of this test finishes each launch at once, so it always waits for the next one."""
     scripted, launches = running_beside_a_queue(ScriptedDevice.run_all, spec_info)
     num_landed = 0
     while any(not outcome.has_ended for outcome in scripted.outcomes.values()):

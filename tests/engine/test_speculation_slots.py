@@ -76,7 +76,9 @@ def check_slots_are_conserved_under_speculation() -> None:
 
 
 def check_a_forward_writes_to_slots_of_its_rows() -> None:
-    """Checks the slots that the forwards of the target and of the head write, drafts included."""
+    """Checks that the forwards of the target and of the head write only to slots of their own rows, which include those
+    of drafts.
+    """
     for spec_info in (CHAIN, TREE):
         scripted = ScriptedEngine(spec_info=spec_info)
         assert scripted.head is not None

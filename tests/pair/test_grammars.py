@@ -34,8 +34,8 @@ def text_of(outcome: Outcome) -> str:
 
 
 def greedy(model: Any, prompt: Sequence[int], language: Language) -> list[int]:
-    """Returns the greedy output after the prompt among the tokens that the language allows, computed by
-    transformers.
+    """Returns the greedy output after the prompt, with each choice limited to the tokens that the language allows,
+    computed by transformers.
     """
     output: list[int] = []
     while len(output) < NEW_TOKENS and END_ID not in output:

@@ -137,7 +137,9 @@ def model(leaning: Drafted) -> Any:
 
 
 def greedy(model: Any, prompt: Sequence[int], allowed_after: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
-    """Returns the greedy output after the prompt among the allowed tokens, computed by transformers."""
+    """Returns the greedy output after the prompt, with each choice limited to the allowed tokens, computed by
+    transformers.
+    """
     output: list[int] = []
     while len(output) < NUM_TOKENS and END_ID not in output:
         logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]

@@ -49,7 +49,9 @@ def allowed_after(output: Sequence[int], rules: TokenRules, number: int) -> list
 
 
 def greedy(model: Any, prompt: Sequence[int], rules: TokenRules, number: int) -> list[int]:
-    """Returns the greedy output after the prompt among the tokens that the rules allow, computed by transformers."""
+    """Returns the greedy output after the prompt, with each choice limited to the tokens that the rules allow, computed
+    by transformers.
+    """
     output: list[int] = []
     while len(output) < NEW_TOKENS and END_ID not in output:
         logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]

@@ -154,7 +154,7 @@ def test_they_do_so_of_every_prompt_although_a_heads_kv_comes_last(make_prefill:
 
 
 def test_what_is_written_waits_for_no_later_forward_of_another_call(make_prefill: MakePrefill) -> None:
-    """Both forwards are launched. The first has ended and the second has not begun."""
+    """Two forwards, of different calls, are launched. The first has ended and the second has not begun."""
     prefill = make_prefill(chunk_tokens=16)
     prefill.device.on_host_call = lambda device: None
     forward, sending = (prefill.device.stream(name) for name in ("forward", "sending"))

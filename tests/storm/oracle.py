@@ -65,7 +65,7 @@ RELATIONS = (
     Relation.UNCACHED,
     Relation.BEGINNING,
 )
-"""The relations of the cases, in turn."""
+"""The relation of each case to an earlier one. The cases take these in turn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
 
 class FakeInference(inference_pb2_grpc.InferenceServicer):
-    """A fake Inference service. GetModelInfo returns the process's command line. Its token ids are 0, 1, 2, ...
-    unless given.
+    """A fake Inference service. It answers each request with `token_ids`, or with tokens 0, 1, 2, ... if there are
+    none. GetModelInfo returns the process's command line.
     """
 
     def __init__(self, token_ids: Sequence[int] = (), prefill_replicas: Sequence[Any] = ()) -> None:
