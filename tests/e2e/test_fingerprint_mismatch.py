@@ -28,7 +28,7 @@ Arguments = tuple[str, ...]
 def arguments(
     tiny_model_dir: Callable[[str], Path], last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Arguments, Arguments]]:
-    """The arguments of a prefill and a decode service, by the way in which they differ."""
+    """Arguments of a prefill and a decode service that do not match, by the name of what differs."""
     other = save_tiny_model(tmp_path_factory.mktemp("other-weights"), "llama", seed=1)
     head_dir = save_copy_head(
         tmp_path_factory.mktemp("head"), target_dir=last_token_model_dir, family="eagle3", draft_vocab_size=50

@@ -327,8 +327,8 @@ def hold_cold(make: MakeForOptions, options: PairOptions, every: Sequence[Talk],
 
 
 def compare(make: MakeForOptions, options: PairOptions, cold: Sequence[Talk], *, at_once: bool) -> list[Burst]:
-    """Holds the conversations warm, compares them with the `cold` ones, and checks the counts. Returns the warm
-    bursts.
+    """Holds the conversations again with cached KV (warm), compares them with those held without it (`cold`), and
+    checks the counts. Returns the warm bursts.
     """
     warm = [replace(talk, turns=[]) for talk in cold]
     pair = make(options)

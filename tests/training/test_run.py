@@ -302,7 +302,7 @@ def test_while_the_target_runs_a_signal_ends_the_command(
 
 
 def _interrupting(export: Callable[[Any], None], number: signal.Signals) -> Callable[[Any], None]:
-    """Wraps the export, and sends the signal at the first evaluation."""
+    """Returns a function that does what `export` does, and also sends the signal at the first evaluation."""
     sent: list[int] = []
 
     def exported(self: Any) -> None:
