@@ -45,8 +45,8 @@ class CancellationRig:
     def catch(self, phase: Phase, *, on_try: Callable[[], None] = lambda: None) -> tuple[EventStream, ...]:
         """Brings a request into `phase` and returns its stream. The pair must hold nothing before.
 
-        A transfer may be over before anybody looks, and is then tried again with another request. `on_try` is called
-        before each try, while the pair holds nothing.
+        If a transfer ends before it is noticed, it is tried again with another request. `on_try` is called before each
+        try, while the pair holds nothing.
 
         For QUEUED it returns two streams, to be closed in this order: the queued request's, and that of the running
         request that it waits for.

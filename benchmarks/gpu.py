@@ -322,8 +322,7 @@ def random_model(config: LlamaConfig, device: str, attention: str) -> Any:
 
 
 def step_bytes(model: Any) -> int:
-    """Returns the bytes of weights that a step reads: all but the embedding, of which it reads
-    only one row per token.
+    """Returns the bytes of weights that a step reads: all but the embedding, of which it reads only one row per token.
     """
     held = sum(weight.nbytes for weight in model.parameters())
     return int(held - model.get_input_embeddings().weight.nbytes)
@@ -359,7 +358,9 @@ def main() -> None:
     is_met = True
 
     def bound(text: str, *, met: bool) -> str:
-        """Returns the text for a bound, and records whether it was met. With `--tiny` nothing is judged."""
+        """Returns a text that says whether the bound is met, and records it for the exit status. With `--tiny` no bound
+        counts.
+        """
         nonlocal is_met
         is_met &= met
         return text if args.tiny else f"{text}: {'met' if met else 'MISSED'}"

@@ -55,7 +55,10 @@ class Load:
 
 
 async def measure(addresses: dict[str, str], load: Load) -> dict[tuple[str, int], list[Beside]]:
-    """Measures each length at each server, in turn. A length of 0 means that no prompts arrive, for as long as 32."""
+    """Measures each prompt length at each server, in turn, and returns the rounds by server and length.
+
+    Length 0 means that the streams decode and no prompts arrive.
+    """
     seen: dict[tuple[str, int], list[Beside]] = {}
     for number in range(load.num_rounds + 1):  # the first round warms up
         print(f"round {number} of {load.num_rounds}", file=sys.stderr)

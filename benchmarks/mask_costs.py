@@ -48,7 +48,10 @@ class MaskCost:
 
 
 def measure_masks(num_rounds: int) -> list[MaskCost]:
-    """Measures the steps of BATCH_SIZES rows, each at a place of its own in the same JSON: medians of `num_rounds`."""
+    """Measures the masks of a step for each of BATCH_SIZES rows, each row at a place of its own in the same JSON.
+
+    Returns medians of `num_rounds` rounds.
+    """
     directory = demo_model_dir()
     config = json.loads((directory / "config.json").read_text())
     vocab_size, tokenizer = config["vocab_size"], TextTokenizer.from_directory(directory)

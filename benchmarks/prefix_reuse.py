@@ -4,10 +4,9 @@ requests that share nothing.
     python -m benchmarks.prefix_reuse [--peer-url http://HOST:PORT/v1] [--rounds 3] [--unrelated-rounds 12]
 
 Two pairs run with the demo model in bfloat16 and the services' defaults, one with the cache and one without.
-`--peer-url` names another
-OpenAI-compatible server of the same model, which is already running on this machine. In each round every server gets
-every workload, in alternating order, and the words of a round are new. The exit status is 1 if requests that share
-nothing are slower with the cache by more than 2%, or if a bound on the ratio to the peer is missed.
+`--peer-url` names another OpenAI-compatible server of the same model, which is already running on this machine. In each
+round every server gets every workload, in alternating order, and the words of a round are new. The exit status is 1 if
+requests that share nothing are slower with the cache by more than 2%, or if a bound on the ratio to the peer is missed.
 """
 
 from __future__ import annotations
@@ -33,11 +32,13 @@ WORDS = ["time", "river", "stone", "bright", "model", "city", "green", "paper", 
 SHARED, CHATS = "16 requests behind 600 words", "4 chats of 8 turns"
 UNRELATED, ALONE = "24 requests that share nothing", "the same, one at a time"
 START = time.time_ns()
-"""Makes the words of each run new, because a peer may have those of an earlier run cached."""
+"""A number that makes the words of each run new, because a peer may have those of an earlier run cached."""
 LEAST_UNRELATED = 0.98
-"""The least ratio of speed to the pair without the cache: of tokens/s with eight requests at a time, and of a prompt's
-time to first token alone. With eight at a time, half of the prompts wait for another one's, and the median lies between
-the two groups: of two pairs without a cache, one round's median can be half the other's.
+"""The least speed with the cache, as a share of that without it: of tokens/s with eight requests at a time, and of the
+rate from a prompt to its first token when it is alone.
+
+Times to first token with eight at a time are not compared: half of the prompts wait for another one's, and the median
+lies between the two groups, so that of two pairs without a cache one round's median can be half the other's.
 """
 MOST_SHARED_TTFT, MOST_TURN_TTFT, MOST_CHAT_WALL = 0.5, 0.8, 0.7
 """Bounds on ratios to the peer: of the median time to first token, and of the time that the chats take."""
@@ -182,7 +183,7 @@ WORKLOADS: dict[str, Callable[[Server, int], Awaitable[Result]]] = {
 
 
 async def measure(urls: dict[str, str], num_rounds: dict[str, int]) -> dict[str, Server]:
-    """Measures so many rounds of each workload. One more round comes first as a warm-up and does not count."""
+    """Measures every server with as many rounds of each workload as `num_rounds` says, after one round as a warm-up."""
     servers = {name: Server(name, openai.AsyncOpenAI(base_url=url, api_key="none")) for name, url in urls.items()}
     for number in range(max(num_rounds.values()) + 1):
         print(f"round {number} of {max(num_rounds.values())}", file=sys.stderr)
@@ -246,8 +247,9 @@ def ttft_ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> float:
 
 
 def ratios(servers: dict[str, Server]) -> list[tuple[str, float, float, bool]]:
-    """Returns each ratio with its name, its bound, and whether the bound is an upper one. Each is a median of ratios
-    within one round.
+    """Returns each ratio with its name, its bound, and whether the bound is an upper one.
+
+    A ratio compares figures of the same round, or of the same prompt in it; the median over these is returned.
     """
 
     def ratio(workload: str, other: str, figure: Callable[[Result], float]) -> float:

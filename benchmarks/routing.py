@@ -4,16 +4,16 @@
 
 The same conversations are held three times, each with new processes and the demo model:
 
-    routed        one client of both decode services chooses for each request the one that has the conversation, and
-                  that one the replica
-    least loaded  the requests go to the decode services in turn, and each takes the replica that has least to do
-    killed        like routed, but one replica is killed after the third turn. That turn and the next are held one
-                  conversation after another, so that it is known which replica had which
+routed        one client of both decode services sends each request to the one that has the conversation, and that
+              service chooses the replica that has it
+least loaded  the requests go to the decode services in turn, and each takes the replica that has least to do
+killed        like routed, but one replica is killed after the third turn. That turn and the next are held one
+              conversation after another, so that it is known which replica had which
 
 All conversations begin alike, and each turn begins with everything said before. A turn begins when the turn before has
-ended in all of them. The exit status is 1 if routing finds less of the prompts than three quarters of what it could, if
-one service gets more than its share and a half, or if after the kill as much is missing of the prompts that other
-replicas had computed.
+ended in all of them. The exit status is 1 if routing finds cached less than three quarters of what earlier turns had
+computed, if it finds less than that after the kill of what the other replicas had computed, or if one service gets more
+than one and a half times its share of the rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ LEAST_FOUND, MOST_SHARE = 0.75, 1.5
 
 @dataclass
 class Talk:
-    """A conversation: everything said so far, and for each turn the length of its prompt and what was cached of it."""
+    """A conversation: everything said so far, and for each turn the length of its prompt and how much of it was cached.
+    """
 
     said: list[int]
     num_prompt: list[int] = field(default_factory=list)
@@ -68,12 +69,12 @@ class Result:
 
     @property
     def found(self) -> float:
-        """The share of the prompts that was cached, of that which an earlier turn had computed."""
+        """Of the prompts' tokens that the turn before had computed, the share that was found cached."""
         cached = sum(sum(talk.num_cached[1:]) for talk in self.talks)
         return cached / sum(sum(talk.num_prompt[:-1]) for talk in self.talks)
 
     def imbalance(self, role: str) -> float:
-        """The rows of the service that got most of them, divided by the mean of all services of the role."""
+        """Returns the rows of the service that got most of them, divided by the mean of all services of the role."""
         totals: dict[str, int] = {}
         for turn in self.rows:
             for name, rows in turn.items():
@@ -83,9 +84,9 @@ class Result:
 
 
 def found_after_the_kill(result: Result, *, by_killed: bool) -> float:
-    """Returns the share of the prompts that was cached, as `Result.found`, in the turn that follows the kill.
+    """Returns the share of tokens that was found cached, as `Result.found` counts it, in the turn after the kill.
 
-    It is that of the conversations whose prompt before the killed replica had computed, or of all others.
+    Only some conversations count: those whose prompt before the kill was computed by the killed replica, or the others.
     """
     talks = [talk for talk in result.talks if (talk.had_by == VICTIM) == by_killed]
     num_had = sum(talk.num_prompt[KILLED_AFTER - 1] for talk in talks)

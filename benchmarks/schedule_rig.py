@@ -117,9 +117,7 @@ class Stopwatch:
 
 
 class _UncountedStream(InlineStream):
-    """A stream that runs work as soon as it is enqueued. The stopwatch counts the enqueueing, but not
-    the work.
-    """
+    """A stream that runs work as soon as it is enqueued. The stopwatch counts the enqueueing, but not the work."""
 
     def __init__(self, name: str, watch: Stopwatch) -> None:
         super().__init__(name, wait_timeout_s=1.0)
@@ -344,7 +342,7 @@ class ScheduleRig:
         self.watch.forget()
 
     def step(self) -> None:
-        """Take one engine step, deliver its events, and replace the requests that ended."""
+        """Runs one engine step, delivers its events, and replaces the requests that ended."""
         commands, self._port.posted = self._port.posted, []
         num_due = len(self._loop.due)
         self._iterate(commands)
@@ -363,7 +361,7 @@ class ScheduleRig:
         self._engine.close()
 
     def _fill_cache(self) -> None:
-        """Takes every slot of the pool for KV of requests that have ended."""
+        """Fills every slot of the pool with cached KV of requests that have ended."""
         pool, numbers = self._engine.pool, np.random.default_rng(0)
         while self._num_cached_tokens and pool.slot_counts().free:
             tokens = numbers.integers(0, VOCAB_SIZE, min(_CACHED_SEQUENCE_TOKENS, pool.slot_counts().free))

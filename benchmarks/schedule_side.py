@@ -129,7 +129,9 @@ def exponent(costs: list[Cost]) -> float | None:
 
 
 def judged(costs: list[Cost]) -> tuple[str, bool]:
-    """Returns the line with the verdict, and whether the bounds are met. A single batch size has no bound on growth."""
+    """Returns a line that says whether the bounds are met, and whether they are. A single batch size has no bound on
+    growth.
+    """
     last, growth = costs[-1], exponent(costs)
     is_met = last.total <= BOUND_US and (growth is None or growth < 1)
     grows = "" if growth is None else f", growth exponent {growth:.2f}, less than 1"

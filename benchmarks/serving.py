@@ -132,8 +132,8 @@ async def run_baton(address: str, levels: list[int], args: argparse.Namespace, s
 
 
 def peer_tokens_per_s(row: dict[str, float], result: dict[str, Any]) -> float:
-    """Returns tokens/s over the time of prompts and decoding together; 0 if the peer does not
-    report the prompts' time.
+    """Returns tokens/s over the time of prompts and decoding together, or 0 if the peer does not report the prompts'
+    time.
     """
     if not row.get("prefill_tokens_per_s"):
         return 0.0
@@ -184,7 +184,7 @@ def render(
         return f"{ratio:.2f}{verdict}"
 
     def judged_peer(ratios: list[float], full_load_s: float) -> str:
-        """Returns the table cell with the ratio to the peer, and records whether its bound is met.
+        """Returns the table cell with the ratio to the peer and whether its bound is met, and records a missed bound.
 
         The bound is also missed if a requested peer failed, or if the time in which all requests decoded together,
         `full_load_s`, is too short.

@@ -2,9 +2,9 @@
 
     python -m benchmarks.structured_output
 
-A constrained request writes a JSON array of objects by a schema, for as many tokens as an unconstrained one goes on
-without end tokens. Figures are medians over rounds; ratios are taken within a round. Writes a dated table into
-benchmarks/results. The exit status is 1 if constrained output has less than 0.9 of the unconstrained tokens/s.
+A constrained request writes a JSON array of objects by a schema, and an unconstrained one as many tokens without end
+tokens. Figures are medians over rounds; ratios are taken within a round. Writes a dated table into benchmarks/results.
+The exit status is 1 if constrained output has less than 0.9 of the unconstrained tokens/s.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ async def tokens_per_s(client: AsyncClient, concurrency: int, new_tokens: int, *
 
 
 async def measure(address: str, levels: list[int], num_rounds: int, new_tokens: int) -> dict[int, list[list[float]]]:
-    """Returns the tokens/s without and with a grammar, for each concurrency and round. Rounds change their order."""
+    """Returns the tokens/s without and with a grammar, for each concurrency and round. The two take turns in being
+    first.
+    """
     found: dict[int, list[list[float]]] = {level: [] for level in levels}
     async with AsyncClient(address) as client:
         for number in range(num_rounds + 1):

@@ -19,8 +19,7 @@ from common.telemetry.tracing import process_tracer
 from tests.support.otlp_receiver import OtlpReceiver, ReceivedSpan, children_of, otlp_receiver
 
 LIMIT = 0.05
-"""The largest permitted difference between the sum of a request's stages and its whole time,
-as a share of that time.
+"""The largest permitted difference between the sum of a request's stages and its whole time, as a share of that time.
 """
 STAGES = ("tokenize", "queue", "prefill", "transfer", "bootstrap", "first_decode", "decode", "delivery")
 SHOWN = ("baton.token_start", "baton.token_stop", "baton.kv_bytes", "gen_ai.usage.output_tokens", "baton.replica")

@@ -95,7 +95,9 @@ def one_round(tree: PrefixTree, asked: list[Tokens]) -> dict[str, float]:
 
 
 def tree_table(costs: list[TreeCost]) -> tuple[list[str], bool]:
-    """Returns the lines of the table with its verdict, and whether the bound is met."""
+    """Returns the lines of the table, and whether each operation stays within BOUND_US for a row, which its last line
+    says.
+    """
     names = list(costs[0].us)
     about = f"Each row finds {_FOUND_TOKENS:,} tokens and adds {_NEW_TOKENS}; as many are evicted."
     lines = [

@@ -1,4 +1,4 @@
-"""`python -m decode_service`"""
+"""Runs the decode service as `python -m decode_service`."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ class Replica:
     serve. A FingerprintMismatch (its model or configuration differs) stays until a new process serves at the address.
 
     `instance_id` names the process that serves, if it is ready. That process keeps the KV of up to `max_cached_tokens`
-    for later rows, 0 if it keeps none, and has given the room of `num_evicted_tokens` to other rows since its start.
-    `num_free_slots` hold neither a row's KV nor a later one's.
+    for later rows, 0 if it keeps none. Since its start it has evicted `num_evicted_tokens` of them to make room for
+    other rows. `num_free_slots` counts the slots that hold neither a row's KV nor cached KV.
     """
 
     address: str

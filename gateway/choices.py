@@ -33,7 +33,9 @@ class Choices(AsyncIterator[IndexedEvent]):
     """
 
     def __init__(self, num_choices: int, open_stream: Callable[[int], AsyncEventStream]) -> None:
-        """`open_stream(index)` starts the generation of one choice. Its exceptions are raised on entering the block."""
+        """Prepares the choices. `open_stream(index)` starts the generation of one; its errors are raised on entering
+        the block.
+        """
         self._open_stream = open_stream
         self._streams: list[AsyncEventStream] = []
         self._place: asyncio.Queue[IndexedEvent | BatonError | ApiError] = asyncio.Queue(maxsize=1)
@@ -69,7 +71,7 @@ class Choices(AsyncIterator[IndexedEvent]):
         return index, event
 
     def fail(self, error: ApiError) -> None:
-        """End all choices. The next call that reads an event raises `error`."""
+        """Ends all choices. The next call that reads an event raises `error`."""
         self._end_with(error)
 
     async def _next(self) -> IndexedEvent:

@@ -126,7 +126,9 @@ class _BoundedConnection(H11Protocol):
         self._stall_alarm.set(self.http_limits.client_stall_timeout_s, look)
 
     def _read_on(self) -> None:
-        """Reads on after a whole request, where uvicorn would pause, because only a read shows that the client left."""
+        """Goes on reading after a whole request, where uvicorn would pause, because only a read shows that the client
+        has left.
+        """
         ahead, _ = self.conn.trailing_data
         if len(ahead) > self.http_limits.max_head_bytes:
             self.transport.abort()

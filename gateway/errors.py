@@ -131,8 +131,9 @@ def internal() -> ApiError:
 
 
 def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
-    """Converts a BatonError into an HTTP error. `params` maps a field's name in the gRPC
-    request to its name in the HTTP request, where the two differ.
+    """Converts a BatonError into an HTTP error.
+
+    `params` maps a field's name in the gRPC request to its name in the HTTP request, where the two differ.
     """
     message = str(error)
     match error.code:

@@ -106,7 +106,7 @@ ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
 An endpoint may add fields through `asks_for_nothing`.
 """
 _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
-"""Unsupported list fields that are accepted if the other field, named here, is "none"."""
+"""Unsupported list fields, each with the name of another field. They are accepted if that one is "none"."""
 
 
 def _as_list(value: Any) -> Any:
@@ -170,7 +170,7 @@ class GenerationFields(GrammarFields, RequestFields):
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = None
     numbers: SkipValidation[Mapping[str, float]] = Field(default_factory=dict)
-    """The given options among NUMBER_OPTIONS, by name. In the request body each is a field of its own."""
+    """The request's options that are in NUMBER_OPTIONS, by name. In the request body each is a field of its own."""
 
     @property
     def includes_usage(self) -> bool:
@@ -182,15 +182,18 @@ class GenerationFields(GrammarFields, RequestFields):
 
     @property
     def grammar_params(self) -> Mapping[str, str]:
-        """The name of the field that says what the output must be, by its name in the gRPC request."""
+        """A mapping from the gRPC field of the output's constraint to the HTTP field that set it; empty without a
+        constraint.
+        """
         constraint = self.constraint
         return {} if constraint is None else {f"sampling.{constraint.option}": constraint.field}
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None) -> SamplingOptions:
         """Returns the sampling options for the decode service. Raises ApiError, which names the wrong field.
 
-        `echoed` is the number of likely tokens that are wanted for each token of the prompt, besides those that
-        `prompt_logprobs` asks for; None if no log-probabilities of the prompt are wanted besides these.
+        If the answer echoes the prompt with log-probabilities, `echoed` is the number of likely tokens that are wanted
+        at each token of the prompt, else None. The field `prompt_logprobs` may ask for log-probabilities of the prompt
+        too; then the larger number counts.
         """
         if not self.stream and (self.includes_usage or self.has_usage_in_chunks):
             raise invalid("stream_options", "is for streams only")
@@ -333,8 +336,7 @@ def _api_error(error: ValidationError) -> ApiError:
 
 
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
-    """Converts the token ids, which are strings as keys of a JSON object, to integers. Raises
-    ApiError for other keys.
+    """Converts the token ids, which are strings as keys of a JSON object, to integers. Raises ApiError for other keys.
     """
     if bias is None:
         return None

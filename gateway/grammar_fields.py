@@ -36,7 +36,7 @@ class StrictFields(BaseModel):
 
 
 class JsonSchema(StrictFields):
-    """The schema of a `response_format`. What fits it is always all that is generated, so `strict` changes nothing."""
+    """The schema of a `response_format`. The output always fits the schema, so `strict` changes nothing."""
 
     name: str = ""
     description: str | None = None
@@ -45,7 +45,7 @@ class JsonSchema(StrictFields):
 
 
 class ResponseFormat(StrictFields):
-    """OpenAI's form, and llama.cpp's, which has the schema beside the type."""
+    """The field `response_format`, in OpenAI's form or in llama.cpp's, which has the schema beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -70,7 +70,9 @@ class ResponseFormat(StrictFields):
 
 
 class StructuredOutputs(StrictFields):
-    """vLLM's field. The switches are of its libraries; at their defaults they ask for nothing."""
+    """vLLM's field `structured_outputs`. Its switches are options of vLLM's grammar libraries; those that would change
+    the output must keep their defaults.
+    """
 
     schema_text: Annotated[SchemaText, Field(alias="json")] = ""
     regex: str = ""
@@ -92,7 +94,8 @@ class Constraint:
 
 
 class GrammarFields(StrictFields):
-    """The fields of which at most one may say what the output must be. Empty texts and lists say nothing."""
+    """The fields that may say what the output must be. Only one of them may do so; empty texts and lists do not count.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(without_null)] | None = None
@@ -133,8 +136,9 @@ class GrammarFields(StrictFields):
 
 
 def _language(grammar: str) -> Literal["ebnf", "lark"]:
-    """Returns which of the two languages that vLLM takes in one field this is.
+    """Returns whether `grammar` is EBNF or Lark. vLLM takes both in one field.
 
-    Only as much as EBNF may have is searched, because this runs on the event loop. The decode service refuses the rest.
+    Only the first characters are searched, as many as an EBNF grammar may have, because this runs on the event loop.
+    The decode service refuses longer EBNF grammars.
     """
     return "ebnf" if _EBNF_RULE.search(grammar, 0, MAX_CHARS[GrammarKind.EBNF]) else "lark"

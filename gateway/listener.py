@@ -234,7 +234,7 @@ class _Connection(socket.socket):
     on_close: Callable[[], None] | None = None
 
     def end(self) -> None:
-        """Shut the connection down, so that its reader sees the end of the stream, even during a TLS handshake."""
+        """Shuts the connection down, so that its reader sees the end of the stream, even during a TLS handshake."""
         with suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 

@@ -34,8 +34,10 @@ def _chat_token(entry: TokenLogprob) -> dict[str, Any]:
 
 
 def prompt_logprobs(tokens: Sequence[PromptToken], *, num_top: int) -> list[dict[str, Any] | None]:
-    """Returns a prompt's log-probabilities in vLLM's form: for each token an object with that token and the `num_top`
-    most likely ones, by id; None for the first token.
+    """Returns a prompt's log-probabilities in vLLM's form: a list with an object for each token and None for the first
+    one.
+
+    The object has that token and the `num_top` most likely ones at its place, by token id.
     """
     return [None if each.logprob is None else _ranked(each, each.logprob, num_top) for each in tokens]
 
@@ -52,7 +54,8 @@ def _ranked(token: PromptToken, logprob: float, num_top: int) -> dict[str, Any]:
 class CompletionLogprobs:
     """Writes the log-probabilities of one completion choice, and counts the text offset of each token in characters.
 
-    If the prompt is echoed, its tokens come first. `echoed` is its text, or None if its tokens are its text.
+    If the prompt is echoed, its tokens come first. `echoed` is the prompt's text, or None if the prompt was given as
+    token ids or is not echoed.
     """
 
     def __init__(self, echoed: str | None = None) -> None:
@@ -77,8 +80,7 @@ class CompletionLogprobs:
         }
 
     def of(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
-        """Returns the `logprobs` object for the choice's next tokens, or None if no log-probabilities
-        were asked for.
+        """Returns the `logprobs` object for the choice's next tokens, or None if no log-probabilities were asked for.
         """
         if not positions:
             return None

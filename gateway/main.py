@@ -19,7 +19,7 @@ _log = structlog.get_logger(__name__)
 
 
 def run_gateway(argv: Sequence[str]) -> int:
-    """Run the gateway until SIGTERM or SIGINT. Returns the process's exit status."""
+    """Runs the gateway until SIGTERM or SIGINT. Returns the process's exit status."""
     return run_program(PROGRAM, GatewaySettings, argv, _serve_traced)
 
 
@@ -29,7 +29,7 @@ def _serve_traced(settings: GatewaySettings, instance_id: str) -> None:
 
 
 async def serve(settings: GatewaySettings, tracer: Tracer) -> None:
-    """Serve until SIGTERM or SIGINT, then finish open requests within the grace period."""
+    """Serves until SIGTERM or SIGINT, then finishes open requests within the grace period."""
     server = GatewayServer(settings, tracer=tracer)
     with termination_signals() as terminated:
         port = await server.start()

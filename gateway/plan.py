@@ -67,14 +67,14 @@ Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
 class Plan:
     """A parsed request: `n` choices of each prompt, ordered by prompt.
 
-    If `echoes_prompt`, each choice begins with its prompt. If `num_echoed_logprobs` is not None, the log-probabilities
-    of its tokens come with it, and so many likely tokens for each. If `num_prompt_logprobs` is not None, the same is in
-    a field of its own.
+    If `echoes_prompt`, each choice begins with its prompt. If `num_echoed_logprobs` is not None, the echoed prompt
+    comes with the log-probabilities of its tokens, and of as many likely tokens at each place. If `num_prompt_logprobs`
+    is not None, the answer has such log-probabilities of the prompt in a field of their own.
 
     Each prompt is generated from `best_of` times, and its choices are the best `n` of these generations. If
-    `hides_logprobs`, the answer has no log-probabilities: they are asked for to find the best.
-    `functions` maps the names of the functions that the model may call to the JSON schemas of their arguments. `params`
-    maps a field's name in the gRPC request to its name in the HTTP request, where the two differ.
+    `hides_logprobs`, log-probabilities are used to find the best, and are not in the answer. `functions` maps the names
+    of the functions that the model may call to the JSON schemas of their arguments. `params` maps a field's name in the
+    gRPC request to its name in the HTTP request, where the two differ.
     """
 
     model: str

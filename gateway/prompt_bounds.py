@@ -1,5 +1,6 @@
-"""Refuses what would be too much for the gateway's event loop and memory: prompts that each choice sends again, and
-log-probabilities of prompts that each choice repeats.
+"""Refuses prompts, and log-probabilities of prompts, that are too much for the gateway's event loop and memory.
+
+A prompt is sent once for each choice, and each choice of a completion comes with the log-probabilities of its prompt.
 """
 
 from __future__ import annotations

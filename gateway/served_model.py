@@ -73,8 +73,9 @@ class ServedModel:
         self._asking: asyncio.Task[ModelCard | BatonError] | None = None
 
     def known(self) -> ModelCard | None:
-        """Returns the served model as far as it is known, at once. If that is old or nothing, the answer to a new
-        question is fetched in the background.
+        """Returns the model that the decode service last named, or None, without waiting.
+
+        If the answer is old or there is none, the decode service is asked again in the background.
         """
         if self._card is not None and self._clock() - self._asked_s < self._max_age_s:
             return self._card
@@ -95,7 +96,7 @@ class ServedModel:
         return answer
 
     async def close(self) -> None:
-        """Cancel the call in progress. No caller may be waiting for it."""
+        """Cancels the call in progress. No caller may be waiting for it."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait((self._asking,))
@@ -120,6 +121,8 @@ class ServedModel:
 
 
 def _format_of(info: ModelInfo) -> OutputFormat:
-    """Returns the format that a decode service names, or NONE if its version names none, or one that is unknown."""
+    """Returns the format that the decode service names. Returns NONE if it is too old to name one, or names an unknown
+    one.
+    """
     form = FORMATS.get(info.output_format, NONE)
     return form if info.has_reasoning else replace(form, reasoning=None)

@@ -98,7 +98,7 @@ class GatewayServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Start listening. Returns the port. Raises ConfigError when the address is not available."""
+        """Starts to listen. Returns the port. Raises ConfigError if the address is not available."""
         listener = BoundedListener(
             _listen(self._settings.listen),
             connections=self._connections,
@@ -112,7 +112,7 @@ class GatewayServer:
         return int(listener.getsockname()[1])
 
     async def drain(self) -> None:
-        """Admit no more requests. Open ones may finish within the grace period; then they end with an error."""
+        """Admits no more requests. Open ones may finish within the grace period; then they end with an error."""
         _log.info("draining", num_requests=len(self.open_requests))
         self.open_requests.drain()
         with suppress(TimeoutError):
@@ -121,7 +121,7 @@ class GatewayServer:
         self.open_requests.fail_all(unavailable("the gateway stopped before the request's end", code="stopping"))
 
     async def stop(self) -> None:
-        """Stop the server. Answers that are being written get one more second."""
+        """Stops the server. Answers that are being written get one more second."""
         self._http.should_exit = True
         if self._serving is not None:
             await self._serving

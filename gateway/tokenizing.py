@@ -35,7 +35,7 @@ class DetokenizeFields(RequestFields):
 
 
 class TokenizingEndpoint(PostEndpoint):
-    """One of the two endpoints. `answer` makes the answer's JSON from the request's body, or raises ApiError or
+    """One of the two endpoints. `answer` makes the answer's JSON from the request's body; it may raise ApiError or
     BatonError.
     """
 

@@ -64,7 +64,9 @@ def _tool(place: str, tool: Any) -> Tool:
 
 
 def _parameters(place: str, schema: Any) -> str:
-    """Returns the schema as JSON text, or "" if it is absent or empty. Then the function takes no arguments."""
+    """Returns the schema as JSON text, or "" if it is absent or empty, which means that the function takes no
+    arguments.
+    """
     if schema is None or schema == {}:
         return ""
     if not isinstance(schema, dict) or schema.get("type") != "object":

@@ -159,7 +159,7 @@ def new_engine(
 
 
 def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBeside:
-    """Returns how much memory must stay free beside the KV pool; it depends on the number of rows.
+    """Returns the memory that must stay free beside the KV pool, as a function of the number of rows.
 
     Two forwards may be in flight. The memory is for the activations of one, for the hidden states that a draft head
     needs from both, and for segments that wait to be sent.

@@ -28,10 +28,10 @@ class Prompt:
     """The engine's record of one prompt, which is the row with index `index` in the OpenCall of `call_id`.
 
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
-    cache, and `num_kept_tokens` those whose KV was found or left there; while it is queued, those that it would have
-    found when it arrived. `awaited` is the KV of its first tokens that it waits for, because another prompt computes it
-    now. If its output is constrained, it is queued until it has its `matcher`, which has accepted the output in
-    `row.token_ids`.
+    cache. `num_kept_tokens` counts those whose KV was found in the cache or left there; while the prompt is queued,
+    those that were in the cache when it arrived. `awaited` is the KV of its first tokens that it waits for, because
+    another prompt computes it now. If its output is constrained, it is queued until it has its `matcher`, which has
+    accepted the output in `row.token_ids`.
     """
 
     call_id: str
@@ -59,12 +59,14 @@ class Prompt:
 
     @property
     def is_scored(self) -> bool:
-        """Whether log-probabilities of its prompt are wanted. Then all of it is computed, but its KV may be cached."""
+        """Whether log-probabilities of the prompt are wanted. If so, all of it is computed, even tokens whose KV is
+        cached.
+        """
         return self.sampling.num_prompt_logprobs is not None
 
     @property
     def usable_key(self) -> CacheKey | None:
-        """Says which cached KV it may begin with. None means that it begins with none."""
+        """The key of the cached KV with which the prompt may begin, or None if it must begin with none."""
         return None if self.is_scored else self.cache_key
 
     @property
@@ -77,7 +79,7 @@ class Prompt:
 
     @property
     def num_held(self) -> int:
-        """How many of the first tokens' KV the decode service has. It is not sent."""
+        """How many of the prompt's first tokens have their KV in the decode service already, so that it is not sent."""
         return self.row.num_held
 
     @property
@@ -86,7 +88,9 @@ class Prompt:
 
     @property
     def num_uncomputed(self) -> int:
-        """How many tokens are still to compute, or are being computed. For a queued prompt, as far as it is known."""
+        """How many of the prompt's tokens are not computed yet. A queued prompt is expected to find KV that is cached
+        or that it waits for.
+        """
         num_awaited = 0 if self.awaited is None else self.awaited.num_tokens
         return self.num_tokens - max(self.num_kept_tokens, num_awaited)
 

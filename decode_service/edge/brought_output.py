@@ -17,11 +17,9 @@ def ending_of_brought(
 ) -> Ending | None:
     """Returns the ending of a resumed request whose output is already complete, or None if the output goes on.
 
-    A request that brings no output along is not complete, even if it wants none.
-
-    The ending is the one that the earlier stream would have sent if it had not broken. `token_ids` is the output
-    brought along, and `output` has replayed it. The earlier stream sent all its text, so only the ending is left.
-    Raises InvalidRequest if tokens follow the end.
+    It is the ending that the earlier stream would have sent if it had not broken; that stream sent all text.
+    `token_ids` is the output that the request brings along, and `output` has processed it. A request that brings no
+    output along is not complete, even if it wants none. Raises InvalidRequest if tokens follow the end.
     """
     if not token_ids:
         return None

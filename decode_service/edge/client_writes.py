@@ -15,8 +15,8 @@ from common.errors import RequestCancelled
 class ClientWrites:
     """Writes a client's stream with a time-out for slow clients. One task makes all writes, inside a `with` block.
 
-    One timer watches all writes, and is set again when it fires: a timer for each write would cost as much as the write
-    itself.
+    A single timer watches all writes and is set again when it fires, because a timer for each write would cost as much
+    as the write itself.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], *, stall_timeout_s: float) -> None:

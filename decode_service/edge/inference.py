@@ -60,7 +60,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Serves the Inference service on the event loop. Slow work with texts is left to `prompts`."""
+    """Serves the Inference service on the event loop. `prompts` does the slow work with texts, on threads and in
+    processes.
+    """
 
     def __init__(
         self,
@@ -250,10 +252,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return 0 if remaining_s is None else int((self._unix_time() + remaining_s) * 1000)
 
     async def _replay(self, new_output: Callable[[], OutputProcessor], *, num_tokens: int) -> OutputProcessor:
-        """Calls `new_output`, which replays the `num_tokens` output tokens that the request brought along.
+        """Calls `new_output`, which processes the `num_tokens` output tokens that the request brought along.
 
-        Runs on a thread, because replaying may take long, unless there are no tokens. Raises Overloaded if too much
-        text waits for the thread.
+        If there are any, it runs on a thread, because it may take long. Raises Overloaded if too much text waits for
+        the thread.
         """
         if num_tokens == 0:
             return new_output()
@@ -292,7 +294,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     @contextmanager
     def _place(self, context: Context) -> Iterator[None]:
-        """Takes a place among the live requests for a call that needs nothing but the text threads.
+        """A context in which a call that needs only the text threads takes one of the places for live requests.
 
         Raises Draining, EngineLost or Overloaded.
         """

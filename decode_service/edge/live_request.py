@@ -112,7 +112,7 @@ class LiveRequest:
     def fail(self, error: BatonError) -> None:
         """Ends the request with `error`, unless a stop string has already completed its output.
 
-        In that case it ends well, and only the engine's timings are missing.
+        If one has, the request ends successfully, only without the engine's timings.
         """
         if self._ending is not None:
             return
@@ -136,8 +136,8 @@ class LiveRequest:
         self.fail(error)
 
     async def read(self) -> PromptLogprobs | OutputPiece | Ending:
-        """Waits for news and returns it: log-probabilities of the prompt's next tokens, of at most 256; if none are
-        left, all output since the last read; after all of it was read, the ending.
+        """Waits for news and returns it: at first log-probabilities of the prompt, for at most 256 tokens; if none are
+        left, all output since the last read; when all of that was read, the ending.
 
         Raises the error if the request failed.
         """

@@ -143,7 +143,8 @@ class LiveRequests:
 
     def release(self, live: LiveRequest) -> None:
         """Removes the request when its client's stream is over, and aborts it in the engine if needed.
-        To call it again does nothing.
+
+        A second call does nothing.
         """
         if self._by_engine_id.pop(live.engine_id, None) is None:
             return

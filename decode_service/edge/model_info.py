@@ -43,8 +43,8 @@ def model_info(
 
 
 def output_format_of(settings: DecodeSettings, tokenizer: TextTokenizer) -> OutputFormat:
-    """Returns the form in which the model writes reasoning and calls: the configured one, or what its chat template
-    tells.
+    """Returns the form in which the model writes reasoning and calls: the configured one, or else the one that its chat
+    template shows.
     """
     if settings.output_format != "auto":
         return FORMATS[settings.output_format]

@@ -23,8 +23,9 @@ class RequestObserver:
         self._log = structlog.get_logger("decode_service.requests")
 
     def on_tokens(self, live: LiveRequest, num_tokens: int) -> None:
-        """Counts `num_tokens` new tokens, and observes the time between tokens. Tokens that come together share equally
-        the time since the tokens before them.
+        """Counts `num_tokens` new tokens, and observes the time between tokens.
+
+        If several tokens come at once, each counts an equal share of the time since the token before them.
         """
         if num_tokens == 0:
             return

@@ -37,13 +37,16 @@ _TOOL_NAME = re.compile("[a-zA-Z0-9_.:/-]{1,256}")
 MAX_OPTIONS_CHARS = 1 << 18
 """The most characters of a chat's tools and of its `chat_template_kwargs`. Parsing so much takes a few milliseconds."""
 MAX_CONTEXTS = 4
-"""How many contexts of tokens a text may have that is only tokenised, or that is cut to its last tokens."""
+"""The largest number of tokens, in multiples of the model's context, of a text that is only tokenised or that is cut to
+its last tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The model's limits that requests must keep, and the values of sampling options that they leave open where these
-    are not the usual ones. `max_context_tokens` bounds prompt and output together.
+    """The model's limits, which requests must keep, and its own defaults for sampling options, where it has any.
+
+    `max_context_tokens` bounds prompt and output together.
     """
 
     vocab_size: int
@@ -142,7 +145,7 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> Prompt:
 
 
 def check_detokenize(request: inference_pb2.DetokenizeRequest, limits: ModelLimits) -> None:
-    """Checks how many ids there are, and not each of them: there may be millions."""
+    """Checks the number of ids, which may be millions, but not each of them."""
     num_ids, most = len(request.token_ids), MAX_CONTEXTS * limits.max_context_tokens
     if num_ids > most:
         raise InvalidRequest("token_ids", f"{num_ids} tokens are more than {most}, {MAX_CONTEXTS} contexts")

@@ -61,7 +61,7 @@ class RequestTrace:
             self._span.set_attributes(dict(attributes()))
 
     def submitted(self) -> None:
-        """Begins the queue phase, because the engine gets the request now."""
+        """Ends the tokenize phase and begins the queue phase. Call it when the engine gets the request."""
         if self.is_recording:
             self._begin(Phase.QUEUE, self._clock())
 
@@ -94,7 +94,7 @@ class RequestTrace:
                 span.end(self._unix_clock.unix_ns(self._clock()))
 
     def output_written(self) -> None:
-        """Notes that the client's stream has taken some output. The first time, it writes the `first_token` span."""
+        """Writes the `first_token` span at the first call. Call it when the client's stream has taken some output."""
         if self._first_token_s is not None and not self._has_written:
             span = self._child("first_token", self._first_token_s)
             span.end(self._unix_clock.unix_ns(self._clock()))
@@ -122,10 +122,10 @@ class RequestTrace:
         self._phase = None
 
     def _begin(self, phase: Phase, at_s: float) -> None:
-        """Begins a phase's span at `at_s` and ends the one before.
+        """Begins a phase's span at `at_s` and ends that of the phase before.
 
-        If the phase before began later than `at_s`, that time is taken instead: edge and engine share a clock, but
-        their reports may come out of order.
+        If the phase before began later than `at_s`, the new span begins at that time instead: edge and engine share a
+        clock, but their reports may come out of order.
         """
         self._phase_start_s = at_s = max(at_s, self._phase_start_s)
         if self._phase is not None:

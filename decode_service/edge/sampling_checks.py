@@ -33,9 +33,9 @@ MAX_BIAS = 100.0
 class SamplingRequest:
     """The checked sampling values of a request. `seed` and `max_tokens` are None if the request does not set them.
 
-    `skips_special_tokens`, `shown_special_tokens` and `includes_stop` say what the text has of special tokens and of
-    what ends the output. What `bad_words` forbid is not yet among the token rules of `resolved`: it takes a tokenizer.
-    `resolved` has all other values, and placeholders for the first two.
+    `skips_special_tokens` and `shown_special_tokens` say which special tokens the text shows, and `includes_stop`
+    whether it shows the stop string or token that ends the output. `resolved` has all other values, with placeholders
+    for `seed` and `max_tokens`, and without token rules for `bad_words`, which need a tokenizer.
     """
 
     seed: int | None
@@ -59,7 +59,9 @@ def check_sampling(
     *,
     defaults: Mapping[str, float],
 ) -> SamplingRequest:
-    """Checks the values. `defaults` are those of options that are absent, where they are not the usual ones."""
+    """Checks the sampling values of a request and returns them. `defaults` are the model's own values for absent
+    options.
+    """
     if params.HasField("n") and params.n != 1:
         raise InvalidRequest(
             "sampling.n", f"only 1 is served, not {params.n}: send several requests, each with a choice_index"

@@ -30,8 +30,8 @@ class Unread:
 
     `captured` [T, states * H] are the target's hidden states at these tokens: those of several layers side by side,
     each of size H. `next_ids` [T] is the token that follows each, which the head reads together with it. `last` [B] is,
-    for each entry of the batch, the index of its last token that counts; any tokens of the entry after that belong to
-    refused drafts.
+    for each entry of the batch, the index of its last token that counts; the entry's tokens after that one belong to
+    rejected drafts.
     """
 
     window: ForwardInput

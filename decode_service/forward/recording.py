@@ -34,8 +34,7 @@ def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo | None], *, voca
     """Returns how many bytes of results the recorded forwards keep, for all shapes together.
 
     A shape is a batch size, up to `max_rows`, with a number of tokens per row. Each token of a shape has its logits,
-    and `state_bytes` of hidden states. None in `spec_infos` is the step of a
-    service without a draft head.
+    and `state_bytes` of hidden states. None in `spec_infos` is the step of a service without a draft head.
     """
     tokens_a_row = {num_step_tokens(spec_info) for spec_info in spec_infos}
     num_tokens = sum(batch_sizes(max_rows)) * sum(tokens_a_row)

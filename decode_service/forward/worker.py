@@ -22,8 +22,7 @@ from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayPayload
 
 OnPublish = Callable[[Cell[Tensor]], None]
-"""Called when the step is enqueued, at most once, with the cell that will hold its new_seq_lens
-[B]. It knows the rows.
+"""Called at most once, while the step is enqueued, with the cell that will hold the new lengths [B] of the step's rows.
 """
 
 

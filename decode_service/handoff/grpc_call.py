@@ -128,7 +128,7 @@ class GrpcCall:
     async def _read_frames(self, stream: Stream) -> None:
         """Reads frames from the gRPC call `stream` and posts them, until the replica ends the call.
 
-        While a frame is decoded, the next one is read already, if the budget has room for the first.
+        If the budget has room for a frame, the next one is already read while the first is decoded.
         """
         reading = begin_read(stream.read())
         accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
@@ -146,9 +146,9 @@ class GrpcCall:
     async def _take(self, data: bytes, num_taken: int) -> None:
         """Decodes the frame in `data` and posts it.
 
-        `num_taken` bytes of the budget are taken for the frame already: as many as `data` has, or 0 if there was no
-        room. A segment keeps as many as its KV has, until it has landed. If that is more, because there was no room or
-        because the KV lies in lent memory and not in `data`, it first waits until the budget has room for its KV. All
+        `num_taken` is how many bytes of the receive budget were taken for the frame: as many as `data` has, or 0 if
+        there was no room. A segment needs as many bytes as its KV has, until the KV has landed. It waits for them if
+        `num_taken` is too small, because there was no room or because the KV lies in lent memory and not in `data`. All
         other bytes are given back.
         """
         try:

@@ -31,7 +31,9 @@ _CHECK = "/grpc.health.v1.Health/Check"
 _GET_LOAD, _GET_FINGERPRINT = f"/{PREFILL_SERVICE}/GetLoad", f"/{PREFILL_SERVICE}/GetFingerprint"
 _MAX_ANSWER_FIELDS = 1024
 _MAX_DOUBLINGS = 7
-"""The number of times that the wait before a lost pool is opened again may double. Each loss breaks running calls."""
+"""How many times in a row the wait before a lost pool is opened again may double. The wait grows because each loss
+breaks the calls that read the pool.
+"""
 
 _log = structlog.get_logger(__name__)
 
@@ -87,7 +89,7 @@ class GrpcReplica:
         return next(self._turns)
 
     async def look(self, timeout_s: float) -> Replica:
-        """Polls the replica and returns its state, within `timeout_s` for each request.
+        """Polls the replica and returns its state. Each request of the poll may take `timeout_s`.
 
         If a new process answers at the address, its fingerprint is compared first.
         """
@@ -173,7 +175,7 @@ class GrpcReplica:
             self._retry_pool_later("NIXL: its process is not there now")
 
     def _follow_pool(self) -> None:
-        """Takes a pool that was opened since the last poll, and drops a lost one."""
+        """Begins to use a pool that was opened since the last poll, and drops a lost one."""
         if self._opening is not None and self._opening.done():
             opening, self._opening = self._opening, None
             if (error := opening.exception()) is None:

@@ -84,7 +84,7 @@ class GrpcReplicas:
         return watched.seen.error or watched.replica
 
     def lost(self, address: str, error: PrefillUnavailable) -> None:
-        """Marks a replica as not ready, because a call to it was lost with `error`. Polls it at once, to see if it is.
+        """Marks a replica as not ready, because a call to it was lost with `error`, and polls it at once.
 
         An unknown address is ignored.
         """

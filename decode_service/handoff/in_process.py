@@ -46,11 +46,11 @@ class _Call:
 
 
 class InProcessTransport:
-    """A HandoffTransport whose only replica is a prefill engine in this process. It keeps up to `max_cached_tokens`.
+    """A HandoffTransport whose only replica is a prefill engine in this process.
 
-    The prefill engine reports by `frame_ready`, `call_done` and `peer_lost`. Frames wait here while the receive budget
-    is full. The prefill engine's send budget bounds them, because a segment counts as sent only after it was posted to
-    the decode engine.
+    That engine keeps the KV of up to `max_cached_tokens` for later rows. It reports by calling `frame_ready`,
+    `call_done` and `peer_lost`. Frames wait here while the receive budget is full. The engine's send budget bounds how
+    many, because a segment counts as sent only after it was posted to the decode engine.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import asyncio
 class ReceiveBudget:
     """Grants bytes to Handoff calls in the order in which they asked. Not thread-safe.
 
-    While nothing is granted, `try_take` grants bytes above the limit too, so that any segment can pass.
+    While no bytes are granted, `try_take` may grant more than the limit, so that any segment can pass.
     """
 
     def __init__(self, limit_bytes: int) -> None:

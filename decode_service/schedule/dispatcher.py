@@ -37,22 +37,24 @@ from decode_service.schedule.schedule_batch import ReadyRows
 from decode_service.schedule.waiting_queue import WaitingQueue
 
 _HEADROOM_TOKENS = 16
-"""Slots left free for each row at admission, so that a newly admitted request does not soon cause a retraction."""
+"""Slots that stay free for each row in use when a request gets a row, so that a new request does not soon cause a
+retraction.
+"""
 
 _FALLBACK_AFTER_S = 1.0
-"""How long no replica is ready before requests of any length are computed here. A replica that loses a call counts as
-not ready until it is looked at again, and at the start none has been looked at. This is twice the interval of looks, so
-that no long prompt begins here while the replica is well.
+"""For how long no replica must be ready before this service computes requests of any length itself. A replica that has
+lost a call, or was never polled, counts as not ready until its next poll. This is twice the interval of polls, so that
+no long prompt is computed here only because a poll has not come yet.
 """
 
 _WORTH_HOME = 4
-"""A prompt longer than a short one is computed here if a replica would have to compute so many times as much of it:
-here it takes turns with the running rows.
+"""A prompt that is not short is computed here only if every replica lacks so many times as many of its tokens as this
+service, because here it delays the running rows.
 """
 
 _LOOK_INTERVAL_S = 1.0
-"""How long the waiting requests are at most left alone when nothing is seen to have changed. Only a change that is not
-seen costs that much.
+"""The longest time between two looks at the waiting queue. A change that may let a request start is seen at once in
+most cases, and otherwise after this time.
 """
 
 
@@ -66,7 +68,7 @@ class _Spared:
     num_tokens: int = 0
 
     def add(self, num_tokens: int) -> None:
-        """Spares a row with `num_tokens` slots of its own."""
+        """Keeps one more row free, with `num_tokens` slots of its own."""
         self.num_rows += 1
         self.num_tokens += num_tokens
 
@@ -79,16 +81,16 @@ class PrefillDispatcher:
     for its tokens, or all refused it; waiting for slots or for KV does not count. It fails at once if all replicas are
     ready, it is too long for each, and no larger one may come; or if all have another fingerprint and no others may
     come. A refused request is retried after at most `unavailable_timeout_s`, even if the replica asks for a longer
-    wait. A row and slots that an older request will need, which was refused or waits for KV, are not given to a younger
-    one.
+    wait. If an older request was refused or waits for KV, no younger one gets the row and the slots that it will need.
 
     A request waits while much of its KV is on its way for another one. Then it gets a row that shares that KV, and asks
     for the rest. A request of which at most `local_prefill_tokens` are left to compute is handed to no replica: `local`
-    computes it. If that is not 0, it also computes, one at a time, longer ones of which every replica lacks much more.
+    computes it. Unless that number is 0, `local` also computes longer requests of which every replica lacks much more
+    than this service, one at a time.
 
-    With `prefill_fallback` nothing fails because no replica is ready. Soon after the last one was, and until one is
-    again, it `is_degraded`: `local` computes every request, at most one long one at a time. It posts
-    DegradedChanged when that begins and ends.
+    With `prefill_fallback` no request fails because no replica is ready. Shortly after the last replica has stopped
+    being ready, `is_degraded` becomes True: `local` computes every request, at most one long one at a time, until a
+    replica is ready again. DegradedChanged is posted when that begins and ends.
     """
 
     def __init__(
@@ -147,8 +149,8 @@ class PrefillDispatcher:
 
     @property
     def _degraded_from_s(self) -> float:
-        """When requests of any length are computed here, if no replica is ready by then. Infinite if one is ready, or
-        none are computed here at all.
+        """The time, by the engine's clock, from which requests of any length are computed here, if no replica gets
+        ready before. It is infinite if a replica is ready, or if the service computes only short prompts itself.
         """
         since_s = self._replicas.none_ready_since_s
         return since_s + _FALLBACK_AFTER_S if self._falls_back and since_s is not None else math.inf
@@ -232,9 +234,9 @@ class PrefillDispatcher:
     def hand_off(self) -> None:
         """Reserves rows for waiting requests in turn and starts the calls to replicas.
 
-        Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows. The queue is looked at when
-        something has changed that may let a request start or fail, and now and then: a long queue costs the other steps
-        nothing.
+        Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows. The method looks through the
+        queue only if something has changed that may let a request start or fail, or if it has not done so for a while.
+        So a long queue costs most steps nothing.
         """
         now_s = self._clock()
         self._update_degraded(now_s)
@@ -303,19 +305,23 @@ class PrefillDispatcher:
             self._post(DegradedChanged(False))
 
     def _changes(self) -> tuple[int, ...]:
-        """Returns numbers of which one is new when a request may start that could not at the last look.
+        """Returns a tuple. If it differs from that of the last look at the queue, a request may start that could not
+        start then.
 
-        For changes of the replicas, `update_replicas` forgets the last look.
+        Changes of the replicas are not part of it: `update_replicas` makes the next `hand_off` look at the queue
+        anyway.
         """
         local = self._local
         return self._waiting.num_changes, self._pool.num_changes, local.num_short_left, local.has_long
 
     def _stays_home(self, req: Request) -> bool:
-        """Returns whether the request is computed here: so little of it is left to compute, or no replica is ready.
+        """Returns whether this service computes the request's prompt itself, instead of handing it to a replica.
 
-        Short prompts that are being computed here count too, so that a burst of them does not hold up the running rows.
-        A longer prompt stays if every replica would have to compute several times as much: what was computed here is
-        not there, and without this rule one long turn would have a whole chat of short ones computed again.
+        It does if little of the prompt is left to compute, together with what is left of the short prompts that it
+        computes already: so a burst of them does not hold up the running rows. It computes at most one longer prompt at
+        a time: any, if no replica is ready; else one of which every replica would have to compute several times as many
+        tokens. That is so after a long turn of a chat whose short turns were computed here, because their KV is in no
+        replica's cache.
         """
         if not (self._local_prefill_tokens or self.is_degraded):
             return False
@@ -334,11 +340,13 @@ class PrefillDispatcher:
 
     @property
     def _max_short_tokens(self) -> int:
-        """The most tokens that short prompts which are computed here have left, together."""
+        """The most tokens that all short prompts computed here may have left, together."""
         return self._local.max_chunk_tokens if self.is_degraded else self._local_prefill_tokens
 
     def _begin_to_wait(self, req: Request) -> AwaitedKv | None:
-        """Lets the request wait if much of its KV is on its way for another one. Returns the KV that it waits for."""
+        """Makes the request wait if much of its KV is on its way for another request. Returns the KV that it waits for,
+        or None if it does not wait.
+        """
         req.awaited = None
         if self._pool.num_free_rows:
             req.awaited = awaited_kv(self._pool, req.usable_key, self._lives.bringing_kv)
@@ -346,12 +354,16 @@ class PrefillDispatcher:
 
     @property
     def _may_start_younger(self) -> bool:
-        """Whether another request may start where no replica takes the oldest one, because it is shorter."""
+        """Whether a younger request may start although no replica takes an older one, because the younger one is
+        shorter.
+        """
         return self._replicas.none_ready_since_s is None or self._local.num_short_left < self._max_short_tokens
 
     def _reserve(self, req: Request, spared: _Spared, *, stays_home: bool) -> RowLease | None:
-        """Reserves a row for `req`, and slots for the KV that it will have here. Returns None if too few are left
-        beside what is `spared`.
+        """Reserves a row for `req`, with slots for the KV that it will have here. Returns None if too few are free.
+
+        Rows and slots that are `spared` do not count as free, nor do some slots for each row in use. `stays_home` means
+        that this service computes the prompt itself.
         """
         if self._pool.num_free_rows <= spared.num_rows:
             return None
@@ -391,10 +403,10 @@ class PrefillDispatcher:
 
     def _excuse_waiting(self, now_s: float) -> None:
         """Extends the waiting limit of refused requests by the time for which they waited for this service's slots, or
-        for KV that is on its way for another one.
+        for KV that is on its way for another request.
 
-        That is the time since the last look at the queue, if slots were short or the KV was not there then. A request
-        that is too long for every replica gets no extension, because it waits for neither.
+        That is the time since the last look at the queue, if at that look slots were too few or the KV had not come. A
+        request that is too long for every replica gets no extension, because it waits for neither.
         """
         for req in self._waiting:
             if req.refused_since_s is None or req.not_before_s > now_s:
@@ -405,7 +417,8 @@ class PrefillDispatcher:
                 req.refused_since_s += now_s - max(self._looked_s, req.not_before_s, req.since_s)
 
     def _fail_overdue(self, now_s: float) -> float:
-        """Fails the waiting requests that no replica will take in time: none is ready, or they are too long for each.
+        """Fails the waiting requests that no replica takes in time, because none is ready or the request is too long
+        for each.
 
         Returns when the next one may fail, or may be retried after a refusal, by the engine's clock.
         """
@@ -423,9 +436,10 @@ class PrefillDispatcher:
         return next_s
 
     def _failure_of(self, req: Request, now_s: float) -> tuple[BatonError, float] | None:
-        """Returns the error with which the request fails if no replica changes, and when. Returns None if it does not.
+        """Returns the error with which the request fails if the replicas stay as they are, and when, by the engine's
+        clock.
 
-        It fails at once if waiting cannot help.
+        Returns None if the request does not fail. The time is now if waiting cannot help.
         """
         if self._degraded_from_s < math.inf:
             return None

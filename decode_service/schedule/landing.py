@@ -59,7 +59,8 @@ class LandingRow:
     """A row whose KV is arriving, with what was received so far.
 
     `missing` maps each layer group to a [layers, tokens] mask of KV that has not come. `num_scored` counts the first
-    tokens of its prompt whose log-probabilities this attempt has brought, or which have none: the first one.
+    tokens of the prompt whose log-probabilities have come in this attempt. The very first token, which has none, counts
+    too.
     """
 
     req: Request
@@ -245,7 +246,7 @@ class LandingZone:
         return None
 
     def take_frame(self, call_id: str, frame: Frame) -> Sequence[FirstKv | Scored | AllComputed | LostRow]:
-        """Applies one frame. Returns the news about its rows. Rows that the call does not have any more are left out.
+        """Applies one frame. Returns the news about its rows, except for rows that have left the call.
 
         Raises FrameRejected and applies nothing if the frame does not fit the row it names.
         """
@@ -276,7 +277,7 @@ class LandingZone:
         ]
 
     def poll(self) -> Landed:
-        """Takes note of the copies that the landing stream has finished. Returns the changes since the last poll.
+        """Frees the segments whose copies the landing stream has finished. Returns the changes since the last poll.
 
         Raises the error with which the device or the stream failed, if it did.
         """
@@ -446,10 +447,10 @@ class LandingZone:
             raise FrameRejected(index, f"bytes_sent names {sorted(columns.bytes_sent)}")
 
     def _check_drafts(self, index: int, drafts: list[int], *, is_tree: bool) -> None:
-        """Raises FrameRejected if one of the first `drafts` is not in the vocabulary, or is there twice in a tree.
+        """Raises FrameRejected if a token in `drafts` is not in the vocabulary, or is there twice in a tree.
 
-        They are from the draft seed of row `index` of the call. A tree's first drafts are siblings, so no token may
-        occur twice: it would be accepted twice.
+        `drafts` are the first drafts in the draft seed of row `index` of the call. A tree's first drafts are siblings,
+        so no token may occur twice: it would be accepted twice.
         """
         if not all(0 <= draft < self._vocab_size for draft in drafts):
             raise FrameRejected(index, f"{TOPK_INDEX} {drafts} is not in the vocabulary")

@@ -83,9 +83,9 @@ RULES: Mapping[Phase, Rule] = {
 class Lives:
     """Holds every live request and moves it from phase to phase. Only the engine thread calls it.
 
-    It is the only writer of a request's phase, lease and seconds. `requests` are all by id, and `bringing_kv` those
-    that hold a row whose KV is on its way. `clock` is the engine's (monotonic seconds); `post` takes events for the
-    edge.
+    It is the only writer of a request's phase, lease and seconds. `requests` holds all of them by id, and `bringing_kv`
+    those that hold a row while KV of their prompt is on its way. `clock` is the engine's (monotonic seconds); `post`
+    takes events for the edge.
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class Lives:
         lost: str = "",
         was_retracted: bool = False,
     ) -> None:
-        """Moves the request to `phase`: from one component to another, and releases its row if `phase` has none.
+        """Moves the request to `phase`, and to the component where it is in that phase. Releases its row if it holds
+        none there.
 
         `lease` is the row that the request gets now, or None if it gets none. `at_s` is when the phase begins, by the
         engine's clock; None means now. `replica`, `lost` and `was_retracted` only go into the PhaseBegan event, which
@@ -183,8 +184,9 @@ class Lives:
             self._pool.forget(req.lease)
 
     def _keep(self, req: Request) -> None:
-        """Leaves the request's KV in the prefix cache: that of all its tokens but the last, which has none yet, and of
-        the tokens that the draft head has not read.
+        """Leaves the request's KV in the prefix cache, as far as it is complete.
+
+        The last token has no KV yet, and the tokens that the draft head has not read lack the KV of the head.
         """
         assert req.lease is not None
         if req.lease.prefix is not None and (key := req.cache_key) is not None:

@@ -2,9 +2,9 @@
 
 begin ──▶ chunk on the forward stream, before the next decode step ──▶ ... ──▶ last chunk ──▶ first token: ready
 
-A request comes here when little of its prompt is left to compute, or when no prefill replica is ready and the service
-may do without. Its KV is written to its own slots, so nothing is handed over. A ready request joins the running batch
-like one whose KV has landed.
+A request comes here when little of its prompt is left to compute, when every replica lacks much more of it, or when no
+prefill replica is ready and `prefill_fallback` is on. Its KV is written to its own slots, so nothing is handed over. A
+ready request joins the running batch like one whose KV has landed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
 
 _FALLBACK_CHUNK_TOKENS = 256
-"""The most tokens in a forward while no replica is ready: enough that a chunk takes longer to compute than the model's
-weights take to be read, and no more than a CPU's fused forward of the decode service takes.
+"""The most tokens in a forward while no replica is ready. Computing so many takes longer than reading the model's
+weights from memory, and a CPU's fused forward takes no more at once.
 """
 
 
@@ -50,8 +50,8 @@ def local_chunk_tokens(*, local_prefill_tokens: int, prefill_fallback: bool) -> 
 class LocalPrompt:
     """A request whose prompt is computed here. `token_ids` [N] int64 are its prompt and output so far.
 
-    A long prompt is one that did not fit in a chunk, beside the short ones, when it began. `sampling` is what the
-    request wanted then.
+    `is_long` means that, when it began, it did not fit in one chunk together with the short prompts. `sampling` are its
+    sampling parameters as they were then.
     """
 
     req: Request
@@ -88,8 +88,8 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What chunks that have ended give: log-probabilities of prompts, the requests that are ready now, and those whose
-    forward failed.
+    """The outcome of the chunks that have ended: log-probabilities of prompts, the requests that are ready now, and
+    those whose forward failed.
     """
 
     scored: tuple[tuple[Request, PromptLogprobs], ...] = ()
@@ -98,8 +98,8 @@ class Collected:
 
 
 class LocalPrefill:
-    """The requests whose prompts are computed here. Only the engine thread calls it, and nothing waits for a forward
-    but `await_chunks`.
+    """Computes prompts on the decode service's forward stream. Only the engine thread calls it. `await_chunks` is the
+    only method that waits for a forward.
 
     One forward of chunks is in flight at a time, of at most `max_chunk_tokens` tokens. So the running rows wait for at
     most one such forward from one of their tokens to the next. Prompts take turns: one that got tokens of a chunk goes
@@ -118,7 +118,9 @@ class LocalPrefill:
         stream: Stream,
         max_chunk_tokens: int,
     ) -> None:
-        """`stream` is the forward stream of the decode steps. `draft_topk` is the number of first drafts of a seed."""
+        """Creates it without prompts. `stream` is the forward stream of the decode steps, and `draft_topk` the number
+        of first drafts in a draft seed.
+        """
         self._pool = pool
         self._device = device
         self._stream = stream
@@ -146,7 +148,7 @@ class LocalPrefill:
 
     @property
     def num_short_left(self) -> int:
-        """How many tokens of all short prompts are not launched yet."""
+        """The number of tokens of all short prompts together whose forward is not launched yet."""
         return sum(prompt.num_left for prompt in self._prompts.values() if not prompt.is_long)
 
     @property
@@ -155,7 +157,7 @@ class LocalPrefill:
         return any(prompt.is_long for prompt in self._prompts.values())
 
     def begin(self, req: Request) -> None:
-        """Takes a request that has its row. The KV of its cached prefix is there already."""
+        """Takes a request that has got its row, in which the KV of its cached prefix is already there."""
         assert req.lease is not None
         token_ids = np.array(req.token_ids, np.int64)
         num_cached = req.lease.num_cached
@@ -163,7 +165,9 @@ class LocalPrefill:
         self._prompts[req] = LocalPrompt(req, token_ids, req.lease, req.attempt_sampling, num_cached, is_long)
 
     def forget(self, req: Request) -> None:
-        """Gives the request up. A chunk in flight still writes to its row, which stays in quarantine meanwhile."""
+        """Stops computing the request's prompt. A chunk in flight may still write to its row, which stays in quarantine
+        until that chunk has ended.
+        """
         self._prompts.pop(req, None)
 
     def launch(self) -> bool:
@@ -199,8 +203,10 @@ class LocalPrefill:
         return True
 
     def await_chunks(self, timeout_s: float) -> None:
-        """Waits for the chunks in flight, because there is nothing else to do. Raises as `Event.synchronize` does,
-        except for the failure of the chunks' own forward.
+        """Waits until the chunks in flight have ended. The engine calls it when it has nothing else to do.
+
+        Raises the errors of `Event.synchronize`, but not the failure of the chunks' own forward, which `collect`
+        reports.
         """
         if self._in_flight is None:
             return
@@ -211,7 +217,9 @@ class LocalPrefill:
                 raise
 
     def collect(self) -> Collected:
-        """Takes the chunks that have ended. Raises the error of a failed device or stream."""
+        """Returns the outcome of the chunks that have ended since the last call. Raises the error of a failed device or
+        stream.
+        """
         launched = self._in_flight
         if launched is None or not launched.end.is_done():
             return Collected()

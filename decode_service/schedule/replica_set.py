@@ -1,8 +1,8 @@
 """The prefill replicas: what is known of each, and the choice of the one that a row is handed to.
 
-    cost of a replica = tokens of the row that it has to compute + tokens that it has to compute before
+    cost of a replica = tokens of the row that it has to compute + tokens that it has to compute before them
 
-While some idle replica has room for the row, what another would have to evict for it is part of the other's cost. What
+While some idle replica has room for the row, the cost of another includes the tokens that it would have to evict. What
 a replica has cached is known from the rows that were handed to it and from the number of tokens that it says it
 evicted. It is an estimate, and a wrong one costs time only: the replica computes what it does not have.
 """
@@ -21,18 +21,18 @@ from common.kv.prefix_tree import PrefixTree
 from decode_service.messages import Replica, ReplicasChanged
 
 _MAX_KNOWN_TOKENS = 1 << 22
-"""The most cached tokens that are known of one replica. A token takes 16 bytes."""
+"""The most tokens that this service remembers as cached at one replica. Each takes 16 bytes here."""
 
 _EVICTION_COST = 3
-"""The cost of a token that is evicted, in tokens to compute, while another replica is idle and has room. So a row
-leaves an idle replica that is full if more than a quarter of its tokens are not cached there.
+"""How many tokens to compute an evicted token counts as, while some idle replica has room for the row. So an idle
+replica that is full gets the row only if at most a quarter of the row's tokens are not cached there.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The choice for one row: the address of its replica, how many of its first tokens should be cached there, and how
-    many are left for the replica to compute.
+    """The choice for one row: the address of its replica, how many of its first tokens are expected to be cached there,
+    and how many are left for the replica to compute.
     """
 
     replica: str
@@ -43,8 +43,9 @@ class Route:
 class KnownPrefixes:
     """The prompts that one process of a replica has cached, as far as this service knows.
 
-    A prompt counts as cached from its handoff on, because the replica lets prompts wait for one that it computes if
-    they begin alike. One that was refused or lost goes on counting until it is evicted here.
+    A prompt counts as cached from its handoff on: if another one with the same beginning comes while the replica
+    computes it, the replica lets that one wait for its KV. A prompt that was refused or lost still counts, until it is
+    evicted here.
     """
 
     def __init__(self, replica: Replica, *, lookahead: int) -> None:
@@ -61,16 +62,16 @@ class KnownPrefixes:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the replica keeps anything."""
+        """Whether the replica keeps KV for later rows."""
         return self._max_tokens > 0
 
     @property
     def fullness(self) -> float:
-        """The share of what the replica can keep that is known; infinite if it keeps nothing."""
+        """The number of known tokens, divided by the number that the replica can keep; infinite if it keeps none."""
         return self.num_tokens / self._max_tokens if self.has_cache else math.inf
 
     def num_cached(self, key: CacheKey | None) -> int:
-        """Returns how many tokens of a row with `key` the replica should find cached, one fewer than all at most."""
+        """Returns how many tokens of a row with `key` the replica is expected to find cached: at most all but one."""
         if key is None:
             return 0
         return min(self._tree.num_cached(key.token_ids, key.namespace), len(key.token_ids) - 1)
@@ -89,15 +90,16 @@ class KnownPrefixes:
         self._tree.let_go(held)
 
     def update(self, replica: Replica, *, num_outstanding: int) -> None:
-        """Evicts as much as the replica evicted since the last update, as far as it is likely to be known here.
+        """Forgets known tokens as the replica reports evictions, those used least recently first.
 
-        The replica keeps what other services handed to it too. So the known tokens give up their share of what it
-        evicted, by their share of what it can keep, and those used least recently go first. What `add` has evicted
-        for new tokens is part of it, however many reports tell of it.
+        The replica also keeps tokens that other services handed to it. So of the tokens that it evicted since the last
+        update only a share is taken from the known ones: the number of known tokens divided by the number that it can
+        keep. What `add` has already evicted to make room counts as part of that share, even if several reports tell of
+        it.
 
-        `num_outstanding` counts the tokens that the replica is to compute for this service's rows. It has evicted for
-        all others, or never will because they were refused, lost or cancelled. So room that was made for rows which had
-        ended at the last update is forgotten.
+        `num_outstanding` counts the tokens that the replica is still to compute for this service's rows. For all other
+        rows it has evicted already, or never will because they were refused, lost or cancelled. So room that `add` made
+        for rows that had ended before the last update no longer counts.
         """
         self._num_made_room = min(self._num_made_room, self._num_unreported)
         self._num_unreported = num_outstanding
@@ -112,8 +114,8 @@ class KnownPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The cost of handing a row to one replica, as a number of tokens. It counts the tokens that the replica has to
-    compute for the row, those that it has to compute before, and those for which it must evict cached ones.
+    """The cost of handing a row to one replica, in tokens: `num_uncomputed` that the replica has to compute for the
+    row, `num_before` that it has to compute before those, and `num_evicted` cached ones that it must evict for the row.
     """
 
     address: str
@@ -124,17 +126,18 @@ class _Offer:
 
     @property
     def has_room_now(self) -> bool:
-        """Whether the replica can compute the row at once and keep it, and evicts nothing for it."""
+        """Whether the replica can begin with the row at once, and can keep its KV without evicting anything."""
         return self.known.has_cache and not self.num_before and not self.num_evicted
 
 
 class ReplicaSet:
     """The prefill replicas as last reported.
 
-    `none_ready_since_s` is the time, by the engine's clock, since which no replica is ready. It is None while one is.
-    `num_known_tokens` says how many tokens each replica that was ever ready should have cached, by its address; it is
-    replaced, never changed. `lookahead` is that of the replicas' prefix caches. Without `routes_by_prefix` no replica
-    counts as having anything.
+    `none_ready_since_s` is the time, by the engine's clock, since which no replica is ready, or None while one is
+    ready. `num_known_tokens` maps the address of each replica that was ever ready to the number of tokens that it is
+    expected to have cached; the mapping is replaced, never changed. `lookahead` is the number of tokens after a
+    position on which the KV of that position depends: 0 without a draft head. Without `routes_by_prefix` rows are
+    routed as if nothing were cached.
     """
 
     def __init__(self, *, now_s: float, lookahead: int, routes_by_prefix: bool) -> None:
@@ -151,8 +154,8 @@ class ReplicaSet:
     def update(self, changed: ReplicasChanged, now_s: float, *, num_outstanding: Mapping[str, int]) -> None:
         """Takes the replicas' new states.
 
-        `num_outstanding` says for each address how many tokens the replica is to compute for this service's rows. What
-        a new report counts beyond them are other services' tokens, which count until the next report.
+        `num_outstanding` says for each address how many tokens the replica is to compute for this service's rows. If
+        the replica itself reports more, the others are those of other services, and count until its next report.
         """
         self._num_of_others = {
             replica.address: self._num_of_others[replica.address]
@@ -179,9 +182,11 @@ class ReplicaSet:
         return self._none_ready_since_s
 
     def _known_of(self, replica: Replica, num_outstanding: int) -> KnownPrefixes | None:
-        """Returns what is known of the process that serves at the replica's address. Returns None if none ever did.
+        """Returns what is known of the process that serves at the replica's address, or None if none was ready there
+        yet.
 
-        A replica that is not ready may be ready again, with all that it had.
+        It stays known while the replica is not ready, because the same process may become ready again with all that it
+        had.
         """
         known = self._known.get(replica.address)
         if not replica.is_ready:
@@ -193,9 +198,9 @@ class ReplicaSet:
         return known
 
     def candidates(self, *, avoid: str, num_tokens: int) -> Sequence[Replica]:
-        """Returns the ready replicas that take `num_tokens` tokens.
+        """Returns the ready replicas that take rows of `num_tokens` tokens.
 
-        The one at the address `avoid` is left out if there are others.
+        The replica at the address `avoid` is left out if there are others.
         """
         ready = [replica for replica in self._replicas if replica.is_ready and replica.takes(num_tokens)]
         return [replica for replica in ready if replica.address != avoid] or ready
@@ -209,16 +214,18 @@ class ReplicaSet:
         num_tokens: int,
         num_outstanding: Mapping[str, int],
     ) -> Route:
-        """Chooses one of `candidates`, of which there must be some, for a row of `num_tokens` tokens.
+        """Chooses one of `candidates`, which are not empty, for a row of `num_tokens` tokens. Notes that it will have
+        the row's tokens cached.
 
-        Notes that the row's tokens will be cached there. `key` is the row's in the prefix cache; None if it uses none.
-        Without `uses_cached` the row is computed as a whole, whatever is cached.
-        `num_outstanding` is that of `update`, as it is now. Of two that cost the same, the one that computes less is
-        chosen, and of two that compute the same the one whose cache is less full, so that idle replicas fill evenly.
+        `key` is the row's in the prefix cache; None if it uses none. Without `uses_cached` the row is computed as a
+        whole, whatever is cached. `num_outstanding` says for each address how many tokens the replica is to compute for
+        this service's rows. Of two that cost the same, the one that computes less is chosen, and of two that compute
+        the same the one whose cache is less full, so that idle replicas fill evenly.
 
         While some idle replica has room for the row, tokens that the others would have to evict for it cost more.
         Otherwise all conversations with one beginning would share the cache of one replica, if they come one after the
-        other. Room draws no rows to a replica that has something to compute: it would get all rows until it is full.
+        other. A replica that has something to compute gets no rows because of its room: it would get all rows until it
+        is full.
         """
         if not self._routes_by_prefix:
             key = None
@@ -237,9 +244,10 @@ class ReplicaSet:
         return Route(best.address, num_tokens - best.num_uncomputed, best.num_uncomputed)
 
     def least_uncomputed(self, candidates: Sequence[Replica], key: CacheKey | None, num_tokens: int) -> int:
-        """Returns how many of a row's `num_tokens` tokens the one of `candidates` lacks that has most of them.
+        """Returns the number of tokens, of a row's `num_tokens`, that the candidate with the most of them cached has to
+        compute.
 
-        Returns 0 if there is none, or if it is not known what they have.
+        Returns 0 if there are no candidates, or if rows are not routed by prefix, so that nothing is known.
         """
         if not self._routes_by_prefix:
             return 0
@@ -260,7 +268,8 @@ class ReplicaSet:
         )
 
     def too_long_error(self, num_tokens: int) -> BatonError | None:
-        """Returns why no ready replica takes `num_tokens` tokens. Returns None if one does, or if none is ready.
+        """Returns the error of a row of `num_tokens` tokens that is too long for every ready replica. Returns None if
+        one takes it, or if none is ready.
 
         The error is PrefillUnavailable if waiting may help: if some replica is not ready, or if other replicas may come
         and one that took so many tokens was ready before. Otherwise it is ContextExceeded.
@@ -282,8 +291,8 @@ class ReplicaSet:
         return self._mismatch is not None and not self._others_may_come
 
     def unavailable_error(self) -> BatonError:
-        """Returns why no replica is ready: FingerprintMismatch if all have a different fingerprint, else
-        PrefillUnavailable.
+        """Returns the error of a request while no replica is ready: FingerprintMismatch if all have a different
+        fingerprint, else PrefillUnavailable.
         """
         if (mismatch := self._mismatch) is not None:
             return mismatch
@@ -292,7 +301,7 @@ class ReplicaSet:
 
     @property
     def causes(self) -> str:
-        """Why each replica that is not ready is not, in words."""
+        """The addresses of the replicas that are not ready, each with the reason, as one text."""
         return "; ".join(f"{r.address}: {r.error or 'is not ready'}" for r in self._replicas if not r.is_ready)
 
     @property

@@ -1,4 +1,6 @@
-"""The engine's record of one request, from admission to its terminal event, and of a row that one loses."""
+"""The engine's record of one request, from admission to its terminal event, and the report of a row that a request
+loses.
+"""
 
 from __future__ import annotations
 
@@ -88,22 +90,22 @@ class RowTokens(Protocol):
 class Request:
     """The engine's record of one live request. Only `Lives` writes `phase`, `lease` and `seconds`.
 
-    `past_ids` are the prompt and the output up to the last time the request entered a pool row; `running_in` knows the
+    `past_ids` are the prompt and the output up to the last time the request entered a pool row; `running_in` has the
     output since then. `arrival` orders requests by age: the smaller number is the older request.
 
-    `cache_salt` names the namespace of the prefix cache that the caller asked for; None means that the request neither
-    uses cached KV nor leaves any. Nor does it from `avoid_cache` on. `began_cached` says whether its present attempt
-    did not compute all tokens, because this service or the replica had KV of them. `num_cached_tokens` counts the
-    prompt's tokens whose KV others had left when the request came, as `found_cached` takes note of them. It is None
-    until then, and 0 for a request that brings output along: it would find what an earlier call for the same output
-    left.
+    `cache_salt` names the namespace of the prefix cache that the caller asked for. If it is None, or once `avoid_cache`
+    was called, the request neither uses cached KV nor leaves any. `began_cached` says whether its present attempt began
+    with KV that this service or the replica had cached. `num_cached_tokens` counts the prompt's tokens whose KV earlier
+    requests had left when this one came. It is None until `found_cached` sets it, and 0 for a request that brings
+    output along: such a request would find what an earlier call for the same output left.
 
-    `num_scored` counts the first tokens of the prompt whose log-probabilities the edge has. The first token, which has
-    none, counts too. A request that asks for log-probabilities of its prompt `is_scored` until it has all.
+    `num_scored` counts the first tokens of the prompt whose log-probabilities the edge has. The very first token, which
+    has none, counts too. `is_scored` is True until a request that asks for log-probabilities of its prompt has all of
+    them.
 
     `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute. `awaited` is
-    the KV of its first tokens that it waits for in the queue, because it is on its way for another request. `matcher`,
-    if its output is constrained, has accepted all of it.
+    the KV of its first tokens that it waits for in the queue, because it is on its way for another request. If the
+    output is constrained, `matcher` has accepted all output so far.
     """
 
     request_id: str
@@ -164,28 +166,30 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt and all output so far. Valid in every phase of the request."""
+        """The prompt and all output so far. It may be read in every phase of the request."""
         return [*self.past_ids, *new_ids] if (new_ids := self._new_ids) else self.past_ids
 
     @property
     def _new_ids(self) -> list[int]:
-        """The output since it entered its row."""
+        """The output tokens since the request entered its row."""
         if self.running_in is None or self.lease is None:
             return []
         return self.running_in.new_tokens(self.lease.row)
 
     @property
     def namespace(self) -> str | None:
-        """Its namespace in both services' prefix caches, or None if it uses no cache."""
+        """The request's namespace in both services' prefix caches, or None if it uses no cache."""
         return None if self.avoids_cache else self.cache_salt
 
     def avoid_cache(self) -> None:
-        """From now on uses no cache on either service, because cached KV that it began with may be damaged."""
+        """Makes the request use no cache of either service from now on, because cached KV that it began with may be
+        damaged.
+        """
         self.avoids_cache = True
 
     @property
     def cache_key(self) -> CacheKey | None:
-        """Its tokens so far and its namespace in the prefix cache, or None if it uses no cache."""
+        """The request's tokens so far and its namespace in the prefix cache, or None if it uses no cache."""
         if (namespace := self.namespace) is None:
             return None
         if self._past_key is None:
@@ -196,24 +200,29 @@ class Request:
 
     @property
     def is_scored(self) -> bool:
-        """Whether log-probabilities of its prompt have still to come. Then all of the prompt is computed."""
+        """Whether log-probabilities of the request's prompt have still to come. If so, the whole prompt is computed,
+        even tokens whose KV is cached.
+        """
         return self.sampling.num_prompt_logprobs is not None and self.num_scored < self.prompt_len
 
     @property
     def usable_key(self) -> CacheKey | None:
-        """Says with which cached KV its computation may begin. None means that it begins with none."""
+        """The key of the cached KV with which the request's computation may begin, or None if it must begin with none.
+        """
         return None if self.is_scored else self.cache_key
 
     @property
     def attempt_sampling(self) -> ResolvedSampling:
-        """The sampling parameters of an attempt that begins now."""
+        """The sampling parameters of an attempt that begins now. They ask for the prompt's log-probabilities only if
+        some have still to come.
+        """
         if self.is_scored or self.sampling.num_prompt_logprobs is None:
             return self.sampling
         return replace(self.sampling, num_prompt_logprobs=None)
 
     def take_scores(self, logprobs: PromptLogprobs) -> PromptLogprobs | None:
-        """Takes log-probabilities of the prompt, and returns those that no earlier attempt brought; None if there are
-        none.
+        """Takes log-probabilities of the prompt. Returns those that no earlier attempt brought, or None if there are no
+        such ones.
         """
         assert logprobs.start <= self.num_scored, f"{self.request_id}: log-probabilities are missing"
         if logprobs.stop <= self.num_scored:
@@ -224,23 +233,23 @@ class Request:
 
     @property
     def needs_kv(self) -> bool:
-        """Whether its KV is used after the prompt. It is not if no token is generated."""
+        """Whether the prompt's KV is used after prefill. It is not if the request generates no token."""
         return self.sampling.max_tokens > 0
 
     @property
     def num_unsent_tokens(self) -> int:
-        """The number of its first tokens of which the replica sends no KV."""
+        """The number of the request's first tokens whose KV the replica does not send."""
         return self.num_held_tokens if self.needs_kv else len(self.token_ids)
 
     def leave_row(self) -> None:
-        """Notes the output since it entered its row, which it leaves, as its own."""
+        """Adds the output since the request entered its row to `past_ids`. Call it when the request leaves that row."""
         key, new_ids = self.cache_key, self._new_ids
         self.past_ids.extend(new_ids)
         self._past_key, self.running_in = key, None
 
     @property
     def brings_kv(self) -> bool:
-        """Whether KV of its prompt is on its way: from a replica, or computed here."""
+        """Whether KV of the request's prompt is on its way: from a replica, or computed here."""
         if self.phase is Phase.LOCAL_PREFILL:
             return True
         return self.needs_kv and self.phase in _KV_ON_ITS_WAY
@@ -251,20 +260,22 @@ class Request:
 
     @property
     def num_held_tokens(self) -> int:
-        """How many of its first tokens had their KV here when it got its row."""
+        """How many of the request's first tokens had their KV here when the request got its row."""
         return 0 if self.lease is None else self.lease.num_cached
 
     @property
     def num_kept_tokens(self) -> int:
-        """How many of its first tokens have their KV in the prefix cache, as far as its row knows."""
+        """How many of the request's first tokens have their KV in the prefix cache, as far as the request's row knows.
+        """
         return 0 if self.lease is None else self.lease.num_kept
 
     def found_cached(self, num_tokens: int) -> None:
-        """Notes how many tokens the attempt for which it holds a row did not compute. For the caller, the first number
-        counts.
+        """Records for how many tokens the present attempt used cached KV. The number of the first attempt is the one
+        that the caller sees.
 
-        If an earlier attempt was lost or retracted before its number came, the replica may have found what that one
-        left. Then no more count than this service holds, where KV that came only in part is not kept.
+        If an earlier attempt was lost or retracted before its number came, the replica may have found KV that this
+        attempt left. Then at most as many tokens count as this service has cached: it keeps no KV that came only in
+        part.
         """
         assert self.lease is not None, f"{self.request_id} holds no row"
         self.began_cached = num_tokens > 0 or self.lease.num_cached > 0
@@ -275,7 +286,9 @@ class Request:
         self.num_cached_tokens = num_tokens
 
     def stuck_after(self, drafts: Sequence[int] = (), *, vocab_size: int) -> InvalidRequest | None:
-        """Returns the request's error if no token may follow its output and `drafts` after it, or None if one may."""
+        """Returns the request's error if the grammar allows no token after the output followed by `drafts`, or None if
+        it allows one.
+        """
         if self.matcher is None:
             return None
         ahead = self.matcher.copy()
@@ -306,8 +319,8 @@ class Request:
         return len(self.past_ids) + len(self._new_ids) - self.prompt_len
 
     def ending(self) -> tuple[FinishReason, int | None] | None:
-        """Returns why the output ends at its last token, with the stop token's id if a stop token ended it. Returns
-        None if the output goes on.
+        """Returns why the output ends at its last token, and the stop token's id or None if no stop token ended it.
+        Returns None if the output goes on.
         """
         last = (self._new_ids or self.past_ids)[-1]
         if self.num_output and last in self.end_ids:

@@ -161,7 +161,7 @@ class StepInFlight:
 
     @property
     def masks(self) -> MaskStats | None:
-        """What the step's masks cost, or None if no grammar constrains its draws. Read it only after `end`."""
+        """The cost of the step's masks, or None if no grammar constrains its draws. Read it only after `end`."""
         num_rows = int(self.batch.sampling.constrained.size)
         if not num_rows:
             return None
@@ -230,8 +230,8 @@ def _first_token_ids(parts: Sequence[ReadyRows]) -> NDArray[np.int64]:
 class ResultTaker:
     """Gives the results of steps to their requests. Only the engine thread calls it.
 
-    Rows are handled together as columns. Only requests that begin or end are handled one by one. `lose` is told of rows
-    that had no valid token.
+    Rows are handled together as columns. Only requests that begin or end are handled one by one. `lose` is called with
+    the rows that had no valid token.
     """
 
     def __init__(
@@ -280,11 +280,12 @@ class ResultTaker:
         return held
 
     def _lose_invalid(self, req: Request, token_ids: Sequence[int]) -> None:
-        """Loses a row that had no valid token at the end of `token_ids`. If no token was allowed there, its request
-        fails.
+        """Gives up a row that had no valid token. `token_ids` are the step's accepted tokens up to the invalid one, or
+        none.
 
-        Otherwise the row's KV is forgotten. Its request is retried without a cache if it began with KV that either
-        service had cached, because that may be the reason.
+        If the grammar allowed no token there, the request fails. Otherwise the row's KV is forgotten. If the request
+        began with KV that either service had cached, that KV may be the reason, and the request is retried without a
+        cache; if not, it fails.
         """
         if (stuck := req.stuck_after(token_ids[:-1], vocab_size=self._vocab_size)) is not None:
             self._lose([LostRow(req, stuck, is_retryable=False)])
@@ -333,8 +334,11 @@ class ResultTaker:
         reqs: Sequence[Request],
         results: RowResults,
     ) -> None:
-        """Lets the matchers of requests that go on accept their new tokens. A request fails if its grammar forbids one:
-        some draw did not obey its mask. A matcher that has reached a limit fails its request with the next masks.
+        """Lets the matchers of constrained requests accept their new tokens, unless the request has ended.
+
+        `constrained` and `entries` are indices into `reqs` and `results`: entries under a grammar, and entries that got
+        tokens. A request fails if its grammar forbids one of the tokens, because then a draw did not obey its mask. A
+        matcher that has reached a limit makes its request fail when the next masks are computed.
         """
         if not constrained.size:
             return

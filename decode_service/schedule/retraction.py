@@ -30,7 +30,7 @@ class Retraction:
         """Takes slots for the next step of `running`, and returns True when the step has all of them.
 
         While too few slots are free, it retracts the youngest request that holds slots. But if the forward in flight
-        will free enough when it ends, it retracts no more and returns False: do not launch now.
+        will free enough when it ends, it retracts no more and returns False: the step must not be launched now.
         """
         while not running.prepare_for_decode(self._pool):
             shortage = running.num_slots_needed(self._pool) - self._pool.num_free_slots

@@ -78,12 +78,14 @@ class RunningRows:
         self.drafts.tell(row, req.speculation)
 
     def row_seed(self, req: Request) -> RowSeed:
-        """Returns what sampling must know of the request when it enters its row: parameters and the tokens so far."""
+        """Returns what sampling must know when the request enters its row: the request's parameters and its tokens so
+        far.
+        """
         assert req.lease is not None
         return RowSeed(req.lease.row, req.sampling, req.choice_index, tuple(req.token_ids), req.prompt_len)
 
     def want_launch(self, rows: Rows) -> NDArray[np.bool_]:
-        """Returns, for each of `rows` [B], whether the steps in flight leave the request a token to generate.
+        """Returns, for each of `rows` [B], whether the request still needs a token after those of the steps in flight.
 
         It assumes that each step in flight adds one token, and compares with the request's limit.
         """
@@ -102,8 +104,8 @@ class RunningRows:
     def can_have(self, rows: Rows, seq_lens: Rows, *, max_accept_len: int) -> NDArray[np.bool_]:
         """Returns, for each of `rows` [B], whether `seq_lens` [B] is a possible number of tokens with committed KV.
 
-        The least is the request's number of tokens less one, because the last token has no KV yet. Each step in flight
-        adds at most `max_accept_len` tokens, and none if it failed.
+        The smallest possible number is that of the request's tokens less one, because the last token has no KV yet.
+        Each step in flight adds at most `max_accept_len` tokens, and none if it failed.
         """
         num_before = self._limits[rows] - self._num_left[rows] - 1
         most = num_before + self.num_in_flight[rows] * max_accept_len

@@ -233,8 +233,8 @@ class ScheduleBatch:
 def depth_within(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
     """Returns the speculation of the batch's next step, or None without speculation or for an empty batch.
 
-    If the chosen depth needs more slots than are free, the step drafts nothing: drafts are not worth a retraction.
-    It sets `batch.spec_info` to the chosen depth, even then; the caller replaces it by the result.
+    If the chosen depth needs more slots than are free, the step drafts nothing: drafts are not worth a retraction. In
+    any case `batch.spec_info` is set to the chosen depth; the caller must replace it by the result.
     """
     if depth is None or batch.is_empty:
         return None

@@ -254,7 +254,7 @@ class DecodeEngine:
     def step(self, commands: Sequence[Command]) -> Sequence[Event]:
         """Runs one overlap iteration: launches the next batch, then finishes the previous one.
 
-        `commands` are applied first. Returns the events for the edge that `deliver` has not got.
+        `commands` are applied first. Returns the events for the edge that were not passed to `deliver`.
         """
         with naming_a_lost_device(self._device):
             try:
@@ -295,7 +295,8 @@ class DecodeEngine:
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
     def _start_copies(self, busy_with: StepInFlight | None) -> None:
-        """Starts the copy of one segment that waits for this thread, and of more until the step `busy_with` has ended.
+        """Starts copies of received segments that wait for this thread: one, and more until the step `busy_with` has
+        ended.
 
         If `busy_with` is None, it starts only one copy.
         """
@@ -485,8 +486,8 @@ class DecodeEngine:
     def _seal(self, begun: BegunStep) -> StepInFlight:
         """Enqueues the rest of a step: the draws under grammars, the stash, and the copy of the results.
 
-        The masks of the draws follow from the last step's tokens, so that step must be finished. Rows that it released
-        are not reclaimed before this.
+        The masks of the draws follow from the tokens of the step before, so that step must be finished. The rows of
+        requests that ended with it are not reclaimed before this call.
         """
         if begun.output.draw is not None:
             if (masks := self._masks(begun)) is not None:
@@ -502,7 +503,9 @@ class DecodeEngine:
         return step
 
     def _masks(self, begun: BegunStep) -> Tensor | None:
-        """Returns the masks of the step's draws, as `draw` takes them, or None if the step has failed before them."""
+        """Returns the masks of the step's draws, as `draw` takes them, or None if the step failed before its inputs
+        were ready.
+        """
         prepared = begun.output.prepared
         assert prepared is not None
         wait_in_order(prepared, _STEP_TIMEOUT_S)

@@ -13,10 +13,10 @@ from decode_service.schedule.request import Request
 class WaitingQueue:
     """The requests that wait for a handoff, in the order in which they are handed off.
 
-    Requests that were handed off before come first, oldest first. After them clients take turns, one request per turn.
-    A new client joins at the end of the line, and a client goes back to the end after its turn. So a client waits for
-    at most one turn of each other client. Each client's requests keep their order. `num_changes` counts the requests
-    that joined or left.
+    Requests that come back to the queue are first, the oldest of them before the others. After them clients take turns,
+    one request per turn. A new client joins at the end of the line, and a client goes back to the end after its turn.
+    So a client waits for at most one turn of each other client. Each client's requests keep their order. `num_changes`
+    counts the requests that joined or left.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class WaitingQueue:
     def in_turn(self) -> Iterator[Request]:
         """Yields each waiting request once, in the order of handoff.
 
-        If a yielded request still waits when the next one is taken, its client keeps its turn. If it waits for KV, the
-        others have their turns before the client's next request all the same: many requests with one beginning hold up
-        no other client.
+        If a yielded request is still in the queue when the next one is taken, its client keeps its turn. If the request
+        waits for another one's KV, the other clients have their turns before the client's next request nevertheless, so
+        that many requests with one beginning hold up no other client.
         """
         yield from list(self._returned.values())
         clients = deque(self._newcomers)
@@ -69,7 +69,7 @@ class WaitingQueue:
             self._returned = dict(sorted(self._returned.items()))
 
     def remove(self, req: Request) -> None:
-        """Removes a request that waits."""
+        """Removes a request that is in the queue."""
         self.num_changes += 1
         self._num_waiting -= 1
         self._returned.pop(req.arrival, None)

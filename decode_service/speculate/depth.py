@@ -73,7 +73,7 @@ class Depth(Protocol):
 
 
 class FixedDepth:
-    """A Depth that is always the same, except that a batch that wants no drafts gets none."""
+    """A Depth that chooses the same depth for every step, but drafts nothing for a batch whose rows want no drafts."""
 
     def __init__(self, spec_info: SpecInfo) -> None:
         self._spec_info = spec_info
@@ -110,7 +110,7 @@ class _Expected:
 
 
 class AdaptiveDepth:
-    """A Depth between 0 and that of `deepest`, chosen from measured steps.
+    """A Depth that chooses from measured steps how many levels to draft, from 0 to those of `deepest`.
 
     It reads no clock: its choices depend only on what it is given.
     """
@@ -178,7 +178,7 @@ class AdaptiveDepth:
     def _begin_s(self, draft_lag: NDArray[np.int64]) -> float:
         """Returns how many seconds the head needs to catch up, so that the next step has a draft seed.
 
-        It is 0 if there is one already, or if the head must catch up anyway.
+        It returns 0 if there is a draft seed already, or if the head must catch up anyway.
         """
         if self._has_seeds or self._levels[0].must_catch_up(draft_lag):
             return 0.0

@@ -46,14 +46,15 @@ class SpecInfo:
         return replace(self, leaves_seed=False)
 
     def must_catch_up(self, draft_lag: NDArray[np.int64]) -> bool:
-        """Whether the head must read after the step, because one more unread token would be too many for some row.
+        """Returns whether the head must read after the step, because one more unread token would be too many for some
+        row.
 
         `draft_lag` [B] counts the tokens of each row that the head has not read.
         """
         return int(draft_lag.max(initial=0)) + 1 >= self.max_draft_lag
 
     def head_reads(self, draft_lag: NDArray[np.int64]) -> bool:
-        """Whether the head reads all unread tokens after the step. Otherwise it falls behind further."""
+        """Returns whether the head reads all unread tokens after the step, instead of falling further behind."""
         return self.leaves_seed or self.has_drafts or self.must_catch_up(draft_lag)
 
     def num_head_tokens(self, draft_lag: NDArray[np.int64]) -> int:

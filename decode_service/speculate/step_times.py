@@ -58,11 +58,11 @@ class StepTimes:
         return self._plain_s.is_known
 
     def has(self, depth: int, num_rows: int) -> bool:
-        """Whether `depth` was measured often enough for an estimate, with about `num_rows` rows."""
+        """Returns whether `depth` was measured often enough for an estimate, with about `num_rows` rows."""
         return (self._quotients[depth - 1] if depth else self._plain_s).num_values(num_rows) >= _NUM_ENOUGH
 
     def has_all(self, depth: int, num_rows: int) -> bool:
-        """Whether `depth`, at least 1, has as many measurements as are ever kept, for about `num_rows` rows."""
+        """Returns whether `depth`, at least 1, has as many measurements as are ever kept, for about `num_rows` rows."""
         return self._quotients[depth - 1].num_values(num_rows) == _NUM_TIMES
 
     def steps_s(self, num_rows: int) -> list[float]:

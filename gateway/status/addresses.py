@@ -1,4 +1,4 @@
-"""Resolves the host name of a target to addresses, again and again."""
+"""Resolves the host name of a target to addresses, once for each round of samples."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ class TargetAddresses:
         return self._name.error
 
     async def refresh(self) -> None:
-        """Look the name up again, for at most `timeout_s`. Never raises."""
+        """Looks the name up again, for at most `timeout_s`. Never raises."""
         await self._name.refresh()
         self.found = tuple(Address(self.target, self._name.host, number) for number in self._name.found)

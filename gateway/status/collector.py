@@ -78,7 +78,7 @@ class StatusCollector:
         return self._sampler.document()
 
     async def close(self) -> None:
-        """Stop sampling and close the connections. Closing twice is fine."""
+        """Stops sampling and closes the connections. A second call does nothing."""
         if self._sampling is not None:
             self._sampling.cancel()
             with suppress(asyncio.CancelledError):

@@ -17,8 +17,7 @@ from gateway.status.watched_service import WatchedService, unknown_service
 
 
 class Sampler:
-    """Samples the metrics of `metrics_targets` and the load of the decode services
-    `decode_targets`. It must be closed.
+    """Samples the metrics of `metrics_targets` and the load of the decode services `decode_targets`. It must be closed.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Sampler:
     def document(self) -> bytes:
         """Returns `snapshot` as JSON with its present age. This is cheap, because only the age is serialised.
 
-        During the first round it has what is known so far.
+        Before the end of the first round the document has what is known so far.
         """
         if self._sampled_s is None:
             return Document(self._snapshot(self._clock())).at_age(None)

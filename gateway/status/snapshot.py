@@ -95,7 +95,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A prefill replica as one decode service sees it. It should have the KV of `num_known_tokens` in its cache."""
+    """A prefill replica as one decode service sees it. Its cache is expected to have the KV of `num_known_tokens`."""
 
     address: str
     is_ready: bool

@@ -59,7 +59,7 @@ class SampleWindow:
         self._latest = now_s, exposition
 
     def forget(self, now_s: float) -> None:
-        """Drops samples that are older than the window. It never drops the latest sample."""
+        """Drops samples that are older than the window, but never the latest one."""
         while self._steps and self._steps[0].from_s < now_s - self._window_s:
             self._steps.popleft()
 

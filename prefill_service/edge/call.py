@@ -35,7 +35,7 @@ class HandoffCall:
         self._changed = asyncio.Event()
 
     def take(self, event: Event) -> Sequence[KvSegment]:
-        """Takes an event of the engine; a frame in it waits to be sent.
+        """Takes an event of the engine. A frame in it is queued for `next_frame`.
 
         A segment of a cancelled row is not sent: it is returned instead. In all other cases the result is empty.
         """
@@ -84,9 +84,9 @@ class HandoffCall:
         """Waits for the next frame to write. Returns None when the engine has ended the call and every lent segment is
         back.
 
-        A lent segment is one that the receiver reads in this service's pool. Ending the call earlier would tell the
-        receiver that its reads are no longer expected. Raises the error that the call failed with. Raises TimeoutError
-        if there is no frame and the receiver returns no lent segment for `stall_timeout_s`.
+        A lent segment is one that the receiver reads in this service's pool. If the call ended earlier, the receiver
+        would take it that its reads are no longer expected. Raises the error that the call failed with. Raises
+        TimeoutError if there is no frame and the receiver returns no lent segment for `stall_timeout_s`.
         """
         while True:
             if self._error is not None:

@@ -52,7 +52,7 @@ def invalid_row(index: int, message: str) -> RowFailed:
 
 
 def unmatched_row(index: int, error: InvalidRequest) -> RowFailed:
-    """Returns the failure of a row whose constraint of its output is refused, or whose output does not fit it."""
+    """Returns the failure of a row whose grammar or token rules are refused, or whose output so far is against them."""
     if error.field == "generated_token_ids":  # a defect: the decode service has checked it
         return invalid_row(index, str(error))
     return RowFailed(row=index, reason=RowFailure.CONSTRAINT, retryable=False, message=error.message)
@@ -63,8 +63,8 @@ def no_room_for_row(index: int, message: str) -> RowFailed:
 
 
 class RowNumbering:
-    """Translates row numbers. The frames and commands of a Handoff call count all its rows; the engine counts only
-    accepted ones.
+    """Translates row numbers between a Handoff call and the engine. The call's frames and commands count all its rows;
+    the engine counts only the accepted ones.
     """
 
     def __init__(self, rows: Sequence[HandoffRow | RowFailed]) -> None:

@@ -19,8 +19,9 @@ from prefill_service.messages import ChunkComputed, RowStarted, TracedEvent
 class RowTraces:
     """Writes the spans of those rows of a Handoff call whose trace is sampled. For the event loop only.
 
-    Rows are named by their number in the call. It begins no trace of its own. A row's span ends when the row fails or
-    is cancelled, or when gRPC has taken its last byte. `close` ends the others with an error.
+    Rows are named by their number in the call. Spans belong to the traces that the requests brought along; no new trace
+    begins here. A row's span ends when the row fails or is cancelled, or when gRPC has taken its last byte. `close`
+    ends the others with an error.
     """
 
     def __init__(self, tracer: Tracer, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -129,7 +130,7 @@ class _RowTrace:
         self._sending_s = (self._sending_s[0] if self._sending_s else start_s, end_s)
 
     def computed(self, *, num_bytes: int, num_cached_tokens: int) -> None:
-        """Records that the row's first token is out: all its bytes to send, and the tokens that were not computed."""
+        """Records that the row's first token was computed. `num_bytes` is the size of the KV to be sent for the row."""
         self._num_expected_bytes = num_bytes
         self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", num_cached_tokens)
 

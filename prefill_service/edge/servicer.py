@@ -70,7 +70,7 @@ class HandoffLimits:
 
     It has at most `max_rows` rows. It fails if its first command does not come within `first_command_timeout_s`, or if
     for `stall_timeout_s` the receiver takes no frame, or returns no lent segment after the last frame. A row whose
-    matcher is not made within `matcher_timeout_s` fails alone; until then the receiver may get no frame.
+    matcher is not made within `matcher_timeout_s` fails alone; the receiver may have to wait that long for a frame.
     """
 
     max_rows: int = MAX_CALL_ROWS
@@ -104,10 +104,8 @@ class PrefillServicer:
     ) -> None:
         """Creates the servicer. The engine keeps the KV of up to `max_cached_tokens` for later rows.
 
-        `shared_pool` is the memory of the KV pool, or None if receivers cannot read it.
-
-        Receivers on this host map it by its name. If it has no name, receivers read it through NIXL, with the data that
-        `nixl_offer` returns.
+        `shared_pool` is the memory of the KV pool, or None if receivers cannot read it. Receivers on this host map it
+        by its name. If it has no name, receivers read it through NIXL, with the data that `nixl_offer` returns.
         """
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
@@ -276,9 +274,10 @@ class PrefillServicer:
         ]
 
     async def _make_matcher(self, call: HandoffCall, index: int, row: HandoffRow) -> None:
-        """Makes the matcher of a constrained row, which is number `index` for the engine, and posts it.
+        """Makes the matcher of a constrained row, which has number `index` in the engine, and posts it to the engine.
 
-        A row whose grammar is refused, or comes too late, fails alone; so does one whose output is against its rules.
+        A row whose grammar is refused, or whose matcher comes too late, fails alone; so does one whose output so far is
+        against its rules.
         """
         command: Command
         try:

@@ -101,7 +101,7 @@ class CopyingSender(PieceSender):
                 yield SentPiece(piece.prompt, copy.segment.get() if error is None else None, error)
 
     def owes(self, call_id: str) -> bool:
-        """Whether some of the call's bytes still count against the budget."""
+        """Returns whether some of the call's bytes still count against the budget."""
         return call_id in self._unsent
 
     def return_budget(self, call_id: str, num_bytes: int) -> None:

@@ -14,7 +14,9 @@ from common.nixl.backoff import Backoff
 from common.nixl.child import NixlError, TransferProcess
 
 _MAX_DOUBLINGS = 9
-"""The number of times that the wait before a restart may double. Each end of the process breaks receivers' calls."""
+"""How many times in a row the wait before a restart may double. The wait grows because each end of the process breaks
+calls.
+"""
 _TIMEOUT_S = 10.0
 _SERVING_INTERVAL_S = 0.0005
 _IDLE_INTERVAL_S = 0.02  # the longest that a new receiver waits for its connection

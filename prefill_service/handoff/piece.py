@@ -69,8 +69,7 @@ class Piece:
         )
 
     def split(self, max_segment_bytes: int) -> list[Piece]:
-        """Splits the piece into pieces of at most `max_segment_bytes`, or of one token of one layer
-        if that is larger.
+        """Splits the piece into pieces of at most `max_segment_bytes`, or of one token of one layer if that is larger.
         """
         if self.num_bytes <= max_segment_bytes:
             return [self]
@@ -91,7 +90,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SentPiece:
-    """A segment of a prompt that is ready to be sent, or the error with which its copy failed. The other is None."""
+    """A segment of a prompt that is ready to be sent, or the error with which its copy failed. One of both is None."""
 
     prompt: Prompt
     segment: KvSegment | None
@@ -108,7 +107,7 @@ class PieceSender(ABC):
     @property
     @abstractmethod
     def is_busy(self) -> bool:
-        """Whether `poll` may soon have segments that it does not have yet."""
+        """Whether pieces are on their way, so that `poll` may soon return their segments."""
 
     def num_pieces(self, prompt: Prompt) -> int:
         """Returns how many pieces of the prompt still need the pool."""

@@ -70,7 +70,7 @@ class KvSender:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` may soon have segments that it does not have yet."""
+        """Whether pieces are being copied or wait to be lent, so that `poll` may soon return segments."""
         return self._copying.is_busy or (self._lending is not None and self._lending.is_busy)
 
     def layers_per_segment(self, group: LayerGroupSpec, num_tokens: int) -> int:

@@ -418,7 +418,7 @@ class PrefillEngine:
     def _begin_s(self, step: StepInFlight) -> float:
         """Returns when the oldest forward in flight could begin, by the engine's clock.
 
-        It is its launch, or the end of the forward before it if that came later.
+        That is the time of its launch, or the end of the forward before it if that came later.
         """
         return max(step.launched_s, self._last_end_s)
 
@@ -541,7 +541,9 @@ def _traced_chunks(batch: ChunkBatch[Prompt], *, start_s: float, end_s: float) -
 
 
 def _has_waited(prompt: Prompt) -> bool:
-    """Returns whether the prompt waited for KV that another one has computed, or never will."""
+    """Returns whether the prompt has waited for another prompt's KV, and need not wait any more: the KV is computed or
+    will not come.
+    """
     return prompt.awaited is not None and prompt.awaited.is_over
 
 

@@ -21,12 +21,15 @@ from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, Wait
 RENDER_CPU_S = 2.0  # a long conversation takes some 10 ms
 _TIMEOUT_S = 60.0  # clock time: passes only if the machine is overloaded or stops the process
 _PLACES = (4, 2, 2)
-"""How many processes at a time render conversations of each lane (class of lengths)."""
+"""How many processes may render conversations of each lane at the same time. A lane is a class of sizes, see `LANES`.
+"""
 _MEMORY_BYTES = 256 << 20  # beyond the memory that Python itself has mapped
 _MEMORY_PER_CHAR = 16
 _MAX_ROOMY_CHARS = 64 << 20
 _BYTES_PER_MESSAGE = 64
-"""The bytes that a message, tool or call counts for, besides its text. Rendering an empty one takes about as long."""
+"""The number of bytes that is added to a conversation's size for each message, tool or call, because rendering an empty
+one takes about as long as rendering so much text.
+"""
 _MAX_SPARE = 2
 SPARE_S = 60.0
 _RETRY_AFTER_S = 1
@@ -80,7 +83,7 @@ class ChatRendering:
             _log.warning("chat_not_probed", reason=str(error))
 
     async def close(self) -> None:
-        """Ends every process. No caller may still wait for a rendering."""
+        """Ends every process. Call it only when no caller waits for a rendering any more."""
         if self._ending is not None:
             self._ending.cancel()
         renderings = tuple(self._renderings)

@@ -76,7 +76,9 @@ class IncrementalDetokenizer:
         return DecodedText(new)
 
     def flush(self) -> str:
-        """Returns the rest of the output's text, which was kept back. Do not call `push` afterwards."""
+        """Returns the rest of the output's text, which was held back because it was not final. Do not call `push`
+        afterwards.
+        """
         return self._beyond_prompt(self._kept_back())
 
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
@@ -93,7 +95,7 @@ class IncrementalDetokenizer:
     def _beyond_prompt(self, text: str) -> str:
         """Returns the part of `text` that belongs to the output and not to the prompt.
 
-        `text` begins where the text that is final so far ends.
+        `text` begins where the final text ends.
         """
         rest = self._prompt_rest
         while not text.startswith(rest):
@@ -104,7 +106,7 @@ class IncrementalDetokenizer:
         return self._decoder.decode(self._window)[self._num_emitted_chars :]
 
     def _push_byte(self, token_id: int, byte: int) -> str:
-        """Adds a byte-fallback token. Returns all text after the final text; the returned text is not final yet.
+        """Adds a byte-fallback token. Returns all text that follows the final text, and that is not final yet itself.
 
         A run of byte tokens becomes final when a token of another kind ends it. Until then the next byte may turn all
         of it into U+FFFD.
@@ -130,9 +132,10 @@ class IncrementalDetokenizer:
     def _cut(self, text: str) -> None:
         """Drops all but the last few ids of a window that has grown long because its last character is incomplete.
 
-        `text` is the window's text. It cuts where the two parts, decoded separately, give `text` together: no character
-        is split there. It also cuts where the part that stays has a whole character before its last one, because then
-        no earlier byte affects what follows. If no place near the end is of either kind, it drops nothing.
+        `text` is the window's text. The window is cut at a place near its end if the two parts, decoded separately,
+        give `text` together: then no character is split. It is also cut there if the part that stays has a whole
+        character before its last one, because then no earlier byte affects what follows. If there is no such place,
+        nothing is dropped.
         """
         num_left = len(text) - self._num_emitted_chars
         for place in range(len(self._window) - 1, len(self._window) - 1 - _TRIED_CUTS, -1):
@@ -149,8 +152,7 @@ def _visible_end(decoder: TokenDecoder, token_ids: Sequence[int]) -> list[int]:
     """Returns the last few token ids that have text, without skipped tokens.
 
     A run of byte tokens is text only as a whole, so it is returned completely; a very long run is cut where a character
-    begins. Only the last 1,024 ids are examined. If all of them are skipped, the result is empty, as for a prompt
-    without text.
+    begins. Only the last 1,024 ids are examined. If all of these are skipped tokens, the result is empty.
     """
     end: list[int] = []
     for token_id in reversed(token_ids[-_MAX_LOOKED_AT:]):
@@ -167,8 +169,8 @@ def _visible_end(decoder: TokenDecoder, token_ids: Sequence[int]) -> list[int]:
 
 
 class _ByteRun:
-    """A run of consecutive byte-fallback tokens. It is text only as a whole: one byte that is not UTF-8 makes all
-    U+FFFD.
+    """A run of consecutive byte-fallback tokens. It is text only as a whole: one byte that is not UTF-8 turns all of it
+    into U+FFFD.
     """
 
     def __init__(self, before: str) -> None:
@@ -198,8 +200,8 @@ class _ByteRun:
         return len(self._chars) == 1 and self._is_text
 
     def align(self, decoded: str) -> None:
-        """Notes whether the tokenizer's decoder strips the run's first character, such as a space that begins a text.
+        """Records whether the tokenizer's decoder strips the run's first character, such as a space that begins a text.
 
-        `decoded` is the decoder's text for what is `before` the run and the first character.
+        `decoded` is the decoder's text for what is `before` the run, followed by that character.
         """
         self._num_stripped = len(self.text) - len(decoded)

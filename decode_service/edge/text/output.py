@@ -57,10 +57,10 @@ class OutputProcessor:
 
     The output's ids end with the token that completes a stop string or ends the output. The text ends before the stop
     string or the ending token's text, or after it if `includes_stop`. If several stop strings match, the one completed
-    first counts, then the one that begins first, however tokens split the text. The first `min_tokens` tokens complete
-    none. `num_reasoning_tokens` counts the output's tokens up to the one that ends its `reasoning`.
-    `generated_token_ids` were delivered by an earlier stream of the same request: they are replayed and not returned
-    again.
+    first counts, then the one that begins first, however tokens split the text. A stop string that is completed within
+    the first `min_tokens` tokens does not count. `num_reasoning_tokens` counts the output's tokens up to the one that
+    ends its `reasoning`. `generated_token_ids` were delivered by an earlier stream of the same request: they are
+    processed first, and not returned again.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class OutputProcessor:
 
     @property
     def match(self) -> StopMatch | None:
-        """The stop string's match, or None so far. Tokens after the match are dropped."""
+        """The stop string's match, or None if none was found so far. Tokens after the match are dropped."""
         return self._match
 
     @property

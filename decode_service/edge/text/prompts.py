@@ -17,13 +17,13 @@ from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
 
 T = TypeVar("T")
 _BYTES_PER_REPLAYED_TOKEN = 16
-"""The bytes that a replayed token counts for. Replaying it takes about as long as tokenising so much text."""
+"""The number of bytes of text that take about as long to tokenise as one token takes to replay."""
 
 
 class Prompts:
     """Turns prompts into token ids. For the event loop only, inside an `async with`. Errors name the request's field.
 
-    A text that has more bytes than as many of the longest tokens as are allowed is rejected without tokenising it.
+    A text is rejected without tokenising it if it has more bytes than the allowed number of tokens could have.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Prompts:
     ) -> Sequence[int]:
         """Returns the prompt's token ids. Raises InvalidRequest, ContextExceeded or Overloaded.
 
-        A text with more tokens than `max_contexts` contexts have is refused as soon as that is clear. With 1 the check
-        is rough, and `check_lengths` must follow. `adds_special_tokens` adds those that the tokenizer adds by itself;
-        None means for a text, and not for a chat.
+        A text is refused as soon as it is clear that it has more tokens than `max_contexts` times the model's context.
+        With 1 the check is rough, and `check_lengths` must follow. `adds_special_tokens` says whether the tokenizer
+        adds its special tokens; None means that it does for a text, and not for a chat.
         """
         match prompt:
             case TokenIdsPrompt(token_ids):
@@ -108,7 +108,7 @@ class Prompts:
         return token_ids
 
     def _num_bytes(self, *texts: str, max_contexts: int = 1) -> int:
-        """Returns the total bytes of `texts`. Raises InvalidRequest if they are too many for `max_contexts`."""
+        """Returns the total bytes of `texts`. Raises InvalidRequest if `max_contexts` contexts cannot hold so many."""
         num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
         if num_bytes > max_contexts * self._max_bytes:
             raise self._too_long(max_contexts)

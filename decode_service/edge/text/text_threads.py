@@ -14,7 +14,7 @@ from common.telemetry.timeline import TOKENIZE, Timeline
 T = TypeVar("T")
 
 LANES = ((4 << 10, TOKENIZE), (64 << 10, f"{TOKENIZE}-long"), (None, f"{TOKENIZE}-longest"))
-"""The lanes: the most bytes of a text in each, and the lane's name."""
+"""The lanes: the largest number of bytes of a text (None: no limit), and the name of the lane's thread."""
 MAX_WAITING_BYTES = 64 << 20
 _RETRY_AFTER_S = 1
 
@@ -84,6 +84,6 @@ class TextThreads:
         return await asyncio.wrap_future(future)
 
     def shut_down(self) -> None:
-        """Drops work that has not begun, and waits for the rest."""
+        """Drops work that has not begun, and waits until the work that has begun is done."""
         for _, executor, *_ in self._lanes:
             executor.shutdown(cancel_futures=True)
