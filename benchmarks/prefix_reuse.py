@@ -125,7 +125,7 @@ def some_words(draw: random.Random, number: int) -> str:
 
 
 async def in_turns(server: Server, prompts: Sequence[str], *, at_once: int, max_tokens: int) -> Result:
-    """Sends `prompts`, at most `at_once` at a time."""
+    """Sends `prompts`, at most `at_once` at a time, and returns the answers as one turn."""
     places = asyncio.Semaphore(at_once)
 
     async def one(prompt: str) -> Answer:

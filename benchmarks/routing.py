@@ -69,7 +69,7 @@ class Result:
 
     @property
     def found(self) -> float:
-        """Of the prompts' tokens that the turn before had computed, the share that was found cached."""
+        """The share of tokens that was found cached, among those of the prompts that the turn before had computed."""
         cached = sum(sum(talk.num_cached[1:]) for talk in self.talks)
         return cached / sum(sum(talk.num_prompt[:-1]) for talk in self.talks)
 

@@ -207,7 +207,9 @@ class _Port:
 
 @dataclass
 class _Loop:
-    """The part of an event loop that the router uses. Callbacks wait in `due` until the rig runs them."""
+    """A substitute for an event loop, with what EventRouter uses of it. Callbacks wait in `due` until the rig runs
+    them.
+    """
 
     due: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
@@ -220,7 +222,9 @@ class _Loop:
 
 @dataclass
 class _Transport:
-    """Answers a handoff before the engine's next step, with all KV of each row and a PrebuiltBatch, which ends it."""
+    """A transport that answers a handoff before the engine's next step, with all KV of each row and a PrebuiltBatch,
+    and then ends the call.
+    """
 
     port: _Port
     groups: Sequence[str]

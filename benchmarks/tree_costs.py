@@ -15,7 +15,7 @@ from common.kv.prefix_tree import HeldPrefix, PrefixTree
 CACHED_TOKENS = 1_000_000
 BATCH_SIZES = (1, 8, 64, 256)
 BOUND_US = 25.0
-"""The most that one operation may take for a row, at any number of rows."""
+"""The longest time that one operation on the prefix tree may take for a row, in µs, at any number of rows."""
 _SEQUENCE_TOKENS = 2000
 _FOUND_TOKENS = 1500
 _NEW_TOKENS = 200

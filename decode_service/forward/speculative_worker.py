@@ -240,9 +240,9 @@ class SpeculativeWorker(ABC):
     def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:
         """Runs the head over all tokens that it has not read, the step's own included, and writes the head's KV.
 
-        Returns each row's newest committed token, and the next step's draft seed if `spec_info.leaves_seed`. Otherwise
-        a one-layer head drafts nothing. A head of several layers still does, and its seed is returned, because its
-        layers read each other's drafts.
+        Returns each row's newest committed token, and the next step's draft seed if `spec_info.leaves_seed`. Without it
+        a one-layer head computes no drafts. A head of several layers computes them nevertheless, because its layers
+        read each other's drafts, and its seed is returned.
         """
         if batch.has_drafts:
             unread = self._accepted(batch, verified)

@@ -75,8 +75,9 @@ class CopyingSender(PieceSender):
     def start(self, num_forwards: int) -> None:
         """Starts as many copies as the budget allows. Calls take turns, one piece each.
 
-        `num_forwards` is the number of forwards that have ended. Pieces of the next forward to end are started too,
-        but none of later ones: one stream makes all copies in order, so KV that is ready sooner would wait for them.
+        `num_forwards` is the number of forwards that have ended. Their pieces are copied, and those of the forward that
+        ends next. Pieces of later forwards must wait, because one stream makes all copies in order: KV that is ready
+        sooner would be copied only after them.
         """
         turns = deque(self._queued)
         while turns:

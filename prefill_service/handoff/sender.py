@@ -177,8 +177,9 @@ class KvSender:
     def start_copies(self) -> None:
         """Starts as many copies as the budget allows. Calls take turns, one piece each.
 
-        Pieces of forwards that have ended and of the next one to end are started, but none of later ones: one stream
-        makes all copies in order, so KV that is ready sooner would wait for them.
+        Pieces of forwards that have ended are copied, and those of the forward that ends next. Pieces of later forwards
+        must wait, because one stream makes all copies in order: KV that is ready sooner would be copied only after
+        them.
         """
         self._copying.start(self._num_ended)
 
