@@ -32,8 +32,7 @@ class BenchmarkRun:
         )
 
     def heading(self, title: str, about: str) -> list[str]:
-        """Returns the heading lines of a table. The caller adds a blank line after them. `about` ends with a full stop.
-        """
+        """Returns the heading lines of a table, without the blank line that follows. `about` ends with a full stop."""
         return [f"# {title}, {self.date}", "", f"{self.machine}; {about} `{self.command}`"]
 
     def save(self, name: str, table: str, figures: dict[str, Any] | None = None) -> None:

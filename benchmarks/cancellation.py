@@ -1,6 +1,6 @@
 """Measures how soon both services have freed everything after a client has left, for each phase of its request.
 
-    python -m benchmarks.cancellation
+python -m benchmarks.cancellation
 """
 
 from __future__ import annotations

@@ -192,8 +192,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 def attention_kernels(
     capability: int, heads: HeadShape, shapes: list[KernelShape] | None = None
 ) -> Iterator[Compiled | StartupError]:
-    """Compiles each attention kernel for these heads once. Yields the StartupError instead if such heads are refused.
-    """
+    """Compiles each attention kernel for these heads once. Yields the StartupError instead if the heads are refused."""
     limit = SHARED_BYTES[capability]
     try:
         wanted = shapes or TritonAttention(heads, shared_bytes=limit).kernel_shapes(with_masks=True)
@@ -207,8 +206,7 @@ def attention_kernels(
 
 
 def sampling_launches(vocab_size: int, draft_vocab_size: int) -> list[Launch]:
-    """Returns the kernel launches of sampling: drawing target tokens, drawing draft tokens, and sampling a draft tree.
-    """
+    """Returns the kernel launches of sampling: drawing target tokens and draft tokens, and sampling a draft tree."""
     launches: list[Launch] = []
     draws, device = TritonDraws(launches.append), torch.device("meta")
     state = SamplingState(max_rows=8, vocab_size=vocab_size, torch_device=device, kernels=draws)

@@ -322,8 +322,7 @@ def random_model(config: LlamaConfig, device: str, attention: str) -> Any:
 
 
 def step_bytes(model: Any) -> int:
-    """Returns the bytes of weights that a step reads: all but the embedding, of which it reads only one row per token.
-    """
+    """Returns the bytes of weights that a step reads: all but the embedding, of which it reads one row per token."""
     held = sum(weight.nbytes for weight in model.parameters())
     return int(held - model.get_input_embeddings().weight.nbytes)
 

@@ -96,8 +96,7 @@ def services(cable: Cable, model: Path, directory: Path) -> Iterator[Client]:
 def measure(
     cable: Cable, looker: Client, client: Client, undisturbed: Sequence[Completion], cut_for_s: float
 ) -> Partition:
-    """Cuts the cable for `cut_for_s` seconds while `client` sends requests. `looker` polls the decode service's state.
-    """
+    """Cuts the cable for `cut_for_s` seconds while `client` sends requests. `looker` polls the decode service."""
 
     def prefill_is_empty() -> bool:
         return cable.at_far_end(_prefill_holds_nothing)

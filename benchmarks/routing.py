@@ -47,8 +47,7 @@ LEAST_FOUND, MOST_SHARE = 0.75, 1.5
 
 @dataclass
 class Talk:
-    """A conversation: everything said so far, and for each turn the length of its prompt and how much of it was cached.
-    """
+    """A conversation: everything said so far, and for each turn the length of its prompt and how much was cached."""
 
     said: list[int]
     num_prompt: list[int] = field(default_factory=list)

@@ -336,8 +336,7 @@ def _api_error(error: ValidationError) -> ApiError:
 
 
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
-    """Converts the token ids, which are strings as keys of a JSON object, to integers. Raises ApiError for other keys.
-    """
+    """Converts token ids, which are strings as keys of a JSON object, to integers. Raises ApiError for other keys."""
     if bias is None:
         return None
     if not all(map(_TOKEN_ID.fullmatch, bias)):

@@ -94,8 +94,7 @@ class Constraint:
 
 
 class GrammarFields(StrictFields):
-    """The fields that may say what the output must be. Only one of them may do so; empty texts and lists do not count.
-    """
+    """The fields that may say what the output must be. Only one may do so; empty texts and lists do not count."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(without_null)] | None = None

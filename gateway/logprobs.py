@@ -80,8 +80,7 @@ class CompletionLogprobs:
         }
 
     def of(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
-        """Returns the `logprobs` object for the choice's next tokens, or None if no log-probabilities were asked for.
-        """
+        """Returns the `logprobs` object for the choice's next tokens, or None if no log-probabilities are wanted."""
         if not positions:
             return None
         if self._echoed is not None:

@@ -109,8 +109,7 @@ class FutureMap:
         self.publish_ready = None
 
     def lengths_to_come(self) -> Event | None:
-        """Returns the event that `resolve_seq_lens` would wait for, or None if it need not wait. For the schedule side.
-        """
+        """Returns the event that `resolve_seq_lens` would wait for, or None. Only the schedule side calls it."""
         return None if self.publish_ready is None or self.publish_ready.is_done() else self.publish_ready
 
     def stash(self, req_pool_indices: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:

@@ -43,8 +43,7 @@ class HandoffTransport(Protocol):
     """
 
     async def open(self) -> None:
-        """Begins to watch the replicas, without waiting for any. Posts ReplicasChanged soon, and again at each change.
-        """
+        """Begins to watch the replicas, without waiting for any. Posts ReplicasChanged soon and at each change."""
 
     def start(self, command: StartHandoff) -> None:
         """Opens a call. Its `call_id` must be new. If the replica is not ready, the call ends at once."""

@@ -207,8 +207,7 @@ class Request:
 
     @property
     def usable_key(self) -> CacheKey | None:
-        """The key of the cached KV with which the request's computation may begin, or None if it must begin with none.
-        """
+        """The key of the cached KV that the request's computation may begin with, or None if it may use none."""
         return None if self.is_scored else self.cache_key
 
     @property
@@ -265,8 +264,7 @@ class Request:
 
     @property
     def num_kept_tokens(self) -> int:
-        """How many of the request's first tokens have their KV in the prefix cache, as far as the request's row knows.
-        """
+        """How many of the request's first tokens have their KV in the prefix cache, as far as its row knows."""
         return 0 if self.lease is None else self.lease.num_kept
 
     def found_cached(self, num_tokens: int) -> None:

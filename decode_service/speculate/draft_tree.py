@@ -1,5 +1,4 @@
-"""The drafts of a batch in verification: a chain or a tree for each row. Node 0, the root, is the last committed token.
-"""
+"""The drafts of a batch in verification: a chain or a tree for each row. Its root is the last committed token."""
 
 from __future__ import annotations
 

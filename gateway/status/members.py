@@ -69,8 +69,7 @@ class Members(Generic[MemberT]):
 
     @property
     def outdated(self) -> tuple[tuple[str, str], ...]:
-        """Returns the targets whose last look-up failed, each with the reason. Their known members are still sampled.
-        """
+        """Returns the targets whose last look-up failed, each with the reason. Their members are still sampled."""
         return tuple((target.target, target.reason) for target in self._targets if target.found and target.reason)
 
     @property

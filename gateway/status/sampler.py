@@ -17,8 +17,7 @@ from gateway.status.watched_service import WatchedService, unknown_service
 
 
 class Sampler:
-    """Samples the metrics of `metrics_targets` and the load of the decode services `decode_targets`. It must be closed.
-    """
+    """Samples the metrics of `metrics_targets` and the load of the services `decode_targets`. Close it at the end."""
 
     def __init__(
         self,

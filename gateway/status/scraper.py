@@ -37,8 +37,7 @@ class Scraper:
         )
 
     async def scrape(self, address: str) -> Exposition:
-        """Fetches and parses the metrics of the service at HOST:PORT. Raises ScrapeFailed, after `timeout_s` at most.
-        """
+        """Fetches and parses the metrics of the service at HOST:PORT, within `timeout_s`. Raises ScrapeFailed."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 text = await self._text(f"http://{address}/metrics")

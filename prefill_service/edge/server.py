@@ -12,8 +12,7 @@ PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
 def add_prefill_servicer(servicer: PrefillServicer, server: ServiceServer) -> None:
-    """Registers the methods. Handoff exchanges raw bytes, so that Baton itself handles messages that cannot be parsed.
-    """
+    """Registers the methods. Handoff exchanges raw bytes, so that Baton itself handles messages that do not parse."""
     handlers = grpc.method_handlers_generic_handler(
         PREFILL_SERVICE,
         {

@@ -69,8 +69,7 @@ class Piece:
         )
 
     def split(self, max_segment_bytes: int) -> list[Piece]:
-        """Splits the piece into pieces of at most `max_segment_bytes`, or of one token of one layer if that is larger.
-        """
+        """Splits the piece into pieces of at most `max_segment_bytes`, or of one token of one layer if that is more."""
         if self.num_bytes <= max_segment_bytes:
             return [self]
         num_layers, num_tokens = segment_shape(self.group, max_segment_bytes, layers=self.num_layers)
