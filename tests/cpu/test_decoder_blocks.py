@@ -30,7 +30,9 @@ from common.model.loader import load_target
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FUSED = {"llama": 2, "qwen2": 2, "qwen3": 2, "mistral": 2, "phi3": 0}
-"""The number of attention blocks that are fused in each tiny model, and of MLPs. Phi-3 has joined layers of its own."""
+"""How many attention blocks are fused in each tiny model. As many MLPs are. Phi-3 has joined layers of its own, so none
+of its blocks is fused.
+"""
 
 
 def modules_of(directory: Path, dtype: str, **options: Any) -> list[nn.Module]:

@@ -53,8 +53,8 @@ def test_a_prompt_that_fits_no_replica_is_refused_at_once_by_their_limit() -> No
 
 
 def test_a_request_that_fails_leaves_what_was_spared_for_it_to_the_next() -> None:
-    """The only row is spared for a request that was refused. Then a smaller replica takes the place of the one that it
-    fits, so it fails, and the next request gets the row.
+    """The only row is spared for a long request that was refused. Then the replica is replaced by one that is too small
+    for that request. So the request fails, and the next one gets the row.
     """
     engine = ScriptedEngine(max_rows=1, clock=lambda: 0.0)
     long = engine.submit("long", LONG, 3)

@@ -1,5 +1,5 @@
-"""The phases of a request's and a prompt's life: tests of the tables of transitions, and that only `Lives` changes a
-phase.
+"""Tests of the phases of a request's and a prompt's life: the tables of transitions, and the rule that only `Lives`
+changes a phase.
 """
 
 from __future__ import annotations

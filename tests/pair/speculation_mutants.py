@@ -30,8 +30,8 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _target_draws(patch: pytest.MonkeyPatch, mutant: Callable[..., Sampled]) -> None:
-    """Replaces the `draw` that verification calls. `mutant` gets the original `draw` first, then its arguments. The
-    argument `found`, a shortcut, is left out.
+    """Replaces the `draw` that verification calls. `mutant` gets the original `draw` first, and then its arguments
+    except `found`, which only saves work.
     """
     draw = speculative_worker.draw
 

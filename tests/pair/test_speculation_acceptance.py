@@ -205,8 +205,8 @@ def test_it_is_seen(
 
 
 def check_siblings_are_worth_more_than_any_single_draft(erring: Drafted, erring_model_dir: Path) -> str:
-    """Checks that the first level of a draft tree contains the right token more often than any single draft could be
-    it: the tree drafts the tokens that the noise favours.
+    """Checks that the first level of a draft tree contains the target's token more often than any single draft could
+    equal it: the tree drafts the tokens that the noise favours.
 
     Returns a line of text about that level.
     """

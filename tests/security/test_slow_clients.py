@@ -272,7 +272,7 @@ def messages_in(data: bytes) -> list[inference_pb2.GenerateEvent]:
 
 
 async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, connect: Connect) -> None:
-    """Readiness still changes, and so does a shutdown that waits for these changes."""
+    """Readiness still changes, and a shutdown, which waits for such a change, still goes on."""
     stalled = await connect(window=0)
     stalled.open(WATCH, health_pb2.HealthCheckRequest(service=SERVICE).SerializeToString())
     await eventually(lambda: num_handlers() == 1)

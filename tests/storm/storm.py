@@ -21,7 +21,7 @@ REQUEST_BOUND_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storm:
-    """A storm of requests. Clients of the share `abort_share` of them leave, after some events or at some moment.
+    """A storm of requests. For a share `abort_share` of them, the client leaves after some events or after some time.
 
     With `resumes`, clients continue a broken stream in another call.
     """

@@ -239,8 +239,8 @@ def test_a_model_of_another_kind_has_no_program(tiny_model_dir) -> None:  # type
 
 
 def test_it_is_written_down_when_asked_from_the_weights_there_were(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
-    """The program is built from the original weights, even if PyTorch's operators have since changed how they keep
-    them.
+    """The program is built from the original weights, even if the model's modules were replaced by ones that store them
+    differently.
     """
     directory = tiny_model_dir("llama")
     kept, changed = (

@@ -58,7 +58,7 @@ def first_token_not_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_not_held_until_their_draw(patch: pytest.MonkeyPatch) -> None:
-    """Keeps a step's rows from being reused only from the step's draw on, not from its launch."""
+    """Lets a step's rows be reused between the step's launch and its draw. They are held only from the draw on."""
     use_until = KvPool.use_until
 
     def mutant(self: KvPool, rows: Any, event: Any, *args: Any) -> None:
