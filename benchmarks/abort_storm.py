@@ -29,7 +29,7 @@ STORM_BOUND_S = 1.0
 DURING_S = (STORM_AFTER_S, STORM_AFTER_S + 3.0)
 """The window around the storm, in seconds after the start.
 
-In it the same two cores also send, admit, start to prefill and cancel 500 requests.
+In it the two cores that decode also send, admit, begin to prefill and cancel 500 requests.
 """
 AFTER_S = (STORM_AFTER_S + 3.0, STORM_AFTER_S + 8.0)
 LEAST_RATIO = 0.9

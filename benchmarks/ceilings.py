@@ -45,7 +45,9 @@ class Ceilings:
         )
 
     def bound_s(self, *, num_bytes: float, num_flops: float, dtype: str) -> float:
-        """Returns the least time for reading and computing this much, with both done at the same time."""
+        """Returns the least seconds in which `num_bytes` are read and `num_flops` are computed in `dtype`, both at the
+        same time.
+        """
         return max(num_bytes / self.read_bytes_per_s, num_flops / self.flops_per_s[dtype])
 
     def __str__(self) -> str:

@@ -92,7 +92,7 @@ def main() -> None:
 def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> float:
     """Computes a prompt and waits until all its KV is sent.
 
-    Returns the seconds from the prompt's arrival to its PrebuiltBatch, the last message of a handoff.
+    Returns the seconds from the prompt's arrival to its PrebuiltBatch, the message with its first token.
     """
     numbers = random.Random(call_id)
     token_ids = tuple(numbers.randrange(100, 49_000) for _ in range(num_tokens))

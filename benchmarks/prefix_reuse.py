@@ -41,7 +41,9 @@ Times to first token with eight at a time are not compared: half of the prompts 
 lies between the two groups, so that of two pairs without a cache one round's median can be half the other's.
 """
 MOST_SHARED_TTFT, MOST_TURN_TTFT, MOST_CHAT_WALL = 0.5, 0.8, 0.7
-"""Bounds on ratios to the peer: of the median time to first token, and of the time that the chats take."""
+"""Bounds on ratios to the peer: of the median time to first token, for prompts with a shared beginning and for a chat's
+later turns, and of the time that the chats take.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Server:
 
 
 async def answer_of(server: Server, *, max_tokens: int, **prompt: object) -> Answer:
-    """Sends one request and reads its stream. `prompt` is `prompt` or `messages`."""
+    """Sends one request, whose prompt is the argument `prompt` or `messages`, and reads its stream."""
     create = server.client.chat.completions.create if "messages" in prompt else server.client.completions.create
     begun_s, first_s, text, usage = time.perf_counter(), 0.0, [], None
     stream = await create(  # type: ignore[call-overload]  # one of two overloads, by the kind of the prompt

@@ -73,7 +73,8 @@ NUM_VARIANTS = 61  # different preset results of forwards, used in turn
 STEPS_A_TURN = 8
 """The edge runs once in this many steps.
 
-If it ran after each, it would evict the engine's data from the core's caches, which it does not do on its own core.
+If it ran after each, it would evict the engine's data from the core's caches. A service's edge, which runs on another
+core, does not do so.
 """
 _REPLICA = "replica"
 _NAMESPACE = ""

@@ -32,7 +32,8 @@ LIMITS = {1: 4.0, 8: None, 32: 8.0}
 bound.
 """
 PEER_LIMIT = 1.0
-"""The least ratio to the peer's tokens/s for as many sequences. Baton's are taken while all requests decode."""
+"""The least ratio to the peer's tokens/s for as many sequences. Baton's tokens/s are those while all requests decode.
+"""
 LEAST_FULL_LOAD_S = 3.0
 """The least time in seconds in which all requests decode. With a shorter time the bound counts as missed."""
 

@@ -144,7 +144,8 @@ class _BoundedConnection(H11Protocol):
             self._head_alarm.set(self.http_limits.head_timeout_s, self.transport.abort)
 
     def _pace(self, num_bytes: int) -> None:
-        """Moves the time until which the received bytes are enough for the slowest permitted rate.
+        """Moves on the time until which the received bytes are enough for the slowest permitted rate: `num_bytes` more
+        have come.
 
         The rate counts from the request's first byte. A request that fell below it stays too slow until the missing
         bytes have come too. Bytes that come early count for at most `body_window_s`. A connection whose request is too

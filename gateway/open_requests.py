@@ -32,7 +32,7 @@ class OpenRequest:
 
     @asynccontextmanager
     async def ends_when_failed(self) -> AsyncIterator[None]:
-        """A block that `fail` interrupts: the wait inside it is cancelled, and the block raises the ApiError."""
+        """Lets `fail` interrupt the block: the wait inside it is cancelled, and the block raises the ApiError."""
         try:
             async with asyncio.timeout(None) as time:
                 self.fails_by(lambda _: time.reschedule(0))
@@ -76,7 +76,7 @@ class OpenRequests:
 
     @property
     def num_reading(self) -> int:
-        """Returns the number of requests whose body is still arriving."""
+        """The number of requests whose body is still arriving."""
         return len(self._requests) - len(self._places)
 
     @property

@@ -42,7 +42,7 @@ class ChatPrompt:
     messages: tuple[ChatMessage, ...]
     tools: ToolUse | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments: what the request asks of the chat template."""
+    """The request's options for the chat template, as further `arguments`."""
 
     @property
     def arguments(self) -> dict[str, Any]:

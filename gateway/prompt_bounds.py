@@ -40,7 +40,9 @@ def check_prompts(plan: Plan, card: ModelCard) -> None:
 
 def check_prompt_logprobs(plan: Plan, num_prompt_tokens: int) -> None:
     """Raises ApiError if a whole answer would have too many log-probabilities of its prompts, each with those of the
-    likely tokens. `num_prompt_tokens` is that of all prompts together.
+    likely tokens.
+
+    `num_prompt_tokens` counts the tokens of all prompts together.
     """
     asked = {"logprobs": plan.num_echoed_logprobs, "prompt_logprobs": plan.num_prompt_logprobs}
     of_token = {param: num_top + 1 for param, num_top in asked.items() if num_top is not None}

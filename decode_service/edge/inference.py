@@ -294,7 +294,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     @contextmanager
     def _place(self, context: Context) -> Iterator[None]:
-        """A context in which a call that needs only the text threads takes one of the places for live requests.
+        """Holds one of the places for live requests while the block runs, for a call that needs only the text threads.
 
         Raises Draining, EngineLost or Overloaded.
         """

@@ -23,8 +23,7 @@ class ReplicaState:
 
 
 class ReplicaBoard:
-    """Tracks the replicas' states and open rows from the messages between engine and transport. Any
-    thread may use it.
+    """Tracks the replicas' states and open rows from the messages between engine and transport. Any thread may use it.
 
     If the service `serves_alone`, it computes prompts itself while no replica is ready. The log says when that begins,
     and why, and when it ends.

@@ -130,13 +130,13 @@ class FutureMap:
         self._forward_stream.enqueue(stash_payload, scope)
 
     def resolve_seq_lens(self, req_pool_indices: Tensor) -> Tensor | None:
-        """Returns the lengths that the last verify published for these rows, or None if the batch already has its
+        """Returns the lengths that the last verify published for these rows, or None if the batch must keep its
         lengths.
 
         Shapes: both [B] int64. The schedule side calls it before the next launch. It waits for `publish_ready`, and
         raises DeviceTimeout after `wait_timeout_s`. Rows bootstrapped since that verify have the lengths that bootstrap
-        wrote. The batch already has its lengths if `relays_lengths` is False, or if the last step published none. A
-        step that failed also published none; the buffer may then hold lengths from before earlier steps without drafts.
+        wrote. The batch keeps its lengths if `relays_lengths` is False, or if the last step published none: one without
+        drafts, or one that failed. The buffer may then hold lengths from before earlier steps.
         """
         if not self.relays_lengths or req_pool_indices.shape[0] == 0 or self.publish_ready is None:
             return None

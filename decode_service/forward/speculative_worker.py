@@ -2,7 +2,7 @@
 
 stream:   resolve ─▶ draft ─▶ verify ─▶ publish ─▶ extend ─▶ (stash, by the scheduler)
                        │                  └─▶ the schedule side prepares the next step while extend runs
-                       └─▶ grammars: it computes masks of the drafts while the target computes; verify draws after that
+                       └─▶ grammars: the schedule side computes the masks while the target computes; then verify draws
 
 The target draws its own token after every draft. The noise of a draw depends only on the request and the position, so
 verification needs no rejection rule: a draft is accepted exactly when it equals the target's token, and the target's

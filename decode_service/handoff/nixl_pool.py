@@ -93,7 +93,9 @@ class NixlPool:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """A context in which the pool counts as used: even if it is retired meanwhile, it can be read until the end."""
+        """Counts as a use of the pool while the block runs: until its end the pool can be read, even if it is retired
+        meanwhile.
+        """
         self._num_users += 1
         try:
             yield

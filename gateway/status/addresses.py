@@ -28,7 +28,7 @@ class TargetAddresses:
 
     @property
     def reason(self) -> str:
-        """Returns why the last look-up failed, or "" if it did not. A failure leaves `found` as it was."""
+        """Why the last look-up failed, or "" if it did not. A failure leaves `found` as it was."""
         return self._name.error
 
     async def refresh(self) -> None:

@@ -18,7 +18,7 @@ class Document:
 
     @staticmethod
     def beside(gateway: Gateway, document: bytes) -> bytes:
-        """Returns the document of a snapshot with the gateway's own state in it."""
+        """Returns `document`, a snapshot as JSON, with the gateway's own state added."""
         return b'{"gateway":%s,%s' % (json.dumps(dataclasses.asdict(gateway)).encode(), document[1:])
 
     def at_age(self, age_s: float | None) -> bytes:

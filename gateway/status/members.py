@@ -49,7 +49,7 @@ class Members(Generic[MemberT]):
 
     @property
     def all(self) -> tuple[MemberT, ...]:
-        """Returns the members in the order of targets, then of addresses. A member of two targets appears once."""
+        """The members, in the order of targets, then of addresses. A member of two targets appears once."""
         return tuple(
             self._by_address[address]
             for target in self._targets
@@ -59,17 +59,17 @@ class Members(Generic[MemberT]):
 
     @property
     def unknown(self) -> tuple[tuple[str, str], ...]:
-        """Returns the targets that have no address, each with the reason."""
+        """The targets that have no address, each with the reason."""
         return tuple((target.target, target.reason) for target in self._targets if not target.found)
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """Returns the targets that have not been sampled yet."""
+        """The targets that have not been sampled yet."""
         return tuple(self._awaited)
 
     @property
     def outdated(self) -> tuple[tuple[str, str], ...]:
-        """Returns the targets whose last look-up failed, each with the reason. Their members are still sampled."""
+        """The targets whose last look-up failed, each with the reason. Their known members are still sampled."""
         return tuple((target.target, target.reason) for target in self._targets if target.found and target.reason)
 
     @property

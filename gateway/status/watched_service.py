@@ -24,7 +24,7 @@ class WatchedService:
 
     @property
     def current(self) -> Exposition | None:
-        """Returns the metrics of the last round; None if the service could not be reached then."""
+        """The metrics of the last round, or None if the service could not be reached then."""
         return None if self._reason else self._window.latest
 
     @property
@@ -33,9 +33,7 @@ class WatchedService:
 
     @property
     def span_s(self) -> float:
-        """Returns the seconds from the oldest sample to the last round, even if the service did not answer in that
-        round.
-        """
+        """The seconds from the oldest sample to the last round, even if the service did not answer in that round."""
         return 0.0 if self._window.first_s is None else self._now_s - self._window.first_s
 
     def increase(self) -> Increase:

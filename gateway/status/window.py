@@ -45,7 +45,7 @@ class SampleWindow:
 
     @property
     def first_s(self) -> float | None:
-        """Returns the time of the oldest sample, or None if there is none."""
+        """The time of the oldest sample, or None if there is none."""
         if self._steps:
             return self._steps[0].from_s
         return None if self._latest is None else self._latest[0]

@@ -130,7 +130,11 @@ class _RowTrace:
         self._sending_s = (self._sending_s[0] if self._sending_s else start_s, end_s)
 
     def computed(self, *, num_bytes: int, num_cached_tokens: int) -> None:
-        """Records that the row's first token was computed. `num_bytes` is the size of the KV to be sent for the row."""
+        """Records that the row's first token was computed.
+
+        `num_bytes` is the size of the KV to be sent for the row, and `num_cached_tokens` the number of tokens whose KV
+        was cached.
+        """
         self._num_expected_bytes = num_bytes
         self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", num_cached_tokens)
 
