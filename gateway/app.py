@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton import AsyncClient
 from baton.errors import BatonError
 from gateway.api_keys import ApiKeys
-from gateway.chat import CHAT, ChatFields
-from gateway.completions import COMPLETIONS, CompletionFields
+from gateway.apis.chat import CHAT
+from gateway.apis.completions import COMPLETIONS
 from gateway.edge import Edge, KeyCheck
 from gateway.errors import ApiError, api_error_of, internal
 from gateway.fields import RequestFields
@@ -32,7 +32,8 @@ from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequests
 from gateway.openapi import openapi_document
 from gateway.post_endpoint import PostParts
-from gateway.responses import JsonResponse, error_response, send_error
+from gateway.request_record import RequestRecord
+from gateway.sending import JsonResponse, error_response, send_error
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
@@ -41,9 +42,9 @@ from gateway.tokenizing import DetokenizeFields, TokenizeFields, Tokenizing, Tok
 from gateway.tracing import TracedApp
 
 _METHODS = ("GET", "POST")
+_APIS = (CHAT, COMPLETIONS)
 _BODIES: Mapping[str, type[RequestFields]] = {
-    CHAT.path: ChatFields,
-    COMPLETIONS.path: CompletionFields,
+    **{api.path: api.fields for api in _APIS},
     "/tokenize": TokenizeFields,
     "/detokenize": DetokenizeFields,
 }
@@ -97,10 +98,7 @@ def build_app(
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     routes = [
-        *(
-            Route(api.path, GenerationEndpoint(api, client=client, **parts), methods=["POST"])
-            for api in (CHAT, COMPLETIONS)
-        ),
+        *(Route(api.path, GenerationEndpoint(api, client=client, **parts), methods=["POST"]) for api in _APIS),
         Route("/tokenize", TokenizingEndpoint(tokenizing.tokenize, **parts), methods=["POST"]),
         Route("/detokenize", TokenizingEndpoint(tokenizing.detokenize, **parts), methods=["POST"]),
         Route("/v1/models", list_models),
@@ -126,7 +124,8 @@ def build_app(
     )
     app.router.redirect_slashes = False
     checked: ASGIApp = KeyCheck(TracedApp(app, tracer=tracer), api_keys=api_keys, covers_status=status_needs_key)
-    return Edge(_for_origins(checked, cors_origins) if cors_origins else checked, metrics=metrics)
+    checked = _for_origins(checked, cors_origins) if cors_origins else checked
+    return Edge(checked, metrics=metrics, error_bodies={api.path: api.error_body for api in _APIS})
 
 
 def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -191,5 +190,6 @@ async def _on_mistake(request: Request, _error: Exception) -> Response:
 
 
 def _refused(request: Request, error: ApiError) -> Response:
-    request.scope["state"]["record"].error = error
-    return error_response(error)
+    record: RequestRecord = request.scope["state"]["record"]
+    record.error = error
+    return error_response(error, record.error_body)

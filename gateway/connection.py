@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from gateway.http_rules import StrictConnection
 from gateway.limits import HttpLimits
 from gateway.listener import OpenConnections
-from gateway.responses import SLICE_BYTES, error_response
+from gateway.sending import SLICE_BYTES, error_response
 
 _log = structlog.get_logger(__name__)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -10,10 +12,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api_keys import ApiKeys
-from gateway.errors import ApiError
+from gateway.errors import ApiError, ErrorBody, openai_error
 from gateway.metrics import GatewayMetrics
 from gateway.request_record import TOKENIZING_PATHS, RequestRecord
-from gateway.responses import send_error
+from gateway.sending import send_error
 
 _MAX_LOGGED_CHARS = 256
 _STATUS_PATHS = ("/", "/metrics", "/status.json")
@@ -24,15 +26,20 @@ _log = structlog.get_logger(__name__)
 class Edge:
     """The outermost ASGI layer: it logs and counts each request when it ends.
 
-    It puts a RequestRecord into `scope["state"]["record"]`, which the inner layers fill.
+    It puts a RequestRecord into `scope["state"]["record"]`, which the inner layers fill. `error_bodies` has the forms
+    of the errors of endpoints that do not write them as OpenAI does, by path.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, metrics: GatewayMetrics, error_bodies: Mapping[str, ErrorBody] = MappingProxyType({})
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._error_bodies = error_bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
+        record.error_body = self._error_bodies.get(scope["path"], openai_error)
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:

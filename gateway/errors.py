@@ -6,7 +6,7 @@ ClientLeft   the client has left, so nothing can be answered
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -51,10 +51,6 @@ class ApiError(Exception):
         self._headers = dict(headers or {})
 
     @property
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
-
-    @property
     def headers(self) -> dict[str, str]:
         retry = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
         return {**self._headers, **retry}
@@ -62,6 +58,14 @@ class ApiError(Exception):
 
 class ClientLeft(Exception):
     """The HTTP client closed its connection, or read nothing for too long."""
+
+
+ErrorBody = Callable[[ApiError], Mapping[str, Any]]
+"""Writes the JSON of an error that is the whole answer."""
+
+
+def openai_error(error: ApiError) -> Mapping[str, Any]:
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:

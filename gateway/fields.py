@@ -1,4 +1,4 @@
-"""The fields that both generating endpoints accept, and the rules by which other fields are refused.
+"""The fields that the generating endpoints accept, and the rules by which other fields are refused.
 
 A field that is null counts as absent. The decode service checks ranges, and its errors name the field.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import jiter
@@ -25,7 +25,7 @@ from pydantic import (
 from baton.requests import SamplingOptions
 from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS, NumberOption
 from gateway.errors import ApiError, invalid, not_served
-from gateway.grammar_fields import GrammarFields, StrictFields, without_null
+from gateway.grammar_fields import Constraint, GrammarFields, ResponseFormat, StrictFields, without_null
 
 MAX_FIELDS = 256
 """The most fields in a request. It is high because clients of some servers send every known field with its default."""
@@ -145,17 +145,13 @@ class RequestFields(StrictFields):
 
 
 class GenerationFields(GrammarFields, RequestFields):
-    """The request fields that both generating endpoints accept: OpenAI's, and Baton's own."""
+    """The request fields that all generating endpoints accept."""
 
     model: str
     stream: bool = False
-    stream_options: Annotated[StreamOptions, BeforeValidator(without_null)] | None = None
-    n: Annotated[int, Field(ge=1)] = 1
-    best_of: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_bounded)] | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list), _TEXTS] | None = None
-    max_tokens: int | None = None
     # Fields beyond OpenAI's.
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
@@ -164,21 +160,11 @@ class GenerationFields(GrammarFields, RequestFields):
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     allowed_token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_salt: str | None = None
     cache_prompt: bool | None = None
-    return_token_ids: bool = False
     truncate_prompt_tokens: int | None = None
     numbers: SkipValidation[Mapping[str, float]] = Field(default_factory=dict)
     """The request's options that are in NUMBER_OPTIONS, by name. In the request body each is a field of its own."""
-
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def has_usage_in_chunks(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def grammar_params(self) -> Mapping[str, str]:
@@ -187,6 +173,48 @@ class GenerationFields(GrammarFields, RequestFields):
         """
         constraint = self.constraint
         return {} if constraint is None else {f"sampling.{constraint.option}": constraint.field}
+
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
+        """Returns the sampling options for the decode service. Raises ApiError, which names the wrong field."""
+        options: SamplingOptions = SamplingOptions(
+            seed=None if self.seed is None else self.seed % (1 << 64),
+            max_tokens=max_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logit_bias=_logit_bias(self.logit_bias),
+            logprobs=logprobs,
+            speculate=self.speculate,
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            bad_words=self.bad_words,
+            allowed_token_ids=self.allowed_token_ids,
+            **self.numbers,  # type: ignore[typeddict-item]
+        )
+        if (constraint := self.constraint) is not None:
+            options[constraint.option] = constraint.value
+        return options
+
+
+class ChoicesFields(GenerationFields):
+    """The request fields of the endpoints whose answers have choices."""
+
+    stream_options: Annotated[StreamOptions, BeforeValidator(without_null)] | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    # Fields beyond OpenAI's.
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool = False
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_usage_in_chunks(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None) -> SamplingOptions:
         """Returns the sampling options for the decode service. Raises ApiError, which names the wrong field.
@@ -200,25 +228,14 @@ class GenerationFields(GrammarFields, RequestFields):
         if self.stream and self.prompt_logprobs is not None:
             raise invalid("prompt_logprobs", "is not for streams")
         asked = [number for number in (self.prompt_logprobs, echoed) if number is not None]
-        options: SamplingOptions = SamplingOptions(
-            seed=None if self.seed is None else self.seed % (1 << 64),
-            max_tokens=max_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            logit_bias=_logit_bias(self.logit_bias),
-            logprobs=logprobs,
-            prompt_logprobs=max(asked, default=None),
-            speculate=self.speculate,
-            skip_special_tokens=self.skip_special_tokens,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            bad_words=self.bad_words,
-            allowed_token_ids=self.allowed_token_ids,
-            **self.numbers,  # type: ignore[typeddict-item]
-        )
-        if (constraint := self.constraint) is not None:
-            options[constraint.option] = constraint.value
+        options = super().sampling(max_tokens=max_tokens, logprobs=logprobs)
+        options["prompt_logprobs"] = max(asked, default=None)
         return options
+
+    def _constraints(self) -> Iterator[Constraint]:
+        if self.response_format is not None:
+            yield Constraint("json_schema", self.response_format.schema_text, "response_format")
+        yield from super()._constraints()
 
 
 _NUMBER_TYPES: Mapping[str, Any] = {

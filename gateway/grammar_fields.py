@@ -96,7 +96,6 @@ class Constraint:
 class GrammarFields(StrictFields):
     """The fields that may say what the output must be. Only one may do so; empty texts and lists do not count."""
 
-    response_format: ResponseFormat | None = None
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(without_null)] | None = None
     guided_json: SchemaText = ""
     guided_regex: str = ""
@@ -116,8 +115,6 @@ class GrammarFields(StrictFields):
         return found[0] if found else None
 
     def _constraints(self) -> Iterator[Constraint]:
-        if self.response_format is not None:
-            yield Constraint("json_schema", self.response_format.schema_text, "response_format")
         yield Constraint("json_schema", self.json_schema, "json_schema")
         yield Constraint("json_schema", self.guided_json, "guided_json")
         yield Constraint("regex", self.regex, "regex")

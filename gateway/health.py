@@ -12,7 +12,7 @@ from baton.errors import BatonError
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
 from gateway.open_requests import OpenRequests
-from gateway.responses import JsonResponse
+from gateway.sending import JsonResponse
 
 _TIMEOUT_S = 2.0
 

@@ -17,7 +17,7 @@ import structlog
 
 from common.addresses import network_of
 from gateway.errors import unavailable
-from gateway.responses import error_response
+from gateway.sending import error_response
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _EXHAUSTED_S = 0.5

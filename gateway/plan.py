@@ -50,6 +50,11 @@ class ChatPrompt:
         return {"chat": self.messages, **tools, **self.options}
 
     @property
+    def functions(self) -> Mapping[str, Any]:
+        """The JSON schemas of the arguments of the functions that the model may call, by name."""
+        return {} if self.tools is None else self.tools.functions
+
+    @property
     def num_bytes(self) -> int:
         texts = [text for message in self.messages for text in message.texts]
         texts += [text for tool in (self.tools.tools if self.tools else ()) for text in tool.texts]
@@ -79,16 +84,16 @@ class Plan:
 
     model: str
     prompts: tuple[Prompt, ...]
-    n: int
-    best_of: int
+    n: int = 1
+    best_of: int = 1
     sampling: SamplingOptions
     cache_salt: str | None
     cache_prompt: bool | None
     truncate_prompt_tokens: int | None
     is_streamed: bool
-    includes_usage: bool
-    has_usage_in_chunks: bool
-    returns_token_ids: bool
+    includes_usage: bool = False
+    has_usage_in_chunks: bool = False
+    returns_token_ids: bool = False
     echoes_prompt: bool = False
     num_echoed_logprobs: int | None = None
     num_prompt_logprobs: int | None = None

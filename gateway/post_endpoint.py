@@ -14,7 +14,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.receiving import read_json_body, unless_left
 from gateway.request_record import RequestRecord
-from gateway.responses import send_error
+from gateway.sending import send_error
 from gateway.served_model import ModelCard, ServedModel
 
 

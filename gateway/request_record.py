@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from starlette.types import Scope
 
 from common.addresses import network_of
-from gateway.errors import ApiError, invalid
+from gateway.errors import ApiError, ErrorBody, invalid, openai_error
 
 TOKENIZING_PATHS = ("/tokenize", "/detokenize")
 _ROUTES = frozenset(
@@ -40,8 +40,9 @@ class RequestRecord:
     """The data of one HTTP request for its log line and for metrics.
 
     `status` is the answer's status, or that of an error that broke the answer off. `error` says why the answer is an
-    error. `client` names whoever sent the request: the number of the API key if several keys are configured, else the
-    client's network. Places and memory are shared fairly among clients.
+    error, and `error_body` writes errors as the request's endpoint does. `client` names whoever sent the request: the
+    number of the API key if several keys are configured, else the client's network. Places and memory are shared
+    fairly among clients.
     """
 
     route: str
@@ -54,6 +55,7 @@ class RequestRecord:
     num_completion_tokens: int = 0
     ttft_s: float | None = None
     error: ApiError | None = None
+    error_body: ErrorBody = openai_error
 
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:

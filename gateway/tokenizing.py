@@ -10,14 +10,14 @@ from starlette.types import Receive, Send
 
 from baton import AsyncClient
 from baton.errors import BatonError
-from gateway.chat import Messages, TemplateFields, chat_prompt
+from gateway.apis.chat import Messages, TemplateFields, chat_prompt
 from gateway.errors import api_error_of, invalid
 from gateway.fields import RequestFields, parse_fields
 from gateway.open_requests import OpenRequest
 from gateway.post_endpoint import PostEndpoint, PostParts
 from gateway.receiving import unless_left
 from gateway.request_record import RequestRecord
-from gateway.responses import JsonResponse
+from gateway.sending import JsonResponse
 from gateway.served_model import ModelCard
 
 

@@ -1,4 +1,4 @@
-"""The tools of a chat request: what the model may call, and what it must."""
+"""The tools of a conversation's request: what the model may call, and what it must."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.text.chat_messages import Tool, ToolChoice
-from gateway.errors import ApiError, invalid, not_served
+from gateway.conversation import kind_not_served, refuse_other_fields
+from gateway.errors import invalid
 
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
-_TOOL_FIELDS, _FUNCTION_FIELDS = {"type", "function"}, {"name", "description", "parameters", "strict"}
 _CHOICES = ("none", "auto", "required")
 
 
@@ -30,37 +30,58 @@ class ToolUse:
         return {tool.name: tool.schema for tool in self.tools if not names or tool.name in names}
 
 
-def parse_tools(tools: Sequence[Any] | None, tool_choice: Any, parallel_tool_calls: bool | None) -> ToolUse | None:
+def parse_tools(
+    tools: Sequence[Any] | None, tool_choice: Any, parallel_tool_calls: bool | None, *, is_flat: bool = False
+) -> ToolUse | None:
     """Parses three fields of a request. Returns None if the model is told of no tools.
 
-    Raises ApiError, which names the wrong field.
+    A chat's request has the name and what belongs to it in an object `function` beside the `type`, and the tools that
+    are allowed in an object `allowed_tools`. If `is_flat` they stand beside the type. Raises ApiError, which names the
+    wrong field.
     """
-    parsed = tuple(_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools or ()))
-    names = [tool.name for tool in parsed]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise invalid(f"tools[{index}].function.name", "is another tool's too")
-    choice = _choice(tool_choice, names, allows_several=parallel_tool_calls is not False)
+    inner = "" if is_flat else ".function"
+    parsed = tuple(_tool(f"tools[{index}]", tool, is_flat=is_flat) for index, tool in enumerate(tools or ()))
+    names = tool_names(parsed, inner)
+    choice = _choice(tool_choice, names, allows_several=parallel_tool_calls is not False, is_flat=is_flat)
     return ToolUse(parsed, choice) if parsed and choice is not None else None
 
 
-def _tool(place: str, tool: Any) -> Tool:
-    if not isinstance(tool, dict):
-        raise invalid(place, "must be an object with type and function")
-    if tool.get("type") != "function":
-        raise _type_not_served(f"{place}.type", tool.get("type"), '"function" is')
-    _refuse_other_fields(place, tool, _TOOL_FIELDS)
-    function, place = tool.get("function"), f"{place}.function"
-    if not isinstance(function, dict):
-        raise invalid(place, "must be an object with a name")
-    _refuse_other_fields(place, function, _FUNCTION_FIELDS)
+def tool_names(tools: Sequence[Tool], inner: str = "") -> Sequence[str]:
+    """Returns the names of the tools. Raises ApiError if two are the same; `inner` is where a tool has its name."""
+    names = [tool.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid(f"tools[{index}]{inner}.name", "is another tool's too")
+    return names
+
+
+def parse_function(place: str, function: Mapping[str, Any], *, schema_field: str = "parameters") -> Tool:
+    """Parses a function's name, its description, `strict`, and the JSON schema of its arguments.
+
+    Raises ApiError, which names the wrong field at `place`.
+    """
+    refuse_other_fields(place, function, {"name", "description", "strict", schema_field})
     description, strict = function.get("description"), function.get("strict")
     if description is not None and not isinstance(description, str):
         raise invalid(f"{place}.description", "must be a string")
     if strict is not None and not isinstance(strict, bool):
         raise invalid(f"{place}.strict", "must be true or false")
-    parameters = _parameters(f"{place}.parameters", function.get("parameters"))
+    parameters = _parameters(f"{place}.{schema_field}", function.get(schema_field))
     return Tool(_name(f"{place}.name", function.get("name")), description or "", parameters, bool(strict))
+
+
+def _tool(place: str, tool: Any, *, is_flat: bool) -> Tool:
+    if not isinstance(tool, dict):
+        raise invalid(place, "must be an object with type and " + ("name" if is_flat else "function"))
+    if tool.get("type") != "function":
+        raise kind_not_served(f"{place}.type", tool.get("type"), '"function" is')
+    if is_flat:
+        return parse_function(place, {name: value for name, value in tool.items() if name != "type"})
+    refuse_other_fields(place, tool, {"type", "function"})
+    function, place = tool.get("function"), f"{place}.function"
+    if not isinstance(function, dict):
+        raise invalid(place, "must be an object with a name")
+    return parse_function(place, function)
 
 
 def _parameters(place: str, schema: Any) -> str:
@@ -74,7 +95,7 @@ def _parameters(place: str, schema: Any) -> str:
     return json.dumps(schema)
 
 
-def _choice(choice: Any, names: Sequence[str], *, allows_several: bool) -> ToolChoice | None:
+def _choice(choice: Any, names: Sequence[str], *, allows_several: bool, is_flat: bool) -> ToolChoice | None:
     """Returns the choice, or None if no tool may be called."""
     match choice:
         case "none":
@@ -88,43 +109,45 @@ def _choice(choice: Any, names: Sequence[str], *, allows_several: bool) -> ToolC
         case "required":
             return ToolChoice(required=True, parallel=allows_several)
         case {"type": "function"}:
-            return ToolChoice(required=True, names=(_named("tool_choice", choice, names),), parallel=False)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
-            place = "tool_choice.allowed_tools.tools"
-            if not allowed:
-                raise invalid(place, "must not be empty")
-            allowed_names = tuple(_named(f"{place}[{index}]", each, names) for index, each in enumerate(allowed))
-            return ToolChoice(required=mode == "required", names=allowed_names, parallel=allows_several)
+            name = _chosen("tool_choice", choice, names, is_flat=is_flat)
+            return ToolChoice(required=True, names=(name,), parallel=False)
         case {"type": "allowed_tools"}:
-            raise invalid("tool_choice.allowed_tools", "must have a mode, auto or required, and a list of tools")
+            inner = "" if is_flat else ".allowed_tools"
+            allowed = choice if is_flat else choice.get("allowed_tools")
+            return _allowed(f"tool_choice{inner}", allowed, names, allows_several=allows_several, is_flat=is_flat)
         case dict():
-            raise _type_not_served("tool_choice.type", choice.get("type"), '"function" and "allowed_tools" are')
+            raise kind_not_served("tool_choice.type", choice.get("type"), '"function" and "allowed_tools" are')
         case _:
             raise invalid("tool_choice", "must be a string or an object")
 
 
-def _named(place: str, choice: Any, names: Sequence[str]) -> str:
-    """Returns the name in {"type": "function", "function": {"name": ...}}, which must be a tool's."""
-    match choice:
-        case {"type": "function", "function": {"name": str(name)}}:
+def _allowed(place: str, allowed: Any, names: Sequence[str], *, allows_several: bool, is_flat: bool) -> ToolChoice:
+    match allowed:
+        case {"mode": "auto" | "required" as mode, "tools": list(tools)}:
+            if not tools:
+                raise invalid(f"{place}.tools", "must not be empty")
+            chosen = [
+                _chosen(f"{place}.tools[{index}]", each, names, is_flat=is_flat) for index, each in enumerate(tools)
+            ]
+            return ToolChoice(required=mode == "required", names=tuple(chosen), parallel=allows_several)
+    raise invalid(place, "must have a mode, auto or required, and a list of tools")
+
+
+def _chosen(place: str, choice: Any, names: Sequence[str], *, is_flat: bool) -> str:
+    """Returns the name in the choice of a function, which must be a tool's."""
+    form = '{"type": "function", "name": ...}' if is_flat else '{"type": "function", "function": {"name": ...}}'
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        raise invalid(place, f"must be {form}")
+    inner, function = ("", choice) if is_flat else (".function", choice.get("function"))
+    match function:
+        case {"name": str(name)}:
             if name not in names:
-                raise invalid(f"{place}.function.name", "is no tool's name")
+                raise invalid(f"{place}{inner}.name", "is no tool's name")
             return name
-    raise invalid(place, 'must be {"type": "function", "function": {"name": ...}}')
+    raise invalid(place, f"must be {form}")
 
 
 def _name(place: str, name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise invalid(place, "must be 1 to 64 letters, digits, underscores and hyphens")
     return name
-
-
-def _type_not_served(place: str, kind: Any, but: str) -> ApiError:
-    named = kind if isinstance(kind, str) and re.fullmatch("[a-z_0-9]{1,32}", kind) else "this type"
-    return invalid(place, f"{named} is not served, {but}", code="unsupported_parameter")
-
-
-def _refuse_other_fields(place: str, value: Mapping[str, Any], fields: set[str]) -> None:
-    for name, asked in value.items():
-        if name not in fields and asked is not None:
-            raise not_served(f"{place}.{name}"[:128])

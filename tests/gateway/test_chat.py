@@ -9,7 +9,7 @@ import pytest
 
 from baton import ChatMessage, Client, ToolCall
 from baton.v1.inference_pb2 import FINISH_REASON_EOS
-from gateway.chat import parse_chat
+from gateway.apis.chat import parse_chat
 from gateway.plan import ChatPrompt
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.callers import Caller

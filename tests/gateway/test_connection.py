@@ -21,7 +21,7 @@ from common.config.gateway_settings import GatewaySettings
 from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
 from gateway.listener import OpenConnections, Room
-from gateway.responses import SLICE_BYTES, JsonResponse
+from gateway.sending import SLICE_BYTES, JsonResponse
 from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import wait_until
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
 from baton.v1 import types_pb2
-from gateway.completions import TextChoice
+from gateway.apis.completions import TextChoice
 from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started

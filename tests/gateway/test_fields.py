@@ -10,8 +10,8 @@ import pytest
 
 from common.sampling.params import NUMBER_OPTIONS
 from common.text.chat_messages import ChatMessage
-from gateway.chat import ChatFields, parse_chat
-from gateway.completions import CompletionFields, parse_completion
+from gateway.apis.chat import ChatFields, parse_chat
+from gateway.apis.completions import CompletionFields, parse_completion
 from gateway.errors import ApiError
 from gateway.fields import ASKS_FOR_NOTHING
 from gateway.plan import Plan

@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from baton import Client, FinishReason
-from gateway.chat import parse_chat
-from gateway.completions import parse_completion
+from gateway.apis.chat import parse_chat
+from gateway.apis.completions import parse_completion
 from gateway.errors import ApiError
 from gateway.plan import Plan
 from tests.gateway.gateway_here import GatewayHere

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gateway.chat import parse_chat
-from gateway.completions import parse_completion
+from gateway.apis.chat import parse_chat
+from gateway.apis.completions import parse_completion
 from gateway.errors import ApiError
 from tests.gateway.gateway_here import GatewayHere
 

@@ -15,7 +15,7 @@ from baton.events import Completion, Event, Started
 from baton.v1.inference_pb2 import FINISH_REASON_EOS, FINISH_REASON_LENGTH, FinishReason
 from baton.v1.types_pb2 import Reasoning
 from common.text.output_formats import HERMES, MISTRAL, OutputFormat
-from gateway.chat import ChatChoice, parse_chat
+from gateway.apis.chat import ChatChoice, parse_chat
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.gateway_here import GatewayHere
 from tests.gateway.parsing.transcripts import FUNCTIONS, TRANSCRIPTS, Transcript

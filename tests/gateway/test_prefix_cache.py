@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from baton.codec import event_from_wire
 from baton.events import Started
-from gateway.answer import usage
-from gateway.completions import parse_completion
+from gateway.apis.completions import parse_completion
+from gateway.tally import Tally
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
@@ -103,8 +104,10 @@ def test_what_several_prompts_had_cached_adds_up(edge: GatewayHere, scripted: Sc
 def test_choices_count_with_their_own_prompt() -> None:
     plan = parse_completion(b'{"model": "demo", "prompt": ["hi", "ho"], "n": 2}')
     first = Started(request_id="r", num_prompt_tokens=3, seed=7)
-    counted = usage(plan, [first] * 4, [1] * 4, [3, 2, 1, 3], [0] * 4, ())
-    assert (counted["prompt_tokens"], counted["prompt_tokens_details"]) == (6, {"cached_tokens": 2 + 1})
+    tally = Tally(plan, [first] * 4)
+    for index, num_cached_tokens in enumerate([3, 2, 1, 3]):
+        tally.add(index, event_from_wire(finished(num_cached_tokens=num_cached_tokens)))
+    assert (tally.counts.num_prompt, tally.counts.num_cached) == (6, 2 + 1)
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.chat import MAX_MESSAGES, parse_chat
+from gateway.apis.chat import parse_chat
 from gateway.choices import Choices
+from gateway.conversation import MAX_MESSAGES
 from gateway.errors import ApiError
 from gateway.prompt_bounds import MAX_SENT_BYTES
 from tests.client.scripted_inference import ScriptedServer, finished, started

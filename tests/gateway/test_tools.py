@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from baton import AsyncClient, ChatMessage, Client, Tool, ToolChoice
-from gateway.chat import parse_chat
+from gateway.apis.chat import parse_chat
 from gateway.plan import ChatPrompt
 from gateway.tools import ToolUse, parse_tools
 from tests.gateway.callers import Caller

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, ErrorBody, openai_error
+from gateway.request_record import RequestRecord
 
 SLICE_BYTES = 64 << 10
 _STREAM_HEADERS = [
@@ -38,14 +41,27 @@ class JsonResponse(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-def error_response(error: ApiError) -> JsonResponse:
-    return JsonResponse(error.body, status_code=error.status, headers=error.headers)
+def error_response(error: ApiError, error_body: ErrorBody = openai_error) -> JsonResponse:
+    return JsonResponse(error_body(error), status_code=error.status, headers=error.headers)
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Sends the error as the whole answer, and records it for the request's log line."""
-    scope["state"]["record"].error = error
-    await error_response(error)(scope, receive, send)
+    record: RequestRecord = scope["state"]["record"]
+    record.error = error
+    await error_response(error, record.error_body)(scope, receive, send)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEvent:
+    """A server-sent event. `data` is sent as JSON, or as it is if it is a string without line ends."""
+
+    data: Mapping[str, Any] | str
+    name: str = ""
+
+    def encoded(self) -> bytes:
+        data = self.data.encode() if isinstance(self.data, str) else _json(self.data)
+        return (f"event: {self.name}\n".encode() if self.name else b"") + b"data: " + data + b"\n\n"
 
 
 class EventStreamWriter:
@@ -57,18 +73,14 @@ class EventStreamWriter:
     async def begin(self) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
 
-    async def write(self, event: Any) -> None:
-        await self._write(b"data: " + _json(event) + b"\n\n", more=True)
+    async def write(self, events: Iterable[ServerEvent]) -> None:
+        if data := b"".join(event.encoded() for event in events):
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end(self) -> None:
-        await self._write(b"data: [DONE]\n\n", more=False)
-
-    async def break_off(self, error: ApiError) -> None:
-        """Sends the error as the last event of the stream, without `[DONE]` after it."""
-        await self._write(b"data: " + _json(error.body) + b"\n\n", more=False)
-
-    async def _write(self, data: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+    async def end(self, events: Iterable[ServerEvent]) -> None:
+        """Writes the last events of the stream."""
+        data = b"".join(event.encoded() for event in events)
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
 
 def _json(value: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -11,9 +12,10 @@ from pydantic.json_schema import JsonSchemaValue
 
 from baton.events import Completion, Delta, Finished, PromptLogprobs, PromptToken, Started
 from common.text.output_formats import OutputFormat
-from gateway.answer import Api, finish_reason, with_token_ids
+from gateway.apis.api import Api
+from gateway.apis.choices_answer import ChoicesAnswer, finish_reason, with_token_ids
 from gateway.errors import invalid
-from gateway.fields import GenerationFields, parse_fields
+from gateway.fields import ChoicesFields, parse_fields
 from gateway.logprobs import CompletionLogprobs, prompt_logprobs
 from gateway.plan import Plan, Prompt, TextPrompt, TokenIdsPrompt
 
@@ -37,7 +39,7 @@ def _unless_false(value: Any) -> Any:
     return None if value is False else value
 
 
-class CompletionFields(GenerationFields):
+class CompletionFields(ChoicesFields):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     echo: bool = False
     logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_unless_false)] = None
@@ -143,12 +145,16 @@ def parse_completion(body: bytes) -> Plan:
 
 COMPLETIONS = Api(
     path="/v1/completions",
-    id_prefix="cmpl",
-    whole_object="text_completion",
-    chunk_object="text_completion",
+    fields=CompletionFields,
     parse=parse_completion,
     parses_output=False,
-    new_choice=TextChoice,
+    begin=partial(
+        ChoicesAnswer,
+        id_prefix="cmpl",
+        whole_object="text_completion",
+        chunk_object="text_completion",
+        new_choice=TextChoice,
+    ),
 )
 
 

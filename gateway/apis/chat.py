@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import re
-import uuid
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from baton.events import Completion, Delta, Finished, FinishReason, PromptLogprobs, Started
-from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.text.chat_messages import ChatMessage, ToolCall
 from common.text.output_formats import OutputFormat
-from gateway.answer import Api, finish_reason, with_token_ids
-from gateway.errors import ApiError, invalid, not_served
-from gateway.fields import GenerationFields, RequestFields, parse_fields
+from gateway.apis.api import Api
+from gateway.apis.choices_answer import ChoicesAnswer, finish_reason, with_token_ids
+from gateway.conversation import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Effort,
+    at_most,
+    max_reasoning_tokens,
+    new_call_id,
+    not_empty,
+    refuse_other_fields,
+    string,
+    template_variables,
+    text_of,
+)
+from gateway.errors import invalid, not_served
+from gateway.fields import ChoicesFields, RequestFields, parse_fields
 from gateway.logprobs import chat_logprobs, prompt_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
@@ -27,43 +39,24 @@ _MESSAGE_FIELDS = {"role", "content", "name"}
 _FIELDS_OF_ROLES = {"assistant": {"refusal", "tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}}
 _CALL_FIELDS, _FUNCTION_FIELDS = {"id", "type", "function", "index"}, {"name", "arguments"}
 _MAX_NAME_CHARS = 64
-_CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
-MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
-"""The most messages in a request. Each has at least two fields in the gRPC request, whose
-number of fields is limited.
-"""
+_TEXT = {"text": "text"}
 
-
-def _at_most(num: int) -> BeforeValidator:
-    """Returns a validator that raises ValueError for a longer list, before pydantic validates any of its entries."""
-
-    def check(entries: Any) -> Any:
-        if isinstance(entries, list) and len(entries) > num:
-            raise ValueError(f"more than {num}")
-        return entries
-
-    return BeforeValidator(check)
-
-
-MAX_TOOLS = 128
-
-
-Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), _at_most(MAX_MESSAGES)]
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
 
 
 class TemplateFields(RequestFields):
     """The fields that the chat template sees, besides the messages."""
 
-    tools: Annotated[list[Any], _at_most(MAX_TOOLS)] | None = None
+    tools: Annotated[list[Any], at_most(MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
 
 
-class ChatFields(GenerationFields, TemplateFields):
+class ChatFields(ChoicesFields, TemplateFields):
     messages: Messages
     max_completion_tokens: int | None = None
     include_reasoning: bool = True
@@ -125,7 +118,7 @@ class ChatChoice:
                 case ContentText(text):
                     texts["content"] = texts.get("content", "") + text
                 case CallBegun(index, name):
-                    call_id = uuid.uuid4().hex[:_CALL_ID_CHARS]
+                    call_id = new_call_id()
                     function = {"name": name, "arguments": ""}
                     calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
                 case CallArguments(index, text):
@@ -182,8 +175,10 @@ def parse_chat(body: bytes) -> Plan:
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
-        functions={} if prompt.tools is None else prompt.tools.functions,
-        max_reasoning_tokens=_max_reasoning_tokens(fields),
+        functions=prompt.functions,
+        max_reasoning_tokens=max_reasoning_tokens(
+            fields.thinking_token_budget, fields.reasoning_effort, effort_param="reasoning_effort"
+        ),
         includes_reasoning=fields.include_reasoning,
         num_prompt_logprobs=fields.prompt_logprobs,
         params={
@@ -207,38 +202,30 @@ def _of_prompt(plan: Plan, completion: Completion) -> Mapping[str, Any]:
 
 CHAT = Api(
     path="/v1/chat/completions",
-    id_prefix="chatcmpl",
-    whole_object="chat.completion",
-    chunk_object="chat.completion.chunk",
+    fields=ChatFields,
     parse=parse_chat,
     parses_output=True,
-    new_choice=ChatChoice,
-    of_prompt=_of_prompt,
+    begin=partial(
+        ChoicesAnswer,
+        id_prefix="chatcmpl",
+        whole_object="chat.completion",
+        chunk_object="chat.completion.chunk",
+        new_choice=ChatChoice,
+        of_prompt=_of_prompt,
+    ),
 )
 
 
 def _template_options(fields: TemplateFields) -> dict[str, Any]:
     """Returns what the request asks of the chat template, without what is so by default."""
     options: dict[str, Any] = {}
-    variables = fields.chat_template_kwargs or {}
-    if fields.reasoning_effort not in (None, "none"):
-        variables = {"reasoning_effort": fields.reasoning_effort, **variables}
-    if variables:
+    if variables := template_variables(fields.chat_template_kwargs, fields.reasoning_effort):
         options["chat_template_kwargs"] = variables
     if fields.continue_final_message:
         options["continue_final_message"] = True
     if fields.add_generation_prompt is not None and (fields.continue_final_message or not fields.add_generation_prompt):
         options["add_generation_prompt"] = fields.add_generation_prompt
     return options
-
-
-def _max_reasoning_tokens(fields: ChatFields) -> int | None:
-    """Returns the limit on reasoning tokens, None if there is none. Raises ApiError if an effort contradicts it."""
-    if fields.reasoning_effort != "none":
-        return fields.thinking_token_budget
-    if fields.thinking_token_budget:
-        raise invalid("thinking_token_budget", 'allows reasoning, which reasoning_effort "none" does not')
-    return 0
 
 
 def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
@@ -260,14 +247,14 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
         raise not_served(f"{place}.role", "tool is")
     if not isinstance(role, str) or role not in _ROLES:
         raise invalid(f"{place}.role", f"is none of {', '.join(_ROLES)}")
-    _refuse_other_fields(place, message, _MESSAGE_FIELDS | _FIELDS_OF_ROLES.get(role, set()))
+    refuse_other_fields(place, message, _MESSAGE_FIELDS | _FIELDS_OF_ROLES.get(role, set()))
     name = message.get("name")
     if role == "tool":
         return ChatMessage(
             role,
-            _content(f"{place}.content", message.get("content"), ("text",)),
-            tool_call_id=_not_empty(f"{place}.tool_call_id", message.get("tool_call_id")),
-            name="" if name is None else _string(f"{place}.name", name),
+            text_of(f"{place}.content", message.get("content"), _TEXT),
+            tool_call_id=not_empty(f"{place}.tool_call_id", message.get("tool_call_id")),
+            name="" if name is None else string(f"{place}.name", name),
         )
     # Checked, but not passed on, because chat templates do not receive it.
     if name is not None and not (isinstance(name, str) and len(name) <= _MAX_NAME_CHARS):
@@ -276,9 +263,9 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
         calls = _tool_calls(f"{place}.tool_calls", message.get("tool_calls"))
         said, reasoning = _said_by_assistant(place, message, has_calls=bool(calls)), message.get("reasoning_content")
         return ChatMessage(
-            role, said, calls, reasoning=_string(f"{place}.reasoning_content", "" if reasoning is None else reasoning)
+            role, said, calls, reasoning=string(f"{place}.reasoning_content", "" if reasoning is None else reasoning)
         )
-    return ChatMessage(_ROLES[role], _content(f"{place}.content", message.get("content"), ("text",)))
+    return ChatMessage(_ROLES[role], text_of(f"{place}.content", message.get("content"), _TEXT))
 
 
 def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:
@@ -288,11 +275,11 @@ def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) 
     """
     refusal = message.get("refusal")
     if refusal is not None:
-        _string(f"{place}.refusal", refusal)
-    content = message.get("content")
-    if content is None and ("content" in message or refusal is not None or has_calls):
-        content = ""
-    return _content(f"{place}.content", content, ("text", "refusal")) + (refusal or "")
+        string(f"{place}.refusal", refusal)
+    said = message.get("content")
+    if said is None and ("content" in message or refusal is not None or has_calls):
+        said = ""
+    return text_of(f"{place}.content", said, {"text": "text", "refusal": "refusal"}) + (refusal or "")
 
 
 def _tool_calls(place: str, calls: Any) -> tuple[ToolCall, ...]:
@@ -309,63 +296,13 @@ def _tool_call(place: str, call: Any) -> ToolCall:
         raise invalid(place, "must be a call of a function")
     if call.get("type") not in (None, "function"):
         raise not_served(f"{place}.type", '"function" is')
-    _refuse_other_fields(place, call, _CALL_FIELDS)
+    refuse_other_fields(place, call, _CALL_FIELDS)
     function = call.get("function")
     if not isinstance(function, dict):
         raise invalid(f"{place}.function", "must be an object with name and arguments")
-    _refuse_other_fields(f"{place}.function", function, _FUNCTION_FIELDS)
+    refuse_other_fields(f"{place}.function", function, _FUNCTION_FIELDS)
     return ToolCall(
-        id=_not_empty(f"{place}.id", call.get("id")),
-        name=_not_empty(f"{place}.function.name", function.get("name")),
-        arguments=_string(f"{place}.function.arguments", function.get("arguments"), "of JSON"),
+        id=not_empty(f"{place}.id", call.get("id")),
+        name=not_empty(f"{place}.function.name", function.get("name")),
+        arguments=string(f"{place}.function.arguments", function.get("arguments"), "of JSON"),
     )
-
-
-def _refuse_other_fields(place: str, value: dict[str, Any], fields: Set[str]) -> None:
-    """Raises ApiError for a field that is not among `fields`, unless its value is null or an empty list."""
-    for name, asked in value.items():
-        if name not in fields and asked is not None and asked != []:
-            raise not_served(f"{place}.{name}"[:128])
-
-
-def _not_empty(place: str, value: Any) -> str:
-    text = _string(place, value)
-    if not text:
-        raise invalid(place, "must not be empty")
-    return text
-
-
-def _string(place: str, value: Any, of: str = "") -> str:
-    if not isinstance(value, str):
-        raise invalid(place, f"must be a string {of}".rstrip())
-    return value
-
-
-def _content(place: str, content: Any, kinds: Sequence[str]) -> str:
-    """Returns a message's content as one string. A list of parts is joined; each must be of one of the given `kinds`.
-
-    Raises ApiError, which names `place`, for anything else.
-    """
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(place, "must be a string or a list of text parts")
-    return "".join(_part(f"{place}[{number}]", part, kinds) for number, part in enumerate(content))
-
-
-def _part(place: str, part: Any, kinds: Sequence[str]) -> str:
-    """Returns the text of one content part, such as {"type": "text", "text": "..."}.
-
-    The field with the text has the name of the part's type. Raises ApiError if the type is none of `kinds`.
-    """
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str):
-        raise invalid(place, "must be a text part")
-    if kind not in kinds:
-        raise _part_not_served(place, kind)
-    return _string(f"{place}.{kind}", part.get(kind))
-
-
-def _part_not_served(place: str, kind: str) -> ApiError:
-    named = kind if re.fullmatch("[a-z_]{1,32}", kind) else "this type"
-    return invalid(place, f"{named} is not served, text is", code="unsupported_parameter")

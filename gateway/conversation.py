@@ -1,0 +1,103 @@
+"""What the endpoints that answer conversations share: checks of messages, and what a request asks of the template."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping, Set
+from typing import Any, Literal
+
+from pydantic import BeforeValidator
+
+from common.rpc.server_bounds import MAX_REQUEST_FIELDS
+from gateway.errors import ApiError, invalid, not_served
+
+MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
+"""The most messages in a request. Each has at least two fields in the gRPC request, whose
+number of fields is limited.
+"""
+MAX_TOOLS = 128
+_CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def at_most(num: int) -> BeforeValidator:
+    """Returns a validator that raises ValueError for a longer list, before pydantic validates any of its entries."""
+
+    def check(entries: Any) -> Any:
+        if isinstance(entries, list) and len(entries) > num:
+            raise ValueError(f"more than {num}")
+        return entries
+
+    return BeforeValidator(check)
+
+
+def template_variables(kwargs: Mapping[str, Any] | None, effort: Effort | None) -> Mapping[str, Any]:
+    """Returns the variables that the chat template gets besides the messages."""
+    told = {} if effort in (None, "none") else {"reasoning_effort": effort}
+    return {**told, **(kwargs or {})}
+
+
+def max_reasoning_tokens(budget: int | None, effort: Effort | None, *, effort_param: str) -> int | None:
+    """Returns the limit on reasoning tokens, None if there is none.
+
+    Raises ApiError if the effort, which the field `effort_param` has, contradicts the field thinking_token_budget.
+    """
+    if effort != "none":
+        return budget
+    if budget:
+        raise invalid("thinking_token_budget", f'allows reasoning, which {effort_param} "none" does not')
+    return 0
+
+
+def new_call_id() -> str:
+    return uuid.uuid4().hex[:_CALL_ID_CHARS]
+
+
+def refuse_other_fields(place: str, value: Mapping[str, Any], fields: Set[str]) -> None:
+    """Raises ApiError for a field that is not among `fields`, unless its value is null or an empty list."""
+    for name, asked in value.items():
+        if name not in fields and asked is not None and asked != []:
+            raise not_served(f"{place}.{name}"[:128])
+
+
+def not_empty(place: str, value: Any) -> str:
+    text = string(place, value)
+    if not text:
+        raise invalid(place, "must not be empty")
+    return text
+
+
+def string(place: str, value: Any, of: str = "") -> str:
+    if not isinstance(value, str):
+        raise invalid(place, f"must be a string {of}".rstrip())
+    return value
+
+
+def text_of(place: str, value: Any, kinds: Mapping[str, str]) -> str:
+    """Returns a message's content as one string. A list of parts is joined.
+
+    `kinds` maps the types that parts may have to the names of the fields with their texts. Raises ApiError, which names
+    `place`, for anything else.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(place, "must be a string or a list of text parts")
+    return "".join(_part(f"{place}[{number}]", part, kinds) for number, part in enumerate(value))
+
+
+def _part(place: str, part: Any, kinds: Mapping[str, str]) -> str:
+    """Returns the text of one content part, such as {"type": "text", "text": "..."}."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise invalid(place, "must be a text part")
+    if (field := kinds.get(kind)) is None:
+        raise kind_not_served(place, kind, "text is")
+    return string(f"{place}.{field}", part.get(field))
+
+
+def kind_not_served(place: str, kind: Any, but: str) -> ApiError:
+    """Returns the error for a `type` that is not supported. `but` names what is supported."""
+    named = kind if isinstance(kind, str) and re.fullmatch("[a-z_0-9]{1,32}", kind) else "this type"
+    return invalid(place, f"{named} is not served, {but}", code="unsupported_parameter")
