@@ -185,7 +185,11 @@ class LocalPair:
                 idle.wait(POLL_INTERVAL_S)
 
     def watch(self) -> PairWatch:
-        """Returns a PairWatch of all processes, a context manager that reports to `on_phase` and `on_words`."""
+        """Returns a new PairWatch of all processes, to be used as a context manager.
+
+        It does nothing by itself: its `look_at` tells the pair's `on_phase` of changes of health, and its `read_logs`
+        passes new log lines to the pair's `on_words`.
+        """
         return PairWatch(self._logs, self._on_phase, self._on_words)
 
     def check(self) -> None:

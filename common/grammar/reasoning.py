@@ -47,7 +47,10 @@ class Reasoning:
         return replace(self, is_open=last_bytes.rstrip().endswith(self.start.encode()))
 
     def answer_in(self, text: str) -> str:
-        """Returns the answer in `text`, the whole text of an output. `is_open` must not be None."""
+        """Returns what follows the reasoning in `text`, the whole text of an output; all of it if it has no reasoning.
+
+        `is_open` must not be None.
+        """
         if not self.may_begin:
             return text
         markers, whole = Markers(self), text.encode()
