@@ -1,4 +1,4 @@
-"""Checks the API keys that callers of /v1 send as `authorization: Bearer <key>`."""
+"""Checks the API keys that callers of /v1 send as `authorization: Bearer <key>`, or as Anthropic's clients do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from common.rpc.bearer_tokens import is_known, token_in
 from gateway.errors import ApiError
 
 _SCHEME = b"bearer "
+_BARE_HEADER = b"x-api-key"
 _PASSWORD = 'Basic realm="Baton"'
 
 
@@ -18,19 +19,23 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [key.encode() for key in keys]
 
-    def check(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
+    def check(self, headers: Sequence[tuple[bytes, bytes]], *, takes_bare: bool = False) -> str:
         """Checks the key in a request's headers. Raises ApiError 401 unless it is a configured one.
-        Without configured keys every request passes.
+        Without configured keys every request passes. With `takes_bare` the key may also come in `x-api-key`.
 
         Returns a name for the key, such as "key 1", if several are configured, and else "". The time that it takes does
         not tell how much of a wrong key is right.
         """
         if not self._keys:
             return ""
-        shown = [value for name, value in headers if name == b"authorization"]
+        names = (b"authorization", _BARE_HEADER) if takes_bare else (b"authorization",)
+        shown = [(name, value) for name, value in headers if name in names]
         if not shown:
-            raise _unknown("authorization: no API key was shown; send 'Authorization: Bearer KEY'")
-        key = shown[0][len(_SCHEME) :].strip() if shown[0][: len(_SCHEME)].lower() == _SCHEME else b""
+            how = "'Authorization: Bearer KEY'" + (" or 'x-api-key: KEY'" if takes_bare else "")
+            raise _unknown(f"authorization: no API key was shown; send {how}")
+        name, key = shown[0]
+        if name == b"authorization":
+            key = key[len(_SCHEME) :].strip() if key[: len(_SCHEME)].lower() == _SCHEME else b""
         matches = [hmac.compare_digest(key, known) for known in self._keys]
         if len(shown) != 1 or not any(matches):
             raise _unknown("authorization: the API key is not known here", code="invalid_api_key")

@@ -22,6 +22,7 @@ from baton.errors import BatonError
 from gateway.api_keys import ApiKeys
 from gateway.apis.chat import CHAT
 from gateway.apis.completions import COMPLETIONS
+from gateway.apis.messages import MESSAGES, ConversationFields
 from gateway.edge import Edge, KeyCheck
 from gateway.errors import ApiError, api_error_of, internal
 from gateway.fields import RequestFields
@@ -32,7 +33,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequests
 from gateway.openapi import openapi_document
 from gateway.post_endpoint import PostParts
-from gateway.request_record import RequestRecord
+from gateway.request_record import COUNT_TOKENS_PATH, RequestRecord
 from gateway.sending import JsonResponse, error_response, send_error
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
@@ -42,9 +43,10 @@ from gateway.tokenizing import DetokenizeFields, TokenizeFields, Tokenizing, Tok
 from gateway.tracing import TracedApp
 
 _METHODS = ("GET", "POST")
-_APIS = (CHAT, COMPLETIONS)
+_APIS = (CHAT, COMPLETIONS, MESSAGES)
 _BODIES: Mapping[str, type[RequestFields]] = {
     **{api.path: api.fields for api in _APIS},
+    COUNT_TOKENS_PATH: ConversationFields,
     "/tokenize": TokenizeFields,
     "/detokenize": DetokenizeFields,
 }
@@ -99,6 +101,7 @@ def build_app(
 
     routes = [
         *(Route(api.path, GenerationEndpoint(api, client=client, **parts), methods=["POST"]) for api in _APIS),
+        Route(COUNT_TOKENS_PATH, TokenizingEndpoint(tokenizing.count_tokens, **parts), methods=["POST"]),
         Route("/tokenize", TokenizingEndpoint(tokenizing.tokenize, **parts), methods=["POST"]),
         Route("/detokenize", TokenizingEndpoint(tokenizing.detokenize, **parts), methods=["POST"]),
         Route("/v1/models", list_models),
@@ -125,7 +128,7 @@ def build_app(
     app.router.redirect_slashes = False
     checked: ASGIApp = KeyCheck(TracedApp(app, tracer=tracer), api_keys=api_keys, covers_status=status_needs_key)
     checked = _for_origins(checked, cors_origins) if cors_origins else checked
-    return Edge(checked, metrics=metrics, error_bodies={api.path: api.error_body for api in _APIS})
+    return Edge(checked, metrics=metrics)
 
 
 def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -139,7 +142,7 @@ def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_methods=_METHODS,
         allow_headers=["*"],
         allow_private_network=True,
-        expose_headers=["retry-after", "x-request-id"],
+        expose_headers=["request-id", "retry-after", "x-request-id"],
     )
 
 
@@ -192,4 +195,4 @@ async def _on_mistake(request: Request, _error: Exception) -> Response:
 def _refused(request: Request, error: ApiError) -> Response:
     record: RequestRecord = request.scope["state"]["record"]
     record.error = error
-    return error_response(error, record.error_body)
+    return error_response(error, record)

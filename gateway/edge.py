@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -12,7 +10,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api_keys import ApiKeys
-from gateway.errors import ApiError, ErrorBody, openai_error
+from gateway.errors import ApiError
 from gateway.metrics import GatewayMetrics
 from gateway.request_record import TOKENIZING_PATHS, RequestRecord
 from gateway.sending import send_error
@@ -26,26 +24,24 @@ _log = structlog.get_logger(__name__)
 class Edge:
     """The outermost ASGI layer: it logs and counts each request when it ends.
 
-    It puts a RequestRecord into `scope["state"]["record"]`, which the inner layers fill. `error_bodies` has the forms
-    of the errors of endpoints that do not write them as OpenAI does, by path.
+    It puts a RequestRecord into `scope["state"]["record"]`, which the inner layers fill.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, metrics: GatewayMetrics, error_bodies: Mapping[str, ErrorBody] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._error_bodies = error_bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord.of(scope)
-        record.error_body = self._error_bodies.get(scope["path"], openai_error)
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = record.request_id
+                if record.is_messages_api:
+                    headers["request-id"] = record.request_id
             await send(message)
 
         try:
@@ -87,7 +83,9 @@ class KeyCheck:
         record: RequestRecord = scope["state"]["record"]
         try:
             if is_api(scope):
-                record.client = self._api_keys.check(scope["headers"]) or record.client
+                record.client = (
+                    self._api_keys.check(scope["headers"], takes_bare=record.is_messages_api) or record.client
+                )
             elif scope["path"] in self._covered:
                 self._api_keys.check_viewer(scope["headers"])
             record.take_id(scope["headers"])

@@ -1,4 +1,4 @@
-"""The gateway's errors: OpenAI's error object, and the HTTP status for each BatonError.
+"""The gateway's errors: OpenAI's and Anthropic's error objects, and the HTTP status for each BatonError.
 
 ApiError     the request is answered with an error
 ClientLeft   the client has left, so nothing can be answered
@@ -6,7 +6,7 @@ ClientLeft   the client has left, so nothing can be answered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -19,6 +19,15 @@ RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 CLIENT_LEFT_STATUS = 499
 """The status of a request whose client left. It appears in metrics and logs only."""
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: RATE_LIMIT,
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""The types of errors in the Messages API, by status. Others are invalid requests, or from 500 on `api_error`."""
 _CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _RETRY_AFTER_S = 1
 _MAX_MESSAGE_BYTES = 1024
@@ -29,6 +38,7 @@ class ApiError(Exception):
     """An error that is sent to the client as the answer.
 
     `param` names the field of the HTTP request. `retry_after_s` becomes a Retry-After header, in addition to `headers`.
+    `messages_text` replaces the message in the Messages API.
     """
 
     def __init__(
@@ -41,6 +51,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
+        messages_text: str = "",
     ) -> None:
         super().__init__(peer_text(message, _MAX_MESSAGE_BYTES))
         self.status = status
@@ -48,6 +59,7 @@ class ApiError(Exception):
         self.param = None if param is None else peer_text(param)
         self.code = code
         self.retry_after_s = retry_after_s
+        self.messages_text = messages_text or str(self)
         self._headers = dict(headers or {})
 
     @property
@@ -60,12 +72,14 @@ class ClientLeft(Exception):
     """The HTTP client closed its connection, or read nothing for too long."""
 
 
-ErrorBody = Callable[[ApiError], Mapping[str, Any]]
-"""Writes the JSON of an error that is the whole answer."""
-
-
 def openai_error(error: ApiError) -> Mapping[str, Any]:
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def messages_error(error: ApiError, request_id: str) -> Mapping[str, Any]:
+    """Returns an error as Anthropic's Messages API writes it."""
+    kind = _MESSAGES_KINDS.get(error.status, INVALID_REQUEST if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.messages_text}, "request_id": request_id}
 
 
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
@@ -89,26 +103,31 @@ def context_exceeded(
 ) -> ApiError:
     """Returns the error for a request that exceeds the model's context, with status 400.
 
-    The text uses OpenAI's words, because client libraries recognise the error by them. `param` names the wrong field,
-    and `prompt` the field that holds the prompt. `message` is part of the text if `param` is another field than the
-    prompt and `num_prompt_tokens` is not known.
+    The text uses OpenAI's words, and in the Messages API Anthropic's, because client libraries recognise the error by
+    them. `param` names the wrong field, and `prompt` the field that holds the prompt. `message` is part of the text if
+    `param` is another field than the prompt and `num_prompt_tokens` is not known.
     """
     if num_prompt_tokens is None and param == prompt:
         # Tokens beyond the limit were not counted.
         what = f"your {prompt} resulted in more than {max_context_tokens} tokens"
+        messages_text = f"prompt is too long: more than {max_context_tokens} tokens"
     elif num_prompt_tokens is None:
         what = message
+        messages_text = ""
     elif max_tokens is None:
         what = f"your {prompt} resulted in {num_prompt_tokens} tokens"
+        messages_text = f"prompt is too long: {num_prompt_tokens} tokens > {max_context_tokens} maximum"
     else:
         total = num_prompt_tokens + max_tokens
         what = f"you requested {total} tokens ({num_prompt_tokens} in the {prompt}, {max_tokens} in the completion)"
+        numbers = f"{num_prompt_tokens} + {max_tokens} > {max_context_tokens}"
+        messages_text = f"input length and `max_tokens` exceed context limit: {numbers}"
     text = (
         f"This model's maximum context length is {max_context_tokens} tokens. However, {what}. "
         f"Please reduce the length of the {prompt}{'' if max_tokens is None else ' or completion'}. "
         f"({_CONTEXT_LENGTH_EXCEEDED})"  # LangChain recognises the error by its message alone
     )
-    return ApiError(400, text, param=param, code=_CONTEXT_LENGTH_EXCEEDED)
+    return ApiError(400, text, param=param, code=_CONTEXT_LENGTH_EXCEEDED, messages_text=messages_text)
 
 
 def _context_exceeded_of(error: BatonError, param: str, message: str, *, prompt: str) -> ApiError:

@@ -11,10 +11,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.telemetry.buckets import PHASE_S
 from gateway.errors import CLIENT_LEFT_STATUS
-from gateway.request_record import TOKENIZING_PATHS
+from gateway.request_record import MESSAGES_PATHS, TOKENIZING_PATHS
 
 _REQUEST_S = (*PHASE_S, 120.0, 300.0, 600.0)
-_API_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", *TOKENIZING_PATHS)
+_API_ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    *MESSAGES_PATHS,
+    "/v1/models",
+    "/v1/models/{model}",
+    *TOKENIZING_PATHS,
+)
 _STATUSES = (200, 400, 401, 404, 405, 408, 409, 413, 415, 429, CLIENT_LEFT_STATUS, 500, 502, 503, 504)
 
 

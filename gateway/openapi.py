@@ -10,9 +10,9 @@ from typing import Any
 from starlette.routing import Route
 
 from gateway.fields import SCHEMAS, RequestFields, body_schema
+from gateway.request_record import MESSAGES_PATHS
 
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
-_ERROR = {"$ref": "#/components/responses/Error"}
 _ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -29,6 +29,20 @@ _ERROR_SCHEMA = {
         }
     },
 }
+_MESSAGES_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
+_ERRORS = {"Error": _ERROR_SCHEMA, "MessagesError": _MESSAGES_ERROR_SCHEMA}
 
 
 def openapi_document(
@@ -38,7 +52,7 @@ def openapi_document(
 
     Answers are described by their media type only. A key is needed where the gateway has a list of keys.
     """
-    schemas: dict[str, Any] = {"Error": _ERROR_SCHEMA}
+    schemas: dict[str, Any] = dict(_ERRORS)
     paths: dict[str, Any] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)
@@ -58,12 +72,16 @@ def openapi_document(
         "components": {
             "schemas": schemas,
             "responses": {
-                "Error": {
+                name: {
                     "description": "An error.",
-                    "content": {"application/json": {"schema": {"$ref": SCHEMAS + "Error"}}},
+                    "content": {"application/json": {"schema": {"$ref": SCHEMAS + name}}},
                 }
+                for name in _ERRORS
             },
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "bareKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
         "security": [{}, {"key": []}],
     }
@@ -72,8 +90,14 @@ def openapi_document(
 def _operation(method: str, path: str, names: Sequence[str]) -> dict[str, Any]:
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     words = re.findall(r"\w+", path) or ["status"]
+    is_messages_api = path in MESSAGES_PATHS
+    error = "MessagesError" if is_messages_api else "Error"
     return {
         "operationId": "_".join([method.lower(), *words]),
         **({"parameters": parameters} if parameters else {}),
-        "responses": {str(HTTPStatus.OK.value): {"description": "The answer."}, "default": _ERROR},
+        **({"security": [{}, {"key": []}, {"bareKey": []}]} if is_messages_api else {}),
+        "responses": {
+            str(HTTPStatus.OK.value): {"description": "The answer."},
+            "default": {"$ref": f"#/components/responses/{error}"},
+        },
     }

@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import Scope
 
 from common.addresses import network_of
-from gateway.errors import ApiError, ErrorBody, invalid, openai_error
+from gateway.errors import ApiError, invalid, messages_error, openai_error
 
+MESSAGES_PATH = "/v1/messages"
+COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
+MESSAGES_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH)
 TOKENIZING_PATHS = ("/tokenize", "/detokenize")
 _ROUTES = frozenset(
     {
         *TOKENIZING_PATHS,
+        *MESSAGES_PATHS,
         "/",
         "/health",
         "/health/live",
@@ -40,9 +45,8 @@ class RequestRecord:
     """The data of one HTTP request for its log line and for metrics.
 
     `status` is the answer's status, or that of an error that broke the answer off. `error` says why the answer is an
-    error, and `error_body` writes errors as the request's endpoint does. `client` names whoever sent the request: the
-    number of the API key if several keys are configured, else the client's network. Places and memory are shared
-    fairly among clients.
+    error. `client` names whoever sent the request: the number of the API key if several keys are configured, else the
+    client's network. Places and memory are shared fairly among clients.
     """
 
     route: str
@@ -55,7 +59,6 @@ class RequestRecord:
     num_completion_tokens: int = 0
     ttft_s: float | None = None
     error: ApiError | None = None
-    error_body: ErrorBody = openai_error
 
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:
@@ -63,8 +66,17 @@ class RequestRecord:
         return cls(route=route_of(scope["path"]), client=network_of(host))
 
     @property
+    def is_messages_api(self) -> bool:
+        """Whether the route is one of Anthropic's Messages API."""
+        return self.route in MESSAGES_PATHS
+
+    @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.began_s
+
+    def error_body(self, error: ApiError) -> Mapping[str, Any]:
+        """Returns an error as the API of the request's route writes it."""
+        return messages_error(error, self.request_id) if self.is_messages_api else openai_error(error)
 
     def take_id(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Takes over the caller's x-request-id, if there is one. Raises ApiError if it is too long, or has characters

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import ApiError, ErrorBody, openai_error
+from gateway.errors import ApiError, openai_error
 from gateway.request_record import RequestRecord
 
 SLICE_BYTES = 64 << 10
@@ -41,15 +41,17 @@ class JsonResponse(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-def error_response(error: ApiError, error_body: ErrorBody = openai_error) -> JsonResponse:
-    return JsonResponse(error_body(error), status_code=error.status, headers=error.headers)
+def error_response(error: ApiError, record: RequestRecord | None = None) -> JsonResponse:
+    """Returns the answer to the request that has this record. One that could not be read has none."""
+    body = openai_error(error) if record is None else record.error_body(error)
+    return JsonResponse(body, status_code=error.status, headers=error.headers)
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Sends the error as the whole answer, and records it for the request's log line."""
     record: RequestRecord = scope["state"]["record"]
     record.error = error
-    await error_response(error, record.error_body)(scope, receive, send)
+    await error_response(error, record)(scope, receive, send)
 
 
 @dataclass(frozen=True, slots=True)

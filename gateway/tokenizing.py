@@ -1,4 +1,4 @@
-"""The endpoints /tokenize and /detokenize, in the form that vLLM gave them."""
+"""The endpoints that tokenise: /tokenize and /detokenize, in the form that vLLM gave them, and Anthropic's count."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from starlette.types import Receive, Send
 from baton import AsyncClient
 from baton.errors import BatonError
 from gateway.apis.chat import Messages, TemplateFields, chat_prompt
+from gateway.apis.messages import ConversationFields, conversation_prompt
 from gateway.errors import api_error_of, invalid
 from gateway.fields import RequestFields, parse_fields
 from gateway.open_requests import OpenRequest
@@ -35,7 +36,7 @@ class DetokenizeFields(RequestFields):
 
 
 class TokenizingEndpoint(PostEndpoint):
-    """One of the two endpoints. `answer` makes the answer's JSON from the request's body; it may raise ApiError or
+    """One of these endpoints. `answer` makes the answer's JSON from the request's body; it may raise ApiError or
     BatonError.
     """
 
@@ -89,3 +90,13 @@ class Tokenizing:
         if fields.model is not None:
             card.check(fields.model)
         return {"prompt": await self._client.detokenize(fields.tokens)}
+
+    async def count_tokens(self, body: bytes, card: ModelCard) -> dict[str, Any]:
+        fields = parse_fields(body, ConversationFields)
+        card.check(fields.model)
+        prompt, params = conversation_prompt(fields)
+        try:
+            tokenized = await self._client.tokenize(**prompt.arguments)
+        except BatonError as error:
+            raise api_error_of(error, params) from None
+        return {"input_tokens": len(tokenized.token_ids)}

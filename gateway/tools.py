@@ -12,7 +12,7 @@ from common.text.chat_messages import Tool, ToolChoice
 from gateway.conversation import kind_not_served, refuse_other_fields
 from gateway.errors import invalid
 
-_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile("[a-zA-Z0-9_-]+")
 _CHOICES = ("none", "auto", "required")
 
 
@@ -55,7 +55,9 @@ def tool_names(tools: Sequence[Tool], inner: str = "") -> Sequence[str]:
     return names
 
 
-def parse_function(place: str, function: Mapping[str, Any], *, schema_field: str = "parameters") -> Tool:
+def parse_function(
+    place: str, function: Mapping[str, Any], *, schema_field: str = "parameters", max_name_chars: int = 64
+) -> Tool:
     """Parses a function's name, its description, `strict`, and the JSON schema of its arguments.
 
     Raises ApiError, which names the wrong field at `place`.
@@ -67,7 +69,8 @@ def parse_function(place: str, function: Mapping[str, Any], *, schema_field: str
     if strict is not None and not isinstance(strict, bool):
         raise invalid(f"{place}.strict", "must be true or false")
     parameters = _parameters(f"{place}.{schema_field}", function.get(schema_field))
-    return Tool(_name(f"{place}.name", function.get("name")), description or "", parameters, bool(strict))
+    name = _name(f"{place}.name", function.get("name"), max_name_chars)
+    return Tool(name, description or "", parameters, bool(strict))
 
 
 def _tool(place: str, tool: Any, *, is_flat: bool) -> Tool:
@@ -147,7 +150,7 @@ def _chosen(place: str, choice: Any, names: Sequence[str], *, is_flat: bool) -> 
     raise invalid(place, f"must be {form}")
 
 
-def _name(place: str, name: Any) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise invalid(place, "must be 1 to 64 letters, digits, underscores and hyphens")
+def _name(place: str, name: Any, max_chars: int) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > max_chars:
+        raise invalid(place, f"must be 1 to {max_chars} letters, digits, underscores and hyphens")
     return name

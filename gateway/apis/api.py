@@ -1,4 +1,4 @@
-"""What a generating endpoint is, beside what all of them share: its fields, its answer, and its form of errors."""
+"""What a generating endpoint is, beside what all of them share: its fields and its answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.events import Event, Started
-from gateway.errors import ApiError, ErrorBody, openai_error
+from gateway.errors import ApiError
 from gateway.fields import RequestFields
 from gateway.plan import Plan
 from gateway.sending import ServerEvent
@@ -58,7 +58,6 @@ class Api:
 
     `parse` turns a request's body, which has `fields`, into a plan, or raises ApiError. `begin` makes the answer to
     an admitted request. If the endpoint `parses_output`, the text has the format's markers that are special tokens.
-    `error_body` writes errors that are the whole answer.
     """
 
     path: str
@@ -66,4 +65,3 @@ class Api:
     parse: Callable[[bytes], Plan]
     parses_output: bool
     begin: Callable[[Admitted], Answer]
-    error_body: ErrorBody = openai_error

@@ -16,6 +16,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jiter
+
 from common.text.output_formats import (
     ARGUMENTS,
     CALL_ID,
@@ -49,11 +51,22 @@ class OutputParser:
     `functions` maps the names of the declared functions to the JSON schemas of their arguments. A call of another
     function is words. `is_reasoning_open` says that the prompt has opened the reasoning that the output begins with.
     White space beside markers is dropped.
+
+    With `only_whole_calls` a call comes with all of its arguments, and only if these are an object of JSON that can be
+    written again. Else it is words.
     """
 
-    def __init__(self, form: OutputFormat, *, functions: Mapping[str, Any], is_reasoning_open: bool = False) -> None:
+    def __init__(
+        self,
+        form: OutputFormat,
+        *,
+        functions: Mapping[str, Any],
+        is_reasoning_open: bool = False,
+        only_whole_calls: bool = False,
+    ) -> None:
         self._form = form
         self._functions = functions
+        self._only_whole_calls = only_whole_calls
         self._cursor = Cursor()
         self._events: list[OutputEvent] = []
         self._reasoning = _Text(lambda text: self._events.append(ReasoningText(text)), at_border=True)
@@ -274,6 +287,11 @@ class OutputParser:
 
     def _read_arguments(self, name: str) -> Reading[None]:
         """Reads the arguments of a call and passes them on as they come. Then holds what follows them."""
+        if self._only_whole_calls:
+            parts: list[str] = []
+            yield from self._cursor.json_object(parts.append)
+            self._call(name, "".join(parts))
+            return
         if (yield from self._cursor.peek()) != "{":
             raise Mismatch
         self._call(name, "")
@@ -288,7 +306,9 @@ class OutputParser:
         return name
 
     def _call(self, name: str, arguments: str) -> None:
-        """Begins a call. What was held is part of it."""
+        """Begins a call. What was held is part of it. Raises Mismatch if the arguments must be JSON and are not."""
+        if self._only_whole_calls and not _is_object(arguments):
+            raise Mismatch
         self._cursor.hold()
         self._content.cut()
         self._events.append(CallBegun(self._num_calls, name))
@@ -393,6 +413,16 @@ def _as_json(written: str, parameters: Any, key: str) -> str:
         else:
             return written.strip()
     return json.dumps(written, ensure_ascii=False)
+
+
+def _is_object(text: str) -> bool:
+    """Returns whether a text is an object of JSON that can be written as JSON again."""
+    try:
+        value = jiter.from_json(text.encode(), allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return isinstance(value, dict)
 
 
 def _types(schema: Any) -> Iterator[str]:

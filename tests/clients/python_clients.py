@@ -18,6 +18,7 @@ from typing import Any
 import instructor
 from agents import Agent as OpenAIAgent
 from agents import OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from anthropic import Anthropic, NotFoundError
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, OpenAI
@@ -140,6 +141,62 @@ def openai_agents_run() -> City:
     return asyncio.run(Runner.run(agent, QUESTION)).final_output_as(City)
 
 
+class Place(BaseModel):
+    """A class without bounds, which the package would not send."""
+
+    name: str
+    population: int
+
+
+CLAUDE: dict[str, Any] = {"model": MODEL, "max_tokens": 160, "extra_body": {"temperature": 0}}
+
+
+def messages_api() -> Any:
+    return Anthropic(base_url=URL.removesuffix("/v1"), api_key=KEY).messages
+
+
+def anthropic_answers() -> str:
+    asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "system": "Answer in JSON."}
+    told = messages_api().create(**CLAUDE, **asked, stop_sequences=["2"])
+    with messages_api().stream(**CLAUDE, **asked, stop_sequences=["2"]) as stream:
+        streamed = stream.get_final_message()
+    assert told.stop_sequence == streamed.stop_sequence == "2"
+    assert streamed.content[0].text == told.content[0].text
+    counted = messages_api().count_tokens(model=MODEL, **asked)
+    assert counted.input_tokens == told.usage.input_tokens + told.usage.cache_read_input_tokens
+    return told.content[0].text
+
+
+def anthropic_parses() -> Place | None:
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    return messages_api().parse(**CLAUDE, messages=messages, output_format=Place).parsed_output
+
+
+def anthropic_calls_a_tool_and_answers() -> str:
+    tool = {"name": "get_weather", "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}
+    messages: Any = [{"role": "user", "content": WEATHER}]
+    chosen = {"type": "any", "disable_parallel_tool_use": True}
+    asked = messages_api().create(**CLAUDE, messages=messages, tools=[tool], tool_choice=chosen)
+    with messages_api().stream(**CLAUDE, messages=messages, tools=[tool], tool_choice=chosen) as stream:
+        (streamed,) = stream.get_final_message().content
+    (call,) = asked.content
+    assert asked.stop_reason == call.type == "tool_use" and call.input["city"], asked
+    assert streamed.input == call.input, streamed
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny, 21 degrees"}
+    messages += [{"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}]
+    told = messages_api().create(**CLAUDE, messages=messages, tools=[tool], tool_choice={"type": "none"})
+    return told.content[0].text
+
+
+def anthropic_is_told_what_is_wrong() -> str:
+    try:
+        messages_api().create(model="other", messages=[{"role": "user", "content": WEATHER}], max_tokens=1)
+    except NotFoundError as error:
+        assert error.request_id, error
+        return error.message
+    raise AssertionError("no error")
+
+
 RUNS: tuple[Callable[[], Any], ...] = (
     openai_parses,
     openai_streams_an_object,
@@ -150,6 +207,10 @@ RUNS: tuple[Callable[[], Any], ...] = (
     pydantic_ai_runs_an_agent,
     instructor_parses,
     openai_agents_run,
+    anthropic_answers,
+    anthropic_parses,
+    anthropic_calls_a_tool_and_answers,
+    anthropic_is_told_what_is_wrong,
 )
 
 

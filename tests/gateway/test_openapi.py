@@ -13,13 +13,14 @@ import pytest
 
 from gateway.apis.chat import parse_chat
 from gateway.apis.completions import parse_completion
+from gateway.apis.messages import parse_message
 from gateway.errors import ApiError
 from tests.gateway.gateway_here import GatewayHere
 
 MESSAGES = [{"role": "user", "content": "x"}]
 KEYS = {
     "document": {"openapi", "info", "paths", "components", "security"},
-    "operation": {"operationId", "parameters", "requestBody", "responses"},
+    "operation": {"operationId", "parameters", "requestBody", "responses", "security"},
 }
 
 
@@ -63,6 +64,7 @@ def test_it_has_the_form_of_an_openapi_document(document: Any) -> None:
 def test_every_path_in_it_is_served_and_those_with_a_body_say_which(edge: GatewayHere, document: Any) -> None:
     bodies = {path for path, _, operation in operations(document) if "requestBody" in operation}
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"} <= bodies
+    assert {"/v1/messages", "/v1/messages/count_tokens"} <= bodies
     assert {"/v1/models", "/v1/models/{model}", "/health/ready", "/openapi.json", "/"} <= set(document["paths"])
     for path, method, _ in operations(document):
         answer = edge.ask(method.upper(), path.format(model="demo"))
@@ -75,6 +77,7 @@ def test_every_path_in_it_is_served_and_those_with_a_body_say_which(edge: Gatewa
     [
         (parse_completion, "CompletionFields", {"model": "demo", "prompt": "x"}),
         (parse_chat, "ChatFields", {"model": "demo", "messages": MESSAGES}),
+        (parse_message, "MessageFields", {"model": "demo", "max_tokens": 8, "messages": MESSAGES}),
     ],
 )
 def test_a_body_has_exactly_the_fields_that_are_taken(

@@ -135,11 +135,11 @@ def mutated(draw: st.DrawFn, transcript: Transcript) -> str:
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_no_word_of_any_output_is_lost(form: OutputFormat) -> None:
-    @given(cut_texts(soups(form)), st.booleans())
-    def check(pieces: list[str], is_open: bool) -> None:
+    @given(cut_texts(soups(form)), st.booleans(), st.booleans())
+    def check(pieces: list[str], is_open: bool, only_whole_calls: bool) -> None:
         text = "".join(pieces)
-        said = parsed(form, pieces, is_open=is_open)
-        assert said == parsed(form, [text], is_open=is_open)
+        said = parsed(form, pieces, is_open=is_open, only_whole_calls=only_whole_calls)
+        assert said == parsed(form, [text], is_open=is_open, only_whole_calls=only_whole_calls)
         assert words_of(said) == words(text)
 
     check()
@@ -148,11 +148,11 @@ def test_no_word_of_any_output_is_lost(form: OutputFormat) -> None:
 @each_transcript
 def test_no_word_of_a_malformed_output_is_lost(transcript: Transcript) -> None:
     @settings(max_examples=50)
-    @given(cut_texts(mutated(transcript)))
-    def check(pieces: list[str]) -> None:
+    @given(cut_texts(mutated(transcript)), st.booleans())
+    def check(pieces: list[str], only_whole_calls: bool) -> None:
         text = "".join(pieces)
-        said = parsed(transcript.form, pieces, is_open=transcript.is_open)
-        assert said == parsed(transcript.form, [text], is_open=transcript.is_open)
+        said = parsed(transcript.form, pieces, is_open=transcript.is_open, only_whole_calls=only_whole_calls)
+        assert said == parsed(transcript.form, [text], is_open=transcript.is_open, only_whole_calls=only_whole_calls)
         assert words_of(said) == words(text)
 
     check()

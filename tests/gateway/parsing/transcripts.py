@@ -31,12 +31,17 @@ class Said:
 
 
 def parsed(
-    form: OutputFormat, pieces: Iterable[str], *, is_open: bool = False, functions: Mapping[str, Any] = FUNCTIONS
+    form: OutputFormat,
+    pieces: Iterable[str],
+    *,
+    is_open: bool = False,
+    functions: Mapping[str, Any] = FUNCTIONS,
+    only_whole_calls: bool = False,
 ) -> Said:
     """Parses an output that comes in these pieces, and returns its reasoning, content and calls. Fails if the events
     come in an order that makes no sense.
     """
-    parser = OutputParser(form, functions=functions, is_reasoning_open=is_open)
+    parser = OutputParser(form, functions=functions, is_reasoning_open=is_open, only_whole_calls=only_whole_calls)
     events = [event for piece in pieces for event in parser.push(piece)]
     events += parser.end()
     reasoning, content = "", ""

@@ -1,0 +1,266 @@
+"""The content blocks of the Messages API: a conversation's become chat messages, and an output becomes blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from common.text.chat_messages import ChatMessage, ToolCall
+from gateway.conversation import (
+    MAX_MESSAGES,
+    kind_not_served,
+    new_call_id,
+    not_empty,
+    refuse_other_fields,
+    string,
+    text_of,
+)
+from gateway.errors import invalid
+from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
+
+SIGNATURE = "unsigned"
+"""The `signature` of every thinking block: some clients send only blocks back that have one. None is checked."""
+
+_TEXT = {"text": "text"}
+_FIELDS: Mapping[str, frozenset[str]] = {
+    kind: frozenset({"type", "cache_control", *fields})
+    for kind, fields in {
+        "text": ("text",),
+        "thinking": ("thinking", "signature"),
+        "redacted_thinking": ("data",),
+        "tool_use": ("id", "name", "input"),
+        "tool_result": ("tool_use_id", "content", "is_error"),
+    }.items()
+}
+_KINDS = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+}
+_JOINED_ROLES = ("user", "assistant")
+
+_Block = tuple[str, Mapping[str, Any]]
+"""A content block, after its place in the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A chat message, and the places in the request of the message and of its calls."""
+
+    message: ChatMessage
+    place: str
+    calls: tuple[str, ...] = ()
+
+
+def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[ChatMessage, ...], dict[str, str]]:
+    """Returns the chat that the fields `system` and `messages` of a request are. Neighbouring messages of one role
+    become one.
+
+    Also returns the names of what is in the messages, by their names in the gRPC request. Raises ApiError, which names
+    the wrong field.
+    """
+    words = "" if system is None else text_of("system", system, _TEXT)
+    turns = [_Turn(ChatMessage("system", words), "system")] if words else []
+    for index, message in enumerate(messages):
+        turns += _turns(f"messages[{index}]", message)
+    turns = list(_joined(turns))
+    if len(turns) > MAX_MESSAGES:
+        raise invalid("messages", f"{len(turns)} messages and tool results are more than {MAX_MESSAGES}")
+    params: dict[str, str] = {}
+    for index, turn in enumerate(turns):
+        place = f"chat.messages[{index}]"
+        if turn.message.role == "tool":
+            params[f"{place}.tool_call_id"] = f"{turn.place}.tool_use_id"
+        if turn.calls:
+            params[f"{place}.tool_calls"] = f"{turn.place}.content"
+        for number, call in enumerate(turn.calls):
+            params |= {f"{place}.tool_calls[{number}]{field}": f"{call}{field}" for field in ("", ".id", ".name")}
+    return tuple(turn.message for turn in turns), params
+
+
+def _joined(turns: Iterable[_Turn]) -> Iterator[_Turn]:
+    """Yields the turns, with neighbours of one role as one turn. The texts of the neighbours become lines."""
+    for role, neighbours in groupby(turns, key=lambda turn: turn.message.role):
+        group = list(neighbours)
+        if len(group) == 1 or role not in _JOINED_ROLES:
+            yield from group
+            continue
+        messages = [turn.message for turn in group]
+        joined = ChatMessage(
+            role,
+            "\n".join(message.content for message in messages if message.content),
+            tuple(call for message in messages for call in message.tool_calls),
+            reasoning="\n".join(message.reasoning for message in messages if message.reasoning),
+        )
+        yield _Turn(joined, group[0].place, tuple(call for turn in group for call in turn.calls))
+
+
+def _turns(place: str, message: Mapping[str, Any]) -> Iterator[_Turn]:
+    """Yields the chat messages that one message of the request becomes."""
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _KINDS:
+        raise invalid(f"{place}.role", f"is none of {', '.join(_KINDS)}")
+    refuse_other_fields(place, message, {"role", "content"})
+    blocks = _blocks(f"{place}.content", message.get("content"), _KINDS[role])
+    match role:
+        case "user":
+            yield from _said_by_user(place, blocks)
+        case "assistant":
+            yield _said_by_assistant(place, blocks)
+        case _:
+            yield _Turn(ChatMessage(role, "".join(map(_text, blocks))), place)
+
+
+def _said_by_user(place: str, blocks: Iterable[_Block]) -> Iterator[_Turn]:
+    """Yields a tool's message for each result, and then a user's message with the text."""
+    words: list[str] = []
+    num_results = 0
+    for where, block in blocks:
+        if block["type"] == "text":
+            words.append(_text((where, block)))
+        elif words:
+            raise invalid(where, "a tool_result comes before all text")
+        else:
+            num_results += 1
+            yield _Turn(_result(where, block), where)
+    if words:
+        yield _Turn(ChatMessage("user", "".join(words)), place)
+    elif num_results == 0:
+        raise invalid(f"{place}.content", "must not be empty")
+
+
+def _said_by_assistant(place: str, blocks: Iterable[_Block]) -> _Turn:
+    """Returns an assistant's message. Texts with another block between them become lines, as in a chat's answer."""
+    words: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    places: list[str] = []
+    before = ""
+    for where, block in blocks:
+        kind = block["type"]
+        match kind:
+            case "text" | "thinking":
+                texts = words if kind == "text" else reasoning
+                texts += ["\n"] if texts and before != kind else []
+                texts.append(_text((where, block)))
+            case "tool_use":
+                calls.append(_call(where, block))
+                places.append(where)
+        before = kind
+    message = ChatMessage("assistant", "".join(words), tuple(calls), reasoning="".join(reasoning))
+    return _Turn(message, place, tuple(places))
+
+
+def _call(where: str, block: Mapping[str, Any]) -> ToolCall:
+    if not isinstance(block.get("input"), dict):
+        raise invalid(f"{where}.input", "must be an object")
+    return ToolCall(
+        id=not_empty(f"{where}.id", block.get("id")),
+        name=not_empty(f"{where}.name", block.get("name")),
+        arguments=json.dumps(block["input"], ensure_ascii=False),
+    )
+
+
+def _result(where: str, block: Mapping[str, Any]) -> ChatMessage:
+    content, is_error = block.get("content"), block.get("is_error")
+    if not isinstance(is_error, bool | None):
+        raise invalid(f"{where}.is_error", "must be true or false")
+    words = "" if content is None else text_of(f"{where}.content", content, _TEXT)
+    if is_error:  # chat templates have no field for it
+        words = f"Error: {words}" if words else "Error"
+    return ChatMessage("tool", words, tool_call_id=not_empty(f"{where}.tool_use_id", block.get("tool_use_id")))
+
+
+def _text(placed: _Block) -> str:
+    place, block = placed
+    return string(f"{place}.{block['type']}", block.get(block["type"]))
+
+
+def _blocks(place: str, content: Any, kinds: Sequence[str]) -> Iterator[_Block]:
+    """Yields the blocks of a content, each of which must be of one of `kinds`. A string is one text block."""
+    if isinstance(content, str):
+        yield place, {"type": "text", "text": content}
+        return
+    if not isinstance(content, list):
+        raise invalid(place, "must be a string or a list of content blocks")
+    for number, block in enumerate(content):
+        where = f"{place}[{number}]"
+        if not isinstance(block, dict):
+            raise invalid(where, "must be a content block")
+        kind = block.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise kind_not_served(f"{where}.type", kind, f"{' and '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}")
+        fields = _FIELDS[kind] | {"caller"} if block.get("caller") == {"type": "direct"} else _FIELDS[kind]
+        refuse_other_fields(where, block, fields)
+        yield where, block
+
+
+class BlockWriter:
+    """Turns the parts of an output into content blocks, as the events by which a stream brings them.
+
+    The arguments of a call must come whole, in one part. The blocks are the same however the other parts are cut.
+    """
+
+    def __init__(self, *, includes_thinking: bool) -> None:
+        self._includes_thinking = includes_thinking
+        self._kinds: list[str] = []
+        self._is_open = False
+
+    def add(self, parts: Iterable[OutputEvent]) -> list[dict[str, Any]]:
+        """Returns the events of more parts of the output."""
+        events: list[dict[str, Any]] = []
+        for part in parts:
+            match part:
+                case ReasoningText() if not self._includes_thinking:
+                    pass
+                case ReasoningText(text):
+                    events += self._add_text("thinking", text, signature="")
+                case ContentText(text):
+                    events += self._add_text("text", text)
+                case CallBegun(_, name):
+                    events += self._open({"type": "tool_use", "id": new_call_id(), "name": name, "input": {}})
+                case CallArguments(_, text):
+                    events.append(self._delta("input_json_delta", partial_json=text))
+        return events
+
+    def end(self) -> list[dict[str, Any]]:
+        """Returns the events that end the last block."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        signed = [self._delta("signature_delta", signature=SIGNATURE)] if self._kinds[-1] == "thinking" else []
+        return [*signed, {"type": "content_block_stop", "index": len(self._kinds) - 1}]
+
+    def _add_text(self, kind: str, text: str, **more: str) -> list[dict[str, Any]]:
+        opened: list[dict[str, Any]] = []
+        if not self._is_open or self._kinds[-1] != kind:
+            if kind in self._kinds:
+                text = text.removeprefix("\n")  # with which the parser joins two texts
+            opened = self._open({"type": kind, kind: "", **more})
+        return [*opened, self._delta(f"{kind}_delta", **{kind: text})]
+
+    def _open(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        ended = self.end()
+        self._kinds.append(block["type"])
+        self._is_open = True
+        return [*ended, {"type": "content_block_start", "index": len(self._kinds) - 1, "content_block": block}]
+
+    def _delta(self, kind: str, **part: str) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self._kinds) - 1, "delta": {"type": kind, **part}}
+
+
+def content_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the content blocks that a stream's events add up to."""
+    content: list[dict[str, Any]] = []
+    for event in events:
+        if "content_block" in event:
+            content.append(dict(event["content_block"]))
+        for name, text in event.get("delta", {}).items():
+            if name == "partial_json":
+                content[-1]["input"] = json.loads(text)
+            elif name != "type":
+                content[-1][name] += text
+    return content
