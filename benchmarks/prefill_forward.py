@@ -30,7 +30,7 @@ from common.device.factory import open_device  # noqa: E402
 from common.model.loader import load_target  # noqa: E402
 from common.sampling.params import ResolvedSampling  # noqa: E402
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch  # noqa: E402
-from prefill_service.messages import CallDone, FrameReady, OpenCall, SegmentBytesSent  # noqa: E402
+from prefill_service.messages import BytesSent, CallDone, FrameReady, OpenCall  # noqa: E402
 from prefill_service.schedule.scheduler import PrefillEngine  # noqa: E402
 from tests.support.engines import new_prefill_engine  # noqa: E402
 
@@ -107,7 +107,7 @@ def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> floa
                 case FrameReady(_, PrebuiltBatch()):
                     took_s = time.perf_counter() - began_s
                 case FrameReady(_, KvSegment() as segment):
-                    sent.append(SegmentBytesSent(call_id, segment.num_bytes))
+                    sent.append(BytesSent(call_id, segment.num_bytes))
                 case CallDone():
                     engine.step(sent)
                     return took_s

@@ -36,7 +36,7 @@ from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.handoff_metrics import HandoffMetrics
 from prefill_service.handoff.lent_memory import LentMemory
-from prefill_service.messages import Command, Event, FrameReady, SegmentBytesSent
+from prefill_service.messages import BytesSent, Command, Event, FrameReady
 from prefill_service.schedule.scheduler import PrefillEngine
 
 _log = structlog.get_logger(__name__)
@@ -103,7 +103,7 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
             lent.pool,
             on_step=metrics.on_step,
             deliver=deliver,
-            returned=partial(inbox.take, SegmentBytesSent),
+            returned=partial(inbox.take, BytesSent),
         )
         thread = EngineThread(
             inbox=inbox,
@@ -138,7 +138,7 @@ def new_engine(
     *,
     on_step: OnStep,
     deliver: Callable[[Sequence[Event]], None] | None = None,
-    returned: Callable[[], Sequence[SegmentBytesSent]] = tuple,
+    returned: Callable[[], Sequence[BytesSent]] = tuple,
 ) -> PrefillEngine:
     with room_beside_pool():
         return PrefillEngine(

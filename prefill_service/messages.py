@@ -59,8 +59,11 @@ class CloseCall:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentBytesSent:
-    """Reports that the transport took `num_bytes` of this call's segments: the send budget has that much room again."""
+class BytesSent:
+    """Reports that the transport took `num_bytes` of this call's KV and log-probabilities.
+
+    The send budget has that much room again.
+    """
 
     call_id: str
     num_bytes: int
@@ -79,7 +82,7 @@ class Drain:
     """Makes the engine refuse new calls (RowFailed DRAINING, retryable) and finish the others."""
 
 
-Command = OpenCall | GiveMatcher | FailRow | CancelCallRows | CloseCall | SegmentBytesSent | SegmentsReturned | Drain
+Command = OpenCall | GiveMatcher | FailRow | CancelCallRows | CloseCall | BytesSent | SegmentsReturned | Drain
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class PrefillSettings(ServiceSettings):
     max_batch_tokens: Positive = 2048
     """Most tokens of all prompts together in a forward."""
     send_budget_bytes: Positive = 64 << 20
-    """Most bytes of KV that are copied out of the pool and not yet read by a receiver."""
+    """Most bytes of KV copied out of the pool, and of log-probabilities of prompts, that no receiver has read yet."""
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
     """Most bytes of one KV segment, 64 KiB to 8 MiB."""
     kv_transport: KvTransport = "auto"

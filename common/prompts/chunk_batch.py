@@ -231,22 +231,18 @@ class ChunkBatch(Generic[PromptT]):
     def prompt_logprobs(self, scores: Scores) -> Iterator[tuple[PromptT, PromptLogprobs]]:
         """Yields the prompts of which tokens were scored, each with its log-probabilities.
 
-        `scores` are those of `scored_ids`, on the host.
+        `scores` are those of `scored_ids`, on the host. What is yielded are copies, which keep no more of them alive.
         """
-        columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_values)
-        logprobs, ranks, top_ids, top_values = (column.numpy() for column in columns)
+        on_host = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_values)
+        logprobs, ranks, top_ids, top_values = (column.numpy() for column in on_host)
         stop = 0
         for chunk in self.chunks:
             if not chunk.num_scored:
                 continue
             own, stop = slice(stop, stop + chunk.num_scored), stop + chunk.num_scored
             num_top = chunk.prompt.sampling.num_prompt_logprobs
-            yield (
-                chunk.prompt,
-                PromptLogprobs(
-                    chunk.start + 1, logprobs[own], ranks[own], top_ids[own, :num_top], top_values[own, :num_top]
-                ),
-            )
+            columns = (logprobs[own], ranks[own], top_ids[own, :num_top], top_values[own, :num_top])
+            yield chunk.prompt, PromptLogprobs(chunk.start + 1, *map(np.copy, columns))
 
 
 def _masks(prompts: Sequence[ChunkedPrompt], vocab_size: int, device: torch.device) -> Tensor | None:

@@ -8,6 +8,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+_TOKEN_BYTES = _TOP_BYTES = 4 + 8
+
+
+def num_bytes_of(num_tokens: int, num_top: int) -> int:
+    """Returns how many bytes the PromptLogprobs of so many tokens take."""
+    return num_tokens * (_TOKEN_BYTES + num_top * _TOP_BYTES)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
@@ -26,6 +33,10 @@ class PromptLogprobs:
     @property
     def stop(self) -> int:
         return self.start + len(self.logprobs)
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes_of(*self.top_ids.shape)
 
     def part(self, start: int, stop: int) -> Self:
         """Returns the log-probabilities of positions [start, stop) only. This object must have all of these."""

@@ -170,6 +170,19 @@ def segment_flow(request_id: str, attempt: int, layer_group: str, layer_start: i
 Frame = Accepted | KvSegment | RowLogprobs | PrebuiltBatch | RowFailed
 
 
+def unsent_bytes(frame: Frame) -> int:
+    """Returns how many bytes of the sender's budget a frame takes until a transport has it: those of KV that is copied
+    and not lent, and of log-probabilities.
+    """
+    match frame:
+        case KvSegment(shared=None):
+            return frame.num_bytes
+        case RowLogprobs():
+            return frame.logprobs.num_bytes
+        case _:
+            return 0
+
+
 def frame_figures(frame: Frame, row_of: Callable[[int], HandoffRow]) -> dict[str, int]:
     """Returns the numbers, by name, that a timeline shows for a frame besides its size in bytes.
 

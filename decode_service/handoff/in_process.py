@@ -7,7 +7,7 @@ from collections import deque
 from typing import Protocol
 
 from common.errors import BatonError, EngineFault, PrefillUnavailable
-from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment
+from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, unsent_bytes
 from decode_service.handoff.receive_budget import ReceiveBudget
 from decode_service.handoff.transport import Post
 from decode_service.messages import (
@@ -50,7 +50,7 @@ class InProcessTransport:
 
     That engine keeps the KV of up to `max_cached_tokens` for later rows. It reports by calling `frame_ready`,
     `call_done` and `peer_lost`. Frames wait here while the receive budget is full. The engine's send budget bounds how
-    many, because a segment counts as sent only after it was posted to the decode engine.
+    many, because a frame counts as sent only after it was posted to the decode engine.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class InProcessTransport:
                 return
             call.frames.popleft()
             self._post(FrameArrived(call_id, frame))
-            if isinstance(frame, KvSegment):
-                self._prefill.sent(call_id, frame.num_bytes)
+            if num_bytes := unsent_bytes(frame):
+                self._prefill.sent(call_id, num_bytes)
         if call.is_done:
             del self._calls[call_id]
             self._post(CallEnded(call_id, None))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TypeGuard
 
 from common.errors import BatonError
 from common.rpc.messages import ProtocolError, require
-from common.wire.handoff import Frame, KvSegment
+from common.wire.handoff import Frame, KvSegment, RowLogprobs
 from prefill_service.edge.row_checks import RowNumbering
 from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import CallDone, ChunkComputed, Event, FrameReady, RowStarted
@@ -20,7 +19,7 @@ CallError = BatonError | ProtocolError
 class HandoffCall:
     """The frames of one Handoff call that the engine emitted and gRPC has not taken. For the event loop only.
 
-    The engine's send budget bounds their memory, because a segment returns its bytes only when gRPC takes it.
+    The engine's send budget bounds their memory, because a frame returns its bytes only when gRPC takes it.
     """
 
     def __init__(self, call_id: str, numbering: RowNumbering, traces: RowTraces) -> None:
@@ -34,10 +33,11 @@ class HandoffCall:
         self._error: CallError | None = None
         self._changed = asyncio.Event()
 
-    def take(self, event: Event) -> Sequence[KvSegment]:
+    def take(self, event: Event) -> Sequence[Frame]:
         """Takes an event of the engine. A frame in it is queued for `next_frame`.
 
-        A segment of a cancelled row is not sent: it is returned instead. In all other cases the result is empty.
+        KV and log-probabilities of a cancelled row are not sent: their frame is returned instead. In all other cases
+        the result is empty.
         """
         match event:
             case FrameReady(_, frame):
@@ -53,10 +53,10 @@ class HandoffCall:
         self._changed.set()
         return ()
 
-    def cancel(self, rows: Iterable[int]) -> Sequence[KvSegment]:
-        """Cancels the rows with these numbers in the call: no further segment of them is sent.
+    def cancel(self, rows: Iterable[int]) -> Sequence[Frame]:
+        """Cancels the rows with these numbers in the call: no further KV or log-probabilities of them are sent.
 
-        Returns the segments that waited here and are dropped.
+        Returns the frames that waited here and are dropped.
         """
         rows = tuple(rows)
         self._cancelled.update(rows)
@@ -102,5 +102,5 @@ class HandoffCall:
             async with asyncio.timeout(stall_timeout_s if self._lent else None):
                 await self._changed.wait()
 
-    def _is_cancelled(self, frame: Frame) -> TypeGuard[KvSegment]:
-        return isinstance(frame, KvSegment) and frame.row in self._cancelled
+    def _is_cancelled(self, frame: Frame) -> bool:
+        return isinstance(frame, KvSegment | RowLogprobs) and frame.row in self._cancelled

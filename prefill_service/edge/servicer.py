@@ -2,7 +2,7 @@
 
 receiver ──PrefillBatch, CancelRows, ReleaseSegments──▶ servicer
          servicer ──OpenCall, GiveMatcher, FailRow, CancelCallRows, CloseCall──▶ engine
-         servicer ──SegmentBytesSent, SegmentsReturned──▶ engine
+         servicer ──BytesSent, SegmentsReturned──▶ engine
 receiver ◀──Accepted, frames in order── servicer ◀───────────── FrameReady, CallDone ───────────────────── engine
 """
 
@@ -43,11 +43,21 @@ from common.wire.codec_commands import PrefillBatch, ReleaseSegments, decode_com
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint, first_difference
-from common.wire.handoff import MAX_CALL_ROWS, Accepted, Frame, HandoffRow, KvSegment, RowFailed, frame_figures
+from common.wire.handoff import (
+    MAX_CALL_ROWS,
+    Accepted,
+    Frame,
+    HandoffRow,
+    KvSegment,
+    RowFailed,
+    frame_figures,
+    unsent_bytes,
+)
 from prefill_service.edge.call import HandoffCall
 from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row, no_room_for_row, unmatched_row
 from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import (
+    BytesSent,
     CancelCallRows,
     CloseCall,
     Command,
@@ -55,7 +65,6 @@ from prefill_service.messages import (
     FailRow,
     GiveMatcher,
     OpenCall,
-    SegmentBytesSent,
     SegmentsReturned,
 )
 
@@ -83,8 +92,8 @@ class PrefillServicer:
     """The gRPC servicer of the Prefill service. For the event loop only, except `deliver` and `engine_died`.
 
     For every OpenCall it posts one CloseCall, unless the engine ended the call (CallDone) and every frame was written.
-    When gRPC has taken a segment, it posts SegmentBytesSent, which gives the segment's bytes back to the send budget.
-    CloseCall gives back the bytes of segments that gRPC has not taken.
+    When gRPC has taken KV or log-probabilities, it posts BytesSent, which gives their bytes back to the send budget.
+    CloseCall gives back the bytes of those that gRPC has not taken.
     """
 
     def __init__(
@@ -219,8 +228,8 @@ class PrefillServicer:
                 begun_s = call.traces.now_s()
                 await self._write(context, call, frame)
                 call.traces.on_frame(frame, begun_s)
-                if isinstance(frame, KvSegment) and frame.shared is None:
-                    self._engine.post(SegmentBytesSent(call.call_id, frame.num_bytes))
+                if num_bytes := unsent_bytes(frame):
+                    self._engine.post(BytesSent(call.call_id, num_bytes))
             is_complete = True
         finally:
             for task in beside:
@@ -330,10 +339,11 @@ class PrefillServicer:
         except Exception as error:  # a broken stream ends the call anyway; other errors end it here
             call.fail(EngineFault(f"reading the call's commands failed: {error!r}"))
 
-    def _give_back(self, call: HandoffCall, dropped: Sequence[KvSegment]) -> None:
-        if num_bytes := sum(segment.num_bytes for segment in dropped if segment.shared is None):
-            self._engine.post(SegmentBytesSent(call.call_id, num_bytes))
-        if numbers := tuple(segment.shared.ticket.number for segment in dropped if segment.shared is not None):
+    def _give_back(self, call: HandoffCall, dropped: Sequence[Frame]) -> None:
+        if num_bytes := sum(map(unsent_bytes, dropped)):
+            self._engine.post(BytesSent(call.call_id, num_bytes))
+        segments = [frame for frame in dropped if isinstance(frame, KvSegment)]
+        if numbers := tuple(segment.shared.ticket.number for segment in segments if segment.shared is not None):
             self._engine.post(SegmentsReturned(call.call_id, numbers))
 
     async def _next_frame(self, call: HandoffCall) -> Frame | None:

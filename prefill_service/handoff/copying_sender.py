@@ -69,7 +69,7 @@ class CopyingSender(PieceSender):
 
     @property
     def unsent_bytes(self) -> int:
-        """The bytes copied out of the pool, or being copied, that no transport has taken yet."""
+        """The bytes that count against the budget: no transport has taken them yet."""
         return self._unsent_bytes
 
     def start(self, num_forwards: int) -> None:
@@ -85,7 +85,7 @@ class CopyingSender(PieceSender):
             pieces = self._queued[call_id]
             if not pieces:
                 del self._queued[call_id]
-            elif pieces[0].forward <= num_forwards and self._may_copy(call_id, pieces[0].num_bytes):
+            elif pieces[0].forward <= num_forwards and self._may_take(call_id, pieces[0].num_bytes):
                 self._copy(pieces.popleft())
                 turns.append(call_id)
 
@@ -104,6 +104,13 @@ class CopyingSender(PieceSender):
     def owes(self, call_id: str) -> bool:
         """Returns whether some of the call's bytes still count against the budget."""
         return call_id in self._unsent
+
+    def has_room(self, call_id: str) -> bool:
+        """Whether the call may take more of the budget: the budget and the call's share are not used up."""
+        return self._may_take(call_id, 0)
+
+    def take_budget(self, call_id: str, num_bytes: int) -> None:
+        self._set_unsent(call_id, self._unsent.get(call_id, 0) + num_bytes)
 
     def return_budget(self, call_id: str, num_bytes: int) -> None:
         left = self._unsent.get(call_id, 0) - num_bytes
@@ -128,7 +135,7 @@ class CopyingSender(PieceSender):
     def _take(self, pieces: Sequence[Piece]) -> None:
         self._queued.setdefault(pieces[0].prompt.call_id, deque()).extend(pieces)
 
-    def _may_copy(self, call_id: str, num_bytes: int) -> bool:
+    def _may_take(self, call_id: str, num_bytes: int) -> bool:
         mine = self._unsent.get(call_id, 0)
         if self._unsent_bytes + num_bytes > self._budget_bytes:
             return mine == 0
@@ -142,7 +149,7 @@ class CopyingSender(PieceSender):
         def copy_out() -> None:
             segment.set(self._copied_out(piece))
 
-        self._set_unsent(piece.prompt.call_id, self._unsent.get(piece.prompt.call_id, 0) + piece.num_bytes)
+        self.take_budget(piece.prompt.call_id, piece.num_bytes)
         self._stream.wait(piece.written)
         row = piece.prompt.row
         flow = segment_flow(row.request_id, row.attempt, piece.group.name, piece.layer_start, piece.token_start)

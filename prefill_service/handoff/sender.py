@@ -1,7 +1,7 @@
 """Sends KV to the decode services. A chunk's first layers leave while its later layers and the next chunk compute.
 
 chunk launched ──▶ pieces queued ──budget──▶ copied to the host on the sending stream ──▶ KvSegment frames
-                      │            ◀────────── SegmentBytesSent returns the budget ──────────┘
+                      │            ◀────────── BytesSent returns the budget ─────────────────┘
                       └── receiver can read the pool: lent as it lies there ──▶ KvSegment frames
                                    ◀────────── SegmentsReturned ends the loan ─┘
 """
@@ -19,7 +19,7 @@ from common.wire.handoff import NewFramedKv
 from prefill_service.handoff.copying_sender import CopyingSender
 from prefill_service.handoff.lending_sender import LendingSender
 from prefill_service.handoff.piece import Piece, PieceSender, SentPiece, sent_tokens
-from prefill_service.messages import SegmentBytesSent, SegmentsReturned
+from prefill_service.messages import BytesSent, SegmentsReturned
 from prefill_service.prompt import Prompt
 
 
@@ -30,7 +30,8 @@ class KvSender:
 
     Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may
     always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have
-    something to send, each takes at most a quarter of the budget.
+    something to send, each takes at most a quarter of the budget. Log-probabilities of prompts take budget too, from
+    every call.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class KvSender:
 
     @property
     def unsent_bytes(self) -> int:
-        """The bytes copied out of the pool, or being copied, that no transport has taken yet."""
+        """The bytes copied out of the pool, or being copied, and of log-probabilities, that no transport has taken."""
         return self._copying.unsent_bytes
 
     @property
@@ -110,13 +111,21 @@ class KvSender:
         self._of_call.pop(call_id, None)
         self._copying.forget_call(call_id)
 
-    def give_back(self, returned: SegmentBytesSent | SegmentsReturned) -> None:
+    def may_add_logprobs(self, call_id: str) -> bool:
+        """Whether the budget has room for log-probabilities of the call's prompts, those of one forward."""
+        return self._copying.has_room(call_id)
+
+    def add_logprobs(self, call_id: str, num_bytes: int) -> None:
+        """Counts log-probabilities that the transport gets: they take budget until they are given back."""
+        self._copying.take_budget(call_id, num_bytes)
+
+    def give_back(self, returned: BytesSent | SegmentsReturned) -> None:
         """Frees the budget of bytes that a transport took, or ends the loan of segments that a receiver has read.
 
         Bytes of a call that is gone are ignored.
         """
         match returned:
-            case SegmentBytesSent(call_id, num_bytes):
+            case BytesSent(call_id, num_bytes):
                 if call_id in self._of_call or self._copying.owes(call_id):
                     self._copying.return_budget(call_id, num_bytes)
             case SegmentsReturned(numbers=numbers):

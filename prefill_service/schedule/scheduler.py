@@ -38,6 +38,7 @@ from common.wire.handoff import NewFramedKv, RowFailed, RowLogprobs
 from prefill_service.handoff.piece import SentPiece, sent_tokens
 from prefill_service.handoff.sender import KvSender
 from prefill_service.messages import (
+    BytesSent,
     CallDone,
     CancelCallRows,
     ChunkComputed,
@@ -50,7 +51,6 @@ from prefill_service.messages import (
     GiveMatcher,
     OpenCall,
     RowStarted,
-    SegmentBytesSent,
     SegmentsReturned,
 )
 from prefill_service.prompt import Prompt, PromptPhase
@@ -83,7 +83,7 @@ class PrefillEngine:
     KV an earlier prompt left in the pool.
 
     During a long launch `deliver` gets events for the edge; otherwise steps return them. `returned` returns the
-    SegmentBytesSent that came since the step began, so that a launch can send more. `clock` gives monotonic seconds,
+    BytesSent that came since the step began, so that a launch can send more. `clock` gives monotonic seconds,
     `wall_clock` Unix seconds. `shared_pool` is memory for the pool that receivers can read. `new_framed_kv` allocates
     memory for copies that are sent; None means the device's own host buffers.
     """
@@ -111,7 +111,7 @@ class PrefillEngine:
         wall_clock: Callable[[], float] = time.time,
         on_step: OnStep = lambda stats: None,
         deliver: Callable[[Sequence[Event]], None] | None = None,
-        returned: Callable[[], Sequence[SegmentBytesSent]] = tuple,
+        returned: Callable[[], Sequence[BytesSent]] = tuple,
         timeline: Timeline | None = None,
         debug_checks: bool = False,
         shared_pool: SharedPool | None = None,
@@ -208,7 +208,8 @@ class PrefillEngine:
 
     def idle_timeout_s(self) -> float:
         has_room = len(self._in_flight) < self._max_in_flight
-        if has_room and any(prompt.num_left for prompt in self._lives.in_phase(PromptPhase.COMPUTING)):
+        computing = self._lives.in_phase(PromptPhase.COMPUTING)
+        if has_room and any(prompt.num_left and self._may_go_on(prompt) for prompt in computing):
             return 0.0
         num_queued = self._lives.num_in(PromptPhase.QUEUED)
         if num_queued and self._has_freed:
@@ -276,7 +277,7 @@ class PrefillEngine:
                     self._lives.enter(prompt, PromptPhase.ENDED)
                 self._calls.pop(call_id, None)
                 self._sender.forget_call(call_id)
-            case SegmentBytesSent() | SegmentsReturned():
+            case BytesSent() | SegmentsReturned():
                 self._sender.give_back(command)
             case Drain():
                 self._is_draining = True
@@ -340,7 +341,7 @@ class PrefillEngine:
     @recorded("launch")
     def _launch(self) -> StepInFlight | None:
         chunks = cut_chunks(
-            self._lives.in_phase(PromptPhase.COMPUTING),
+            [prompt for prompt in self._lives.in_phase(PromptPhase.COMPUTING) if self._may_go_on(prompt)],
             chunk_tokens=self._chunk_tokens,
             max_batch_tokens=self._max_batch_tokens,
             max_scored_tokens=self._max_scored_tokens,
@@ -380,6 +381,13 @@ class PrefillEngine:
         if meanwhile.error is not None:
             raise meanwhile.error
         return step
+
+    def _may_go_on(self, prompt: Prompt) -> bool:
+        """Returns whether the prompt's next chunk may be computed: what it gives to send has room in the send budget.
+
+        KV need not: it waits in the pool.
+        """
+        return not prompt.is_scored or self._sender.may_add_logprobs(prompt.call_id)
 
     def _send_while_launching(self) -> None:
         """Sends KV that is ready. It is called after each layer while a forward is being launched.
@@ -449,6 +457,7 @@ class PrefillEngine:
         for prompt, logprobs in step.batch.prompt_logprobs(scores):
             if prompt.phase is not PromptPhase.ENDED:
                 self._outbox.append(FrameReady(prompt.call_id, RowLogprobs(prompt.index, logprobs)))
+                self._sender.add_logprobs(prompt.call_id, logprobs.num_bytes)
 
     def _post_first_tokens(self, step: StepInFlight) -> None:
         batch, computed = step.batch, step.computed.get()

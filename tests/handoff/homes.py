@@ -28,13 +28,13 @@ from decode_service.messages import FrameArrived, SegmentsLanded
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.nixl_lender import NixlLender
 from prefill_service.messages import (
+    BytesSent,
     CallDone,
     CancelCallRows,
     CloseCall,
     Event,
     FrameReady,
     OpenCall,
-    SegmentBytesSent,
 )
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
 from tests.support.loop_thread import LoopThread
@@ -75,7 +75,7 @@ class _PrefillPort:
         self._prefill.post(CloseCall(call_id))
 
     def sent(self, call_id: str, num_bytes: int) -> None:
-        self._prefill.post(SegmentBytesSent(call_id, num_bytes))
+        self._prefill.post(BytesSent(call_id, num_bytes))
 
 
 class InProcessHome:

@@ -11,13 +11,13 @@ from common.wire.handoff import Frame, KvSegment
 from decode_service.handoff.transport import TransportReport
 from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasChanged
 from prefill_service.messages import (
+    BytesSent,
     CallDone,
     CloseCall,
     Command,
     Event,
     FrameReady,
     OpenCall,
-    SegmentBytesSent,
     SegmentsReturned,
 )
 from tests.handoff.samples import SEGMENT_BYTES
@@ -90,7 +90,7 @@ class ScriptedPrefill:
         """
         commands = self.commands.all()
         num_returned = sum(len(command.numbers) for command in _of(SegmentsReturned, commands))
-        return sum(command.num_bytes for command in _of(SegmentBytesSent, commands)) + num_returned * SEGMENT_BYTES
+        return sum(command.num_bytes for command in _of(BytesSent, commands)) + num_returned * SEGMENT_BYTES
 
 
 class RecordingDecode:

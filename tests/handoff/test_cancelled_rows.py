@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.telemetry.tracing import NO_TRACER
-from common.wire.handoff import Frame, KvSegment
+from common.wire.handoff import Frame, unsent_bytes
 from prefill_service.edge.call import HandoffCall
 from prefill_service.edge.row_checks import RowNumbering
 from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import CallDone, FrameReady
-from tests.handoff.samples import SEGMENT_BYTES, failed, row, segment
+from tests.handoff.samples import SEGMENT_BYTES, failed, logprobs, row, segment
 
 CALL_ID = "call"
 BOUND_S = 10.0
 
 
-def bytes_of(dropped: Sequence[KvSegment]) -> int:
-    return sum(segment.num_bytes for segment in dropped)
+def bytes_of(dropped: Sequence[Frame]) -> int:
+    return sum(map(unsent_bytes, dropped))
 
 
 async def frames_of(call: HandoffCall) -> list[Frame]:
@@ -42,6 +42,17 @@ async def test_segments_of_a_cancelled_row_are_dropped_whether_they_came_before_
     assert call.take(FrameReady(CALL_ID, kept[1])) == ()
     assert call.take(FrameReady(CALL_ID, kept[2])) == ()
     assert await frames_of(call) == kept
+
+
+async def test_log_probabilities_of_a_cancelled_row_are_dropped_too() -> None:
+    call = HandoffCall(CALL_ID, RowNumbering([row("cancelled"), row("kept")]), RowTraces(NO_TRACER))
+    kept = logprobs(1, 1, 5)
+    dropped = [logprobs(0, 1, 5), logprobs(0, 5, 7)]
+    for frame in (dropped[0], kept):
+        assert call.take(FrameReady(CALL_ID, frame)) == ()
+    assert call.cancel([0]) == dropped[:1]
+    assert call.take(FrameReady(CALL_ID, dropped[1])) == (dropped[1],)
+    assert await frames_of(call) == [kept]
 
 
 async def test_rows_are_cancelled_by_the_receivers_numbers() -> None:

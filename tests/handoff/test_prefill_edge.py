@@ -28,13 +28,13 @@ from common.wire.codec_fingerprint import PROTOCOL_VERSION, decode_fingerprint, 
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.framing import seal_bytes
-from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed
+from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed, unsent_bytes
 from decode_service.handoff.status_errors import error_info
 from prefill_service.edge.row_checks import ModelLimits
 from prefill_service.edge.server import PREFILL_SERVICE
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.messages import CancelCallRows, Command, FailRow, GiveMatcher, OpenCall, SegmentBytesSent
-from tests.handoff.samples import FINGERPRINT, SEGMENT_BYTES, failed, prebuilt, row, segment
+from prefill_service.messages import BytesSent, CancelCallRows, Command, FailRow, GiveMatcher, OpenCall
+from tests.handoff.samples import FINGERPRINT, SEGMENT_BYTES, failed, logprobs, prebuilt, row, segment
 from tests.handoff.scripted_prefill import BOUND_S, ScriptedPrefill
 from tests.support.prefill_edge import running_prefill_edge
 from tests.wire.strategies import VOCAB_SIZE, comparable
@@ -376,14 +376,16 @@ async def test_a_matcher_that_cannot_be_made_because_of_a_defect_fails_the_call(
 # ---- how a call ends ------------------------------------------------------------------------------------------------
 
 
-async def test_sent_segments_return_their_budget_and_a_finished_call_is_not_closed(edge: Edge) -> None:
-    call = await edge.open()
+async def test_what_is_sent_returns_its_budget_and_a_finished_call_is_not_closed(edge: Edge) -> None:
+    call = await edge.open(row(num_prompt_logprobs=2))
     engine_call = await edge.opened()
-    edge.prefill.emit(engine_call, segment(0, 0), segment(0, 1), prebuilt(0))
+    scored = logprobs(0, 1, 128)
+    edge.prefill.emit(engine_call, segment(0, 0), scored, segment(0, 1), prebuilt(0))
     edge.prefill.finish(engine_call)
     await ends_well(call)
-    sent = [command for command in edge.prefill.commands.all() if isinstance(command, SegmentBytesSent)]
-    assert sent == [SegmentBytesSent(engine_call, SEGMENT_BYTES)] * 2
+    sent = [command for command in edge.prefill.commands.all() if isinstance(command, BytesSent)]
+    num_bytes = (SEGMENT_BYTES, unsent_bytes(scored), SEGMENT_BYTES)
+    assert sent == [BytesSent(engine_call, each) for each in num_bytes]
     assert edge.prefill.num_closed() == 0
     assert edge.servicer.num_calls == 0
 

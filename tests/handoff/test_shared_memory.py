@@ -24,7 +24,7 @@ from common.wire.framing import seal
 from common.wire.handoff import KvSegment
 from decode_service.handoff import grpc_replica
 from decode_service.messages import BreakCall, CancelHandoffRows, SegmentsLanded, StartHandoff
-from prefill_service.messages import SegmentBytesSent, SegmentsReturned
+from prefill_service.messages import BytesSent, SegmentsReturned
 from tests.handoff.homes import GrpcHome, LentSegments, read
 from tests.handoff.samples import (
     FINGERPRINT,
@@ -120,8 +120,8 @@ def test_what_is_lent_takes_nothing_of_the_send_budget(pair: Pair) -> None:
     call = pair.start()
     pair.prefill.emit(call, pair.lent.lend(segment(0, 0)), segment(0, 1))
     pair.decode.frames("call", 2)
-    pair.prefill.commands.wait_until(lambda commands: SegmentBytesSent(call, SEGMENT_BYTES) in commands)
-    assert sum(isinstance(command, SegmentBytesSent) for command in pair.prefill.commands.all()) == 1
+    pair.prefill.commands.wait_until(lambda commands: BytesSent(call, SEGMENT_BYTES) in commands)
+    assert sum(isinstance(command, BytesSent) for command in pair.prefill.commands.all()) == 1
 
 
 def test_a_receiver_that_gives_nothing_back_loses_the_call() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import KvSegment, PrebuiltBatch, RowFailed
-from prefill_service.messages import CallDone, CancelCallRows, Command, Event, FrameReady, OpenCall, SegmentBytesSent
+from prefill_service.messages import BytesSent, CallDone, CancelCallRows, Command, Event, FrameReady, OpenCall
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.scenarios import EVICTED, INBOX, REUSED, SALT, shared_by
@@ -133,7 +133,7 @@ class ExploredPrefill:
                 assert all(row.is_complete or row.is_cancelled for row in self.rows), "done before all was sent"
 
     def _take_segment(self, segment: KvSegment) -> None:
-        self._wire.enqueue(partial(self._deliver, SegmentBytesSent("call", segment.num_bytes)))
+        self._wire.enqueue(partial(self._deliver, BytesSent("call", segment.num_bytes)))
         row = self.rows[segment.row]
         assert not row.is_cancelled, f"a segment of row {segment.row}, which was cancelled"
         layers = range(segment.layer_start, segment.layer_start + segment.num_layers)

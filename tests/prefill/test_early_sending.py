@@ -16,7 +16,7 @@ from common.errors import RowFailure
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.wire.handoff import KvSegment, PrebuiltBatch
-from prefill_service.messages import OpenCall, SegmentBytesSent
+from prefill_service.messages import BytesSent, OpenCall
 from tests.engine.tag_head import TagHead
 from tests.engine.tags import TagModel
 from tests.support.engines import PrefillHalf, handoff_rows
@@ -115,10 +115,10 @@ class Prefill(PrefillHalf):
                 kv[layers, :, tokens] = np.frombuffer(segment.payload, np.float32).reshape(kv[layers, :, tokens].shape)
         return kv
 
-    def _sent(self) -> list[SegmentBytesSent]:
+    def _sent(self) -> list[BytesSent]:
         unsent_bytes = self.engine.load().unsent_bytes
         is_copying = self.device.stream("sending").pending()
-        return [SegmentBytesSent("call", unsent_bytes)] if unsent_bytes and not is_copying else []
+        return [BytesSent("call", unsent_bytes)] if unsent_bytes and not is_copying else []
 
 
 MakePrefill = Callable[..., Prefill]

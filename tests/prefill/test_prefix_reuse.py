@@ -20,7 +20,7 @@ from common.model.forward_program import OnLayerKv
 from common.model.target import TargetOutput
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import KvSegment, PrebuiltBatch, RowFailed
-from prefill_service.messages import CancelCallRows, CloseCall, SegmentBytesSent, SegmentsReturned
+from prefill_service.messages import BytesSent, CancelCallRows, CloseCall, SegmentsReturned
 from tests.engine.tag_head import DRAFT, TagHead, draft_kv_of, first_seed
 from tests.engine.tags import GROUP, TagModel, kv_of, oracle
 from tests.support.engines import PrefillHalf
@@ -84,7 +84,7 @@ class Reusing(PrefillHalf):
         self._num_taken = len(self.frames)
         self.step(
             *(
-                SegmentBytesSent(ready.call_id, ready.frame.num_bytes)
+                BytesSent(ready.call_id, ready.frame.num_bytes)
                 for ready in news
                 if isinstance(ready.frame, KvSegment) and ready.frame.shared is None
             )

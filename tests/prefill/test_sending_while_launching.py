@@ -28,7 +28,7 @@ from common.prompts.chunk_batch import Chunk
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import HandoffRow, KvSegment
 from prefill_service.handoff.sender import KvSender
-from prefill_service.messages import Event, FrameReady, OpenCall, SegmentBytesSent
+from prefill_service.messages import BytesSent, Event, FrameReady, OpenCall
 from prefill_service.prompt import Prompt
 from tests.support.engines import PrefillHalf, handoff_rows
 from tests.support.faulty_target import FaultyTarget, ForwardFailed
@@ -99,7 +99,7 @@ class Rig(PrefillHalf):
         self.queue = LaunchQueue()
         self.device = ScriptedDevice(runs_pieces_beside=False, observer=self.queue)
         self.target = LaunchedTarget(target, self.queue)
-        self._sent: list[SegmentBytesSent] = []
+        self._sent: list[BytesSent] = []
         super().__init__(
             self.target,
             self.device,
@@ -123,10 +123,10 @@ class Rig(PrefillHalf):
             if isinstance(event, FrameReady):
                 self.queue.note(f"{type(event.frame).__name__} of {event.call_id}")
                 if isinstance(event.frame, KvSegment):
-                    self._sent.append(SegmentBytesSent(event.call_id, event.frame.num_bytes))
+                    self._sent.append(BytesSent(event.call_id, event.frame.num_bytes))
 
-    def returned(self) -> list[SegmentBytesSent]:
-        """Returns the SegmentBytesSent commands for all segments that came since the last call."""
+    def returned(self) -> list[BytesSent]:
+        """Returns the BytesSent commands for all segments that came since the last call."""
         sent, self._sent = self._sent, []
         return sent
 

@@ -26,7 +26,7 @@ from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.telemetry.step_stats import StepStats
 from common.text.tokenizer import TextTokenizer
-from common.wire.handoff import Frame, HandoffRow, KvSegment
+from common.wire.handoff import Frame, HandoffRow, unsent_bytes
 from decode_service import messages as decode
 from decode_service.handoff.in_process import InProcessTransport
 from decode_service.handoff.transport import TransportReport
@@ -133,7 +133,7 @@ class _PrefillInbox:
         num_bytes = min(num_bytes, self.owed_bytes[call_id])
         self.owed_bytes[call_id] -= num_bytes
         if num_bytes:
-            self.commands.append(prefill.SegmentBytesSent(call_id, num_bytes))
+            self.commands.append(prefill.BytesSent(call_id, num_bytes))
 
 
 @dataclass
@@ -411,10 +411,10 @@ class InProcessPair:
 
     def _carry(self, replica: PrefillReplica, call_id: str, frame: Frame) -> None:
         arriving = [frame] if self.tamper is None else list(self.tamper(frame))
-        if isinstance(frame, KvSegment):
+        if num_bytes := unsent_bytes(frame):
             owed_bytes = replica.inbox.owed_bytes
-            owed_bytes[call_id] = owed_bytes.get(call_id, 0) + frame.num_bytes
-            num_cut = frame.num_bytes - sum(other.num_bytes for other in arriving if isinstance(other, KvSegment))
+            owed_bytes[call_id] = owed_bytes.get(call_id, 0) + num_bytes
+            num_cut = num_bytes - sum(map(unsent_bytes, arriving))
             if arriving and num_cut > 0:
                 replica.inbox.sent(call_id, num_cut)
         for arrived in arriving:

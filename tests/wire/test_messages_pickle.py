@@ -45,7 +45,7 @@ SAMPLES: tuple[object, ...] = (
     prefill.FailRow("call", RowFailed(1, RowFailure.CAPACITY, True, 5, "why")),
     prefill.CancelCallRows("call", (0,)),
     prefill.CloseCall("call"),
-    prefill.SegmentBytesSent("call", 3),
+    prefill.BytesSent("call", 3),
     prefill.SegmentsReturned("call", (1, 2)),
     prefill.Drain(),
     *(prefill.FrameReady("call", frame) for frame in FRAMES),
