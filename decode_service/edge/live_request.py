@@ -46,6 +46,7 @@ class LiveRequest:
     trace: RequestTrace = UNTRACED
     last_token_at_s: float | None = None  # kept for measurements
     is_done_in_engine: bool = False  # the engine has posted its last event about it
+    held_bytes: int = 0  # of the budget of log-probabilities of prompts
     _output: OutputProcessor | None = None
     _num_prompt_tokens: int = 0
     _prompt_logprobs: deque[PromptLogprobs] = field(default_factory=deque)

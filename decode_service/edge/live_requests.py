@@ -12,8 +12,10 @@ import structlog
 
 from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, EngineLost, Overloaded
 from common.grammar.matcher import Matcher
+from common.rpc.fair_bytes import FairBytes, NoRoom
 from common.rpc.fair_places import FairPlaces, Full
 from common.sampling.params import ResolvedSampling, TokenLogprobs
+from common.sampling.prompt_logprobs import num_bytes_of
 from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, Timeline
 from decode_service.edge.live_request import LiveRequest
@@ -34,15 +36,20 @@ from decode_service.messages import (
 
 _log = structlog.get_logger(__name__)
 
+MAX_PROMPT_LOGPROB_BYTES = 256 << 20
+"""The most bytes of prompts' log-probabilities for live requests: a million tokens with 20 likely ones each."""
+_RETRY_AFTER_S = 1
+
 RequestEvent = PhaseBegan | PromptScored | Tokens | Finished | Failed
 
 
 class LiveRequests:
     """The live requests of the process. For the event loop only.
 
-    From `admit` to `release` a request takes one of `max_live` places, which clients share fairly. The engine knows a
-    request by an id that is never reused. So no event of an aborted request can reach a later one with the same
-    `request_id`.
+    From `admit` to `release` a request takes one of `max_live` places, which clients share fairly. Log-probabilities of
+    its prompt wait here until its client reads them, so from `submit` on they take from `max_prompt_logprob_bytes`, of
+    which one client may have half. The engine knows a request by an id that is never reused. So no event of an aborted
+    request can reach a later one with the same `request_id`.
     """
 
     def __init__(
@@ -52,10 +59,12 @@ class LiveRequests:
         max_live: int,
         observer: RequestObserver,
         timeline: Timeline | None = None,
+        max_prompt_logprob_bytes: int = MAX_PROMPT_LOGPROB_BYTES,
     ) -> None:
         self._track = (timeline or Timeline()).track(EDGE)
         self._engine = engine
         self._places = FairPlaces(max_live)
+        self._logprob_bytes = FairBytes(max_prompt_logprob_bytes)
         self._taken: dict[str, tuple[str, float]] = {}  # by engine id: the client, and since when it has the place
         self._observer = observer
         self._by_request_id: dict[str, LiveRequest] = {}
@@ -112,7 +121,8 @@ class LiveRequests:
         cache_salt: str | None,
         matcher: Matcher | None = None,
     ) -> None:
-        """Hands the request to the engine. Raises the request's error if it has failed since `admit`.
+        """Hands the request to the engine. Raises the request's error if it has failed since `admit`, and Overloaded if
+        there is no room for the log-probabilities of its prompt.
 
         `generated_token_ids` are the output that the request brought along. `choice_index` is the number of the choice
         among those of a request for several answers. `deadline_unix_ms` is 0 if there is no deadline. `Submit` explains
@@ -120,6 +130,9 @@ class LiveRequests:
         """
         if isinstance(live.ending, BatonError):
             raise live.ending
+        client = self._taken[live.engine_id][0]
+        if sampling.num_prompt_logprobs is not None:
+            self._hold_logprobs(live, client, num_bytes_of(len(prompt_token_ids), sampling.num_prompt_logprobs))
         live.begin(output, len(prompt_token_ids))
         live.trace.submitted()
         self._engine.post(
@@ -134,7 +147,7 @@ class LiveRequests:
                 wants_drafts=wants_drafts,
                 cache_salt=cache_salt,
                 matcher=matcher,
-                client=self._taken[live.engine_id][0],
+                client=client,
                 is_traced=live.trace.is_recording,
             )
         )
@@ -149,7 +162,9 @@ class LiveRequests:
         if self._by_engine_id.pop(live.engine_id, None) is None:
             return
         del self._by_request_id[live.request_id]
-        self._places.give_back(*self._taken.pop(live.engine_id))
+        client, taken_s = self._taken.pop(live.engine_id)
+        self._places.give_back(client, taken_s)
+        self._logprob_bytes.give_back(client, live.held_bytes)
         if live.is_submitted and not live.is_done_in_engine:
             self._engine.post(Abort(live.engine_id))
         if not self._by_request_id:
@@ -182,6 +197,13 @@ class LiveRequests:
 
     async def wait_idle(self) -> None:
         await self._is_idle.wait()
+
+    def _hold_logprobs(self, live: LiveRequest, client: str, num_bytes: int) -> None:
+        try:
+            live.held_bytes = self._logprob_bytes.take(client, num_bytes)
+        except NoRoom:
+            message = f"log-probabilities of prompts wait to be read: there is no room for {num_bytes} bytes more"
+            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
 
     def _apply(self, request_id: str, change: Callable[[LiveRequest], None]) -> None:
         live = self._by_engine_id.get(request_id)

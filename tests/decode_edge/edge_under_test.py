@@ -28,7 +28,7 @@ from common.text.tokenizer import TextTokenizer
 from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
-from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES, LiveRequests
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
@@ -102,6 +102,7 @@ async def running_edge(
     clock: Callable[[], float] = time.monotonic,
     serves_chats: bool = False,
     serves_alone: bool = False,
+    max_prompt_logprob_bytes: int = MAX_PROMPT_LOGPROB_BYTES,
     **texts: Any,
 ) -> AsyncIterator[Edge]:
     """Runs a decode edge in front of a fake engine. `texts` are further arguments of Prompts."""
@@ -111,7 +112,13 @@ async def running_edge(
     observer = RequestObserver(
         RequestMetrics(registry, finish_reasons=FinishReason, grammar_kinds=GrammarKind), clock=clock
     )
-    live_requests = LiveRequests(engine=engine, max_live=MAX_LIVE, observer=observer, timeline=timeline)
+    live_requests = LiveRequests(
+        engine=engine,
+        max_live=MAX_LIVE,
+        observer=observer,
+        timeline=timeline,
+        max_prompt_logprob_bytes=max_prompt_logprob_bytes,
+    )
     limits_of_model = ModelLimits(
         vocab_size=vocab_size(tokenizer), max_context_tokens=CONTEXT, eos_token_ids=(eos_id(tokenizer),)
     )

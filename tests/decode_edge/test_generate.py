@@ -113,6 +113,27 @@ async def test_many_tokens_of_a_prompt_come_in_small_messages() -> None:
     assert sizes == [256, 256, 256, 232]
 
 
+async def test_the_log_probabilities_of_live_prompts_are_bounded() -> None:
+    token_bytes = 12 * (1 + 1)
+    wanted = sampling(max_tokens=0, prompt_logprobs=1)
+    async with running_edge([], max_prompt_logprob_bytes=2 * 6 * token_bytes) as edge:
+        first, second = edge.generate(sampling=wanted), edge.generate(sampling=wanted)
+        submits = [await edge.engine.submitted(number) for number in (1, 2)]
+        assert await error_of(edge.generate(sampling=wanted)) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "QUEUE_FULL",
+            {"retry_after_s": "1"},
+        )
+        third = edge.generate(sampling=sampling(max_tokens=1))
+        submits.append(await edge.engine.submitted(3))
+        edge.deliver(*(finished(submit.request_id, 0) for submit in submits))
+        for call in (first, second, third):
+            await events_of(call)
+        fourth = edge.generate(token_ids=inference_pb2.TokenIds(ids=[C] * 9), sampling=wanted)
+        edge.deliver(finished((await edge.engine.submitted(4)).request_id, 0))
+        await events_of(fourth)
+
+
 async def test_a_token_that_begins_the_prompt_has_no_space_of_its_own() -> None:
     tokenizer = byte_fallback()
     prompt = ids_of_pieces(tokenizer, ["<eos>", "▁ab", "▁ab"])
