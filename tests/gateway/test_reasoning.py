@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.callers import BlockingCaller
-from tests.gateway.gateway_here import gateway_here
+from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
 from tests.support.services_here import pair_here
 
@@ -31,8 +31,8 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def caller(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[BlockingCaller]:
-    """A caller of a gateway whose model writes in the Hermes format, with reasoning."""
+def gateway(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[GatewayHere]:
+    """Runs a gateway whose model writes in the Hermes format, with reasoning."""
     stack = AsyncExitStack()
 
     async def start() -> str:
@@ -43,9 +43,14 @@ def caller(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[
 
     try:
         with gateway_here(loop, loop.run(start()), served_model_name="tiny") as here:
-            yield BlockingCaller(here)
+            yield here
     finally:
         loop.run(stack.aclose())
+
+
+@pytest.fixture
+def caller(gateway: GatewayHere) -> BlockingCaller:
+    return BlockingCaller(gateway)
 
 
 def reasoning_in(chunks: list[Any], index: int) -> str:
@@ -79,3 +84,19 @@ async def test_a_call_that_must_come_follows_the_reasoning(caller: BlockingCalle
         assert (call.function.name, each.finish_reason) == ("clock", "tool_calls")
         assert json.loads(call.function.arguments) == {}
         assert each.message.reasoning_content and each.message.content is None
+
+
+def test_thinking_of_a_message_is_bounded_and_a_call_follows_it(gateway: GatewayHere) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": OPENED, "max_tokens": 100, "seed": 3}
+    asked["thinking"] = {"type": "enabled", "budget_tokens": BUDGET}
+    asked["tools"] = [{"name": "clock", "input_schema": {"type": "object", "additionalProperties": False}}]
+    asked["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+    message = gateway.ask("POST", "/v1/messages", asked).json
+    thinking, call = message["content"]
+    assert thinking["type"] == "thinking" and thinking["thinking"] and "think" not in thinking["thinking"]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "clock", {})
+    assert message["stop_reason"] == "tool_use"
+    num_thinking = message["usage"]["output_tokens_details"]["thinking_tokens"]
+    assert BUDGET < num_thinking <= BUDGET + len("</think>") and num_thinking < message["usage"]["output_tokens"]
+    (silent,) = gateway.ask("POST", "/v1/messages", {**asked, "thinking": {"type": "disabled"}}).json["content"]
+    assert silent["type"] == "tool_use"
