@@ -23,6 +23,7 @@ from gateway.api_keys import ApiKeys
 from gateway.apis.chat import CHAT
 from gateway.apis.completions import COMPLETIONS
 from gateway.apis.messages import MESSAGES, ConversationFields
+from gateway.apis.responses import RESPONSES
 from gateway.edge import Edge, KeyCheck
 from gateway.errors import ApiError, api_error_of, internal
 from gateway.fields import RequestFields
@@ -43,7 +44,7 @@ from gateway.tokenizing import DetokenizeFields, TokenizeFields, Tokenizing, Tok
 from gateway.tracing import TracedApp
 
 _METHODS = ("GET", "POST")
-_APIS = (CHAT, COMPLETIONS, MESSAGES)
+_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 _BODIES: Mapping[str, type[RequestFields]] = {
     **{api.path: api.fields for api in _APIS},
     COUNT_TOKENS_PATH: ConversationFields,

@@ -157,6 +157,7 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
     """Converts a BatonError into an HTTP error.
 
     `params` maps a field's name in the gRPC request to its name in the HTTP request, where the two differ.
+    A list's name counts for its entries too.
     """
     message = str(error)
     match error.code:
@@ -164,7 +165,8 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
             field = error.field
             if field is None:
                 return ApiError(400, message)
-            param = params.get(field, field.removeprefix("sampling.").removeprefix("chat."))
+            named = params.get(field) or params.get(field.partition("[")[0])
+            param = named or field.removeprefix("sampling.").removeprefix("chat.")
             message = message.removeprefix(f"{field}: ")
             if error.reason != _CONTEXT_EXCEEDED:
                 return invalid(param, message)

@@ -265,7 +265,8 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         raise invalid(None, "the body is not a JSON object", code="invalid_json")
     if len(values) > MAX_FIELDS:
         raise invalid(None, f"more than {MAX_FIELDS} fields")
-    values = {name: value for name, value in values.items() if value is not None and name not in _HARMLESS}
+    harmless = _HARMLESS.difference(kind.model_fields, kind.asks_for_nothing)
+    values = {name: value for name, value in values.items() if value is not None and name not in harmless}
     takes_numbers = "numbers" in kind.model_fields
     numbers = {name: value for name, value in values.items() if takes_numbers and name in NUMBER_OPTIONS}
     asked = {name: value for name, value in values.items() if name in kind.model_fields and name != "numbers"}

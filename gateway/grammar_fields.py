@@ -15,7 +15,7 @@ from common.grammar.grammar import MAX_CHARS, GrammarKind
 from gateway.errors import invalid
 
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-_OBJECT = json.dumps({"type": "object"})
+OBJECT_SCHEMA = json.dumps({"type": "object"})
 
 
 def _as_text(value: Any) -> Any:
@@ -66,7 +66,7 @@ class ResponseFormat(StrictFields):
         """The JSON schema that the answer must fit; empty if it may be anything."""
         if self.type == "text":
             return ""
-        return (self.content if self.json_schema is None else self.json_schema.content) or _OBJECT
+        return (self.content if self.json_schema is None else self.json_schema.content) or OBJECT_SCHEMA
 
 
 class StructuredOutputs(StrictFields):
@@ -125,7 +125,9 @@ class GrammarFields(StrictFields):
         yield Constraint(_language(self.guided_grammar), self.guided_grammar, "guided_grammar")
         if (asked := self.structured_outputs) is not None:
             yield Constraint("json_schema", asked.schema_text, "structured_outputs.json")
-            yield Constraint("json_schema", _OBJECT if asked.json_object else "", "structured_outputs.json_object")
+            yield Constraint(
+                "json_schema", OBJECT_SCHEMA if asked.json_object else "", "structured_outputs.json_object"
+            )
             yield Constraint("regex", asked.regex, "structured_outputs.regex")
             yield Constraint("choice", asked.choice, "structured_outputs.choice")
             yield Constraint(_language(asked.grammar), asked.grammar, "structured_outputs.grammar")

@@ -1,9 +1,9 @@
-r"""Writes log-probabilities in the formats of the two endpoints.
+r"""Writes log-probabilities in the formats of the endpoints.
 
 A token may be only a part of a character, so that its bytes are no valid text. It is written as escaped bytes:
-`\xe2\x80` in chats, `bytes:\xe2\x80` in completions. A completion lists the most likely tokens as an object whose keys
-are the tokens' texts. If several tokens have the same text, that key belongs to the chosen token, or else to the most
-likely one; each of the others gets the key `token_id:` with its id.
+`\xe2\x80` in chats and responses, `bytes:\xe2\x80` in completions. A completion lists the most likely tokens as an
+object whose keys are the tokens' texts. If several tokens have the same text, that key belongs to the chosen token, or
+else to the most likely one; each of the others gets the key `token_id:` with its id.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ _LEAST = -9999.0
 
 def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
     """Returns the `logprobs` object of a chat choice, or None if no log-probabilities were asked for."""
-    if not positions:
-        return None
-    content = [
+    return {"content": token_logprobs(positions), "refusal": None} if positions else None
+
+
+def token_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[str, Any]]:
+    """Returns an object for each token, with its log-probability and those of the likely ones."""
+    return [
         {**_chat_token(each.chosen), "top_logprobs": [_chat_token(entry) for entry in each.top]} for each in positions
     ]
-    return {"content": content, "refusal": None}
 
 
 def _chat_token(entry: TokenLogprob) -> dict[str, Any]:

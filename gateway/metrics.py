@@ -20,6 +20,7 @@ _API_ROUTES = (
     *MESSAGES_PATHS,
     "/v1/models",
     "/v1/models/{model}",
+    "/v1/responses",
     *TOKENIZING_PATHS,
 )
 _STATUSES = (200, 400, 401, 404, 405, 408, 409, 413, 415, 429, CLIENT_LEFT_STATUS, 500, 502, 503, 504)

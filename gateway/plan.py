@@ -79,7 +79,8 @@ class Plan:
     Each prompt is generated from `best_of` times, and its choices are the best `n` of these generations. If
     `hides_logprobs`, log-probabilities are used to find the best, and are not in the answer. `functions` maps the names
     of the functions that the model may call to the JSON schemas of their arguments. `params` maps a field's name in the
-    gRPC request to its name in the HTTP request, where the two differ.
+    gRPC request to its name in the HTTP request, where the two differ. `repeated` has what the answer repeats of
+    the request.
     """
 
     model: str
@@ -102,6 +103,7 @@ class Plan:
     includes_reasoning: bool = True
     functions: Mapping[str, Any] = field(default_factory=dict)
     hides_logprobs: bool = False
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_choices(self) -> int:

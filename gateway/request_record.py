@@ -33,6 +33,7 @@ _ROUTES = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
+        "/v1/responses",
         "/version",
     }
 )

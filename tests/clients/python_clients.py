@@ -13,11 +13,18 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import instructor
 from agents import Agent as OpenAIAgent
-from agents import OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from agents import (
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from anthropic import Anthropic, NotFoundError
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -33,6 +40,7 @@ MODEL = "demo"
 OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 160}
 QUESTION = "Paris has 2 million people. Give its name and population as JSON with the keys name and population."
 WEATHER = "What is the weather in Paris?"
+CLERK = "Answer in JSON."
 FUNCTION = {
     "name": "get_weather",
     "description": "Tells the weather of a city.",
@@ -95,6 +103,28 @@ def openai_streams_a_call() -> str:
     return json.loads("".join(part.arguments or "" for part in parts))["city"]
 
 
+def openai_responses_call_a_tool_and_answer() -> str:
+    client = OpenAI(base_url=URL, api_key=KEY)
+    asked: Any = {
+        "model": MODEL,
+        "temperature": 0,
+        "max_output_tokens": 160,
+        "tools": [{"type": "function", **FUNCTION}],
+    }
+    history: Any = [{"role": "user", "content": WEATHER}]
+    with client.responses.stream(**asked, input=history, tool_choice="required", parallel_tool_calls=False) as stream:
+        (call,) = stream.get_final_response().output
+    assert call.type == "function_call" and json.loads(call.arguments)["city"]
+    history += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny, 21 degrees"}]
+    return client.responses.create(**asked, input=history, tool_choice="none").output_text
+
+
+def openai_responses_parse() -> City | None:
+    client = OpenAI(base_url=URL, api_key=KEY)
+    asked: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 160}
+    return client.responses.parse(**asked, input=QUESTION, text_format=City).output_parsed
+
+
 def langchain() -> ChatOpenAI:
     return ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL, **OPTIONS)
 
@@ -134,11 +164,39 @@ def instructor_parses() -> list[City]:
     ]
 
 
-def openai_agents_run() -> City:
+def openai_agents_run() -> list[City]:
+    async def run() -> list[City]:
+        found = []
+        for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
+            async with AsyncOpenAI(base_url=URL, api_key=KEY) as client:
+                agent = OpenAIAgent(name="clerk", instructions=CLERK, model=kind(MODEL, client), output_type=City)
+                found.append((await Runner.run(agent, QUESTION)).final_output_as(City))
+        return found
+
     set_tracing_disabled(True)
-    model = OpenAIChatCompletionsModel(MODEL, AsyncOpenAI(base_url=URL, api_key=KEY))
-    agent = OpenAIAgent(name="clerk", instructions="Answer in JSON.", model=model, output_type=City)
-    return asyncio.run(Runner.run(agent, QUESTION)).final_output_as(City)
+    return asyncio.run(run())
+
+
+def openai_agents_call_a_tool() -> str:
+    asked: list[str] = []
+
+    @function_tool
+    def get_weather(city: Annotated[str, Field(max_length=20)]) -> str:
+        """Tells the weather of a city."""
+        asked.append(city)
+        return "sunny, 21 degrees"
+
+    async def run() -> str:
+        settings = ModelSettings(temperature=0, max_tokens=160, tool_choice="required", parallel_tool_calls=False)
+        async with AsyncOpenAI(base_url=URL, api_key=KEY) as client:
+            model = OpenAIResponsesModel(MODEL, client)
+            agent = OpenAIAgent(name="clerk", model=model, tools=[get_weather], model_settings=settings)
+            return (await Runner.run(agent, WEATHER)).final_output_as(str)
+
+    set_tracing_disabled(True)
+    answer = asyncio.run(run())
+    assert len(asked) == 1
+    return answer
 
 
 class Place(BaseModel):
@@ -202,11 +260,14 @@ RUNS: tuple[Callable[[], Any], ...] = (
     openai_streams_an_object,
     openai_calls_a_tool_and_answers,
     openai_streams_a_call,
+    openai_responses_call_a_tool_and_answer,
+    openai_responses_parse,
     langchain_parses,
     langchain_binds_tools,
     pydantic_ai_runs_an_agent,
     instructor_parses,
     openai_agents_run,
+    openai_agents_call_a_tool,
     anthropic_answers,
     anthropic_parses,
     anthropic_calls_a_tool_and_answers,

@@ -14,6 +14,7 @@ import pytest
 from gateway.apis.chat import parse_chat
 from gateway.apis.completions import parse_completion
 from gateway.apis.messages import parse_message
+from gateway.apis.responses import parse_response
 from gateway.errors import ApiError
 from tests.gateway.gateway_here import GatewayHere
 
@@ -63,7 +64,7 @@ def test_it_has_the_form_of_an_openapi_document(document: Any) -> None:
 
 def test_every_path_in_it_is_served_and_those_with_a_body_say_which(edge: GatewayHere, document: Any) -> None:
     bodies = {path for path, _, operation in operations(document) if "requestBody" in operation}
-    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"} <= bodies
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"} <= bodies
     assert {"/v1/messages", "/v1/messages/count_tokens"} <= bodies
     assert {"/v1/models", "/v1/models/{model}", "/health/ready", "/openapi.json", "/"} <= set(document["paths"])
     for path, method, _ in operations(document):
@@ -78,6 +79,7 @@ def test_every_path_in_it_is_served_and_those_with_a_body_say_which(edge: Gatewa
         (parse_completion, "CompletionFields", {"model": "demo", "prompt": "x"}),
         (parse_chat, "ChatFields", {"model": "demo", "messages": MESSAGES}),
         (parse_message, "MessageFields", {"model": "demo", "max_tokens": 8, "messages": MESSAGES}),
+        (parse_response, "ResponseFields", {"model": "demo", "input": "x"}),
     ],
 )
 def test_a_body_has_exactly_the_fields_that_are_taken(

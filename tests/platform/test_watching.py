@@ -191,10 +191,8 @@ def test_the_gateway_exposes_every_status_of_the_api_before_the_first_request() 
     }
     documented = re.findall(r"^\| (\d{3}) \|", (ROOT / "docs/gateway.md").read_text(), re.MULTILINE)
     statuses = {*documented, "200", "499"}
-    paths = (
-        *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/demo", "/tokenize", "/detokenize"),
-        *("/v1/messages", "/v1/messages/count_tokens"),
-    )
+    versioned = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/demo", "/v1/responses")
+    paths = (*versioned, "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
     routes = set(map(route_of, paths))
     assert exposed == {(route, status): 0.0 for route in routes for status in statuses}
 

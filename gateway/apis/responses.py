@@ -1,0 +1,531 @@
+"""The /v1/responses endpoint, without stored state: parses items and writes items."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic.json_schema import JsonSchemaValue
+
+from baton.events import Delta, Event, Finished, FinishReason
+from common.text.chat_messages import ChatMessage, ToolCall
+from gateway.apis.api import Admitted, Api
+from gateway.conversation import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Effort,
+    at_most,
+    kind_not_served,
+    max_reasoning_tokens,
+    new_call_id,
+    not_empty,
+    refuse_other_fields,
+    string,
+    template_variables,
+    text_of,
+)
+from gateway.errors import ApiError, invalid, not_served
+from gateway.fields import GenerationFields, parse_fields
+from gateway.grammar_fields import OBJECT_SCHEMA, Constraint, StrictFields, without_null
+from gateway.logprobs import token_logprobs
+from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
+from gateway.parsing.parser import OutputParser
+from gateway.plan import ChatPrompt, Plan
+from gateway.sending import ServerEvent
+from gateway.tally import TokenCounts
+from gateway.tools import parse_tools
+
+_INPUT_SCHEMA: JsonSchemaValue = {
+    "description": "must be a string or a list of items",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}],
+}
+_LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+_FIELDS_OF_ITEMS = {
+    "message": {"type", "id", "status", "role", "content", "phase"},
+    "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
+    "function_call_output": {"type", "id", "status", "call_id", "output"},
+    "reasoning": {"type", "id", "status", "summary", "content", "encrypted_content"},
+}
+
+
+class TextFormat(StrictFields):
+    """What the text must be. It is always all that fits the schema, so `strict` changes nothing."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    description: str | None = None
+    content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "json_schema") != (self.content is not None):
+            raise ValueError('the type "json_schema", and no other, has a schema')
+        return self
+
+    @property
+    def schema_text(self) -> str:
+        """The JSON schema that the text must fit; empty if it may be anything."""
+        if self.type == "json_object":
+            return OBJECT_SCHEMA
+        return "" if self.content is None else json.dumps(self.content)
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        if self.content is None:
+            return {"type": self.type}
+        given = {"name": self.name, "description": self.description, "strict": self.strict}
+        return {"type": self.type, "schema": self.content, **given}
+
+
+class TextOptions(StrictFields):
+    format: Annotated[TextFormat, BeforeValidator(without_null)] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(StrictFields):
+    """How much the model reasons. A `summary` is accepted, but the answer has the reasoning itself."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(StrictFields):
+    include_obfuscation: bool = False  # accepted, because no stream of the gateway is obfuscated
+
+
+class ResponseFields(GenerationFields):
+    input: Annotated[Any, at_most(MAX_MESSAGES - 1), WithJsonSchema(_INPUT_SCHEMA)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    include: list[str] = Field(default_factory=list)
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Any], at_most(MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    text: Annotated[TextOptions, BeforeValidator(without_null)] = TextOptions()
+    reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] = ReasoningOptions()
+    metadata: dict[str, str] = Field(default_factory=dict)
+    stream_options: Annotated[ResponseStreamOptions, BeforeValidator(without_null)] | None = None
+    # Fields beyond OpenAI's.
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+
+    asks_for_nothing: ClassVar = {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "store": (False,),
+        "truncation": ("disabled",),
+    }
+
+    def _constraints(self) -> Iterator[Constraint]:
+        if self.text.format is not None:
+            yield Constraint("json_schema", self.text.format.schema_text, "text.format")
+        yield from super()._constraints()
+
+
+def parse_response(body: bytes) -> Plan:
+    """Parses the body of a request. Raises ApiError, which names the wrong field."""
+    fields = parse_fields(body, ResponseFields)
+    if fields.text.verbosity not in (None, "medium"):
+        raise not_served("text.verbosity", '"medium" is')
+    effort = fields.reasoning.effort
+    variables = template_variables(fields.chat_template_kwargs, effort)
+    prompt = ChatPrompt(
+        messages=tuple(_messages(fields)),
+        tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, is_flat=True),
+        options={"chat_template_kwargs": variables} if variables else {},
+    )
+    return Plan(
+        model=fields.model,
+        prompts=(prompt,),
+        sampling=fields.sampling(max_tokens=fields.max_output_tokens, logprobs=_num_top_logprobs(fields)),
+        cache_salt=fields.cache_salt,
+        cache_prompt=fields.cache_prompt,
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
+        is_streamed=fields.stream,
+        functions=prompt.functions,
+        max_reasoning_tokens=max_reasoning_tokens(
+            fields.thinking_token_budget, effort, effort_param="reasoning.effort"
+        ),
+        repeated=_repeated(fields),
+        params={
+            "sampling.max_tokens": "max_output_tokens",
+            "sampling.logprobs": "top_logprobs",
+            "sampling.reasoning.max_tokens": "thinking_token_budget",
+            "sampling.reasoning.end": "thinking_token_budget",
+            **fields.grammar_params,
+            **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": "reasoning.effort"}),
+            "prompt": "input",
+            "chat": "input",
+            "chat.messages": "input",
+        },
+    )
+
+
+def _num_top_logprobs(fields: ResponseFields) -> int | None:
+    """Returns how many likely tokens come with each token, None if no log-probabilities are asked for."""
+    for index, name in enumerate(fields.include):
+        if name not in (_LOGPROBS, _ENCRYPTED):
+            raise not_served(f"include[{index}]", f'"{_LOGPROBS}" is')
+    if _LOGPROBS in fields.include:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise invalid("top_logprobs", f'needs "{_LOGPROBS}" in include')
+    return None
+
+
+def _repeated(fields: ResponseFields) -> Mapping[str, Any]:
+    """Returns the fields of the answer that repeat the request's, and those that are always the same.
+
+    Raises ApiError if they have a number that JSON cannot repeat.
+    """
+    form = fields.text.format
+    repeated = {
+        "background": False,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": fields.metadata,
+        "parallel_tool_calls": fields.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": fields.reasoning.effort, "summary": None},
+        "store": False,
+        "temperature": fields.numbers.get("temperature"),
+        "text": {"format": {"type": "text"} if form is None else form.as_json, "verbosity": "medium"},
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": fields.tools,
+        "top_logprobs": fields.top_logprobs or 0,
+        "top_p": fields.numbers.get("top_p"),
+        "truncation": "disabled",
+    }
+    try:
+        json.dumps(repeated, allow_nan=False)
+    except ValueError:
+        raise invalid(None, "the body has a number that is none in JSON", code="invalid_json") from None
+    return repeated
+
+
+# ---- the input -----------------------------------------------------------------------------------------------------
+
+
+class _Turn:
+    """What the assistant wrote in one turn: reasoning, then words, and calls. It becomes one message."""
+
+    def __init__(self) -> None:
+        self._reasoning = self._words = ""
+        self._calls: list[ToolCall] = []
+        self._last = ""
+
+    def has_room_for(self, kind: str) -> bool:
+        """Returns whether an item of this kind may be of the same turn as the last one."""
+        match kind:
+            case "reasoning":
+                return self._last in ("", "reasoning")
+            case "message":
+                return self._last != "message"
+            case _:
+                return True
+
+    def add(self, place: str, kind: str, item: Mapping[str, Any]) -> None:
+        match kind:
+            case "reasoning":
+                self._reasoning += _reasoning(place, item)
+            case "message":
+                self._words += text_of(f"{place}.content", item.get("content"), _PARTS)
+            case _:
+                self._calls.append(
+                    ToolCall(
+                        id=not_empty(f"{place}.call_id", item.get("call_id")),
+                        name=not_empty(f"{place}.name", item.get("name")),
+                        arguments=string(f"{place}.arguments", item.get("arguments"), "of JSON"),
+                    )
+                )
+        self._last = kind
+
+    def message(self) -> ChatMessage:
+        return ChatMessage("assistant", self._words, tuple(self._calls), reasoning=self._reasoning)
+
+
+def _messages(fields: ResponseFields) -> Iterator[ChatMessage]:
+    """Yields the messages of the conversation. Raises ApiError, which names the wrong item."""
+    if fields.instructions:
+        yield ChatMessage("system", fields.instructions)
+    if isinstance(fields.input, str):
+        yield ChatMessage("user", fields.input)
+        return
+    if not isinstance(fields.input, list):
+        raise invalid("input", "must be a string or a list of items")
+    if not fields.input:
+        raise invalid("input", "is empty")
+    turn: _Turn | None = None
+    for number, item in enumerate(fields.input):
+        place = f"input[{number}]"
+        kind = _kind(place, item)
+        is_own = kind in ("reasoning", "function_call") or (kind == "message" and item["role"] == "assistant")
+        if turn is not None and not (is_own and turn.has_room_for(kind)):
+            yield turn.message()
+            turn = None
+        if is_own:
+            turn = turn or _Turn()
+            turn.add(place, kind, item)
+        elif kind == "message":
+            yield ChatMessage(_ROLES[item["role"]], text_of(f"{place}.content", item.get("content"), _PARTS))
+        else:
+            yield ChatMessage(
+                "tool",
+                text_of(f"{place}.output", item.get("output"), _PARTS),
+                tool_call_id=not_empty(f"{place}.call_id", item.get("call_id")),
+            )
+    if turn is not None:
+        yield turn.message()
+
+
+def _kind(place: str, item: Any) -> str:
+    """Returns an item's type. A message need not say it. Raises ApiError for types and fields that are not served."""
+    if not isinstance(item, dict):
+        raise invalid(place, "must be an item")
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if (names := _FIELDS_OF_ITEMS.get(kind) if isinstance(kind, str) else None) is None:
+        raise kind_not_served(f"{place}.type", kind, f"{', '.join(_FIELDS_OF_ITEMS)} are")
+    refuse_other_fields(place, item, names)
+    role = item.get("role")
+    if kind == "message" and not (isinstance(role, str) and role in _ROLES):
+        raise invalid(f"{place}.role", f"is none of {', '.join(_ROLES)}")
+    assert isinstance(kind, str)
+    return kind
+
+
+def _reasoning(place: str, item: Mapping[str, Any]) -> str:
+    """Returns the text of a reasoning item. Another service's encrypted reasoning is refused, as it cannot be read."""
+    text = text_of(f"{place}.content", item.get("content") or [], {"reasoning_text": "text"})
+    text = text or text_of(f"{place}.summary", item.get("summary") or [], {"summary_text": "text"})
+    if item.get("encrypted_content") and not text:
+        raise not_served(f"{place}.encrypted_content", "content is")
+    return text
+
+
+# ---- the output ----------------------------------------------------------------------------------------------------
+
+_Kind = Literal["reasoning", "message", "function_call"]
+_ID_PREFIXES: Mapping[_Kind, str] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_TEXT_EVENTS: Mapping[_Kind, str] = {
+    "reasoning": "response.reasoning_text",
+    "message": "response.output_text",
+    "function_call": "response.function_call_arguments",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Item:
+    """An item of the output, while the model writes it. `logprobs` are those of the tokens of a message."""
+
+    kind: _Kind
+    index: int
+    name: str = ""
+    call_id: str = field(default_factory=new_call_id)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    status: str = "in_progress"
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        self.id = f"{_ID_PREFIXES[self.kind]}_{uuid.uuid4().hex}"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The fields of the events about this item's text."""
+        place = {"item_id": self.id, "output_index": self.index}
+        return place if self.kind == "function_call" else {**place, "content_index": 0}
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """The content part that has the text."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The fields of the event that has the whole text."""
+        match self.kind:
+            case "reasoning":
+                return {"text": self.text}
+            case "message":
+                return {"text": self.text, "logprobs": list(self.logprobs)}
+        return {"name": self.name, "arguments": self.text}
+
+    def as_json(self) -> dict[str, Any]:
+        head = {"id": self.id, "type": self.kind, "status": self.status}
+        content = [] if self.status == "in_progress" else [self.part]
+        match self.kind:
+            case "reasoning":
+                return {**head, "summary": [], "content": content, "encrypted_content": None}
+            case "message":
+                return {**head, "role": "assistant", "content": content}
+        return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}
+
+
+class ResponseAnswer:
+    """The answer to a request: a response, whose output is a list of items."""
+
+    def __init__(self, admitted: Admitted) -> None:
+        plan, (started,) = admitted.plan, admitted.started
+        self._tally = admitted.tally
+        self._parser = OutputParser(
+            admitted.card.output_format, functions=plan.functions, is_reasoning_open=started.is_reasoning_open
+        )
+        self._head = {
+            "id": f"resp_{admitted.request_id}",
+            "object": "response",
+            "created_at": admitted.created_s,
+            "model": admitted.card.name,
+            **plan.repeated,
+        }
+        self._items: list[_Item] = []
+        self._waiting: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come
+        self._status = "in_progress"
+        self._num_events = 0
+
+    def opening(self) -> Sequence[ServerEvent]:
+        names = ("response.created", "response.in_progress")
+        return [self._event(name, response=self._response()) for name in names]
+
+    def add(self, index: int, event: Event) -> Sequence[ServerEvent]:
+        match event:
+            case Delta():
+                self._waiting += token_logprobs(event.logprobs)
+                return self._write(self._parser.push(event.text))
+            case Finished():
+                events = self._write(self._parser.end())
+                self._status = "incomplete" if event.reason is FinishReason.LENGTH else "completed"
+                return [*events, *self._finish()]
+        return ()
+
+    def ending(self) -> Sequence[ServerEvent]:
+        return (self._event(f"response.{self._status}", response=self.whole()),)
+
+    def failing(self, error: ApiError) -> Sequence[ServerEvent]:
+        codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+        told = {"code": codes.get(error.status, "server_error"), "message": str(error)}
+        self._status = "failed"
+        if self._items and self._items[-1].status == "in_progress":
+            self._items[-1].status = "incomplete"
+        return (self._event("response.failed", response=self._response(error=told)),)
+
+    def whole(self) -> Mapping[str, Any]:
+        return self._response(usage=_usage(self._tally.counts))
+
+    def _write(self, parts: Iterable[OutputEvent]) -> list[ServerEvent]:
+        """Adds parts of the output, and returns their events."""
+        events: list[ServerEvent] = []
+        for part in parts:
+            match part:
+                case ReasoningText(text):
+                    events += [*self._need("reasoning"), self._more(text)]
+                case ContentText(text):
+                    events += [*self._need("message"), self._more(text)]
+                case CallBegun(_, name):
+                    events += self._begin("function_call", name)
+                case CallArguments(_, text):
+                    events.append(self._more(text))
+        if self._items and self._waiting:
+            if self._items[-1].kind == "message":
+                events.append(self._more(""))
+            self._waiting.clear()
+        return events
+
+    def _need(self, kind: _Kind) -> list[ServerEvent]:
+        """Begins an item, unless the last one is of this kind."""
+        return [] if self._items and self._items[-1].kind == kind else self._begin(kind)
+
+    def _begin(self, kind: _Kind, name: str = "") -> list[ServerEvent]:
+        """Ends the last item, and begins the next one."""
+        events = self._end_item("completed")
+        item = _Item(kind=kind, index=len(self._items), name=name)
+        self._items.append(item)
+        events.append(self._event("response.output_item.added", output_index=item.index, item=item.as_json()))
+        if kind != "function_call":
+            events.append(self._event("response.content_part.added", **item.place, part=item.part))
+        return events
+
+    def _more(self, text: str) -> ServerEvent:
+        """Adds text to the last item, and to a message the log-probabilities that wait for text."""
+        item = self._items[-1]
+        item.texts.append(text)
+        more: dict[str, Any] = {}
+        if item.kind == "message":
+            more["logprobs"], self._waiting = self._waiting, []
+            item.logprobs += more["logprobs"]
+        return self._event(f"{_TEXT_EVENTS[item.kind]}.delta", **item.place, delta=text, **more)
+
+    def _end_item(self, status: str) -> list[ServerEvent]:
+        if not self._items:
+            return []
+        item = self._items[-1]
+        item.status = status
+        events = [self._event(f"{_TEXT_EVENTS[item.kind]}.done", **item.place, **item.written)]
+        if item.kind != "function_call":
+            events.append(self._event("response.content_part.done", **item.place, part=item.part))
+        events.append(self._event("response.output_item.done", output_index=item.index, item=item.as_json()))
+        return events
+
+    def _finish(self) -> list[ServerEvent]:
+        """Ends the last item. An output that the model ended has a message or a call, which may be empty."""
+        says_nothing = all(item.kind == "reasoning" for item in self._items)
+        events = self._begin("message") if says_nothing and self._status == "completed" else []
+        return [*events, *self._end_item(self._status)]
+
+    def _response(self, **more: Any) -> dict[str, Any]:
+        cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        return {
+            **self._head,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": cut,
+            "output": [item.as_json() for item in self._items],
+            "usage": None,
+            **more,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> ServerEvent:
+        event = ServerEvent({"type": kind, "sequence_number": self._num_events, **fields}, kind)
+        self._num_events += 1
+        return event
+
+
+def _usage(counts: TokenCounts) -> dict[str, Any]:
+    return {
+        "input_tokens": counts.num_prompt,
+        "input_tokens_details": {"cached_tokens": counts.num_cached},
+        "output_tokens": counts.num_completion,
+        "output_tokens_details": {
+            "reasoning_tokens": counts.num_reasoning,
+            "draft_tokens": counts.num_drafted,
+            "accepted_draft_tokens": counts.num_accepted,
+        },
+        "total_tokens": counts.num_prompt + counts.num_completion,
+    }
+
+
+RESPONSES = Api(
+    path="/v1/responses",
+    fields=ResponseFields,
+    parse=parse_response,
+    parses_output=True,
+    begin=ResponseAnswer,
+)
