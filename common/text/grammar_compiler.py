@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Self, TypeVar
+from functools import partial
+from typing import Self
 
 from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar
@@ -41,14 +42,13 @@ LIMITS = protocol.Limits(
 
 TryOut = Callable[[Grammar], Awaitable[int]]
 """Tries a new grammar and returns its bytes, as `GrammarTrials.try_out` does."""
-T = TypeVar("T")
 
 
 class GrammarCompiler:
     """Makes matchers on threads of its own. Use it on the event loop only, inside an `async with`.
 
-    New grammars are tried and compiled one at a time, and clients take turns. A request that brings output along takes
-    a turn too, in which its matcher accepts that output.
+    New grammars are tried and compiled one at a time. Beside that, one known grammar at a time is copied, and one
+    matcher of a known grammar accepts the output that a request brings along. Clients take turns at each of these.
     """
 
     def __init__(self, grammars: Grammars, try_out: TryOut, *, max_wait_s: float = MAX_WAIT_S) -> None:
@@ -56,9 +56,7 @@ class GrammarCompiler:
         self._grammars = grammars
         self._try_out = try_out
         self._max_wait_s = max_wait_s
-        self._turns = Turns()
-        self._compiling = _thread_with_stack("grammars", _STACK_BYTES)
-        self._copying = _thread_with_stack("matchers", _STACK_BYTES)
+        self._compiling, self._copying, self._replaying = _Lane("grammars"), _Lane("matchers"), _Lane("replays")
         self._work: set[asyncio.Task[Matcher | Exception]] = set()
 
     async def __aenter__(self) -> Self:
@@ -68,8 +66,8 @@ class GrammarCompiler:
         for work in tuple(self._work):
             work.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
-        for thread in (self._compiling, self._copying):
-            thread.shutdown(cancel_futures=True)
+        for lane in (self._compiling, self._copying, self._replaying):
+            lane.thread.shutdown(cancel_futures=True)
 
     async def matcher(
         self,
@@ -85,13 +83,11 @@ class GrammarCompiler:
         model cannot write, and for output that does not fit; Overloaded if it waits too long for its turn.
         """
         field = "sampling.reasoning" if grammar is None else grammar.request_field
-        is_known = (grammar is None or grammar in self._grammars) and (
-            reasoning is None or self._grammars.knows(reasoning)
-        )
+        lane = self._compiling
+        if self._is_known(grammar, reasoning):
+            lane = self._replaying if output_ids else self._copying
         try:
-            if is_known and not output_ids:
-                return await _on(self._copying, lambda: self._grammars.matcher(grammar, (), reasoning))
-            return await self._in_turn(grammar, output_ids, reasoning, client)
+            return await self._in_turn(lane, grammar, output_ids, reasoning, client)
         except GrammarRefused as error:
             raise InvalidRequest(field, str(error)) from error
         except ReasoningRefused as error:
@@ -102,22 +98,31 @@ class GrammarCompiler:
             message = f"no process tries the grammar now: {error}"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
 
+    def _is_known(self, grammar: Grammar | None, reasoning: Reasoning | None) -> bool:
+        knows_markers = reasoning is None or self._grammars.knows(reasoning)
+        return knows_markers and (grammar is None or grammar in self._grammars)
+
     async def _in_turn(
-        self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, client: str
+        self,
+        lane: _Lane,
+        grammar: Grammar | None,
+        output_ids: Sequence[int],
+        reasoning: Reasoning | None,
+        client: str,
     ) -> Matcher:
         try:
             async with asyncio.timeout(self._max_wait_s):
-                began_s = await self._turns.take(client)
+                began_s = await lane.turns.take(client)
         except TimeoutError as error:
-            message = f"grammars wait for more than {self._max_wait_s:g} s to be compiled"
+            message = f"grammars wait for more than {self._max_wait_s:g} s for their turn"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
         # The work goes on when the caller leaves: a trial that is cancelled ends its process.
-        work = asyncio.create_task(self._compiled(grammar, output_ids, reasoning), name="compile_grammar")
+        work = asyncio.create_task(self._made(lane, grammar, output_ids, reasoning), name="make_matcher")
         self._work.add(work)
 
         def over(task: asyncio.Task[Matcher | Exception]) -> None:
             self._work.discard(task)
-            self._turns.give_back(client, began_s)
+            lane.turns.give_back(client, began_s)
 
         work.add_done_callback(over)
         result = await asyncio.shield(work)
@@ -125,21 +130,19 @@ class GrammarCompiler:
             raise result
         return result
 
-    async def _compiled(
-        self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None
+    async def _made(
+        self, lane: _Lane, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None
     ) -> Matcher | Exception:
         """Returns the matcher or the error. The error is not raised, because the caller may be gone, and asyncio logs
         exceptions that nobody receives.
         """
         try:
             num_bytes = 0
-            if grammar is not None and grammar not in self._grammars:
-                self._compiling.submit(self._grammars.load)  # the first time, while the process starts
+            if lane is self._compiling and grammar is not None and grammar not in self._grammars:
+                lane.thread.submit(self._grammars.load)  # the first time, while the process starts
                 num_bytes = await self._try_out(grammar)
-            return await _on(
-                self._compiling,
-                lambda: self._grammars.matcher(grammar, output_ids, reasoning, num_bytes=num_bytes),
-            )
+            make = partial(self._grammars.matcher, grammar, output_ids, reasoning, num_bytes=num_bytes)
+            return await asyncio.wrap_future(lane.thread.submit(make))
         except (GrammarRefused, ReasoningRefused, OutputRefused, ChildFailed) as error:
             return error
 
@@ -236,8 +239,12 @@ class Turns:
         self._used_s = {client: used_s for client, used_s in self._used_s.items() if client in present}
 
 
-async def _on(thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    return await asyncio.wrap_future(thread.submit(work))
+class _Lane:
+    """A thread, and the turns of those who wait for it."""
+
+    def __init__(self, name: str) -> None:
+        self.turns = Turns()
+        self.thread = _thread_with_stack(name, _STACK_BYTES)
 
 
 def _thread_with_stack(name: str, num_bytes: int) -> ThreadPoolExecutor:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -20,9 +21,10 @@ import pytest
 
 from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import num_words
+from common.grammar.matcher import Matcher, num_words
 from common.text.grammar_compiler import LIMITS, GrammarCompiler, GrammarTrials, Turns
 from common.text.grammars import Grammars
+from tests.decode_edge.edge_under_test import believed
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
 
 SMALL = Grammar(GrammarKind.REGEX, "ab")
@@ -58,6 +60,19 @@ DOUBLING = Grammar(GrammarKind.LARK, 'start: start start | "a" |')
 def new_grammars() -> Grammars:
     tokenizer = byte_level()
     return Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
+
+
+class HeldUp(Grammars):
+    """Makes no matcher while `may_go_on` is not set."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def matcher(self, *args: Any, **options: Any) -> Matcher:
+        self.may_go_on.wait()
+        return super().matcher(*args, **options)
 
 
 @asynccontextmanager
@@ -185,6 +200,44 @@ async def test_the_wait_for_a_turn_is_bounded() -> None:
         may_end.set()
         await first
         await compiler.matcher(DOUBLING, client="second")
+
+
+async def test_known_grammars_wait_for_no_new_one_but_for_their_turn() -> None:
+    tried, may_end = asyncio.Event(), asyncio.Event()
+
+    async def try_out(grammar: Grammar) -> int:
+        if grammar == SLOW:
+            tried.set()
+            await may_end.wait()
+        return 0
+
+    output_ids = byte_level().encode("a")
+    async with GrammarCompiler(new_grammars(), try_out, max_wait_s=5.0) as compiler:
+        await compiler.matcher(SMALL, client="first")
+        slow = asyncio.create_task(compiler.matcher(SLOW, client="second"))
+        await tried.wait()
+        async with asyncio.timeout(2.0):
+            await compiler.matcher(SMALL, client="first")
+            await compiler.matcher(SMALL, output_ids, client="first")
+        assert not slow.done()
+        may_end.set()
+        await slow
+
+
+async def test_known_grammars_take_turns_and_do_not_wait_for_ever() -> None:
+    grammars = HeldUp(byte_level, vocab_size=vocab_size(byte_level()), eos_token_ids=[eos_id(byte_level())])
+    async with GrammarCompiler(grammars, believed, max_wait_s=0.01) as compiler:
+        await compiler.matcher(SMALL)
+        grammars.may_go_on.clear()
+        first = asyncio.create_task(compiler.matcher(SMALL, client="first"))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(compiler.matcher(SMALL, client="second"))
+        ended, _ = await asyncio.wait([second], timeout=2.0)
+        grammars.may_go_on.set()
+        await first
+        assert ended
+        with pytest.raises(Overloaded, match=r"wait for more than 0\.01 s"):
+            await second
 
 
 class Clients:
