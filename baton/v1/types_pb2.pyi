@@ -293,7 +293,7 @@ class Reasoning(_message.Message):
     end: _builtins.str
     """It ends with this text."""
     is_open: _builtins.bool
-    """The prompt ends inside the reasoning. Absent: whether the prompt ends with `start`."""
+    """The prompt ends inside the reasoning. Absent: the prompt says it, by its end or by the answer that it continues."""
     max_tokens: _builtins.int
     """After so many tokens of output, `end` follows. 0: no reasoning. Absent: no limit."""
     def __init__(

@@ -25,8 +25,8 @@ class Reasoning:
     """Where an output's reasoning is, and how long it may be.
 
     If `is_open`, the prompt ends inside the reasoning, so the output begins with reasoning. Otherwise the output has
-    reasoning only if it begins with the text `start`, after white space at most. If `is_open` is None, the end of the
-    prompt decides (`after_prompt`). The reasoning ends with the text `end`.
+    reasoning only if it begins with the text `start`, after white space at most. If `is_open` is None, the prompt
+    decides (`after_prompt`). The reasoning ends with the text `end`.
 
     If the output has `max_tokens` tokens and is still in its reasoning, it must go on with `end`. None means no limit.
     With 0 there is no reasoning: `start` cannot be drawn, unless the grammar asks for it, and then it begins no
@@ -38,13 +38,16 @@ class Reasoning:
     is_open: bool | None = None
     max_tokens: int | None = None
 
-    def after_prompt(self, last_bytes: bytes) -> Reasoning:
+    def after_prompt(self, last_bytes: bytes, *, continued: str = "") -> Reasoning:
         """Returns the same Reasoning with `is_open` set. `last_bytes` is the text of the prompt's last NUM_LAST_TOKENS
-        tokens.
+        tokens. If the output continues an answer, `continued` is what there is of it.
         """
         if self.is_open is not None:
             return self
-        return replace(self, is_open=last_bytes.rstrip().endswith(self.start.encode()))
+        markers = Markers(self)
+        place, _ = markers.after(markers.beginning, continued.encode())
+        is_open = place.part is Part.REASONING or last_bytes.rstrip().endswith(markers.start)
+        return replace(self, is_open=is_open)
 
     def answer_in(self, text: str) -> str:
         """Returns what follows the reasoning in `text`, the whole text of an output; all of it if it has no reasoning.

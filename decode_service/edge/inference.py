@@ -38,6 +38,7 @@ from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import (
     GENERIC_TOOL_GRAMMARS,
     MAX_CONTEXTS,
+    ChatPrompt,
     CheckedRequest,
     ModelLimits,
     check_detokenize,
@@ -167,7 +168,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
         if sampling.reasoning is not None:
             last_bytes = b"".join(map(self._decoder.bytes_of, prompt_token_ids[-NUM_LAST_TOKENS:]))
-            sampling = replace(sampling, reasoning=sampling.reasoning.after_prompt(last_bytes))
+            continued = checked.prompt.continued if isinstance(checked.prompt, ChatPrompt) else ""
+            reasoning = sampling.reasoning.after_prompt(last_bytes, continued=continued)
+            sampling = replace(sampling, reasoning=reasoning)
         if bad_words := checked.sampling.bad_words:
             rules = sampling.token_rules or TokenRules()
             sampling = replace(sampling, token_rules=replace(rules, forbidden=await self._prompts.spell(bad_words)))

@@ -70,6 +70,11 @@ class ChatPrompt:
     messages: tuple[ChatMessage, ...]
     options: ChatOptions = NO_OPTIONS
 
+    @property
+    def continued(self) -> str:
+        """What there is of the answer that the output continues; "" if it begins one."""
+        return self.messages[-1].content if self.options.continue_final_message else ""
+
 
 Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
 

@@ -12,7 +12,7 @@ import pytest
 from baton.v1 import inference_pb2
 from common.grammar.reasoning import Reasoning
 from decode_service.messages import FinishReason
-from tests.decode_edge.edge_under_test import Edge, error_of, events_of, tokens_of
+from tests.decode_edge.edge_under_test import Edge, error_of, events_of, running_edge, tokens_of
 from tests.decode_edge.fake_engine import until
 from tests.decode_edge.test_generate import finished
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id
@@ -50,6 +50,22 @@ async def test_the_prompts_end_says_whether_the_reasoning_is_open(edge: Edge, pr
     assert reasoning is not None and reasoning.is_open is is_open
     edge.deliver(finished(submit.request_id, 0))
     assert (await events_of(call))[0].started.is_reasoning_open is is_open
+
+
+async def test_a_continued_answer_says_whether_its_reasoning_is_open() -> None:
+    contents = {"<é>one": True, "<é>obe": False, "one": False, "one <é>two": False, "one<é>": True}
+    async with running_edge([], serves_chats=True) as edge:
+        for number, (content, is_open) in enumerate(contents.items(), start=1):
+            messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]
+            call = edge.generate(
+                chat={"messages": messages, "continue_final_message": True},
+                sampling={"reasoning": {"start": "<é>", "end": "b"}},
+            )
+            submit = await edge.engine.submitted(number)
+            reasoning = submit.sampling.reasoning
+            assert reasoning is not None and reasoning.is_open is is_open, content
+            edge.deliver(finished(submit.request_id, 0))
+            await events_of(call)
 
 
 async def test_reasoning_that_nothing_bounds_or_follows_has_no_matcher(edge: Edge) -> None:
