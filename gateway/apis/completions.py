@@ -54,7 +54,8 @@ class TextChoice:
         self._index = index
         self._plan = plan
         prompt = plan.prompt_of(index)
-        self._echoed = prompt.text if plan.echoes_prompt and isinstance(prompt, TextPrompt) else None
+        is_cut = plan.truncate_prompt_tokens is not None
+        self._echoed = prompt.text if plan.echoes_prompt and isinstance(prompt, TextPrompt) and not is_cut else None
         self._logprobs = CompletionLogprobs(self._echoed)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -117,7 +118,8 @@ def parse_completion(body: bytes) -> Plan:
     ranks = best_of > fields.n and fields.logprobs is None
     prompts = _prompts(fields.prompt)
     echoed = fields.logprobs if fields.echo else None
-    needs_tokens = fields.echo and not isinstance(prompts[0], TextPrompt)  # whose text the decode service knows
+    is_cut = fields.truncate_prompt_tokens is not None
+    needs_tokens = fields.echo and (is_cut or not isinstance(prompts[0], TextPrompt))  # decode knows their text
     return Plan(
         model=fields.model,
         prompts=prompts,

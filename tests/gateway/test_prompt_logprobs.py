@@ -115,6 +115,23 @@ async def test_an_echoed_prompt_comes_before_its_output_whole_and_streamed(
         assert all(len(top) <= max(logprobs, 1) + 1 for top in columns.top_logprobs[1:])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_of_a_cut_prompt_is_the_text_that_counts(
+    stream: bool, gateway: GatewayHere, text_ids: Sequence[int], model_dir: Path
+) -> None:
+    expected = TextTokenizer.from_directory(model_dir).decode(text_ids[-4:])
+    assert TEXT.endswith(expected) and len(expected) < len(TEXT)
+    request = {"model": "tiny", "prompt": TEXT, "echo": True, "max_tokens": 0, "truncate_prompt_tokens": 4}
+    for fields in ({}, {"logprobs": 1}):
+        body = gateway.ask("POST", COMPLETIONS, {**request, "stream": stream, **fields}).body.decode()
+        events = [line.removeprefix("data: ") for line in body.split("\n\n") if line and "[DONE]" not in line]
+        choices = [json.loads(event)["choices"][0] for event in events]
+        assert "".join(choice["text"] for choice in choices) == expected
+        offsets = [each for choice in choices for each in (choice["logprobs"] or {"text_offset": ()})["text_offset"]]
+        assert len(offsets) == (4 if fields else 0)
+        assert offsets == sorted(set(offsets)), "they are those of this text"
+
+
 def assert_vllms_form(found: list[Any], model_dir: Path, token_ids: Sequence[int], num_top: int) -> None:
     first, *others = found
     assert first is None and len(others) == len(token_ids) - 1
