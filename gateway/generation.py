@@ -91,6 +91,8 @@ class GenerationEndpoint(PostEndpoint):
                 sampling["reasoning"] = Reasoning(
                     form.reasoning.opens, form.reasoning.closes, max_tokens=plan.max_reasoning_tokens
                 )
+            elif plan.max_reasoning_tokens:
+                raise invalid(plan.params["sampling.reasoning.max_tokens"], "this model writes no reasoning")
         further: SamplingOptions = {**sampling, "prompt_logprobs": None}  # those of a prompt come for its first choice
         firsts: dict[int, AsyncEventStream] = {}
 

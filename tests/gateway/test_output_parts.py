@@ -184,6 +184,16 @@ def test_a_model_that_does_not_reason_has_words_only(edge: GatewayHere, reasons:
     assert not reasons.inference.requests.get(timeout=BOUND_S).sampling.HasField("reasoning")
 
 
+def test_a_budget_of_reasoning_is_refused_where_the_model_writes_none(
+    edge: GatewayHere, reasons: ScriptedServer
+) -> None:
+    reasons.inference.has_reasoning = False
+    refused = edge.ask("POST", "/v1/chat/completions", {**CHAT, "thinking_token_budget": 9})
+    assert (refused.status, refused.error["param"]) == (400, "thinking_token_budget")
+    for none in ({"thinking_token_budget": 0}, {"reasoning_effort": "none"}):
+        assert edge.ask("POST", "/v1/chat/completions", {**CHAT, **none}).status == 200
+
+
 def test_the_decode_service_is_told_the_markers_and_the_limit_of_reasoning(
     edge: GatewayHere, reasons: ScriptedServer
 ) -> None:
