@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 
 from common.grammar.matcher import ALL_ALLOWED, Mask, Matcher, allow, allows, forbid, mask_of
@@ -12,8 +13,25 @@ Spell = Callable[[bytes], Sequence[int]]
 """Returns tokens whose joined bytes are exactly these, or none if there are no such tokens."""
 
 
-class MarkerUnspeakable(Exception):
+class MarkerRefused(Exception):
     """The model has no tokens that spell the end marker."""
+
+
+class TokenTexts:
+    """The bytes of each token of a vocabulary. Tokens with a given beginning are found without looking at all."""
+
+    def __init__(self, bytes_of: Sequence[bytes]) -> None:
+        self.bytes_of = bytes_of
+        self._ids = sorted(range(len(bytes_of)), key=bytes_of.__getitem__)
+        self._sorted = [bytes_of[each] for each in self._ids]
+
+    def beginning_with(self, text: bytes) -> Sequence[int]:
+        first = bisect_left(self._sorted, text)
+        stop = bisect_right(self._sorted, text, first, key=lambda each: each[: len(text)])
+        return self._ids[first:stop]
+
+    def containing(self, text: bytes) -> Sequence[int]:
+        return [token_id for token_id, each in enumerate(self.bytes_of) if text in each]
 
 
 class MarkerTokens:
@@ -25,28 +43,27 @@ class MarkerTokens:
     come already to the usual token that continues the marker. `opening` has no entry where no tokens spell the rest.
     """
 
-    def __init__(self, reasoning: Reasoning, bytes_of: Sequence[bytes], spell: Spell) -> None:
-        """Makes the tables. Raises MarkerUnspeakable."""
+    def __init__(self, reasoning: Reasoning, texts: TokenTexts, spell: Spell) -> None:
+        """Makes the tables. Raises MarkerRefused."""
         self.markers = markers = Markers(reasoning)
-        self.bytes_of = bytes_of
+        self.bytes_of = bytes_of = texts.bytes_of
         self.past_end: dict[Place, Mask] = {}
         self.completing: dict[Place, Mask] = {}
-        start_parts = _that_complete(markers.start, bytes_of) if markers.start else []
-        for num_matched in range(len(markers.start)):
+        for num_matched, candidates in _that_may_complete(markers.start, texts):
             place = Place(Part.BEFORE, num_matched)
-            after = {each: markers.after(place, bytes_of[each]) for each in start_parts}
+            after = {each: markers.after(place, bytes_of[each]) for each in candidates}
             past_end = [each for each, (to, num_answer) in after.items() if to.part is Part.ANSWER and num_answer]
             completing = [each for each, (to, _) in after.items() if to.part in (Part.REASONING, Part.ANSWER)]
             self.past_end[place] = self._mask(past_end)
             self.completing[place] = self._mask(completing)
-        end_parts = _that_complete(markers.end, bytes_of)
-        for num_matched in range(len(markers.end)):
+        for num_matched, candidates in _that_may_complete(markers.end, texts):
             place = Place(Part.REASONING, num_matched)
-            self.past_end[place] = self._mask(each for each in end_parts if markers.after(place, bytes_of[each])[1])
+            past_end = [each for each in candidates if markers.after(place, bytes_of[each])[1]]
+            self.past_end[place] = self._mask(past_end)
         self.opening = _next_tokens(markers.start, bytes_of, spell)
         self.closing = _next_tokens(markers.end, bytes_of, spell)
         if not self.closing:
-            raise MarkerUnspeakable
+            raise MarkerRefused
         for num_matched in range(len(markers.end)):
             self.closing.setdefault(num_matched, self.closing[0])  # a new one, where nothing spells the rest
 
@@ -54,10 +71,16 @@ class MarkerTokens:
         return mask_of(token_ids, len(self.bytes_of))
 
 
-def _that_complete(marker: bytes, bytes_of: Sequence[bytes]) -> list[int]:
-    """Returns the tokens that may complete `marker`: those that begin with its end or contain all of it."""
-    ends = tuple(marker[place:] for place in range(len(marker)))
-    return [token_id for token_id, text in enumerate(bytes_of) if text.startswith(ends) or marker in text]
+def _that_may_complete(marker: bytes, texts: TokenTexts) -> Iterator[tuple[int, set[int]]]:
+    """Yields numbers of bytes of `marker` that may have come already, each with the tokens that may complete `marker`
+    after them: those that begin with the rest of it, or contain all of it.
+    """
+    containing = set(texts.containing(marker)) if marker else set()
+    for num_matched in range(len(marker)):
+        # The last bytes may be several beginnings of the marker, of which the longest has `num_matched` bytes.
+        begun = marker[:num_matched]
+        beginnings = (length for length in range(1, num_matched + 1) if begun.endswith(marker[:length]))
+        yield num_matched, containing.union(*(texts.beginning_with(marker[length:]) for length in beginnings))
 
 
 def _next_tokens(marker: bytes, bytes_of: Sequence[bytes], spell: Spell) -> dict[int, int]:

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -22,7 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from common.grammar.grammar import MAX_CHARS, Grammar, GrammarKind
 from common.grammar.matcher import Mask, Matcher
 from common.grammar.reasoning import Reasoning
-from common.grammar.reasoning_matcher import MarkerTokens, MarkerUnspeakable, ReasoningMatcher
+from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
 from common.text.json_patterns import PatternRefused, has_unwritable, writable_pattern
 
@@ -170,6 +171,10 @@ class _Vocabulary:
         self._parts = {each: part for each, part in enumerate(self.tokens) if part and each not in special}
         self._ids = {part: each for each, part in self._parts.items()}
         self._longest = max(map(len, self._ids), default=0)
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        return TokenTexts(self.tokens)
 
     def __call__(self, text: str) -> list[int]:
         """Returns tokens whose joined bytes are exactly the first `_MAX_FORCED_CHARS` characters of `text`, or none if
@@ -323,8 +328,8 @@ class Grammars:
                 return found
             vocabulary = self._open_vocabulary()
         try:
-            made = MarkerTokens(reasoning, vocabulary.tokens, vocabulary.spell)
-        except MarkerUnspeakable as error:
+            made = MarkerTokens(reasoning, vocabulary.texts, vocabulary.spell)
+        except MarkerRefused as error:
             raise ReasoningRefused("the model has no tokens for this text") from error
         with self._lock:
             self._marker_tokens[key] = made

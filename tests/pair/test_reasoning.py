@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from common.grammar.matcher import ALL_ALLOWED, Mask, Matcher
 from common.grammar.reasoning import Markers, Part, Reasoning
-from common.grammar.reasoning_matcher import MarkerTokens, ReasoningMatcher
+from common.grammar.reasoning_matcher import MarkerTokens, ReasoningMatcher, TokenTexts
 from common.sampling.params import ResolvedSampling
 from common.text.tokenizer import TextTokenizer
 from tests.support.drafted import SHAPES, Counts, Drafted
@@ -360,7 +360,9 @@ def grammar_one_token_late(sampling: ResolvedSampling, output_ids: Sequence[int]
     bytes_of = [tokenizer.bytes_of(each) for each in EVERY]
     grammar = LateMatcher(grammars.matcher(sampling.grammar)) if sampling.grammar else None
     assert sampling.reasoning is not None
-    tokens = MarkerTokens(sampling.reasoning, bytes_of, lambda text: [PIECES.index(char) for char in text.decode()])
+    tokens = MarkerTokens(
+        sampling.reasoning, TokenTexts(bytes_of), lambda text: [PIECES.index(char) for char in text.decode()]
+    )
     matcher = ReasoningMatcher(tokens, sampling.reasoning, grammar, (END_ID,))
     assert all(map(matcher.accept, output_ids))
     return matcher

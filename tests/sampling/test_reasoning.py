@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, MinLength, allows, fill_nodes, num_words
 from common.grammar.reasoning import Markers, Part, Reasoning, ReasoningCount
-from common.grammar.reasoning_matcher import MarkerTokens
+from common.grammar.reasoning_matcher import MarkerTokens, TokenTexts
 from common.text.grammars import Grammars, OutputRefused, ReasoningRefused
 from common.text.tokenizer import TextTokenizer
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, ids_of_pieces, vocab_size, with_space_mark
@@ -197,7 +197,7 @@ def test_a_marker_that_no_tokens_spell_is_refused() -> None:
 def test_tokens_that_go_past_the_end_of_the_reasoning_are_known() -> None:
     """The last byte of the marker that ends the reasoning may be any byte of a token, not only its last."""
     tokens = [b"</", b"t>", b"t>\n", b"</t>", b"x</t>", b"x</t>x", b">x", b"/t>x", b"t"]
-    made = MarkerTokens(Reasoning("", "</t>", is_open=True), tokens, lambda text: [3])
+    made = MarkerTokens(Reasoning("", "</t>", is_open=True), TokenTexts(tokens), lambda text: [3])
     past = {
         place.num_matched: [each for each in range(len(tokens)) if allows(mask, each)]
         for place, mask in made.past_end.items()
@@ -205,9 +205,45 @@ def test_tokens_that_go_past_the_end_of_the_reasoning_are_known() -> None:
     assert past == {0: [5], 1: [5, 7], 2: [2, 5], 3: [5, 6]}
 
 
+class Counted(bytes):
+    """Bytes of a token that count how often they are looked at beside a marker."""
+
+    num_looks = 0
+
+    def __radd__(self, begun: bytes) -> bytes:
+        Counted.num_looks += 1
+        return begun + bytes(self)
+
+
+@given(
+    st.text("ab", min_size=1, max_size=6),
+    st.text("ab", min_size=1, max_size=6),
+    st.sets(st.text("ab ", max_size=8), min_size=1),
+)
+def test_the_tokens_that_complete_a_marker_are_found_among_all(start: str, end: str, texts: set[str]) -> None:
+    tokens = [text.encode() for text in sorted(texts)]
+    made = MarkerTokens(Reasoning(start, end, is_open=False), TokenTexts(tokens), lambda text: [0])
+    for place, mask in made.past_end.items():
+        after = [made.markers.after(place, each) for each in tokens]
+        past = [to.part is Part.ANSWER and num_answer > 0 for to, num_answer in after]
+        assert [allows(mask, each) for each in range(len(tokens))] == past
+        if place.part is Part.BEFORE:
+            completing = [to.part in (Part.REASONING, Part.ANSWER) for to, _ in after]
+            assert [allows(made.completing[place], each) for each in range(len(tokens))] == completing
+
+
+def test_a_long_marker_costs_little_more_than_a_short_one() -> None:
+    """Clients choose markers. Tokens that complete none of the marker's places are not looked at, place by place."""
+    tokens = [Counted(b"a%d" % number) for number in range(500)]
+    MarkerTokens(Reasoning("", "a" * 32, is_open=True), TokenTexts(tokens), lambda text: [0])
+    assert 500 <= Counted.num_looks <= 1000
+
+
 def test_where_nothing_spells_the_rest_of_the_end_marker_it_comes_anew() -> None:
     tokens = [b"<", b"</t>", b"x"]
-    made = MarkerTokens(Reasoning("", "</t>", is_open=True), tokens, lambda text: [1] if text == b"</t>" else [])
+    made = MarkerTokens(
+        Reasoning("", "</t>", is_open=True), TokenTexts(tokens), lambda text: [1] if text == b"</t>" else []
+    )
     assert made.closing == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
