@@ -25,7 +25,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.events import Delta, Event, PromptLogprobs, Started
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, types_pb2
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
@@ -91,6 +91,7 @@ class Generation:
         self._waits_for_a_place = resumes_with_own
         self._order = EventOrder()
         self._started: Started | None = None
+        self._numbers = types_pb2.SamplingParams()  # in use at the first server: another may have other defaults
         self._token_ids: list[int] = list(request.generated_token_ids)
         self._num_prompt_tokens = 0  # of the prompt, that have come with their log-probabilities
         self._broken_since_s: float | None = None
@@ -131,6 +132,8 @@ class Generation:
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         request.generated_token_ids[:] = self._token_ids
+        request.sampling.CopyFrom(self._numbers)
+        request.sampling.MergeFrom(self._request.sampling)
         request.sampling.seed = self._started.seed
         return request, self.remaining_s
 
@@ -148,6 +151,7 @@ class Generation:
                 self._broken_since_s = None
                 return None
             self._started = event
+            self._numbers = message.started.sampling
         elif isinstance(event, PromptLogprobs):
             if (new := self._new_of(event)) is None:
                 return None

@@ -375,11 +375,16 @@ class Started(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     IS_REASONING_OPEN_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
     seed: _builtins.int
     is_reasoning_open: _builtins.bool
     """The prompt has opened the reasoning that the output begins with."""
+    @_builtins.property
+    def sampling(self) -> _types_pb2.SamplingParams:
+        """The numbers in use, also of options that the request left open. One that resumes it elsewhere repeats them."""
+
     def __init__(
         self,
         *,
@@ -387,10 +392,11 @@ class Started(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
         is_reasoning_open: _builtins.bool = ...,
+        sampling: _types_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_reasoning_open", b"is_reasoning_open", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_reasoning_open", b"is_reasoning_open", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

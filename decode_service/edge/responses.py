@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton.v1 import inference_pb2, types_pb2
 from common.load import PoolCounts
-from common.sampling.params import ResolvedSampling
+from common.sampling.params import NUMBER_OPTIONS, ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.text.tokenizer import TokenDecoder
 from decode_service.edge.live_request import Ending
@@ -29,6 +29,7 @@ def started_event(request_id: str, num_prompt_tokens: int, sampling: ResolvedSam
             num_prompt_tokens=num_prompt_tokens,
             seed=sampling.seed,
             is_reasoning_open=sampling.reasoning is not None and sampling.reasoning.is_open is True,
+            sampling=types_pb2.SamplingParams(**{name: getattr(sampling, name) for name in NUMBER_OPTIONS}),
         )
     )
 

@@ -113,6 +113,19 @@ async def test_a_broken_stream_goes_on_with_its_seed_and_what_came(
     assert (second.sampling.seed, third.sampling.seed) == (7, 7)
 
 
+async def test_what_the_request_leaves_open_stays_as_the_first_server_had_it(
+    server: ScriptedServer, reader: Reader
+) -> None:
+    first, again = started(), started()
+    first.started.sampling.temperature, first.started.sampling.top_k = 0.25, 40
+    again.started.sampling.temperature, again.started.sampling.top_k = 1.0, 0
+    server.inference.scripts.extend([[first, LOST], [again, LOST], [again, finished()]])
+    await reader.read(temperature=0.5, stop=["x"])
+    asked = [request.sampling for request in requests(server)]
+    assert [each.HasField("top_k") for each in asked] == [False, True, True]
+    assert [(each.temperature, each.top_k, list(each.stop)) for each in asked[1:]] == [(0.5, 40, ["x"])] * 2
+
+
 async def test_tokens_of_the_prompt_come_once_whenever_the_stream_breaks(
     server: ScriptedServer, reader: Reader
 ) -> None:

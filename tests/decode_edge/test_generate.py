@@ -49,7 +49,8 @@ async def test_a_stream_is_started_then_deltas_then_finished(edge: Edge) -> None
 
     events = await events_of(call)
 
-    assert events[0].started == inference_pb2.Started(request_id="r1", num_prompt_tokens=3, seed=7)
+    told = events[0].started
+    assert (told.request_id, told.num_prompt_tokens, told.seed) == ("r1", 3, 7)
     assert ids_in(events) == [A, B, C]
     assert text_of(events) == "abc"
     last = events[-1].finished
@@ -166,6 +167,15 @@ async def test_text_goes_on_where_the_prompt_ends(brought: list[str]) -> None:
 
     assert text_of(events) == " ab"
     assert [each.chosen.token for event in events for each in event.delta.logprobs] == [b" ab"]
+
+
+async def test_the_client_is_told_the_numbers_in_use(edge: Edge) -> None:
+    call = edge.generate(sampling=sampling(temperature=0.5, max_tokens=1))
+    submit = await edge.engine.submitted()
+    edge.deliver(finished(submit.request_id, 0))
+    told = (await events_of(call))[0].started.sampling
+    assert (told.temperature, told.top_p, told.top_k) == (0.5, 1.0, 0)
+    assert told.HasField("top_p") and not told.HasField("max_tokens")
 
 
 async def test_the_engine_gets_the_resolved_request(edge: Edge) -> None:
