@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import AnyStr
 
+SPACE = " \t\r\n"
+"""The white space around markers."""
 MAX_MARKER_CHARS = 32
 NUM_LAST_TOKENS = 4 * MAX_MARKER_CHARS + 32
 """The number of a prompt's last tokens that decide whether it ends with the start marker: enough for the marker's
 bytes, and white space.
 """
+_SPACE = SPACE.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Reasoning:
             return self
         markers = Markers(self)
         place, _ = markers.after(markers.beginning, continued.encode())
-        is_open = place.part is Part.REASONING or last_bytes.rstrip().endswith(markers.start)
+        is_open = place.part is Part.REASONING or last_bytes.rstrip(_SPACE).endswith(markers.start)
         return replace(self, is_open=is_open)
 
     def answer_in(self, text: str) -> str:
@@ -71,7 +74,7 @@ class Reasoning:
             return "end", "is empty"
         if not self.start and not self.is_open:
             return "start", "is empty, and is_open is not set"
-        if self.start[:1].isspace():
+        if self.start.startswith(tuple(SPACE)):
             return "start", "begins with white space"
         for name, marker in (("start", self.start), ("end", self.end)):
             if len(marker) > MAX_MARKER_CHARS:
@@ -116,7 +119,7 @@ class Markers:
                 return place, len(text)
 
     def _after_before(self, num_matched: int, text: bytes) -> tuple[Place, int]:
-        begun = self.start[:num_matched] + text if num_matched else text.lstrip()
+        begun = self.start[:num_matched] + text if num_matched else text.lstrip(_SPACE)
         if begun.startswith(self.start):
             return self._after_reasoning(begun[len(self.start) :])
         if self.start.startswith(begun):

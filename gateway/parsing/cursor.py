@@ -8,12 +8,13 @@ from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
+from common.grammar.reasoning import SPACE, len_of_begun
+
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 """Reads something and returns it. It yields when it needs more text."""
 Take = Callable[[str], object]
 
-SPACE = " \t\r\n"
 _SPACE_RUN = re.compile(rf"[{SPACE}]+")
 _STRING_RUN = re.compile(r'[^"\\]+')
 _RUN_BETWEEN_STRINGS = re.compile(r'[^"{}\[\]]+')
@@ -114,7 +115,8 @@ class Cursor:
         """
         pattern = _one_of(tuple(markers))
         while (found := pattern.search(self._text, self._at)) is None:
-            unsure = 0 if self._has_ended else max(_len_of_begun(self._text, mark, self._at) for mark in markers)
+            rest = self._text[self._at :]
+            unsure = 0 if self._has_ended else max(len_of_begun(rest, mark) for mark in markers)
             end = len(self._text) - unsure
             if end > self._at:
                 take(self._text[self._at : end])
@@ -182,11 +184,3 @@ class Cursor:
 @lru_cache
 def _one_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
-
-
-def _len_of_begun(text: str, marker: str, start: int) -> int:
-    """Returns the length of the longest suffix of `text[start:]` that is a proper prefix of `marker`, or 0."""
-    for length in range(min(len(marker) - 1, len(text) - start), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

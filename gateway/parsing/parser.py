@@ -18,6 +18,7 @@ from typing import Any
 
 import jiter
 
+from common.grammar.reasoning import SPACE
 from common.text.output_formats import (
     ARGUMENTS,
     CALL_ID,
@@ -29,7 +30,7 @@ from common.text.output_formats import (
     OutputFormat,
     Section,
 )
-from gateway.parsing.cursor import SPACE, Cursor, Mismatch, Reading, TextEnded
+from gateway.parsing.cursor import Cursor, Mismatch, Reading, TextEnded
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 
 _ARGUMENTS_KEYS = ("arguments", "parameters")
