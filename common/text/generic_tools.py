@@ -11,8 +11,9 @@ import json
 from collections.abc import Sequence
 
 from common.text.chat_messages import ChatMessage, Tool, ToolCall
+from common.text.output_formats import CALL
 
-CALL_BEGIN, CALL_END = "<tool_call>\n", "\n</tool_call>"
+CALL_BEGIN, CALL_END = f"{CALL.opens}\n", f"\n{CALL.closes}"
 ANSWER_BEGIN, ANSWER_END = "<tool_response>\n", "\n</tool_response>"
 _TOLD = """You can call functions. Each line between the tags is one of them, in JSON: its name, what it does, and a
 JSON schema of its arguments.

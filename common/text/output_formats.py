@@ -41,20 +41,22 @@ class OutputFormat:
         return (*around, *self.inner_markers)
 
 
+TOOL_CALLS = "[TOOL_CALLS]"
 CALL_ID, ARGUMENTS = "[CALL_ID]", "[ARGS]"
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 _THINK = Section("<think>", "</think>")
+CALL = Section("<tool_call>", "</tool_call>")
 
 NONE = OutputFormat(name="none")
-HERMES = OutputFormat(name="hermes", reasoning=_THINK, calls=Section("<tool_call>", "</tool_call>"))
+HERMES = OutputFormat(name="hermes", reasoning=_THINK, calls=CALL)
 LLAMA3 = OutputFormat(name="llama3", reasoning=_THINK, calls=Section("<|python_tag|>"), has_bare_calls=True)
 MISTRAL = OutputFormat(
     name="mistral",
     reasoning=Section("[THINK]", "[/THINK]"),
-    calls=Section("[TOOL_CALLS]"),
+    calls=Section(TOOL_CALLS),
     inner_markers=(CALL_ID, ARGUMENTS),
 )
 HARMONY = OutputFormat(
@@ -69,8 +71,8 @@ FORMATS: Mapping[str, OutputFormat] = {each.name: each for each in (NONE, HERMES
 
 _SIGNS: Sequence[tuple[Sequence[str], OutputFormat]] = (
     ((CHANNEL, MESSAGE), HARMONY),
-    (("[TOOL_CALLS]",), MISTRAL),
-    (("<tool_call>",), HERMES),
+    ((TOOL_CALLS,), MISTRAL),
+    ((CALL.opens,), HERMES),
     (("<|python_tag|>",), LLAMA3),
     (("<|start_header_id|>", '"parameters"'), LLAMA3),
 )

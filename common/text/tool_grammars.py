@@ -18,7 +18,17 @@ from llguidance import regex_to_lark
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
 from common.text.chat_messages import Tool, ToolChoice, json_object
-from common.text.output_formats import ARGUMENTS, CHANNEL, CONSTRAIN, FINAL, MESSAGE, START, OutputFormat
+from common.text.output_formats import (
+    ARGUMENTS,
+    CHANNEL,
+    CONSTRAIN,
+    FINAL,
+    MESSAGE,
+    MESSAGE_ENDS,
+    START,
+    TOOL_CALLS,
+    OutputFormat,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +50,12 @@ class _Calls:
 
 _CALLS: Mapping[str, _Calls] = {
     "llama3": _Calls(between='", "parameters": ', separator="; "),
-    "mistral": _Calls(opens="[TOOL_CALLS][", separator=", ", closes="]"),
+    "mistral": _Calls(opens=f"{TOOL_CALLS}[", separator=", ", closes="]"),
     "harmony": _Calls(before=f"{CHANNEL}commentary to=functions.", between=f" {CONSTRAIN}json{MESSAGE}", after=""),
     "json": _Calls(separator="\n"),
 }
 """How calls are written, by the name of the OutputFormat. In other formats only the markers stand around a call."""
-_LATER_MISTRAL = _Calls(before="[TOOL_CALLS]", between=ARGUMENTS, after="", separator="")
-_END = "<|end|>"
+_LATER_MISTRAL = _Calls(before=TOOL_CALLS, between=ARGUMENTS, after="", separator="")
 _WORDS = r"/(.|\n)*/"
 _WORDS_BUT_NO_CALL = r"/[ \t\r\n]*([^ \t\r\n{\[](.|\n)*)?/"
 _AFTER_REASONING = r"/\n{1,2}/"  # as models write
@@ -148,7 +157,7 @@ class ToolGrammars:
         """Yields the rules of an output that is a sequence of messages. `last` is the definition of the last one."""
         new, head, body = (self._text(each) for each in (f"{START}assistant", CHANNEL, MESSAGE))
         # What comes before it the prompt has, or reasoning before the grammar's beginning leaves to it.
-        yield f'thought: {head} ("analysis" | "commentary") {body} {_WORDS} {self._text(_END)} {new}'
+        yield f'thought: {head} ("analysis" | "commentary") {body} {_WORDS} {self._text(MESSAGE_ENDS[0])} {new}'
         yield f"start: ({new})? thought* ({last})"
 
     def _final(self, answer: str) -> str:
