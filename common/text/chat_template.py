@@ -113,7 +113,9 @@ class ChatTemplate:
         self._check_kwargs(options)
         text = self._render(messages, options, max_chars=max_chars)
         pieces = [tuple(_pieces(message)) for message in messages]
-        dropped = self._find_short(messages) or self._dropped(_shape(messages, pieces), options)
+        # What is left out depends on whether there are tools, not on which: so the cache keeps none of them.
+        shape_options = replace(options, tools=(_MARKED_TOOL,)) if options.tools else options
+        dropped = self._find_short(messages) or self._dropped(_shape(messages, pieces), shape_options)
         if dropped is not None:
             raise _left_out(dropped, places, "leaves out")
         has_objects = any(message.tool_calls for message in messages) and self._calls_form.has_objects
@@ -279,14 +281,14 @@ class ChatTemplate:
         return None
 
     def _find_dropped(self, shape: bytes, options: ChatOptions) -> _Said | None:
-        """Returns the first part that the template leaves out of a conversation of this `_shape`, or None.
+        """Returns the first part that the template leaves out of a conversation of this `_shape`, or None. Options that
+        have tools have _MARKED_TOOL.
 
         It renders a conversation with markers as contents, and looks for the markers in the text. If the template
         refuses that conversation it has read the markers, so nothing counts as left out.
         """
         probes, said = _probes(shape)
         if options.tools:
-            options = replace(options, tools=(_MARKED_TOOL,))
             said |= dict.fromkeys(_TOOL_MARKERS, _Said(_TOOLS, "the tools"))
         try:
             text = self._render(probes, options)

@@ -5,6 +5,7 @@ message to continue.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +45,14 @@ def test_tools_are_rendered_as_transformers_does() -> None:
         add_generation_prompt=True,
     )
     assert rendered(TOOLS + EACH, USER, tools=(WEATHER,)) == expected
+
+
+def test_tools_are_not_kept_after_their_chat() -> None:
+    """Tools may be large, and every chat may have others."""
+    parameters = json.dumps({"type": "object", "properties": {"x" * 9: {}}})
+    template = ChatTemplate(TOOLS + EACH, {})
+    template.render([USER], ChatOptions(tools=(replace(CLOCK, parameters=parameters),)))
+    assert sys.getrefcount(parameters) == 2, "this variable and the argument"
 
 
 def test_a_tool_without_description_or_parameters_has_none() -> None:
