@@ -252,7 +252,7 @@ class ChatTemplate:
 
     @cached_property
     def _texts_of_calls(self) -> Mapping[_CallsForm, str]:
-        """The text of a conversation with a call, in each form in which the template renders it."""
+        """Maps the forms in which the template renders a conversation with a call to its text."""
         texts: dict[_CallsForm, str] = {}
         for form in _CALLS_FORMS:
             with suppress(ChatRefused, TextTooLong):

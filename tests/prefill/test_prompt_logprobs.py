@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.device.scripted import ScriptedDevice
 from common.sampling.params import ResolvedSampling
-from common.wire.handoff import unsent_bytes
+from common.wire.handoff import RowLogprobs, unsent_bytes
 from prefill_service.messages import BytesSent, CancelCallRows, Command
 from tests.engine.tags import TagModel
 from tests.support.engines import PrefillHalf
@@ -64,6 +64,8 @@ def test_prompts_are_computed_no_further_while_their_log_probabilities_fill_the_
         held = prefill.scored_bytes("slow") - taken
         assert 0 < held <= 2 * FORWARD_BYTES
     assert prefill.scored_bytes("slow") == (len(PROMPT) - 1) * TOKEN_BYTES
+    frames = [ready.frame for ready in prefill.frames if isinstance(ready.frame, RowLogprobs)]
+    assert all(each.logprobs.top_values.base is None for each in frames), "they keep no others of their forward alive"
     prefill.go_on(BytesSent("slow", held))
     assert prefill.is_empty
     prefill.close()
