@@ -22,10 +22,10 @@ from gateway.apis.api import Admitted, Answer, Api
 from gateway.choices import Choices
 from gateway.errors import ApiError, api_error_of, internal, invalid
 from gateway.metrics import GatewayMetrics
-from gateway.open_requests import OpenRequest
+from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.plan import Plan
 from gateway.post_endpoint import PostEndpoint, PostParts
-from gateway.prompt_bounds import check_prompt_logprobs, check_prompts
+from gateway.prompt_bounds import check_prompts, prompt_logprob_bytes
 from gateway.receiving import unless_left
 from gateway.request_record import RequestRecord
 from gateway.sending import EventStreamWriter, JsonResponse
@@ -62,7 +62,9 @@ class GenerationEndpoint(PostEndpoint):
         try:
             async with Choices(plan.num_generations, self._opener(plan, card, record)) as choices:
                 open_request.fails_by(choices.fail)
-                answering = _Answering(self._api, plan, card, self._unix_time(), record, self._metrics)
+                answering = _Answering(
+                    self._api, plan, card, self._unix_time(), record, self._metrics, self._open_requests
+                )
                 work = answering.stream(choices, send) if plan.is_streamed else answering.whole(choices, send)
                 await unless_left(receive, work)
         except BatonError as error:
@@ -119,7 +121,14 @@ class _Answering:
     """Sends the answer to one parsed request, from the events of its calls."""
 
     def __init__(
-        self, api: Api, plan: Plan, card: ModelCard, unix_s: float, record: RequestRecord, metrics: GatewayMetrics
+        self,
+        api: Api,
+        plan: Plan,
+        card: ModelCard,
+        unix_s: float,
+        record: RequestRecord,
+        metrics: GatewayMetrics,
+        open_requests: OpenRequests,
     ) -> None:
         self._api = api
         self._plan = plan
@@ -127,6 +136,7 @@ class _Answering:
         self._created_s = int(unix_s)
         self._record = record
         self._metrics = metrics
+        self._open_requests = open_requests
         record.num_choices = plan.num_choices
 
     async def whole(self, choices: Choices, send: Send) -> None:
@@ -135,12 +145,13 @@ class _Answering:
         Raises BatonError or ApiError if the request fails; then nothing has been sent.
         """
         answer, tally = await self._begin(choices)
-        check_prompt_logprobs(self._plan, self._record.num_prompt_tokens)
-        async for index, event in choices:
-            self._count(event)
-            tally.add(index, event)
-            answer.add(index, event)
-        await JsonResponse(answer.whole()).send_to(send)
+        num_bytes = prompt_logprob_bytes(self._plan, self._record.num_prompt_tokens)
+        with self._open_requests.holding_logprobs(self._record.client, num_bytes):
+            async for index, event in choices:
+                self._count(event)
+                tally.add(index, event)
+                answer.add(index, event)
+            await JsonResponse(answer.whole()).send_to(send)
 
     async def stream(self, choices: Choices, send: Send) -> None:
         """Sends the answer as server-sent events.

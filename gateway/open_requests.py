@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from common.rpc.fair_bytes import FairBytes, NoRoom
 from common.rpc.fair_places import FairPlaces, Full
 from gateway.errors import ApiError, overloaded, unavailable
 
 Fail = Callable[[ApiError], None]
 FREE_BODY_BYTES = 64 << 10
+MAX_LOGPROB_BYTES = 512 << 20
+"""The most bytes of prompts' log-probabilities in the answers that are collected to be sent whole."""
 
 
 class OpenRequest:
@@ -61,10 +63,10 @@ class OpenRequests:
     clients.
     """
 
-    def __init__(self, *, max_open: int, max_reading_bytes: int) -> None:
+    def __init__(self, *, max_open: int, max_reading_bytes: int, max_logprob_bytes: int = MAX_LOGPROB_BYTES) -> None:
         self._places = FairPlaces(max_open)
-        self._max_reading_bytes = max_reading_bytes
-        self._reading_bytes: Counter[str] = Counter()
+        self._reading_bytes = FairBytes(max_reading_bytes)
+        self._logprob_bytes = FairBytes(max_logprob_bytes)
         self._requests: dict[OpenRequest, None] = {}
         self._is_draining = False
         self._is_idle = asyncio.Event()
@@ -127,18 +129,31 @@ class OpenRequests:
         def hold(num_bytes: int) -> None:
             nonlocal held
             more = max(0, num_bytes - FREE_BODY_BYTES) - held
-            own, total = self._reading_bytes[client] + more, self._reading_bytes.total() + more
-            if more > 0 and (total > self._max_reading_bytes or own > self._max_reading_bytes // 2):
-                raise overloaded("too many large bodies are on their way")
-            self._reading_bytes[client] += more
-            held += more
+            if more > 0:
+                try:
+                    held += self._reading_bytes.take(client, more)
+                except NoRoom:
+                    raise overloaded("too many large bodies are on their way") from None
 
         try:
             yield hold
         finally:
-            self._reading_bytes[client] -= held
-            if not self._reading_bytes[client]:
-                del self._reading_bytes[client]
+            self._reading_bytes.give_back(client, held)
+
+    @contextmanager
+    def holding_logprobs(self, client: str, num_bytes: int) -> Iterator[None]:
+        """Holds memory for the log-probabilities of prompts in a whole answer while the block runs.
+
+        Raises ApiError 429 when those of all open requests take too much. One client may have half of it.
+        """
+        try:
+            num_taken = self._logprob_bytes.take(client, num_bytes)
+        except NoRoom:
+            raise overloaded("log-probabilities of prompts in other answers leave no room for these") from None
+        try:
+            yield
+        finally:
+            self._logprob_bytes.give_back(client, num_taken)
 
     def drain(self) -> None:
         self._is_draining = True
