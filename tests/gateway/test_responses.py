@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import openai
@@ -13,13 +14,19 @@ from google.rpc import code_pb2
 from openai.types.responses import ResponseStreamEvent
 
 from baton import ChatMessage, Client, ToolCall, ToolChoice
+from baton.codec import event_from_wire
+from baton.events import Started
 from baton.v1 import types_pb2
 from baton.v1.inference_pb2 import FINISH_REASON_EOS
-from gateway.apis.responses import parse_response
+from gateway.apis.api import Admitted
+from gateway.apis.responses import ResponseAnswer, parse_response
 from gateway.errors import ApiError
 from gateway.plan import ChatPrompt
+from gateway.served_model import ModelCard
+from gateway.tally import Tally
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.gateway.gateway_here import Answer, GatewayHere
+from tests.gateway.parsing.transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
 from tests.support.running_pair import is_empty, wait_until
 
 PATH = "/v1/responses"
@@ -180,6 +187,14 @@ async def chat(gateway: GatewayHere, **options: Any) -> str | None:
     return answer.choices[0].message.content
 
 
+def test_reasoning_that_the_prompt_opened_is_known(edge: GatewayHere, scripted: ScriptedServer) -> None:
+    first = started()
+    first.started.is_reasoning_open = True
+    scripted.inference.script = [first, delta([1], "Hm.</think>Yes."), finished(FINISH_REASON_EOS)]
+    response = edge.openai().responses.create(**BODY)
+    assert ([item.type for item in response.output], response.output_text) == (["reasoning", "message"], "Yes.")
+
+
 def test_an_empty_output_is_an_empty_message(edge: GatewayHere, scripted: ScriptedServer) -> None:
     scripted.inference.script = [started(), finished(FINISH_REASON_EOS)]
     (message,) = edge.openai().responses.create(**BODY).output
@@ -209,6 +224,61 @@ def test_log_probabilities_come_with_the_text_of_messages(
     assert last.type == "response.completed" and without_ids(last.response) == without_ids(whole)
     sampling = scripted.inference.requests.get(timeout=BOUND_S).sampling
     assert (sampling.HasField("logprobs"), sampling.logprobs) == (True, 1)
+
+
+# ---- the items, for every family of models --------------------------------------------------------------------------
+
+
+def answered(transcript: Transcript, pieces: Sequence[str]) -> dict[str, Any]:
+    """Returns the response that an output in these pieces becomes. Checks that the events add up to its items."""
+    first = started()
+    first.started.is_reasoning_open = transcript.is_open
+    deltas = [delta([place], piece) for place, piece in enumerate(pieces)]
+    begun, *events = [event_from_wire(each) for each in (first, *deltas, finished(FINISH_REASON_EOS))]
+    assert isinstance(begun, Started)
+    card = ModelCard(
+        names=("demo",), system_fingerprint="", max_context_tokens=64, output_format=transcript.form, created=0
+    )
+    tools = [{"type": "function", "name": name} for name in FUNCTIONS]
+    plan = parse_response(json.dumps({**BODY, "tools": tools}).encode())
+    plan = dataclasses.replace(plan, functions=FUNCTIONS)
+    tally = Tally(plan, [begun])
+    answer = ResponseAnswer(Admitted(plan=plan, card=card, request_id="r", created_s=0, started=[begun], tally=tally))
+    sent = [*answer.opening(), *(each for event in events for each in answer.add(0, event)), *answer.ending()]
+    items: list[Any] = []
+    for event in (each.data for each in sent):
+        assert isinstance(event, Mapping)
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                assert event["output_index"] == len(items)
+                items.append("")
+            case kind if kind.endswith(".delta"):
+                assert event["output_index"] == len(items) - 1
+                items[-1] += event["delta"]
+            case "output_item.done":
+                assert items[-1] == written(event["item"])
+                items[-1] = event["item"]
+    response = dict(answer.whole())
+    assert response["output"] == items
+    return response
+
+
+def written(item: Mapping[str, Any]) -> str:
+    return str(item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda each: each.name)
+def test_the_items_say_what_the_output_says(transcript: Transcript) -> None:
+    response = answered(transcript, transcript.pieces)
+    items = [(item["type"], item.get("name"), written(item)) for item in response["output"]]
+    cut = answered(transcript, transcript.text)["output"]
+    assert [(item["type"], item.get("name"), written(item)) for item in cut] == items, "each character by itself"
+    said = transcript.said
+    texts = {kind: "".join(text for other, _, text in items if other == kind) for kind in ("reasoning", "message")}
+    assert texts == {"reasoning": said.reasoning, "message": said.content}
+    assert [(name, text) for kind, name, text in items if kind == "function_call"] == list(said.calls)
+    ids = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
+    assert len(set(ids)) == len(ids)
 
 
 # ---- tools and formats, in front of a real pair ---------------------------------------------------------------------
@@ -318,6 +388,8 @@ def test_options_travel(edge: GatewayHere, speaks: ScriptedServer) -> None:
         "text": {"format": form},
         "reasoning": {"effort": "low", "summary": "auto"},
         "cache_salt": "tenant",
+        "truncate_prompt_tokens": 50,
+        "thinking_token_budget": 4,
     }
     response = ask(edge, **asked).json
     assert response["text"]["format"] == {**form, "description": None}
@@ -326,7 +398,8 @@ def test_options_travel(edge: GatewayHere, speaks: ScriptedServer) -> None:
     assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.seed) == (9, 0.5, 3)
     assert json.loads(request.sampling.json_schema) == SCHEMA
     assert json.loads(request.chat.chat_template_kwargs) == {"reasoning_effort": "low"}
-    assert request.cache_salt == "tenant"
+    assert (request.cache_salt, request.truncate_prompt_tokens) == ("tenant", 50)
+    assert request.sampling.reasoning.max_tokens == 4
 
 
 # ---- refusals and failures ------------------------------------------------------------------------------------------
@@ -398,6 +471,7 @@ def test_the_package_raises_what_the_decode_service_refuses(edge: GatewayHere, s
         ("chat.messages[3].tool_call_id", "input"),
         ("sampling.max_tokens", "max_output_tokens"),
         ("chat.tools[0].parameters", "tools[0].parameters"),
+        ("chat.chat_template_kwargs", "reasoning.effort"),
         ("prompt", "input"),
     ):
         scripted.inference.script = [failure(code_pb2.INVALID_ARGUMENT, f"{field}: is odd", reason="X", field=field)]
