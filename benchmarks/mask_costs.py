@@ -70,7 +70,8 @@ def _cost(
     matchers = [grammars.matcher(grammar, output_ids[:place]) for place in places]
     masks = np.zeros((_NUM_DRAFTS + 1, num_words(vocab_size)), np.int32)
     chain = range(_NUM_DRAFTS)
-    seconds: dict[str, list[float]] = {"accept": [], "masks": [], f"masks with {_NUM_DRAFTS} drafts": []}
+    names = ("accept", "masks", f"masks with {_NUM_DRAFTS} drafts", "looking ahead")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(num_rounds):
         begun_s = [time.perf_counter()]
         for row, place in enumerate(places):
@@ -81,6 +82,11 @@ def _cost(
         begun_s.append(time.perf_counter())
         for matcher, place in zip(matchers, places, strict=True):
             fill_nodes(matcher, masks, _ANY_LENGTH, output_ids[place + 1 : place + 1 + _NUM_DRAFTS], chain)
+        begun_s.append(time.perf_counter())
+        for matcher, place in zip(matchers, places, strict=True):
+            ahead = matcher.copy()
+            ahead.accept(output_ids[place + 1])
+            ahead.forced()
         begun_s.append(time.perf_counter())
         for name, one, other in zip(seconds, begun_s, begun_s[1:], strict=False):
             seconds[name].append(other - one)

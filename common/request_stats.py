@@ -38,14 +38,16 @@ class Timings:
 class SpeculationCounts:
     """Draft tokens that were verified and accepted in a request's verify steps.
 
-    A draft token that the request's end cuts off counts as refused. `drafted_at[i]` counts steps that drafted at least
-    i + 1 tokens ahead, `accepted_at[i]` those that accepted at least as many. The seconds are device time of the whole
+    A draft token that the request's end cuts off counts as refused. `num_forced_tokens` counts the accepted ones that
+    its grammar forced; the draft head guessed the others. `drafted_at[i]` counts steps that drafted at least i + 1
+    tokens ahead, `accepted_at[i]` those that accepted at least as many. The seconds are device time of the whole
     batches that the request was in.
     """
 
     num_verify_steps: int
     num_drafted_tokens: int
     num_accepted_tokens: int
+    num_forced_tokens: int = 0
     drafted_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
     draft_s: float = 0.0

@@ -24,6 +24,7 @@ class TokenCounts:
     num_reasoning: int
     num_drafted: int
     num_accepted: int
+    num_forced: int
 
 
 class Tally:
@@ -59,4 +60,5 @@ class Tally:
             num_reasoning=sum(self._num_reasoning),
             num_drafted=sum(each.num_drafted_tokens for each in self._drafts),
             num_accepted=sum(each.num_accepted_tokens for each in self._drafts),
+            num_forced=sum(each.num_forced_tokens for each in self._drafts),
         )

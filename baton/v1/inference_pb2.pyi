@@ -632,6 +632,7 @@ class SpeculationCounts(_message.Message):
     DRAFT_S_FIELD_NUMBER: _builtins.int
     VERIFY_S_FIELD_NUMBER: _builtins.int
     EXTEND_S_FIELD_NUMBER: _builtins.int
+    NUM_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
     num_verify_steps: _builtins.int
     num_drafted_tokens: _builtins.int
     num_accepted_tokens: _builtins.int
@@ -639,6 +640,8 @@ class SpeculationCounts(_message.Message):
     """Seconds on the device, of the whole batches that the request was in."""
     verify_s: _builtins.float
     extend_s: _builtins.float
+    num_forced_tokens: _builtins.int
+    """accepted ones that the request's grammar forced"""
     @_builtins.property
     def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """[i]: steps that drafted i + 1 tokens ahead"""
@@ -658,10 +661,11 @@ class SpeculationCounts(_message.Message):
         draft_s: _builtins.float = ...,
         verify_s: _builtins.float = ...,
         extend_s: _builtins.float = ...,
+        num_forced_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "draft_s", b"draft_s", "drafted_at", b"drafted_at", "extend_s", b"extend_s", "num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_verify_steps", b"num_verify_steps", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "draft_s", b"draft_s", "drafted_at", b"drafted_at", "extend_s", b"extend_s", "num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_forced_tokens", b"num_forced_tokens", "num_verify_steps", b"num_verify_steps", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

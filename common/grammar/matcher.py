@@ -20,6 +20,9 @@ Mask = NDArray[np.int32]
 ALL_ALLOWED = -1
 """One word of a mask, with all its tokens allowed."""
 
+NOT_FORCED = -1
+"""Stands for a token that is not forced, where forced tokens are a tensor."""
+
 _BITS = 32
 
 
@@ -42,6 +45,11 @@ class Matcher(Protocol):
     def fill(self, mask: Mask) -> None:
         """Writes into `mask` which tokens may come next: none if the matcher has failed. If the output may end here,
         its end tokens are among them.
+        """
+
+    def forced(self) -> Sequence[int]:
+        """Returns tokens with which the output is bound to go on, as many as are easily known: none if several may come
+        next. Only the masks decide: a later token may be spelled otherwise.
         """
 
 

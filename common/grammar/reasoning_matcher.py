@@ -161,6 +161,19 @@ class ReasoningMatcher:
             case _:
                 mask[:] = ALL_ALLOWED
 
+    def forced(self) -> Sequence[int]:
+        if self._place.part is Part.REASONING and self._is_used_up:
+            return self._closing_tokens()
+        return () if self._answer is None or self._place.part is Part.BEFORE else self._answer.forced()
+
+    def _closing_tokens(self) -> Sequence[int]:
+        """Returns the tokens of the end marker that are left, and those with which the grammar begins."""
+        found, place = list[int](), self._place
+        while place.part is Part.REASONING:
+            found.append(self._tokens.closing[place.num_matched])
+            place, _ = self._tokens.markers.after(place, self._tokens.bytes_of[found[-1]])
+        return found if self._grammar is None else [*found, *self._grammar.copy().forced()]
+
     @property
     def _is_used_up(self) -> bool:
         return self._reasoning.max_tokens is not None and self._num_tokens >= self._reasoning.max_tokens

@@ -54,6 +54,9 @@ class RuledMatcher:
         forbid(mask, chain.from_iterable(self._forbidden_now()))
         self._is_stuck = not mask.any()
 
+    def forced(self) -> Sequence[int]:
+        return () if self._text is None else self._text.forced()
+
     def replay(self, output_ids: Sequence[int]) -> None:
         """Follows the request's earlier output, which its other matcher has accepted already.
 

@@ -53,6 +53,9 @@ class RequestMetrics:
         self.accepted_tokens = Counter(
             "baton_accepted_tokens", "Drafts accepted, finished requests.", registry=registry
         )
+        self.forced_tokens = Counter(
+            "baton_forced_tokens", "Accepted drafts that a grammar forced, finished requests.", registry=registry
+        )
         self.drafted_at = Counter(
             "baton_drafted_at", "Verify steps with a draft so far ahead.", ["position"], registry=registry
         )

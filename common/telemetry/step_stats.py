@@ -11,7 +11,8 @@ class SpeculationStats:
     """A step of a service that has a draft head.
 
     `num_levels` is how many tokens ahead the step drafted: the depth of the draft tree, or 0 if it drafted nothing.
-    `accept_lens` has the number of tokens that each drafting row gained. `draft_s`, `verify_s` and `extend_s` are the
+    `accept_lens` has the number of tokens that each drafting row gained. `num_forced` says, for the same rows, of how
+    many levels the drafts came from a grammar; it is empty if none did. `draft_s`, `verify_s` and `extend_s` are the
     durations of the step's parts. `idle_s` is how long the forward stream was idle between the previous step and this
     one. It is None if no step was in flight when this one was launched.
     """
@@ -22,6 +23,7 @@ class SpeculationStats:
     verify_s: float
     extend_s: float
     idle_s: float | None = None
+    num_forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

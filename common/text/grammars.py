@@ -71,7 +71,7 @@ _LARK_PART = re.compile(
 and the keywords that JSON follows.
 """
 _MAX_FORCED_CHARS = 256
-"""How many characters of a text that a grammar forces are encoded for a mask, which needs the first token only."""
+"""How many characters of a text that a grammar forces are encoded. A mask needs the first token only, drafts a few."""
 _BEFORE_FORCED = "\n"
 """A text that tokenizers do not join with the text after it. A space that they put before a text comes before this."""
 
@@ -153,6 +153,14 @@ class LlgMatcher:
             self._work.add(time.thread_time() - began_s)
         if self._work.is_too_much or self._matcher.is_error():  # else the mask would let the output end
             mask[:] = 0
+
+    def forced(self) -> Sequence[int]:
+        if self._work.is_too_much:
+            return ()
+        began_s = time.thread_time()
+        token_ids = self._matcher.compute_ff_tokens()
+        self._work.add(time.thread_time() - began_s)
+        return token_ids
 
 
 class _Vocabulary:

@@ -76,6 +76,7 @@ class RequestObserver:
             self._metrics.verify_steps.inc(speculation.num_verify_steps)
             self._metrics.drafted_tokens.inc(speculation.num_drafted_tokens)
             self._metrics.accepted_tokens.inc(speculation.num_accepted_tokens)
+            self._metrics.forced_tokens.inc(speculation.num_forced_tokens)
             for position, (drafted, accepted) in enumerate(
                 zip(speculation.drafted_at, speculation.accepted_at, strict=True), start=1
             ):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.draft.seed import HIDDEN_STATES, TOPK_INDEX, TOPK_P
+from common.grammar.matcher import NOT_FORCED
 from common.sampling.operators import propose, propose_branches
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayedInputs
@@ -43,12 +44,20 @@ class EagleWorker(SpeculativeWorker):
         return self._draft_branches(batch, spec_info, inputs)
 
     def _draft_chain(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> Tensor:
-        """Returns the drafts of each row, [B, steps], as token ids of the target's vocabulary."""
+        """Returns the drafts of each row, [B, steps], as token ids of the target's vocabulary.
+
+        The head reads the forced tokens, so what it drafts after them goes on from there.
+        """
+        if batch.forced is not None and (batch.num_forced == spec_info.num_steps).all():
+            return batch.forced
+        forced = None if batch.forced is None else batch.forced.unbind(1)
         token, hidden = inputs.seeds[TOPK_INDEX][:, 0], inputs.seeds[HIDDEN_STATES]
+        if forced is not None:
+            token = _forced_or(forced[0], token)
         if spec_info.num_steps == 1:
             return token.unsqueeze(1)
         tokens = [token]
-        for step in self._chain_steps(batch, spec_info.num_steps - 1):
+        for level, step in enumerate(self._chain_steps(batch, spec_info.num_steps - 1), start=1):
             output = self._draft.step(replace(step.window, input_ids=token), hidden)
             hidden = output.hidden
             token = propose(
@@ -59,6 +68,8 @@ class EagleWorker(SpeculativeWorker):
                 self._state,
                 batch.sampling,
             )
+            if forced is not None:
+                token = _forced_or(forced[level], token)
             tokens.append(token)
         return torch.stack(tokens, dim=1)
 
@@ -90,12 +101,15 @@ class EagleWorker(SpeculativeWorker):
     def _draft_branches(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
         """Drafts a tree and returns it. On each level the `topk` likeliest paths continue.
 
-        The tree that is returned consists of the `num_draft_tokens` likeliest of all drafts.
+        The tree that is returned consists of the `num_draft_tokens` likeliest of all drafts. Forced tokens have the
+        probability 1, so their path is the first beam of each level.
         """
         num_rows, topk = batch.batch_size, spec_info.topk
         device = inputs.tokens.device
         # All drafts so far, [B, C]: token, its probability multiplied by its ancestors', and its parent (-1: the root).
         ids, probs = inputs.seeds[TOPK_INDEX], inputs.seeds[TOPK_P]
+        if batch.forced is not None:
+            ids, probs = _forced_first(batch.forced[:, 0], ids, probs)
         parents = torch.full_like(ids, -1)
         # The level's beams, [B, topk], as indices of drafts; and the mask of earlier beams that each one attends.
         beams = torch.arange(topk, device=device).expand(num_rows, -1)
@@ -124,9 +138,14 @@ class EagleWorker(SpeculativeWorker):
                 sampling,
                 topk=topk,
             )
-            level_probs = (child_probs.view(num_rows, topk, topk) * probs.gather(1, beams).unsqueeze(2)).flatten(1)
+            child_ids, child_probs = child_ids.view(num_rows, topk, topk), child_probs.view(num_rows, topk, topk)
+            if batch.forced is not None:
+                first_ids, first_probs = _forced_first(batch.forced[:, level], child_ids[:, 0], child_probs[:, 0])
+                child_ids = torch.cat([first_ids.unsqueeze(1), child_ids[:, 1:]], dim=1)
+                child_probs = torch.cat([first_probs.unsqueeze(1), child_probs[:, 1:]], dim=1)
+            level_probs = (child_probs * probs.gather(1, beams).unsqueeze(2)).flatten(1)
             num_candidates = ids.shape[1]
-            ids = torch.cat([ids, child_ids.view(num_rows, -1)], dim=1)
+            ids = torch.cat([ids, child_ids.flatten(1)], dim=1)
             probs = torch.cat([probs, level_probs], dim=1)
             parents = torch.cat([parents, beams.repeat_interleave(topk, dim=1)], dim=1)
             best = level_probs.topk(topk, dim=1).indices
@@ -158,4 +177,24 @@ class MultiLayerEagleWorker(SpeculativeWorker):
     """
 
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        return DraftTree.chain(inputs.seeds[TOPK_INDEX][:, : spec_info.num_steps])
+        drafts = inputs.seeds[TOPK_INDEX][:, : spec_info.num_steps]
+        return DraftTree.chain(drafts if batch.forced is None else _forced_or(batch.forced, drafts))
+
+
+def _forced_or(forced: Tensor, drafts: Tensor) -> Tensor:
+    """Returns `drafts` with the forced tokens in their places, where there are any."""
+    return torch.where(forced == NOT_FORCED, drafts, forced)
+
+
+def _forced_first(forced: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the candidates of one level [B, topk] with the forced token [B] as the first and the only likely one,
+    where there is any. The others stay different from it.
+    """
+    is_forced = (forced != NOT_FORCED).unsqueeze(1)
+    others = torch.where(ids == forced.unsqueeze(1), ids[:, :1], ids)[:, 1:]
+    certain = torch.zeros_like(probs)
+    certain[:, 0] = 1.0
+    return (
+        torch.where(is_forced, torch.cat([forced.unsqueeze(1), others], dim=1), ids),
+        torch.where(is_forced, certain, probs),
+    )

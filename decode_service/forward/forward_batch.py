@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.device.upload import device_copy
+from common.grammar.matcher import NOT_FORCED
 from common.sampling.state import SamplingBatch
 from decode_service.speculate.spec_info import SpecInfo
 
@@ -30,6 +32,10 @@ class ForwardBatch:
     before them. `seq_lens_sum` is the sum of `seq_lens`. `out_cache_loc` [B * S] are the slots after the prefix that
     the step may write, S for each entry. `undrafted` are the indices of entries whose requests want no drafts: their
     drafts are ignored. `draft_lag` [B] counts the tokens that the head has not read before this step.
+
+    `forced` [B, levels] are the tokens that entries' grammars force, as far as they go: the rest is NOT_FORCED. They
+    are drafted in place of the head's guesses. It is None if there are none. `num_forced` [B] says how many each entry
+    has.
     """
 
     req_pool_indices: Tensor
@@ -43,6 +49,8 @@ class ForwardBatch:
     spec_info: SpecInfo | None
     undrafted: tuple[int, ...]
     draft_lag: NDArray[np.int64]
+    forced: Tensor | None
+    num_forced: NDArray[np.int64]
     forward_mode: ForwardMode
 
     @classmethod
@@ -57,11 +65,12 @@ class ForwardBatch:
         spec_info: SpecInfo | None,
         undrafted: tuple[int, ...],
         draft_lag: NDArray[np.int64],
+        forced: NDArray[np.int64] | None = None,
     ) -> ForwardBatch:
         """Builds a step's batch from copies of the schedule side's columns.
 
         `seq_lens` and `seq_lens_cpu` [B] are the lengths that the step was prepared with. Without drafts they include
-        its one token; with drafts they include none of its tokens.
+        its one token; with drafts they include none of its tokens. `forced` is the column, on the host.
         """
         num_tokens = 1 if spec_info is None else spec_info.num_verify_tokens
         num_ahead = num_tokens if spec_info is not None and spec_info.has_drafts else 0
@@ -80,6 +89,8 @@ class ForwardBatch:
             spec_info=spec_info,
             undrafted=undrafted,
             draft_lag=draft_lag.copy(),
+            forced=None if forced is None else device_copy(torch.from_numpy(forced), seq_lens.device),
+            num_forced=np.zeros_like(draft_lag) if forced is None else np.count_nonzero(forced != NOT_FORCED, axis=1),
             forward_mode=ForwardMode.DECODE,
         )
 

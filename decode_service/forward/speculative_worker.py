@@ -31,7 +31,7 @@ from common.sampling.state import NO_SAMPLING, SamplingState
 from decode_service.forward.draft_backlog import DraftBacklog, Unread
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
-from decode_service.forward.worker import HostDrafts, OnPublish, WorkerOutput, step_figures, window_input
+from decode_service.forward.worker import HostDrafts, HostTokens, OnPublish, WorkerOutput, step_figures, window_input
 from decode_service.speculate.draft_tree import DraftTree
 from decode_service.speculate.spec_info import SpecInfo
 
@@ -100,7 +100,7 @@ class SpeculativeWorker(ABC):
 
     @abstractmethod
     def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        """Drafts tokens from the relayed draft seeds. Runs on the forward stream."""
+        """Drafts the forced tokens, and after them from the relayed draft seeds. Runs on the forward stream."""
 
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
@@ -235,6 +235,8 @@ class SpeculativeWorker(ABC):
             self._state.count_runs(batch.req_pool_indices[entries], tokens[entries], is_accepted[entries])
         output.sampled.set(sampled)
         output.accept_lens.set(accept_lens)
+        if batch.has_drafts and batch.sampling.constrained.size:
+            output.gained.set(HostTokens(self._device.to_host(tokens), self._device.to_host(accept_lens)))
         return _Verified(tokens, captured, accept_lens, batch.prefix_lens + accept_lens)
 
     def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:

@@ -35,6 +35,14 @@ class HostDrafts:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTokens:
+    """A step's tokens on the host: entry b gains the first `accept_lens[b]` of `token_ids[b]` [B, W]."""
+
+    token_ids: Tensor
+    accept_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerOutput:
     """The results of a step, in cells that its pieces (units of work on the stream) fill.
 
@@ -48,7 +56,8 @@ class WorkerOutput:
     If grammars constrain entries, the draw and what follows are not enqueued yet. The schedule side computes the masks
     while the target computes: it needs the last step's tokens, and the step's `drafts`, which are on the host at
     `prepared`. It sets `masks`, as `draw` takes them, and `mask_s`, the seconds that they took, and calls `draw`. Then
-    `draw_marks` are the events where the forward ends and where the draw begins. Otherwise `draw` is None.
+    `draw_marks` are the events where the forward ends and where the draw begins. Otherwise `draw` is None. If the step
+    has drafts too, its tokens `gained` are on the host when the lengths are published.
     """
 
     payload: Cell[RelayPayload]
@@ -60,6 +69,7 @@ class WorkerOutput:
     mask_s: Cell[float]
     draw_marks: Cell[tuple[Event, Event]]
     drafts: Cell[HostDrafts]
+    gained: Cell[HostTokens]
     prepared: Event | None = None
     draw: Callable[[], None] | None = None
     input_ids: Tensor | None = None
@@ -68,9 +78,9 @@ class WorkerOutput:
 
     @classmethod
     def empty(cls) -> WorkerOutput:
-        cells: Sequence[Cell[Any]] = [Cell() for _ in range(9)]
-        payload, sampled, accept_lens, is_invalid, marks, masks, mask_s, draw_marks, drafts = cells
-        return cls(payload, sampled, accept_lens, is_invalid, marks, masks, mask_s, draw_marks, drafts)
+        cells: Sequence[Cell[Any]] = [Cell() for _ in range(10)]
+        payload, sampled, accept_lens, is_invalid, marks, masks, mask_s, draw_marks, drafts, gained = cells
+        return cls(payload, sampled, accept_lens, is_invalid, marks, masks, mask_s, draw_marks, drafts, gained)
 
 
 class Worker(Protocol):

@@ -32,6 +32,7 @@ class SpeculationTally:
 
     num_verify_steps: int = 0
     num_drafted_tokens: int = 0
+    num_forced_tokens: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     draft_s: float = 0.0
@@ -43,6 +44,7 @@ class SpeculationTally:
         *,
         num_verify_steps: int,
         num_drafted_tokens: int,
+        num_forced_tokens: int,
         drafted_at: Sequence[int],
         accepted_at: Sequence[int],
         parts_s: Mapping[str, float],
@@ -54,6 +56,7 @@ class SpeculationTally:
         """
         self.num_verify_steps += num_verify_steps
         self.num_drafted_tokens += num_drafted_tokens
+        self.num_forced_tokens += num_forced_tokens
         self.drafted_at = _sum_of(self.drafted_at, drafted_at)
         self.accepted_at = _sum_of(self.accepted_at, accepted_at)
         for part, seconds in parts_s.items():
@@ -67,6 +70,7 @@ class SpeculationTally:
             num_verify_steps=self.num_verify_steps,
             num_drafted_tokens=self.num_drafted_tokens,
             num_accepted_tokens=sum(self.accepted_at),
+            num_forced_tokens=self.num_forced_tokens,
             drafted_at=tuple(self.drafted_at[:depth]),
             accepted_at=tuple(self.accepted_at[:depth]),
             draft_s=self.draft_s,

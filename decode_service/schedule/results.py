@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from common.device.stream import Device, Scope, Stream, wait_in_order
 from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
 from common.errors import EngineFault
+from common.grammar.matcher import Matcher
 from common.sampling.logprobs import unpack_logprobs
 from common.sampling.operators import Sampled, sampled_to_host
 from common.sampling.params import TokenLogprobs
@@ -71,13 +73,21 @@ class BegunStep:
     launched_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class AheadMatcher:
+    """A copy of a request's matcher that has accepted the first `num_tokens` tokens of a step before the step's end."""
+
+    matcher: Matcher
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class StepInFlight:
     """A launched step, all of which is enqueued, and whose results are not taken yet.
 
     It keeps every tensor and cell of the step alive until the event `end`, after which the results are on the host.
-    `previous_end` is the end of the step that was in flight at the launch, or None. BegunStep explains the other
-    fields.
+    `previous_end` is the end of the step that was in flight at the launch, or None. `ahead` has the matchers that have
+    accepted tokens of the step before its end, by entry. BegunStep explains the other fields.
     """
 
     batch: ForwardBatch
@@ -90,6 +100,7 @@ class StepInFlight:
     end: StreamEvent
     launched_s: float
     previous_end: StreamEvent | None
+    ahead: dict[int, AheadMatcher] = field(default_factory=dict)
 
     @classmethod
     def seal(
@@ -144,15 +155,15 @@ class StepInFlight:
         begin, drafted, verified, extended = self.output.marks.get()
         relayed_lens = self.host.get().accept_lens
         assert relayed_lens is not None, "who drafts says how many it accepted"
-        accept_lens = relayed_lens.numpy()
+        accept_lens, num_forced = relayed_lens.numpy(), self.batch.num_forced
         if self.batch.undrafted:
-            accept_lens = np.delete(accept_lens, self.batch.undrafted)
-        accept_lens = accept_lens[
-            (accept_lens >= 1) & (accept_lens <= self.batch.max_accept_len)
-        ]  # a row with any other length fails
+            accept_lens, num_forced = (np.delete(each, self.batch.undrafted) for each in (accept_lens, num_forced))
+        is_sound = (accept_lens >= 1) & (accept_lens <= self.batch.max_accept_len)  # a row with any other length fails
+        accept_lens, num_forced = accept_lens[is_sound], num_forced[is_sound]
         return SpeculationStats(
             num_levels=self.batch.spec_info.num_steps,
             accept_lens=tuple(accept_lens.tolist()),
+            num_forced=tuple(num_forced.tolist()) if self.batch.forced is not None else (),
             draft_s=drafted.seconds_since(begin),
             verify_s=verified.seconds_since(drafted),
             extend_s=extended.seconds_since(verified),
@@ -255,7 +266,23 @@ class ResultTaker:
         """Gives the first tokens to requests that have just entered their rows."""
         every = np.arange(prebuilt.batch_size)
         self._append(every, prebuilt.rows, prebuilt.reqs, prebuilt.request_ids, results, self._clock())
-        self._follow_grammars(prebuilt.sampling.constrained, every, prebuilt.reqs, results)
+        self._follow_grammars(prebuilt.sampling.constrained, every, prebuilt.reqs, results, {})
+
+    def look_ahead(self, step: StepInFlight) -> None:
+        """Lets copies of matchers accept the tokens of a step with drafts that has published its lengths. It has not
+        ended, so what they accept may still be lost.
+        """
+        are_held = self.still_held(step)
+        gained = step.output.gained.get()
+        token_ids, accept_lens = gained.token_ids.numpy(), gained.accept_lens.numpy()
+        for i in step.batch.sampling.constrained.tolist():
+            req = step.reqs[i]
+            if req.matcher is None or not (are_held[i] and req.wants_drafts):
+                continue
+            matcher = req.matcher.copy()
+            offered = token_ids[i, : accept_lens[i]].tolist()
+            num_tokens = len(list(takewhile(matcher.accept, offered)))
+            step.ahead[i] = AheadMatcher(matcher, num_tokens)
 
     def take(self, step: StepInFlight) -> None:
         """Gives an ended step's results to the requests that still hold the rows they ran in."""
@@ -272,7 +299,7 @@ class ResultTaker:
             if step.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted in the meantime
                 self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)
         self._append(entries, rows, step.reqs, step.request_ids, results, now_s, step)
-        self._follow_grammars(step.batch.sampling.constrained, entries, step.reqs, results)
+        self._follow_grammars(step.batch.sampling.constrained, entries, step.reqs, results, step.ahead)
 
     def still_held(self, step: StepInFlight | BegunStep) -> NDArray[np.bool_]:
         """Returns, for each entry [B] of the step, whether its request still holds the row it ran in."""
@@ -333,12 +360,14 @@ class ResultTaker:
         entries: NDArray[np.intp],
         reqs: Sequence[Request],
         results: RowResults,
+        ahead: Mapping[int, AheadMatcher],
     ) -> None:
         """Lets the matchers of constrained requests accept their new tokens, unless the request has ended.
 
         `constrained` and `entries` are indices into `reqs` and `results`: entries under a grammar, and entries that got
-        tokens. A request fails if its grammar forbids one of the tokens, because then a draw did not obey its mask. A
-        matcher that has reached a limit makes its request fail when the next masks are computed.
+        tokens. Matchers `ahead`, by entry, have accepted some of the tokens. A request fails if its grammar forbids one
+        of the tokens, because then a draw did not obey its mask. A matcher that has reached a limit makes its request
+        fail when the next masks are computed.
         """
         if not constrained.size:
             return
@@ -347,6 +376,8 @@ class ResultTaker:
             if req.matcher is None or req.has_ended:
                 continue
             token_ids = results.token_ids[i, : results.accept_lens[i]].tolist()
+            if i in ahead:
+                req.matcher, token_ids = ahead[i].matcher, token_ids[ahead[i].num_tokens :]
             if not all(map(req.matcher.accept, token_ids)) and not req.matcher.failure:
                 error = EngineFault("a token was drawn that the grammar forbids")
                 self._lose([LostRow(req, error, is_retryable=False)])
@@ -363,5 +394,12 @@ class ResultTaker:
             return
         if step.batch.undrafted:
             were_drafted_for = ~np.isin(entries, step.batch.undrafted)
-            rows, num_added = rows[were_drafted_for], num_added[were_drafted_for]
-        self._rows.drafts.add(rows, step.batch.spec_info, num_accepted=num_added - 1, stats=step.speculation)
+            entries, rows, num_added = entries[were_drafted_for], rows[were_drafted_for], num_added[were_drafted_for]
+        num_accepted = num_added - 1
+        self._rows.drafts.add(
+            rows,
+            step.batch.spec_info,
+            num_accepted=num_accepted,
+            num_forced=np.minimum(num_accepted, step.batch.num_forced[entries]),
+            stats=step.speculation,
+        )

@@ -6,7 +6,7 @@ running batch ──filter_batch──▶ prepare_for_decode ──snapshot─�
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.upload import device_copy
+from common.grammar.matcher import NOT_FORCED
 from common.kv.pool import KvPool
 from common.sampling.state import SamplingBatch, sampling_needs
 from common.wire.handoff import PrebuiltBatch
@@ -40,8 +41,9 @@ class ScheduleBatch:
     Every operation keeps the order of entries. `req_pool_indices` and `seq_lens` are [B] int64 on the device. `*_cpu`
     are their copies on the host and never share storage with them. A column is replaced, never written in place,
     because a forward in flight may read it. `draft_lag` [B] counts the tokens that the draft head has not read,
-    including those of launched steps. `spec_info` is None without speculation. Properties derived from `reqs` are
-    cached until entries come or go.
+    including those of launched steps. `spec_info` is None without speculation. `forced` are the tokens that grammars of
+    requests force next; a request without any is not in it. Properties derived from `reqs` are cached until entries
+    come or go.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class ScheduleBatch:
         self.forward_mode = forward_mode
         self.out_cache_loc: Tensor | None = None
         self.spec_info: SpecInfo | None = None
+        self.forced: Mapping[Request, Sequence[int]] = {}
 
     @classmethod
     def empty(cls, torch_device: torch.device) -> ScheduleBatch:
@@ -133,6 +136,23 @@ class ScheduleBatch:
         """
         return SamplingBatch.of_needs(self.sampling_needs)
 
+    @property
+    def num_forced(self) -> NDArray[np.int64]:
+        """The number of tokens, [B], that each request's grammar forces next."""
+        if not self.forced:
+            return np.zeros(self.batch_size, np.int64)
+        return np.array([len(self.forced.get(req, ())) for req in self.reqs], np.int64)
+
+    def _forced_drafts(self) -> NDArray[np.int64] | None:
+        """Returns the forced tokens that the step drafts, [B, levels], or None if there are none."""
+        if self.spec_info is None or not self.spec_info.has_drafts or not self.forced:
+            return None
+        columns = np.full((self.batch_size, self.spec_info.num_steps), NOT_FORCED, np.int64)
+        for column, req in zip(columns, self.reqs, strict=True):
+            run = self.forced.get(req, ())[: len(column)]
+            column[: len(run)] = run
+        return columns
+
     def _forget_what_follows(self) -> None:
         self.out_cache_loc = None
         for name in ("rows", "request_ids", "undrafted", "sampling"):
@@ -186,6 +206,7 @@ class ScheduleBatch:
             spec_info=self.spec_info,
             undrafted=self.undrafted,
             draft_lag=self.draft_lag,
+            forced=self._forced_drafts(),
         )
 
     def wanted_tokens(self) -> NDArray[np.int64]:
@@ -239,7 +260,7 @@ def depth_within(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> Spe
     if depth is None or batch.is_empty:
         return None
     num_wanted = batch.batch_size - len(batch.undrafted)
-    batch.spec_info = depth.choose(draft_lag=batch.draft_lag, num_wanted=num_wanted)
+    batch.spec_info = depth.choose(draft_lag=batch.draft_lag, num_wanted=num_wanted, num_forced=batch.num_forced)
     if batch.num_slots_needed(pool) > pool.num_free_slots:
         return batch.spec_info.at_depth(0)
     return batch.spec_info

@@ -45,6 +45,7 @@ from decode_service.messages import (
     Submit,
 )
 from decode_service.schedule.dispatcher import PrefillDispatcher
+from decode_service.schedule.forced_tokens import forced_tokens
 from decode_service.schedule.grammar_masks import masks_of
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.life import RULES, Lives, Place
@@ -157,6 +158,7 @@ class DecodeEngine:
         self._depth = depth
         levels = () if depth is None else depth.levels
         self._num_ahead = levels[-1].num_slots - 1 if levels else 0
+        self._max_forced = levels[-1].num_steps if levels else 0
         lookahead = draft.layer_group.num_layers if draft else 0
         self.pool = KvPool(
             groups=[model.layer_group, *([draft.layer_group] if draft else [])],
@@ -192,7 +194,7 @@ class DecodeEngine:
         self._rows = RunningRows(
             max_rows=max_rows,
             max_context_tokens=max_context_tokens,
-            max_depth=levels[-1].num_steps if levels else 0,
+            max_depth=self._max_forced,
         )
         waiting = WaitingQueue()
         self._local = LocalPrefill(
@@ -414,9 +416,23 @@ class DecodeEngine:
             running.filter_batch(self._rows.have_room_after(running.rows, lengths).nonzero()[0])
         if ready:
             self._merge_prebuilt(ready)
+        running.forced = self._forced_tokens(running, has_published=published is not None)
         running.spec_info = depth_within(self._depth, running, self.pool)
         self._is_stalled = not (running.is_empty or self._retraction.prepare(running))
         return None if running.is_empty or self._is_stalled else running
+
+    def _forced_tokens(self, running: ScheduleBatch, *, has_published: bool) -> dict[Request, Sequence[int]]:
+        """Returns the tokens with which grammars force requests of the batch to go on, as many as a step drafts.
+
+        `has_published` says whether the step in flight has published its lengths, so that its tokens are known.
+        """
+        if not self._max_forced or not running.sampling.constrained.size:
+            return {}
+        step = self._in_flight
+        with self.track.span("forced_tokens"):
+            if has_published and step is not None and step.batch.sampling.constrained.size:
+                self._taker.look_ahead(step)
+            return forced_tokens(running, self._rows.num_in_flight, step, max_forced=self._max_forced)
 
     def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
         """Fails rows whose published length is impossible. If launched, they would read and write outside their slots.

@@ -10,6 +10,9 @@ At depth 0 the draft head does not read each token; it catches up now and then (
 charged its share of that. Drafting needs a draft seed from the step before. A step of depth 0 leaves one only if the
 head catches up in that step, and drafts must pay for that too.
 
+What a grammar forces is accepted, so a step knows some of its drafts' acceptance, and the head is judged by its own
+drafts alone. Whether to keep a draft seed, or to begin drafting, depends on how often drafts are accepted in all.
+
 A probe with drafts comes right after a step of depth 0, with which its time is compared. If the best depth drafts, its
 last step came right before that step, and is compared with it too. A depth with too few measurements is probed soon.
 Any other probe waits until it costs at most 0.75% of the time since the last probe, or for 1024 steps. If the head must
@@ -19,7 +22,7 @@ catch up anyway for want of room, the draft seed is free and the probe is cheape
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,7 +34,7 @@ from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.step_times import StepTimes
 
 _FIRST_ACCEPTANCE = 0.7
-# The weight of one draft in the average rate; multiplied by the steps since a draft of that level
+# The weight of one draft in an average rate; multiplied by the steps since a draft of that level
 _ACCEPTANCE_WEIGHT = 0.02
 _MAX_STALE_STEPS = 16
 # The least number of steps between probes of unmeasured depths; grows with each such probe in a row
@@ -55,11 +58,12 @@ class Depth(Protocol):
         `choose` may also return one with `leaves_seed` False.
         """
 
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         """Returns the SpecInfo for the next step, which has B rows, of which `num_wanted` want drafts.
 
-        `draft_lag` [B] counts each row's tokens that the head has not read. Only `launched` makes a choice final, so
-        `choose` may be called more than once per step.
+        `draft_lag` [B] counts each row's tokens that the head has not read. `num_forced` [B] says how many drafts of
+        each row its grammar forces: they will be accepted. It is 0 for rows that want no drafts. Only `launched` makes
+        a choice final, so `choose` may be called more than once per step.
         """
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -82,7 +86,7 @@ class FixedDepth:
     def levels(self) -> Sequence[SpecInfo]:
         return (self._spec_info.at_depth(0), self._spec_info)
 
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._spec_info if num_wanted else self._spec_info.at_depth(0)
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -117,7 +121,9 @@ class AdaptiveDepth:
 
     def __init__(self, deepest: SpecInfo) -> None:
         self._levels = [deepest.at_depth(depth) for depth in range(deepest.num_steps + 1)]
-        self._acceptance = [_FIRST_ACCEPTANCE] * deepest.num_steps
+        self._acceptance = [_FIRST_ACCEPTANCE] * deepest.num_steps  # of the head's drafts
+        self._forced_share = [0.0] * deepest.num_steps  # how often a row's draft of the level is forced
+        self._are_forced = Counter[int]()  # how many rows of the next step have so many forced drafts
         self._stale_steps = [1] * deepest.num_steps
         self._times = StepTimes(num_levels=deepest.num_steps, max_draft_lag=deepest.max_draft_lag)
         self._has_seeds = True
@@ -131,15 +137,19 @@ class AdaptiveDepth:
     def levels(self) -> Sequence[SpecInfo]:
         return self._levels
 
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         self._probe_is_new = None
+        self._are_forced = Counter(num_forced[num_forced > 0].tolist())
+        self._are_forced[0] = num_wanted - self._are_forced.total()
         if not num_wanted:
             return self._levels[0].without_seed()
         if not self._times.is_known:
             return self._levels[0]
         num_rows = len(draft_lag)
         begin_s = self._begin_s(draft_lag)
-        steps = self._expected(num_rows, num_wanted, begin_s)
+        steps = usual_steps = self._expected(num_rows, {0: num_wanted}, self._usual_acceptance, begin_s)
+        if self._has_seeds and (len(self._are_forced) > 1 or any(self._forced_share)):
+            steps = self._expected(num_rows, self._are_forced, self._acceptance, begin_s)
         best = self._best_depth(steps)
         probed, is_new = self._probed_depth(best, num_rows, steps)
         probe_s = steps[probed].loss_s(steps[best])
@@ -152,9 +162,21 @@ class AdaptiveDepth:
             return self._levels[probed]
         if best > 0:
             return self._levels[best if self._has_seeds else 0]
+        if self._has_seeds and self._best_depth(usual_steps):
+            return self._levels[0]  # drafts that do not pay in this step may pay in the next one
         return self._levels[0].without_seed()
 
+    @property
+    def _usual_acceptance(self) -> list[float]:
+        """How often a draft of each level is accepted, whether a grammar forces it or not."""
+        return [share + (1 - share) * rate for share, rate in zip(self._forced_share, self._acceptance, strict=True)]
+
     def launched(self, spec_info: SpecInfo) -> None:
+        for level, share in enumerate(self._forced_share):
+            num_forced = sum(num for length, num in self._are_forced.items() if length > level)
+            if share or num_forced:
+                num_wanted = self._are_forced.total()
+                self._forced_share[level] += _weight(num_wanted) * (num_forced / max(1, num_wanted) - share)
         self._has_seeds = spec_info.leaves_seed
         self._is_plain = not spec_info.has_drafts
         self._num_since_probe += 1
@@ -164,12 +186,14 @@ class AdaptiveDepth:
             self._num_probes += 1
 
     def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
-        num_rows = Counter(stats.accept_lens)
+        num_forced = stats.num_forced or (0,) * len(stats.accept_lens)
+        num_rows = Counter(zip(stats.accept_lens, num_forced, strict=True))
         for level in range(spec_info.num_steps):
-            num_reached = sum(num for accept_len, num in num_rows.items() if accept_len > level)
-            if num_reached:
-                rate = 1 - num_rows[level + 1] / num_reached
-                weight = 1 - (1 - _ACCEPTANCE_WEIGHT) ** (num_reached * self._stale_steps[level])
+            own = {row: num for row, num in num_rows.items() if row[0] > level >= row[1]}
+            num_own = sum(own.values())
+            if num_own:
+                rate = 1 - sum(num for row, num in own.items() if row[0] == level + 1) / num_own
+                weight = _weight(num_own * self._stale_steps[level])
                 self._acceptance[level] += weight * (rate - self._acceptance[level])
                 self._stale_steps[level] = 0
         self._stale_steps = [min(steps + 1, _MAX_STALE_STEPS) for steps in self._stale_steps]
@@ -197,19 +221,22 @@ class AdaptiveDepth:
         can_afford = probe_s <= _PROBE_SHARE * num_steps * step_s
         return (num_steps >= _PROBE_INTERVAL and can_afford) or num_steps >= _LONGEST_PROBE_INTERVAL
 
-    def _expected(self, num_rows: int, num_wanted: int, begin_s: float) -> list[_Expected]:
+    def _expected(
+        self, num_rows: int, num_forced: Mapping[int, int], acceptance: Sequence[float], begin_s: float
+    ) -> list[_Expected]:
         """Returns the expected tokens and seconds of a step of all `num_rows` rows, for each depth from 0 on.
 
-        Only the `num_wanted` rows that want drafts commit more than one token. `begin_s`, the cost of a draft seed, is
-        spread over the steps that draft from then on.
+        Only rows that want drafts commit more than one token: `num_forced` maps a number of forced drafts to how many
+        of these rows have as many. The other drafts are accepted with `acceptance`. `begin_s`, the cost of a draft
+        seed, is spread over the steps that draft from then on.
         """
         plain_s, *drafting_s = self._times.steps_s(num_rows)
         steps = [_Expected.of(num_rows, plain_s)]
-        num_accepted, is_reached = 0.0, 1.0
-        for rate, step_s in zip(self._acceptance, drafting_s, strict=True):
-            is_reached *= rate
-            num_accepted += is_reached
-            steps.append(_Expected.of(num_rows + num_wanted * num_accepted, step_s + begin_s / _BEGIN_STEPS))
+        num_accepted, are_reached = 0.0, {num: float(rows) for num, rows in num_forced.items()}
+        for level, (rate, step_s) in enumerate(zip(acceptance, drafting_s, strict=True)):
+            are_reached = {num: rows if level < num else rows * rate for num, rows in are_reached.items()}
+            num_accepted += sum(are_reached.values())
+            steps.append(_Expected.of(num_rows + num_accepted, step_s + begin_s / _BEGIN_STEPS))
         return steps
 
     def _best_depth(self, steps: Sequence[_Expected]) -> int:
@@ -233,6 +260,11 @@ class AdaptiveDepth:
             return (deeper[turn // 4 % len(deeper)] if deeper and turn % 4 == 3 else 1), False
         others = [depth for depth in (best - 1, best + 1) if 0 < depth < len(steps)] or [0]
         return others[turn % len(others)], not self._times.has_all(best, num_rows)
+
+
+def _weight(num_drafts: int) -> float:
+    """Returns the weight of so many new drafts in an average rate."""
+    return 1 - (1 - _ACCEPTANCE_WEIGHT) ** num_drafts
 
 
 def depth_of(spec_info: SpecInfo | None, *, adapts: bool) -> Depth | None:

@@ -185,5 +185,6 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
             "reasoning_tokens": counts.num_reasoning,
             "draft_tokens": counts.num_drafted,
             "accepted_draft_tokens": counts.num_accepted,
+            "forced_draft_tokens": counts.num_forced,
         },
     }

@@ -517,6 +517,7 @@ def _usage(counts: TokenCounts) -> dict[str, Any]:
             "reasoning_tokens": counts.num_reasoning,
             "draft_tokens": counts.num_drafted,
             "accepted_draft_tokens": counts.num_accepted,
+            "forced_draft_tokens": counts.num_forced,
         },
         "total_tokens": counts.num_prompt + counts.num_completion,
     }

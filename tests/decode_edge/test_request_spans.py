@@ -19,7 +19,7 @@ from tests.decode_edge.fake_engine import until
 from tests.tracing.spans import EndedSpans
 
 CALLER = f"00-{'ab' * 16}-{'cd' * 8}-01"
-COUNTS = SpeculationCounts(2, 6, 3, drafted_at=(2, 2, 2), accepted_at=(2, 1, 0), draft_s=0.5)
+COUNTS = SpeculationCounts(2, 6, 3, 1, drafted_at=(2, 2, 2), accepted_at=(2, 1, 0), draft_s=0.5)
 
 
 @pytest.fixture
@@ -83,6 +83,7 @@ async def test_a_finished_requests_span_says_what_it_took(traced: Edge, spans: E
     assert (attributes["baton.kv_bytes"], attributes["baton.num_handoff_attempts"]) == (77, 2)
     assert attributes["baton.num_retractions"] == 1
     assert attributes["baton.speculation.num_accepted_tokens"] == 3
+    assert attributes["baton.speculation.num_forced_tokens"] == traced.count("baton_forced_tokens_total") == 1
     assert attributes["baton.speculation.accepted_at"] == (2, 1, 0)
     assert spans.named("Generate").status.status_code is StatusCode.UNSET
     (line,) = [line for line in traced.log if line["event"] == "request_finished"]

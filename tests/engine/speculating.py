@@ -33,7 +33,7 @@ class ScriptedDepth(FixedDepth):
         """Chooses these depths from now on."""
         self._left = list(spec_infos)
 
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._left[0]
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -64,7 +64,7 @@ class RandomDepth(FixedDepth):
         self._drafts, self._has_seeds = True, True
         self._next = self._draw()
 
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._next if self._has_seeds else self._next.at_depth(0)
 
     def launched(self, spec_info: SpecInfo) -> None:

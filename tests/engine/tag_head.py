@@ -24,7 +24,7 @@ from common.model.capture import HiddenCapture
 from common.sampling.operators import propose, propose_branches
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
-from tests.engine.tags import VOCAB_SIZE, choose, is_argmax, kv_of, logits_of, oracle, read_slots
+from tests.engine.tags import VOCAB_SIZE, choose, forced_after, is_argmax, kv_of, logits_of, oracle, read_slots
 
 DRAFT = LayerGroupSpec(name=DRAFT_GROUP, num_layers=1, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 
@@ -151,7 +151,8 @@ def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, depths: Itera
     """Returns the counts of verify steps and accepted tokens of a whole request whose steps draft chains of these
     `depths` in turn.
 
-    They count from prefill's first token to the last token of the request.
+    They count from prefill's first token to the last token of the request. A step drafts what
+    the request's grammar forces after the tokens so far, and then what the head guesses.
     """
     known = [*prompt, *oracle(prompt, sampling.max_tokens + _MAX_CHAIN, sampling)]
     proposing = _Proposing(sampling)
@@ -161,8 +162,9 @@ def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, depths: Itera
             break
         start = len(prompt) + num_output
         context = known[:start]
-        for _ in range(depth):
-            context.append(int(proposing.best(context, topk=1)[0]))
+        forced = forced_after(context[-1]) if sampling.grammar else range(0)
+        for level in range(depth):
+            context.append(forced[level] if level < len(forced) else int(proposing.best(context, topk=1)[0]))
         is_right = [drafted == token for drafted, token in zip(context[start:], known[start:], strict=False)]
         accepted = [*is_right, False].index(False)
         num_steps += 1

@@ -20,7 +20,7 @@ from torch import Tensor
 from common.attention.backend import ForwardInput
 from common.attention.torch_attention import TorchAttention
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import Mask, num_words
+from common.grammar.matcher import Mask, mask_of, num_words
 from common.kv.layer_group import LayerGroupSpec
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetOutput
@@ -75,9 +75,17 @@ TAG_GRAMMAR = Grammar(GrammarKind.REGEX, "tags")
 """The grammar of TagMatcher. It stands for any grammar."""
 
 
+_RUN = range(1, 6)
+
+
+def forced_after(last: int) -> range:
+    """The tokens that TAG_GRAMMAR forces after the token `last`: a run upwards, from 1 to 6 above a multiple of 16."""
+    return range(last + 1, last - last % 16 + _RUN.stop + 1) if last % 16 in _RUN else range(0)
+
+
 class TagMatcher:
-    """A Matcher that forbids a third of all tokens. Which ones depends on the token before, in the prompt or the
-    output.
+    """A Matcher that forces some runs of tokens, and elsewhere forbids a third of all tokens. Which ones depends on the
+    token before, in the prompt or the output.
     """
 
     failure = ""
@@ -89,22 +97,32 @@ class TagMatcher:
         return TagMatcher(self._last)
 
     def accept(self, token_id: int) -> bool:
-        if (self._last + token_id) % 3 == 0:
+        run = forced_after(self._last)
+        is_allowed = token_id == run[0] if run else (self._last + token_id) % 3 != 0
+        if not is_allowed:
             return False
         self._last = token_id
         return True
 
     def fill(self, mask: Mask) -> None:
-        mask[:] = _TAG_MASKS[self._last % 3]
+        mask[:] = _mask_after(self._last)
+
+    def forced(self) -> Sequence[int]:
+        return forced_after(self._last)
 
 
 def _mask_after(last: int) -> Mask:
+    run = forced_after(last)
+    return mask_of(run[:1], VOCAB_SIZE) if run else _TAG_MASKS[last % 3]
+
+
+def _two_thirds_after(last: int) -> Mask:
     bits = np.zeros(num_words(VOCAB_SIZE) * 32, np.bool_)
     bits[:VOCAB_SIZE] = (last + np.arange(VOCAB_SIZE)) % 3 != 0
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-_TAG_MASKS = [_mask_after(last) for last in range(3)]
+_TAG_MASKS = [_two_thirds_after(last) for last in range(3)]
 
 
 def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling) -> list[int]:

@@ -20,6 +20,7 @@ CPU: Seconds = lambda num_tokens: 0.018 + 0.002 * num_tokens  # noqa: E731
 HEAD_S = 0.001
 HEAD_SHARE = 0.04
 """Lower bound on the head's forward time, as a share of the target's forward time over the same number of tokens."""
+NONE = np.zeros(100, np.int64)
 NUM_STEPS = 1500
 WARM_UP = 100
 
@@ -56,16 +57,18 @@ class Serving:
         self.seconds = 0.0
         self.seconds_to_begin = 0.0
 
-    def step(self, num_rows: int, *, num_wanted: int | None = None) -> None:
+    def step(self, num_rows: int, *, num_wanted: int | None = None, num_forced: int = 0) -> None:
+        """Each row that wants drafts has its first `num_forced` drafts from its grammar."""
         num_wanted = num_rows if num_wanted is None else num_wanted
+        are_forced = np.where(np.arange(num_rows) < num_wanted, num_forced, 0)
         self.age += 1
         self.lags = np.pad(self.lags[:num_rows], (0, max(0, num_rows - len(self.lags))))
         self.lags[(self.age + np.arange(num_rows) * 37) % self.lifetime == 0] = 0
         for _ in range(3):  # a stalled tick asks for a depth and launches nothing
-            spec_info = self.depth.choose(draft_lag=self.lags, num_wanted=num_wanted)
+            spec_info = self.depth.choose(draft_lag=self.lags, num_wanted=num_wanted, num_forced=are_forced)
         self.depth.launched(spec_info)
         self.chosen.append(spec_info)
-        accept_lens = tuple(self._accepted(spec_info.num_steps) for _ in range(num_wanted))
+        accept_lens = tuple(self._accepted(spec_info.num_steps, num_forced) for _ in range(num_wanted))
         num_tokens = num_rows * spec_info.num_verify_tokens
         lags = self.lags
         num_read = spec_info.num_head_tokens(lags)
@@ -76,6 +79,7 @@ class Serving:
             draft_s=self.pace * self.head_s(num_rows) * max(0, spec_info.num_steps - 1),
             verify_s=self.pace * self.verify_s(num_tokens) * (1 if num_tokens in self.sizes_met else self.first_takes),
             extend_s=self.pace * self.read_s(num_read) if num_read else 0.0,
+            num_forced=(min(num_forced, spec_info.num_steps),) * num_wanted,
         )
         self.depth.observe(spec_info, draft_lag=lags, stats=stats)
         self.sizes_met.add(num_tokens)
@@ -108,9 +112,9 @@ class Serving:
     def head_s(self, num_tokens: int) -> float:
         return max(HEAD_S, HEAD_SHARE * self.verify_s(num_tokens))
 
-    def _accepted(self, num_levels: int) -> int:
+    def _accepted(self, num_levels: int, num_forced: int) -> int:
         accept_len = 1
-        while accept_len <= num_levels and self.numbers.random() < self.acceptance:
+        while accept_len <= num_levels and (accept_len <= num_forced or self.numbers.random() < self.acceptance):
             accept_len += 1
         return accept_len
 
@@ -206,7 +210,7 @@ def test_drafts_pay_for_all_that_comes_with_them_and_for_beginning_within_64_ste
         depth.launched(without.without_seed())
     num_seeds = 0
     for _ in range(100):
-        spec_info = depth.choose(draft_lag=np.zeros(8, np.int64), num_wanted=8)
+        spec_info = depth.choose(draft_lag=NONE[:8], num_wanted=8, num_forced=NONE[:8])
         depth.launched(spec_info)
         num_seeds += spec_info.leaves_seed
     assert num_seeds > 95 if begins else num_seeds < 10
@@ -323,7 +327,20 @@ def test_a_tree_becomes_shallower_with_the_nodes_that_are_left() -> None:
     assert serving.run(8)[0] > 0.95 * NUM_STEPS
 
 
+def test_forced_drafts_are_made_as_deep_as_they_go_and_say_nothing_of_the_head() -> None:
+    """Three drafts are forced in every other step. The head is not worth its time in the others."""
+    serving, turns = Serving(CPU, 0.05), 600
+    for turn in range(turns):
+        serving.step(1, num_forced=3 * (turn % 2))
+    chosen = [spec_info.num_steps for spec_info in serving.chosen[turns // 2 :]]
+    assert chosen[1::2].count(3) > 0.9 * len(chosen) / 2
+    assert chosen[::2].count(0) > 0.9 * len(chosen) / 2
+    for _ in range(turns):
+        serving.step(1)
+    assert not any(spec_info.leaves_seed for spec_info in serving.chosen[-16:]), "seeds are left for nothing"
+
+
 def test_a_fixed_depth_is_always_the_same() -> None:
     depth = FixedDepth(SpecInfo.chain(3))
-    assert depth.choose(draft_lag=np.zeros(100, np.int64), num_wanted=1) == SpecInfo.chain(3)
-    assert depth.choose(draft_lag=np.zeros(1, np.int64), num_wanted=0).num_steps == 0
+    assert depth.choose(draft_lag=NONE, num_wanted=1, num_forced=NONE) == SpecInfo.chain(3)
+    assert depth.choose(draft_lag=NONE, num_wanted=0, num_forced=NONE).num_steps == 0

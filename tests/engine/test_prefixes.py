@@ -633,7 +633,7 @@ def check_no_more_is_retracted_than_needed() -> None:
 # ---- P7: damaged KV ---------------------------------------------------------------------------------------------
 
 
-class _Damage:
+class Damage:
     """Lets the engine's next forward give logits that are not finite."""
 
     def __init__(self, scripted: ScriptedEngine) -> None:
@@ -663,7 +663,7 @@ def check_damaged_kv_is_forgotten() -> None:
         serve(scripted, "elsewhere", OTHER, 4)
         if is_warm:
             serve(scripted, "before", prompt, 3)
-        damage = _Damage(scripted)
+        damage = Damage(scripted)
         failing = scripted.submit("failing", prompt, 8, cache_salt=SALT)
         scripted.step()
         scripted.hand_over("failing", num_cached=num_of_prefill)
@@ -696,7 +696,7 @@ def test_one_that_holds_only_forgotten_kv_is_not_waited_for() -> None:
     """
     scripted = ScriptedEngine()
     serve(scripted, "before", WAITING, 3)
-    damage = _Damage(scripted)
+    damage = Damage(scripted)
     scripted.submit("failing", WAITING, 8, cache_salt=SALT)
     scripted.start("failing")
     holder = scripted.submit("holder", WAITING, 3, cache_salt=SALT)

@@ -19,7 +19,7 @@ from common.errors import EngineFault
 from decode_service.forward.future_map import RelayPayload
 from decode_service.schedule.results import StepInFlight
 from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
-from tests.engine.mutants import bootstrap, relay, rows, speculation
+from tests.engine.mutants import bootstrap, grammars, relay, rows, speculation
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import (
     CHAIN,
@@ -32,6 +32,7 @@ from tests.engine.speculating import (
     random_run,
 )
 from tests.engine.tags import VOCAB_SIZE
+from tests.engine.test_prefixes import Damage
 
 # ---- I12: the same tokens in every case ---------------------------------------------------------------------------
 
@@ -60,6 +61,28 @@ def check_speculated_tokens_are_the_oracles() -> None:
             num_retractions += scripted.engine.load().num_retractions
     assert num_accepted > 400 and num_rejected > 400 and num_exact > 30, "too few drafts to tell anything"
     assert num_retractions > 0, "nothing was retracted: the pool is too large for this test"
+
+
+# ---- I12: grammars look ahead --------------------------------------------------------------------------------------
+
+
+def check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row() -> None:
+    """A step of a request with a grammar gives unusable logits. The row is retried, from before that step's tokens."""
+    scripted = ScriptedEngine(spec_info=CHAIN)
+    damage = Damage(scripted)
+    failing = scripted.submit("failing", [5, 1], 9, cache_salt="salt", is_constrained=True)
+    scripted.step()
+    scripted.hand_over("failing", num_cached=1)
+    scripted.start()
+    while len(failing.token_ids) < 4:
+        scripted.step()
+    damage.is_due = True
+    while failing.error is None and "failing" not in scripted.handoffs:
+        scripted.step()
+        scripted.forward.run_all()
+    scripted.run()
+    assert failing.error is None, f"the retry failed: {failing.error}"
+    assert failing.token_ids == failing.expected, "tokens were decoded wrongly"
 
 
 # ---- I3, I4: the fence, and steps without one ---------------------------------------------------------------------
@@ -294,6 +317,7 @@ def check_a_speculative_forward_waits_for_the_schedule_side() -> None:
 
 CHECKS = [
     check_speculated_tokens_are_the_oracles,
+    check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row,
     check_the_next_step_is_launched_before_draft_extend,
     check_lengths_of_a_step_without_drafts_are_not_waited_for,
     check_a_row_at_its_limit_is_not_launched,
@@ -342,6 +366,11 @@ def test_holds(check: Check) -> None:
             check_a_row_at_its_limit_is_not_launched,
             speculation.rows_at_their_limit_are_launched,
             "at its limit was launched",
+        ),
+        (
+            check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row,
+            grammars.matchers_ahead_stay_ahead,
+            "the retry failed",
         ),
         (
             check_seeds_reach_the_next_forward_by_stream_order,

@@ -101,11 +101,13 @@ def test_the_model_has_all_names_of_the_setting_and_answers_have_the_first(
 
 
 def test_the_usage_counts_drafts_of_all_choices(edge: GatewayHere, scripted: ScriptedServer) -> None:
-    counts = inference_pb2.SpeculationCounts(num_verify_steps=3, num_drafted_tokens=12, num_accepted_tokens=5)
+    counts = inference_pb2.SpeculationCounts(
+        num_verify_steps=3, num_drafted_tokens=12, num_accepted_tokens=5, num_forced_tokens=2
+    )
     scripted.inference.script = [started(), delta([1, 2], "ab"), finished(speculation=counts)]
     answer = edge.ask("POST", COMPLETIONS, {"model": "demo", "prompt": "hi", "n": 2})
     details = answer.json["usage"]["completion_tokens_details"]
-    assert details == {"reasoning_tokens": 0, "draft_tokens": 24, "accepted_draft_tokens": 10}
+    assert details == {"reasoning_tokens": 0, "draft_tokens": 24, "accepted_draft_tokens": 10, "forced_draft_tokens": 4}
 
 
 def test_metrics_count_requests_tokens_and_times(edge: GatewayHere, scripted: ScriptedServer) -> None:

@@ -230,7 +230,7 @@ def test_the_usage_counts_the_tokens_of_reasoning(edge: GatewayHere, reasons: Sc
     usage = edge.ask("POST", "/v1/chat/completions", {**CHAT, "n": 2}).json["usage"]
     assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (
         8,
-        {"reasoning_tokens": 6, "draft_tokens": 0, "accepted_draft_tokens": 0},
+        {"reasoning_tokens": 6, "draft_tokens": 0, "accepted_draft_tokens": 0, "forced_draft_tokens": 0},
     )
 
 

@@ -74,7 +74,12 @@ def test_an_answers_usage_has_what_was_cached_for_every_choice(
         "completion_tokens": 2,
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 2},
-        "completion_tokens_details": {"reasoning_tokens": 0, "draft_tokens": 0, "accepted_draft_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "draft_tokens": 0,
+            "accepted_draft_tokens": 0,
+            "forced_draft_tokens": 0,
+        },
     }
 
 

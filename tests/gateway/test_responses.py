@@ -111,7 +111,12 @@ def test_an_output_is_a_list_of_items(edge: GatewayHere) -> None:
         "input_tokens": 3,
         "input_tokens_details": {"cached_tokens": 2},
         "output_tokens": 7,
-        "output_tokens_details": {"reasoning_tokens": 3, "draft_tokens": 0, "accepted_draft_tokens": 0},
+        "output_tokens_details": {
+            "reasoning_tokens": 3,
+            "draft_tokens": 0,
+            "accepted_draft_tokens": 0,
+            "forced_draft_tokens": 0,
+        },
         "total_tokens": 10,
     }
     assert (response.metadata, response.instructions, response.tool_choice) == ({"a": "b"}, "Be brief.", "auto")

@@ -55,6 +55,10 @@ class Walker:
             allowed = self.allowed(matcher)
             if matcher.failure or not len(allowed):
                 return Walk(output, is_complete=False, failure=matcher.failure or "nothing may come next")
+            forced = matcher.forced()
+            assert not forced or allowed.tolist() == [forced[0]], (
+                f"after {output!r} the mask allows more than is forced"
+            )
             ends = [token_id for token_id in self._eos_token_ids if token_id in allowed]
             if ends and (len(allowed) == len(ends) or draw.random() < 0.5):
                 return Walk(output, is_complete=True)

@@ -235,6 +235,9 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
     (prefixes.held_tokens_are_asked_for, _replica_lost, "the handoff broke the protocol"),
     (grammars.masks_of_the_last_step, _constrained, "the grammar forbids|decoded wrongly"),
     (grammars.masks_of_another_row, _constrained_chain, "the grammar forbids|decoded wrongly"),
+    (grammars.forced_tokens_one_too_far, _constrained_chain, "drafts were not those"),
+    (grammars.nobody_looks_ahead, _constrained_chain, "drafts were not those"),
+    (grammars.tokens_accepted_ahead_are_accepted_again, _constrained_chain, "the grammar forbids"),
     (grammars.first_token_not_accepted, _constrained_chunk, "the grammar forbids|decoded wrongly"),
     (
         grammars.rows_not_held_until_their_draw,

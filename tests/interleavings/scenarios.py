@@ -456,10 +456,10 @@ def one_constrained(engine: ExploredEngine) -> None:
 
 
 def constrained_beside_a_free_one(engine: ExploredEngine) -> None:
-    """A grammar constrains one of two requests. Its draws wait for their masks, and so do the other request's draws in
-    the same step.
+    """A grammar constrains one of two requests, and forces more tokens than a step drafts. Its draws wait for their
+    masks, and so do the other request's draws in the same step.
     """
-    engine.submit("a", [1, 2], 4, is_constrained=True)
+    engine.submit("a", [2, 1], 7, is_constrained=True)
     engine.submit("b", [5, 6, 7], 3)
 
 

@@ -22,6 +22,7 @@ from decode_service.messages import FinishReason
 from decode_service.schedule import grammar_masks, scheduler
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import BegunStep, ResultTaker
+from tests.engine.mutants.grammars import forced_tokens_one_too_far, nobody_looks_ahead
 from tests.support.drafted import SHAPES, Counts, Drafted
 from tests.support.engines import cpu_device
 from tests.support.languages import END, LANGUAGES, NEW_TOKENS, PROMPTS, TOKENIZER, Language, sampling_of, submit_all
@@ -145,7 +146,7 @@ def test_a_retracted_request_goes_on_in_its_grammar(temperature: float, make_pai
     def outcomes(decode_tokens: int) -> InProcessPair:
         pair = make_pair(leaning.target, PairOptions(decode_tokens=decode_tokens), draft=leaning.head)
         for number, prompt in enumerate(PROMPTS):
-            sampling = sampling_of(2, temperature=temperature, min_tokens=NEW_TOKENS)
+            sampling = sampling_of(2 + number % 2, temperature=temperature, min_tokens=NEW_TOKENS)
             pair.submit(str(number), prompt, replace(sampling, seed=number))
         pair.run()
         return pair
@@ -172,6 +173,108 @@ def test_a_resumed_request_goes_on_in_its_grammar(
     assert len(pair.outcomes) > 4
     for name, outcome in pair.outcomes.items():
         assert [*expected[name][:num_brought], *outcome.token_ids] == expected[name]
+
+
+FORCED_TEXT = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456A"
+
+
+@pytest.mark.parametrize(
+    ("head", "shape", "num_a_step", "num_brought", "options"),
+    [
+        ("leaning", "chain-4", 5, 0, {}),
+        ("leaning", "chain-4", 5, 0, {"overlap": False}),
+        ("leaning", "chain-4", 5, 0, {"local_prefill_tokens": 40}),
+        ("leaning", "chain-4", 5, 10, {}),
+        ("leaning", "tree-4x3-15", 4, 0, {}),
+        ("copying_layers", "chain-5", 6, 0, {}),
+    ],
+)
+def test_what_a_grammar_forces_takes_no_steps_of_its_own(
+    head: str,
+    shape: str,
+    num_a_step: int,
+    num_brought: int,
+    options: dict[str, Any],
+    make_pair: MakePair,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Whatever the head guesses, each step commits as many tokens as it can, beside rows of other requests too."""
+    drafted: Drafted = request.getfixturevalue(head)
+    pair = make_pair(drafted.target, PairOptions(**SHAPES[shape], **options), draft=drafted.head)
+    grammar = Grammar(GrammarKind.REGEX, FORCED_TEXT)
+    sampling = replace(sampling_of(0, temperature=0.9), grammar=grammar, max_tokens=80)
+    token_ids = [*TOKENIZER.convert_tokens_to_ids(list(FORCED_TEXT)), END_ID]
+    brought, expected = token_ids[:num_brought], token_ids[num_brought:]
+    prompt = PROMPTS[0]
+    outcome = pair.submit("forced", [*prompt, *brought], sampling, prompt_len=len(prompt))
+    undrafted = pair.submit("undrafted", [*prompt, *brought], sampling, prompt_len=len(prompt), wants_drafts=False)
+    for number, other in enumerate(PROMPTS[1:4], start=1):
+        pair.submit(str(number), other, sampling_of(number, temperature=0.0, is_free=number < 3))
+    pair.run()
+    assert outcome.token_ids == undrafted.token_ids == expected
+    assert outcome.finished is not None and undrafted.finished is not None
+    counts = outcome.finished.speculation
+    num_steps, num_left = divmod(len(expected) - 1, num_a_step)  # the first token comes with the handoff
+    assert counts is not None and num_left == 0
+    assert counts.num_verify_steps == num_steps
+    assert counts.num_forced_tokens == counts.num_accepted_tokens == num_steps * (num_a_step - 1)
+    assert undrafted.finished.speculation is None
+
+
+@pytest.mark.parametrize(
+    ("head", "shape", "num_steps"),
+    [("leaning", "chain-4", 4), ("leaning", "tree-4x3-15", 5), ("leaning_layers", "chain-4", 4)],
+)
+def test_the_head_goes_on_after_forced_tokens_as_after_a_prompt(
+    head: str, shape: str, num_steps: int, make_pair: MakePair, request: pytest.FixtureRequest
+) -> None:
+    """The first token that is not forced ends the steps of the others."""
+    drafted: Drafted = request.getfixturevalue(head)
+    forced = FORCED_TEXT[:20]
+    forced_ids = TOKENIZER.convert_tokens_to_ids(list(forced))
+    cases = {"forced": (forced, [], 20), "prompt": ("", forced_ids, 0)}
+    outcomes = {}
+    for name, (text, prompt, num_forced) in cases.items():
+        pair = make_pair(drafted.target, PairOptions(**SHAPES[shape]), draft=drafted.head)
+        sampling = sampling_of(0, temperature=0.0, min_tokens=num_forced + 60)
+        grammar = Grammar(GrammarKind.REGEX, f"{text}[A-Za-z0-6 ]*")
+        sampling = replace(sampling, grammar=grammar, max_tokens=num_forced + 60)
+        outcomes[name] = pair.submit(name, [*PROMPTS[2], *prompt], sampling)
+        pair.run()
+    assert outcomes["forced"].token_ids == [*forced_ids, *outcomes["prompt"].token_ids]
+    counts = {name: Counts.of([outcome]) for name, outcome in outcomes.items()}
+    assert counts["prompt"].num_accepted > 4 and counts["prompt"].num_rejected > 10
+    assert counts["forced"].num_steps == num_steps + counts["prompt"].num_steps
+    assert counts["forced"].num_accepted == 20 - num_steps + counts["prompt"].num_accepted
+
+
+def steps_of_keys(make_pair: MakePair, drafted: Drafted, shape: str, **options: Any) -> tuple[int, list[int]]:
+    """Returns how many steps and which tokens a request takes whose grammar has a choice before each key."""
+    pair = make_pair(drafted.target, PairOptions(**SHAPES[shape], **options), draft=drafted.head)
+    outcome = pair.submit("keys", PROMPTS[3], sampling_of(3, temperature=0.9, min_tokens=NEW_TOKENS))
+    pair.run()
+    assert outcome.finished is not None and outcome.finished.speculation is not None
+    return outcome.finished.speculation.num_verify_steps, outcome.token_ids
+
+
+@pytest.mark.parametrize(
+    ("mutant", "overlap"),
+    [(forced_tokens_one_too_far, True), (forced_tokens_one_too_far, False), (nobody_looks_ahead, True)],
+)
+def test_a_key_takes_fewer_steps_than_tokens_unless_what_is_forced_is_guessed_wrongly(
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    overlap: bool,
+    make_pair: MakePair,
+    leaning: Drafted,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two steps are enough for a choice and the seven tokens of a key before it. Wrong guesses change no token."""
+    num_steps, token_ids = steps_of_keys(make_pair, leaning, "chain-4", overlap=overlap)
+    assert num_steps <= 2 * len(token_ids) / 8
+    mutant(monkeypatch)
+    num_mutants, found = steps_of_keys(make_pair, leaning, "chain-4", overlap=overlap)
+    assert found == token_ids
+    assert num_mutants > num_steps
 
 
 def test_an_output_is_no_shorter_than_asked_for_unless_the_grammar_ends(make_pair: MakePair, leaning: Drafted) -> None:
@@ -234,7 +337,7 @@ def first_token_taken_twice(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: ResultTaker, prebuilt: Any, results: Any) -> None:
         take(self, prebuilt, results)
-        self._follow_grammars(prebuilt.sampling.constrained, np.arange(prebuilt.batch_size), prebuilt.reqs, results)
+        self._follow_grammars(prebuilt.sampling.constrained, np.arange(prebuilt.batch_size), prebuilt.reqs, results, {})
 
     patch.setattr(ResultTaker, "take_first_tokens", mutant)
 

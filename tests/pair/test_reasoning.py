@@ -301,6 +301,9 @@ class LateMatcher:
         else:
             mask[:] = ALL_ALLOWED
 
+    def forced(self) -> Sequence[int]:
+        return self._grammar.forced() if self._has_begun else ()
+
 
 class TwiceMatcher:
     """A wrong matcher: it accepts the first token, which comes with the handoff, twice."""
@@ -324,6 +327,9 @@ class TwiceMatcher:
     def fill(self, mask: Mask) -> None:
         self._matcher.fill(mask)
 
+    def forced(self) -> Sequence[int]:
+        return self._matcher.forced()
+
 
 class ForgetfulMatcher:
     """A wrong matcher: its copies, which follow drafts, do not notice the end of the reasoning."""
@@ -346,6 +352,9 @@ class ForgetfulMatcher:
 
     def fill(self, mask: Mask) -> None:
         self._matcher.fill(mask)
+
+    def forced(self) -> Sequence[int]:
+        return self._matcher.forced()
 
 
 def grammar_unknown_to_drafts(sampling: ResolvedSampling, output_ids: Sequence[int]) -> Matcher:

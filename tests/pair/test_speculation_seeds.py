@@ -83,7 +83,7 @@ class LeftBehind(FixedDepth):
         self._steps = cycle([*[nothing] * num_behind, spec_info.at_depth(0), spec_info])
         self._next = next(self._steps)
 
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int) -> SpecInfo:
+    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._next
 
     def launched(self, spec_info: SpecInfo) -> None:

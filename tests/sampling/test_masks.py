@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import ALL_ALLOWED, Matcher, MinLength, fill_nodes, num_words
+from common.grammar.matcher import ALL_ALLOWED, Matcher, MinLength, fill_nodes, mask_of, num_words
 from common.sampling.operators import sample
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
@@ -157,6 +157,19 @@ def test_the_end_is_forbidden_before_the_least_length_unless_nothing_else_is_all
     assert may_end("a*", 0) == [True, True, True]
     assert may_end("a*", 2) == [False, False, True]
     assert may_end("a", 3)[:2] == [False, True]
+
+
+def test_what_is_forced_is_what_the_masks_leave() -> None:
+    text = "xthe answer is{0,3}y"
+    token_ids = make_tokenizer().encode("xthe answer i", add_special_tokens=False)
+    matcher, mask = matcher_of(text), np.empty(num_words(VOCAB_SIZE), np.int32)
+    forced = list(matcher.forced())
+    assert forced == token_ids[: len(forced)] and len(forced) > 5
+    for token_id in forced:
+        matcher.fill(mask)
+        assert np.array_equal(mask, mask_of([token_id], VOCAB_SIZE))
+        assert matcher.accept(token_id)
+    assert not list(matcher_of("[xy]z").forced())
 
 
 def test_a_mask_past_a_limit_of_the_library_allows_nothing() -> None:

@@ -178,7 +178,14 @@ def test_a_limit_leads_to_the_end_marker_from_where_the_text_is(
     grammars = Grammars(lambda: tokenizer, vocab_size=size, eos_token_ids=[])
     reasoning = Reasoning("", end, is_open=True, max_tokens=len(brought))
     matcher = grammars.matcher(None, ids_of_pieces(tokenizer, brought), reasoning)
-    assert forced(matcher, size) == ids_of_pieces(tokenizer, expected)
+    assert list(matcher.forced()) == forced(matcher, size) == ids_of_pieces(tokenizer, expected)
+
+
+def test_what_is_forced_goes_on_from_the_end_marker_into_the_answer() -> None:
+    reasoning = Reasoning("", "ab", is_open=True, max_tokens=0)
+    matcher = GRAMMARS.matcher(Grammar(GrammarKind.REGEX, "xyz(x|y)"), (), reasoning)
+    assert list(matcher.forced()) == forced(matcher, VOCAB) == ids_of_pieces(BYTES, ["a", "b", "x", "y", "z"])
+    assert not matcher.forced()
 
 
 def test_output_with_too_much_reasoning_is_refused() -> None:

@@ -44,10 +44,16 @@ def _runs(text: str) -> str:
     return {"b": "c", "d": END}.get(text[-1:], "abd")
 
 
+def _keys(text: str) -> str:
+    place = len(text) % 8
+    return "KEYNAME"[place - 1] if place else "abc" + (END if text else "")
+
+
 LANGUAGES = (
     Language("[abc]{9}z", lambda text: "abc" if len(text) < 9 else "z" if len(text) == 9 else END),
     Language("(a|bc)*d", _runs),
     Language("([A-F][a-f])+", lambda text: "abcdef" if len(text) % 2 else "ABCDEF" + (END if text else "")),
+    Language("([abc]KEYNAME)+", _keys),
 )
 
 
@@ -101,6 +107,12 @@ class LanguageMatcher:
         if is_allowed:
             self._output_ids.append(token_id)
         return is_allowed
+
+    def forced(self) -> Sequence[int]:
+        ahead = self._output_ids.copy()
+        while len(allowed := self._language.allowed_after(ahead)) == 1 and allowed != [END_ID]:
+            ahead += allowed
+        return ahead[len(self._output_ids) :]
 
     def fill(self, mask: Mask) -> None:
         mask[:] = 0

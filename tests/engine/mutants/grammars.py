@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from common.grammar.matcher import Mask
 from common.kv.pool import KvPool
 from decode_service.schedule import scheduler
 from decode_service.schedule.request import Request
-from decode_service.schedule.results import ResultTaker
+from decode_service.schedule.results import ResultTaker, StepInFlight
 
 
 def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
@@ -43,6 +45,43 @@ def masks_of_another_row(patch: pytest.MonkeyPatch) -> None:
         return np.roll(masks, 1, axis=0), failed
 
     patch.setattr(scheduler, "masks_of", mutant)
+
+
+def forced_tokens_one_too_far(patch: pytest.MonkeyPatch) -> None:
+    """Draft forced tokens from the second one on."""
+    forced_tokens = scheduler.forced_tokens
+
+    def mutant(*args: Any, **options: Any) -> dict[Request, Sequence[int]]:
+        return {req: run[1:] for req, run in forced_tokens(*args, **options).items() if run[1:]}
+
+    patch.setattr(scheduler, "forced_tokens", mutant)
+
+
+def nobody_looks_ahead(patch: pytest.MonkeyPatch) -> None:
+    """Leave the matchers before a step's tokens until it has ended, so that nothing is known to be forced after it."""
+    patch.setattr(ResultTaker, "look_ahead", lambda self, step: None)
+
+
+def matchers_ahead_stay_ahead(patch: pytest.MonkeyPatch) -> None:
+    """Let the matchers themselves look ahead, not copies."""
+    look_ahead = ResultTaker.look_ahead
+
+    def mutant(self: ResultTaker, step: StepInFlight) -> None:
+        look_ahead(self, step)
+        for entry, each in step.ahead.items():
+            step.reqs[entry].matcher = each.matcher
+
+    patch.setattr(ResultTaker, "look_ahead", mutant)
+
+
+def tokens_accepted_ahead_are_accepted_again(patch: pytest.MonkeyPatch) -> None:
+    look_ahead = ResultTaker.look_ahead
+
+    def mutant(self: ResultTaker, step: StepInFlight) -> None:
+        look_ahead(self, step)
+        step.ahead.update({entry: replace(each, num_tokens=0) for entry, each in step.ahead.items()})
+
+    patch.setattr(ResultTaker, "look_ahead", mutant)
 
 
 def first_token_not_accepted(patch: pytest.MonkeyPatch) -> None:

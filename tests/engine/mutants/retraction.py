@@ -96,7 +96,7 @@ def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
     def mutant(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
         if depth is None or batch.is_empty:
             return None
-        return depth.choose(draft_lag=batch.draft_lag, num_wanted=batch.batch_size)
+        return depth.choose(draft_lag=batch.draft_lag, num_wanted=batch.batch_size, num_forced=batch.num_forced)
 
     patch.setattr(scheduler, "depth_within", mutant)
 
