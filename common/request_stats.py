@@ -13,9 +13,10 @@ from dataclasses import dataclass
 class Timings:
     """A request's seconds per phase, summed over all attempts and retractions, and its other costs.
 
-    Seconds are measured by the decode engine's clock. `num_cached_tokens` counts the prompt's tokens that the first
-    attempt did not compute, because other requests had left their KV in a cache. KV that a lost attempt of the request
-    itself has left does not count. For a request that brings output along the number is 0.
+    Seconds are measured by the decode engine's clock. They are 0 for phases that the request was not in: the KV of a
+    prompt that the decode service computed itself was not transferred. `num_cached_tokens` counts the prompt's tokens
+    that the first attempt did not compute, because other requests had left their KV in a cache. KV that a lost attempt
+    of the request itself has left does not count. For a request that brings output along the number is 0.
     """
 
     queue_s: float = 0.0

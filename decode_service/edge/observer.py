@@ -69,7 +69,8 @@ class RequestObserver:
     def _observe(self, ending: Ending) -> None:
         timings = ending.timings
         for phase, histogram in self._metrics.phases.items():
-            histogram.observe(getattr(timings, f"{phase}_s"))
+            if (seconds := getattr(timings, f"{phase}_s")) > 0.0:
+                histogram.observe(seconds)
         self._metrics.prompt_tokens.inc(ending.num_prompt_tokens)
         self._metrics.handoff_bytes.inc(timings.kv_bytes)
         if (speculation := ending.speculation) is not None:

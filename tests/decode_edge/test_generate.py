@@ -537,3 +537,6 @@ async def test_one_line_and_one_count_for_each_request(edge: Edge) -> None:
     assert edge.count("baton_requests_total", outcome="eos") == 1
     assert edge.count("baton_handoff_bytes_total") == 1000
     assert edge.count("baton_prefill_seconds_sum") == 0.5
+    assert (edge.count("baton_prefill_seconds_count"), edge.count("baton_transfer_seconds_count")) == (1, 0), (
+        "phases that the request was not in count neither"
+    )

@@ -106,3 +106,16 @@ def test_a_row_that_is_lost_in_transfer_queues_again(make_pair: MakePair, tiny_t
 
     assert names(outcome.phases) == [Phase.PREFILL, Phase.TRANSFER, Phase.QUEUE, *PREFILLED, *DECODED]
     assert [began.replica for began in outcome.phases if began.replica] == ["replica-0", "replica-1"]
+
+
+def test_a_prompt_that_is_computed_here_is_not_transferred(make_pair: MakePair, tiny_target: Tiny) -> None:
+    pair = make_pair(tiny_target("llama"), PairOptions(local_prefill_tokens=64))
+    outcome = pair.submit("r", range(10, 40), sampling(6), is_traced=True)
+    pair.run()
+
+    assert names(outcome.phases) == [Phase.LOCAL_PREFILL, Phase.BOOTSTRAP, *DECODED]
+    assert outcome.finished is not None
+    timings = outcome.finished.timings
+    by_phase = {began.phase: began.at_s for began in outcome.phases}
+    assert by_phase[Phase.BOOTSTRAP] - by_phase[Phase.LOCAL_PREFILL] == pytest.approx(timings.prefill_s)
+    assert (timings.transfer_s, timings.num_handoff_attempts) == (0.0, 0)
