@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
-from unittest.mock import MagicMock
 
 import grpc.aio
 import pytest
@@ -36,10 +34,7 @@ from common.service import process, runtime
 from common.service.process import Process, Serve, run_service
 from common.service.program import EXIT_STARTUP
 from common.service.work_beside import Check, Work
-from decode_service import main as decode_main
 from decode_service.main import new_engine
-from decode_service.speculate.depth import AdaptiveDepth, Depth, FixedDepth
-from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import main as prefill_main
 from tests.support.services_here import free_address, serving_here
 
@@ -197,60 +192,6 @@ def test_the_setting_that_chooses_attention_chooses_what_draws_tokens(
     assert told == ["kernels" if attention == "kernels" else "operators"]
 
 
-class Made(Exception):
-    """Raised in place of building a component. It carries the argument that the component would get."""
-
-
-def _without(path: FastPath) -> dict[str, Any]:
-    return {"disabled_fast_paths": (path,)}
-
-
-OPTIONS: list[tuple[ModuleType, type[ServiceSettings], str, dict[str, Any], str, Any, Any]] = [
-    (decode_main, DecodeSettings, "DecodeEngine", _without(FastPath.OVERLAP), "overlap", True, False),
-    (decode_main, DecodeSettings, "DecodeEngine", _without(FastPath.CUDA_GRAPHS), "replays_forwards", True, False),
-    (
-        decode_main,
-        DecodeSettings,
-        "GrpcTransport",
-        _without(FastPath.PARALLEL_CONNECTIONS),
-        "num_channels_per_replica",
-        2,
-        1,
-    ),
-    (prefill_main, PrefillSettings, "PrefillEngine", _without(FastPath.OVERLAP), "overlap", True, False),
-    (prefill_main, PrefillSettings, "PrefillEngine", _without(FastPath.EARLY_SENDING), "early_sending", True, False),
-]
-
-
-@pytest.mark.parametrize(("main", "kind", "name", "options", "argument", "on", "off"), OPTIONS)
-def test_each_name_reaches_what_it_switches_off(
-    main: Any,
-    kind: Any,
-    name: str,
-    options: dict[str, Any],
-    argument: str,
-    on: Any,
-    off: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Only checks the argument that the component gets. Other tests check that the component obeys it."""
-
-    def make(**arguments: Any) -> None:
-        raise Made(arguments[argument])
-
-    monkeypatch.setattr(main, name, make)
-    process = Process(instance_id="a", runtime=MagicMock(draft=None), registry=CollectorRegistry())
-    for settings, expected in ((kind(), on), (kind(**options), off)):
-        with pytest.raises(Made) as made:
-            if name == "GrpcTransport":
-                main._transport(settings, process, lambda command: None)
-            elif main is decode_main:
-                main.new_engine(settings, process, SIZE, on_step=lambda stats: None)
-            else:
-                main.new_engine(settings, process, SIZE, None, on_step=lambda stats: None)
-        assert made.value.args == (expected,)
-
-
 @pytest.mark.parametrize(("disabled", "expected"), [((), 256), ((FastPath.PREFIX_CACHE,), 0)], ids=["on", "off"])
 async def test_a_prefill_service_says_how_much_it_may_cache(
     disabled: tuple[FastPath, ...], expected: int, begun: list[int], tiny_model_dir: Callable[[str], Path]
@@ -271,23 +212,6 @@ async def test_a_prefill_service_says_how_much_it_may_cache(
         await service.turns(HealthStatus.SERVING)
         load = await prefill_pb2_grpc.PrefillStub(channel).GetLoad(prefill_pb2.GetPrefillLoadRequest())
     assert load.max_cached_tokens == expected
-
-
-@pytest.mark.parametrize("main", [decode_main, prefill_main])
-def test_an_engine_draws_with_what_was_chosen(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(*, draw_kernels: object, **_: Any) -> None:
-        raise Made(draw_kernels)
-
-    monkeypatch.setattr(main, "DecodeEngine" if main is decode_main else "PrefillEngine", make)
-    chosen = TritonDraws()
-    runtime = MagicMock(draft=None, draw_kernels=chosen)
-    process = Process(instance_id="a", runtime=runtime, registry=CollectorRegistry())
-    with pytest.raises(Made) as made:
-        if main is decode_main:
-            main.new_engine(DecodeSettings(), process, SIZE, on_step=lambda stats: None)
-        else:
-            main.new_engine(PrefillSettings(), process, SIZE, None, on_step=lambda stats: None)
-    assert made.value.args == (chosen,)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -333,18 +257,3 @@ def test_large_kv_lands_past_the_caches(
     engine.close()
     process.runtime.device.close(5.0)
     assert engine._landing._copy is (copy_kv if nontemporal else Tensor.copy_)
-
-
-@pytest.mark.parametrize(("adapts", "kind"), [(True, AdaptiveDepth), (False, FixedDepth)])
-def test_the_depth_of_drafts_adapts_unless_it_is_told_not_to(
-    adapts: bool, kind: type[Depth], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make(**arguments: Any) -> None:
-        raise Made(arguments["depth"])
-
-    monkeypatch.setattr(decode_main, "DecodeEngine", make)
-    monkeypatch.setattr(decode_main, "speculation_of", lambda settings, draft: SpecInfo(2, 2, 1))
-    process = Process(instance_id="a", runtime=MagicMock(), registry=CollectorRegistry())
-    with pytest.raises(Made) as made:
-        decode_main.new_engine(DecodeSettings(adaptive_depth=adapts), process, SIZE, on_step=lambda stats: None)
-    assert isinstance(made.value.args[0], kind)
