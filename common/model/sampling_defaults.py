@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from transformers import GenerationConfig
+
 from common.errors import UnsupportedModel
 from common.model.model_files import GENERATION_CONFIG, read_object
 from common.sampling.params import NUMBER_OPTIONS
 
-_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OPTIONS = {name: option for name, option in NUMBER_OPTIONS.items() if hasattr(GenerationConfig(), name)}
+"""The options that transformers has by the same name, which generation_config.json may therefore set."""
 
 
 def read_sampling_defaults(directory: Path) -> Mapping[str, float]:
@@ -21,10 +24,9 @@ def read_sampling_defaults(directory: Path) -> Mapping[str, float]:
     path = directory / GENERATION_CONFIG
     content = read_object(path) if path.exists() else {}
     defaults: dict[str, float] = {}
-    for name in _NAMES:
+    for name, option in _OPTIONS.items():
         if (value := content.get(name)) is None:
             continue
-        option = NUMBER_OPTIONS[name]
         is_number = isinstance(value, int if option.kind is int else int | float) and not isinstance(value, bool)
         if not is_number or (fault := option.fault(value)) is not None:
             why = f"{fault}" if is_number else f"{json.dumps(value)[:64]} is no number of its kind"

@@ -73,5 +73,11 @@ def test_a_value_that_no_request_could_have_is_refused_by_name(content: dict[str
         read_sampling_defaults(write(tmp_path, content))
 
 
+def test_what_transformers_has_under_no_such_name_is_ignored(tmp_path: Path) -> None:
+    known = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5}
+    content = {**known, "max_new_tokens": 7, "frequency_penalty": 1.0, "num_beams": 4}
+    assert read_sampling_defaults(write(tmp_path, content)) == known
+
+
 def test_a_model_without_one_has_no_defaults(tmp_path: Path) -> None:
     assert read_sampling_defaults(tmp_path) == {}
