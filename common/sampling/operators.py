@@ -296,7 +296,8 @@ def _draw(
 
 
 def _truncate(scaled: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
-    """Applies top_k, top_p and min_p, in this order, to logits [W, vocab] that were divided by the temperature.
+    """Drops the tokens that options such as top_k exclude, from logits [W, vocab] that were divided by the
+    temperature.
 
     Returns the logits with -inf for dropped tokens. `rows` [W] are the rows in the pool.
     Of equal logits the one with the lower id is kept.

@@ -1,9 +1,9 @@
-"""Draws tokens on a GPU in one launch, by the rules of operators.py, with one program for each row.
+"""Draws tokens on a GPU in one launch, by the rules of operators.py and in their order, with one program for each row.
 
-    penalties, bias, minimum length    in place, and only if the row's own parameters need them
+    what changes single logits         in place, and only if the row's own parameters need it
     the largest                        one pass: this completes a greedy row, and finds rows without a finite number
     top_k, top_p                       find the logit at which to cut, by bisection over the bits of a number
-    noise, and the largest again       one pass
+    noise, and the largest again       one pass, which leaves out what was cut
 
 Nothing is sorted. In descending order of logit, then ascending order of id, top_k and top_p each keep a first part of
 the tokens. The logit of the last kept token, and how many tokens with this same logit are kept, determine that part.
