@@ -29,7 +29,7 @@ class _ProtocolVersionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Proto
     PROTOCOL_VERSION_CURRENT: _ProtocolVersion.ValueType  # 13
 
 class ProtocolVersion(_ProtocolVersion, metaclass=_ProtocolVersionEnumTypeWrapper):
-    """The version of the handoff's contract. Every change of its fields, here or in prefill.proto, raises it."""
+    """The version of the handoff's contract. A release that changes its fields, here or in prefill.proto, raises it once."""
 
 PROTOCOL_VERSION_UNSPECIFIED: ProtocolVersion.ValueType  # 0
 PROTOCOL_VERSION_CURRENT: ProtocolVersion.ValueType  # 13

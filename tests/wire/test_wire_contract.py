@@ -155,8 +155,8 @@ def described(field: FieldDescriptor) -> tuple[object, ...]:
 def test_a_change_of_the_fields_raises_the_protocol_version() -> None:
     written = (CONTRACT["protocol_version"], CONTRACT["digest_of_fields"])
     assert (PROTOCOL_VERSION, digest_of_fields()) == written, (
-        "the handoff's fields changed: raise PROTOCOL_VERSION_CURRENT (types.proto), then run "
-        "python -m tests.wire.write_contract"
+        "the handoff's fields changed: raise PROTOCOL_VERSION_CURRENT (types.proto), unless it was raised since the "
+        "last release, then run python -m tests.wire.write_contract"
     )
 
 
