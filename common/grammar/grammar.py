@@ -1,4 +1,4 @@
-"""The grammar of a request's output, as text: a JSON schema, a regular expression, a grammar, or a list of texts."""
+"""What a request says of its output: a grammar, as text, and rules about its tokens."""
 
 from __future__ import annotations
 
@@ -60,3 +60,24 @@ class Grammar:
     def failed(self, why: str) -> InvalidRequest:
         """Returns the error of a request whose output cannot go on, for example at a limit of the grammar library."""
         return InvalidRequest(self.request_field, f"does not let this output go on: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """A request's rules about the tokens of its output.
+
+    Every token must be one of `allowed_ids` (ascending); if there are none, all tokens are allowed. The output must not
+    contain any of the `forbidden` sequences, each of at least one token.
+    """
+
+    allowed_ids: tuple[int, ...] = ()
+    forbidden: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def request_field(self) -> str:
+        """The request's field that errors name."""
+        return "sampling.allowed_token_ids" if self.allowed_ids else "sampling.bad_words"
+
+    def failed(self, why: str) -> InvalidRequest:
+        """Returns the error of a request whose output cannot go on under the rules."""
+        return InvalidRequest(self.request_field, why)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from common.errors import InvalidRequest
-from common.grammar.grammar import Grammar
+from common.grammar.grammar import Grammar, TokenRules
 from common.grammar.reasoning import Reasoning
-from common.grammar.token_rules import TokenRules
 
 MAX_LOGIT_BIAS_ENTRIES = 512
 MAX_END_TOKEN_IDS = 64
@@ -110,7 +109,7 @@ class ResolvedSampling:
         constraint = self.grammar or self.token_rules
         return "sampling.reasoning" if constraint is None else constraint.request_field
 
-    def stuck(self, why: str) -> InvalidRequest:
+    def constraint_error(self, why: str) -> InvalidRequest:
         """Returns the error of a constrained request whose matcher has failed."""
         constraint = self.grammar or self.token_rules
         assert constraint is not None

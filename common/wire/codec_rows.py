@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from baton.v1 import prefill_pb2, types_pb2
-from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.grammar.reasoning import Reasoning
-from common.grammar.token_rules import TokenRules
 from common.peer_text import peer_text
 from common.rpc.messages import ProtocolError, require
 from common.sampling.params import (

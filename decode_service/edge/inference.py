@@ -16,10 +16,10 @@ from opentelemetry.trace import Tracer
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import BatonError, DeadlineExceeded, EngineFault, RequestCancelled
+from common.grammar.grammar import TokenRules
 from common.grammar.matcher import Matcher, NewMatcher, no_matchers
 from common.grammar.reasoning import NUM_LAST_TOKENS
-from common.grammar.ruled_matcher import ruled
-from common.grammar.token_rules import TokenRules
+from common.grammar.token_rules_matcher import TokenRulesMatcher
 from common.rpc.errors import abort_with
 from common.rpc.server_bounds import BY_ADDRESS, ClientOf
 from common.sampling.params import ResolvedSampling
@@ -202,7 +202,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             matcher = await self._matcher(live, sampling, checked.generated_token_ids, self._client_of(context))
         if (token_rules := sampling.token_rules) is not None:
             output_ids = checked.generated_token_ids
-            apply = partial(ruled, matcher, token_rules, output_ids, vocab_size=self._limits.vocab_size)
+            apply = partial(TokenRulesMatcher, matcher, token_rules, output_ids, vocab_size=self._limits.vocab_size)
             matcher = await self._prompts.replay(apply, num_tokens=len(output_ids))
         self._live_requests.submit(
             live,

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from baton.v1 import types_pb2
 from common.errors import InvalidRequest
+from common.grammar.grammar import TokenRules
 from common.grammar.reasoning import Reasoning
-from common.grammar.token_rules import TokenRules
 from common.sampling.params import (
     MAX_BAD_WORDS,
     MAX_END_TOKEN_IDS,

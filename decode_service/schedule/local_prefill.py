@@ -248,7 +248,7 @@ class LocalPrefill:
         lost = []
         for place, prompt in ended:
             if prompt.matcher is not None and prompt.matcher.failure:
-                refusal = prompt.sampling.stuck(prompt.matcher.failure)
+                refusal = prompt.sampling.constraint_error(prompt.matcher.failure)
                 lost.append(LostRow(prompt.req, refusal, is_retryable=False))
             elif are_invalid[place]:
                 self._pool.forget(prompt.lease)

@@ -287,7 +287,7 @@ class Request:
             num_tokens = min(num_tokens, self.lease.num_cached)
         self.num_cached_tokens = num_tokens
 
-    def stuck_after(self, drafts: Sequence[int] = (), *, vocab_size: int) -> InvalidRequest | None:
+    def constraint_error_after(self, drafts: Sequence[int] = (), *, vocab_size: int) -> InvalidRequest | None:
         """Returns the request's error if the grammar allows no token after the output followed by `drafts`, or None if
         it allows one.
         """
@@ -297,7 +297,7 @@ class Request:
         if not all(map(ahead.accept, drafts)):
             return None
         ahead.fill(np.empty(num_words(vocab_size), np.int32))
-        return self.sampling.stuck(ahead.failure) if ahead.failure else None
+        return self.sampling.constraint_error(ahead.failure) if ahead.failure else None
 
     @property
     def has_decoded(self) -> bool:

@@ -314,8 +314,8 @@ class ResultTaker:
         began with KV that either service had cached, that KV may be the reason, and the request is retried without a
         cache; if not, it fails.
         """
-        if (stuck := req.stuck_after(token_ids[:-1], vocab_size=self._vocab_size)) is not None:
-            self._lose([LostRow(req, stuck, is_retryable=False)])
+        if (refusal := req.constraint_error_after(token_ids[:-1], vocab_size=self._vocab_size)) is not None:
+            self._lose([LostRow(req, refusal, is_retryable=False)])
             return
         self._lives.forget_kv(req)
         if req.began_cached:

@@ -533,7 +533,7 @@ class DecodeEngine:
         begun.output.mask_s.set(self._clock() - start_s)
         for req in failed:
             assert req.matcher is not None
-            self._fail(req, req.sampling.stuck(req.matcher.failure))
+            self._fail(req, req.sampling.constraint_error(req.matcher.failure))
         return device_copy(torch.from_numpy(masks), self._device.torch_device)
 
     @recorded("finish")

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from common.errors import InvalidRequest, RowFailure
-from common.grammar.token_rules import TokenRules
+from common.grammar.grammar import TokenRules
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs
 
 

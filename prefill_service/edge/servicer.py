@@ -30,7 +30,7 @@ from common.errors import (
     PrefillUnavailable,
 )
 from common.grammar.matcher import Matcher, NewMatcher, no_matchers
-from common.grammar.ruled_matcher import ruled
+from common.grammar.token_rules_matcher import TokenRulesMatcher
 from common.kv.shared_pool import SharedPool
 from common.load import PoolCounts
 from common.rpc.errors import abort_with
@@ -311,7 +311,7 @@ class PrefillServicer:
             matcher = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning)
         if (rules := sampling.token_rules) is not None:
             vocab_size = self._model_limits.vocab_size
-            matcher = await asyncio.to_thread(ruled, matcher, rules, output_ids, vocab_size=vocab_size)
+            matcher = await asyncio.to_thread(TokenRulesMatcher, matcher, rules, output_ids, vocab_size=vocab_size)
         assert matcher is not None
         return matcher
 

@@ -468,7 +468,7 @@ class PrefillEngine:
             if prompt.phase is PromptPhase.ENDED:
                 continue
             if prompt.matcher is not None and prompt.matcher.failure:
-                message = prompt.sampling.stuck(prompt.matcher.failure).message
+                message = prompt.sampling.constraint_error(prompt.matcher.failure).message
                 self._fail(prompt, RowFailure.CONSTRAINT, message, retryable=False)
                 self._end_call_if_done(prompt.call_id)
                 continue

@@ -17,9 +17,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from common.errors import ContextExceeded, InvalidRequest, Overloaded, RowFailure, error_for_row_failure
-from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.grammar.reasoning import Reasoning
-from common.grammar.token_rules import TokenRules
 from common.load import EngineLoad, PoolCounts, PrefixCounts
 from common.rpc.grpc_options import channel_options
 from common.service.server import ServerLimits, ServiceServer

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import InvalidRequest
-from common.grammar.token_rules import TokenRules
+from common.grammar.grammar import TokenRules
 from common.sampling.params import ResolvedSampling
 from tests.support.drafted import SHAPES, Counts, Drafted
 from tests.support.languages import LANGUAGES, NEW_TOKENS, PROMPTS, TOKENIZER

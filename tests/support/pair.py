@@ -20,7 +20,7 @@ from common.device.stream import Device
 from common.draft.head import DraftHead
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
-from common.grammar.ruled_matcher import ruled
+from common.grammar.token_rules_matcher import TokenRulesMatcher
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
@@ -152,7 +152,7 @@ def _compiles(vocab_size: int) -> NewMatcher:
         if sampling.constrains_text:
             matcher = grammars_of(vocab_size).matcher(sampling.grammar, output_ids, sampling.reasoning)
         if sampling.token_rules is not None:
-            matcher = ruled(matcher, sampling.token_rules, output_ids, vocab_size=vocab_size)
+            matcher = TokenRulesMatcher(matcher, sampling.token_rules, output_ids, vocab_size=vocab_size)
         assert matcher is not None
         return matcher
 

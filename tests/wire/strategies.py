@@ -8,9 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from common.errors import RowFailure
-from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.grammar.reasoning import Reasoning
-from common.grammar.token_rules import TokenRules
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs

@@ -14,9 +14,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
-from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.grammar.reasoning import Reasoning
-from common.grammar.token_rules import TokenRules
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs

@@ -7,17 +7,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 
 from common.errors import InvalidRequest
+from common.grammar.grammar import TokenRules
 from common.grammar.matcher import Mask, Matcher, allows, forbid, mask_of
-from common.grammar.token_rules import TokenRules
 
 
-class RuledMatcher:
+class TokenRulesMatcher:
     """A Matcher that allows a token if both the rules and the matcher `text` allow it.
 
     `text` follows a grammar or a limit on reasoning; None if the request has neither.
     """
 
-    def __init__(self, rules: TokenRules, text: Matcher | None, *, vocab_size: int) -> None:
+    def __init__(
+        self, text: Matcher | None, rules: TokenRules, output_ids: Sequence[int] = (), *, vocab_size: int
+    ) -> None:
+        """Makes a matcher after the request's earlier output, which `text` has accepted already.
+
+        Raises InvalidRequest if the output breaks the rules.
+        """
         # Tokens that are allowed wherever they come: forbidden sequences of one token are taken out.
         self._always = mask_of(rules.allowed_ids or range(vocab_size), vocab_size)
         forbid(self._always, (sequence[0] for sequence in rules.forbidden if len(sequence) == 1))
@@ -26,15 +32,19 @@ class RuledMatcher:
         self._longest = max(self._lens, default=0)
         self._tail: tuple[int, ...] = ()  # the last tokens of the output, as many as a forbidden sequence begins with
         self._text = text
-        self._is_stuck = False
+        self._allows_none = False
+        for place, token_id in enumerate(output_ids):
+            if not self._allows(token_id):
+                raise InvalidRequest("generated_token_ids", f"token {token_id} at index {place} is not allowed")
+            self._follow(token_id)
 
     @property
     def failure(self) -> str:
         if self._text is not None and self._text.failure:
             return self._text.failure
-        return "no token that might come next is allowed" if self._is_stuck else ""
+        return "no token that might come next is allowed" if self._allows_none else ""
 
-    def copy(self) -> RuledMatcher:
+    def copy(self) -> TokenRulesMatcher:
         other = copy.copy(self)
         other._text = None if self._text is None else self._text.copy()
         return other
@@ -52,20 +62,10 @@ class RuledMatcher:
             self._text.fill(mask)
             mask &= self._always
         forbid(mask, chain.from_iterable(self._forbidden_now()))
-        self._is_stuck = not mask.any()
+        self._allows_none = not mask.any()
 
     def forced(self) -> Sequence[int]:
         return () if self._text is None else self._text.forced()
-
-    def replay(self, output_ids: Sequence[int]) -> None:
-        """Follows the request's earlier output, which its other matcher has accepted already.
-
-        Raises InvalidRequest if the output breaks the rules about tokens.
-        """
-        for place, token_id in enumerate(output_ids):
-            if not self._allows(token_id):
-                raise InvalidRequest("generated_token_ids", f"token {token_id} at index {place} is not allowed")
-            self._follow(token_id)
 
     def _follow(self, token_id: int) -> None:
         if self._longest:
@@ -79,17 +79,6 @@ class RuledMatcher:
         for length in self._lens:
             if found := self._after.get(self._tail[-length:]):
                 yield found
-
-
-def ruled(text: Matcher | None, rules: TokenRules, output_ids: Sequence[int], *, vocab_size: int) -> RuledMatcher:
-    """Returns a matcher of `rules` and of `text`, the matcher of a grammar or a limit on reasoning (None: neither).
-
-    `text` has accepted the output tokens `output_ids` already, and so has the result. Raises InvalidRequest if they
-    break the rules.
-    """
-    matcher = RuledMatcher(rules, text, vocab_size=vocab_size)
-    matcher.replay(output_ids)
-    return matcher
 
 
 def _by_beginning(sequences: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Set[int]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from common.grammar.grammar import TokenRules
 from common.grammar.matcher import allows, num_words
-from common.grammar.ruled_matcher import ruled
-from common.grammar.token_rules import TokenRules
+from common.grammar.token_rules_matcher import TokenRulesMatcher
 
 VOCAB_SIZE, NUM_SEQUENCES = 1000, 300
 LAST_BUT_ONE = 999
@@ -28,7 +28,7 @@ class CountedId(int):
 def test_only_the_sequences_that_the_output_ends_in_are_looked_at() -> None:
     forbidden = tuple((first, LAST_BUT_ONE, 2 * first) for first in range(1, NUM_SEQUENCES))
     output = [CountedId(token_id) for token_id in (7, LAST_BUT_ONE, 9, LAST_BUT_ONE)]
-    matcher = ruled(None, TokenRules(forbidden=forbidden), output[:-1], vocab_size=VOCAB_SIZE)
+    matcher = TokenRulesMatcher(None, TokenRules(forbidden=forbidden), output[:-1], vocab_size=VOCAB_SIZE)
     CountedId.num_compared = 0
     assert matcher.accept(output[-1])
     mask = np.zeros(num_words(VOCAB_SIZE), np.int32)
