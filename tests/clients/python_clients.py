@@ -32,6 +32,7 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIResponsesModel as PydanticResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 URL = sys.argv[1]
@@ -125,13 +126,14 @@ def openai_responses_parse() -> City | None:
     return client.responses.parse(**asked, input=QUESTION, text_format=City).output_parsed
 
 
-def langchain() -> ChatOpenAI:
-    return ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL, **OPTIONS)
+def langchain(**options: Any) -> ChatOpenAI:
+    return ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL, **OPTIONS, **options)
 
 
 def langchain_parses() -> list[Any]:
     methods: Any = ("json_schema", "function_calling")
-    return [langchain().with_structured_output(City, method=method).invoke(QUESTION) for method in methods]
+    models = (langchain(), langchain(use_responses_api=True))
+    return [each.with_structured_output(City, method=method).invoke(QUESTION) for each in models for method in methods]
 
 
 def langchain_binds_tools() -> Any:
@@ -144,10 +146,11 @@ def langchain_binds_tools() -> Any:
     return bound.invoke(WEATHER).tool_calls[0]["args"]["city"]
 
 
-def pydantic_ai_runs_an_agent() -> City:
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=URL, api_key=KEY))
-    agent = Agent(model, output_type=City, model_settings={"temperature": 0, "max_tokens": 160})
-    return agent.run_sync(QUESTION).output
+def pydantic_ai_runs_an_agent() -> list[City]:
+    provider = OpenAIProvider(base_url=URL, api_key=KEY)
+    models = (OpenAIChatModel(MODEL, provider=provider), PydanticResponsesModel(MODEL, provider=provider))
+    agents = [Agent(model, output_type=City, model_settings={"temperature": 0, "max_tokens": 160}) for model in models]
+    return [agent.run_sync(QUESTION).output for agent in agents]
 
 
 def instructor_parses() -> list[City]:
