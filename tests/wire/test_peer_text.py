@@ -23,7 +23,7 @@ from baton.errors import error_from_rpc
 from baton.v1 import inference_pb2, types_pb2
 from common.peer_text import MAX_PEER_TEXT_BYTES, peer_text
 from common.telemetry.logs import configure_logs
-from gateway.errors import api_error_of, invalid
+from gateway.errors import api_error_of, invalid, messages_error, openai_error
 
 HOSTILE = "\x1b[2J\r\n\u202e\ud800" + "é" * 4000
 
@@ -150,8 +150,9 @@ def test_a_servers_words_are_harmless_to_the_client_and_to_who_asks_the_gateway(
     assert error.code is code and str(error).startswith(r"\x1b[2J\r\n\u202e")
     assert is_harmless(str(error), 1024) and is_harmless(error.reason)
     assert all(map(is_harmless, (*error.metadata, *error.metadata.values())))
-    body = api_error_of(error, {}).body["error"]
-    assert all(is_harmless(str(value), 1024) for value in body.values())
+    told = api_error_of(error, {})
+    for body in (openai_error(told), messages_error(told, "id")):
+        assert all(is_harmless(str(value), 1024) for value in body["error"].values())
 
 
 def test_a_field_that_a_caller_made_up_is_cut_in_the_answer() -> None:
