@@ -85,6 +85,20 @@ def check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row() -> Non
     assert failing.token_ids == failing.expected, "tokens were decoded wrongly"
 
 
+def test_the_head_does_not_run_for_drafts_that_are_all_forced() -> None:
+    """It reads their step's tokens as always."""
+    for is_constrained, expected in ((True, [False]), (False, [True, False])):
+        scripted = ScriptedEngine(spec_info=CHAIN)
+        assert scripted.head is not None
+        are_drafting: list[bool] = []
+        scripted.head.on_forward = lambda batch, seen=are_drafting: seen.append(batch.is_decode)  # type: ignore[misc]
+        outcome = scripted.submit("a", [2, 1], 4, is_constrained=is_constrained)
+        scripted.run()
+        assert outcome.token_ids == outcome.expected
+        assert are_drafting[: len(expected)] == expected
+        assert is_constrained is (True not in are_drafting)
+
+
 # ---- I3, I4: the fence, and steps without one ---------------------------------------------------------------------
 
 
