@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 from pydantic import BeforeValidator
 
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
+from common.text.chat_messages import ChatMessage
 from gateway.errors import ApiError, invalid, not_served
 
 MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
@@ -48,6 +49,18 @@ def max_reasoning_tokens(budget: int | None, effort: Effort | None, *, effort_pa
     if budget:
         raise invalid("thinking_token_budget", f'allows reasoning, which {effort_param} "none" does not')
     return 0
+
+
+def as_one_message(messages: Sequence[ChatMessage]) -> ChatMessage:
+    """Returns one message that says what these say, all of which have the same role. Each text is a line of its own."""
+    if len(messages) == 1:
+        return messages[0]
+    return ChatMessage(
+        messages[0].role,
+        "\n".join(message.content for message in messages if message.content),
+        tuple(call for message in messages for call in message.tool_calls),
+        reasoning="\n".join(message.reasoning for message in messages if message.reasoning),
+    )
 
 
 def new_call_id() -> str:

@@ -113,10 +113,10 @@ class ChatChoice:
             match event:
                 case ReasoningText() if not self._plan.includes_reasoning:
                     pass
-                case ReasoningText(text):
-                    texts["reasoning_content"] = texts.get("reasoning_content", "") + text
-                case ContentText(text):
-                    texts["content"] = texts.get("content", "") + text
+                case ReasoningText():
+                    texts["reasoning_content"] = texts.get("reasoning_content", "") + event.as_line
+                case ContentText():
+                    texts["content"] = texts.get("content", "") + event.as_line
                 case CallBegun(index, name):
                     call_id = new_call_id()
                     function = {"name": name, "arguments": ""}

@@ -11,6 +11,7 @@ from typing import Any
 from common.text.chat_messages import ChatMessage, ToolCall
 from gateway.conversation import (
     MAX_MESSAGES,
+    as_one_message,
     kind_not_served,
     new_call_id,
     not_empty,
@@ -88,13 +89,7 @@ def _joined(turns: Iterable[_Turn]) -> Iterator[_Turn]:
         if len(group) == 1 or role not in _JOINED_ROLES:
             yield from group
             continue
-        messages = [turn.message for turn in group]
-        joined = ChatMessage(
-            role,
-            "\n".join(message.content for message in messages if message.content),
-            tuple(call for message in messages for call in message.tool_calls),
-            reasoning="\n".join(message.reasoning for message in messages if message.reasoning),
-        )
+        joined = as_one_message([turn.message for turn in group])
         yield _Turn(joined, group[0].place, tuple(call for turn in group for call in turn.calls))
 
 
@@ -216,10 +211,10 @@ class BlockWriter:
             match part:
                 case ReasoningText() if not self._includes_thinking:
                     pass
-                case ReasoningText(text):
-                    events += self._add_text("thinking", text, signature="")
-                case ContentText(text):
-                    events += self._add_text("text", text)
+                case ReasoningText():
+                    events += self._add_text("thinking", part, signature="")
+                case ContentText():
+                    events += self._add_text("text", part)
                 case CallBegun(_, name):
                     events += self._open({"type": "tool_use", "id": new_call_id(), "name": name, "input": {}})
                 case CallArguments(_, text):
@@ -234,13 +229,10 @@ class BlockWriter:
         signed = [self._delta("signature_delta", signature=SIGNATURE)] if self._kinds[-1] == "thinking" else []
         return [*signed, {"type": "content_block_stop", "index": len(self._kinds) - 1}]
 
-    def _add_text(self, kind: str, text: str, **more: str) -> list[dict[str, Any]]:
-        opened: list[dict[str, Any]] = []
-        if not self._is_open or self._kinds[-1] != kind:
-            if kind in self._kinds:
-                text = text.removeprefix("\n")  # with which the parser joins two texts
-            opened = self._open({"type": kind, kind: "", **more})
-        return [*opened, self._delta(f"{kind}_delta", **{kind: text})]
+    def _add_text(self, kind: str, piece: ReasoningText | ContentText, **more: str) -> list[dict[str, Any]]:
+        if self._is_open and self._kinds[-1] == kind:
+            return [self._delta(f"{kind}_delta", **{kind: piece.as_line})]
+        return [*self._open({"type": kind, kind: "", **more}), self._delta(f"{kind}_delta", **{kind: piece.text})]
 
     def _open(self, block: dict[str, Any]) -> list[dict[str, Any]]:
         ended = self.end()

@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -18,6 +19,7 @@ from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Effort,
+    as_one_message,
     at_most,
     kind_not_served,
     max_reasoning_tokens,
@@ -219,46 +221,11 @@ def _repeated(fields: ResponseFields) -> Mapping[str, Any]:
 # ---- the input -----------------------------------------------------------------------------------------------------
 
 
-class _Turn:
-    """What the assistant wrote in one turn: reasoning, then words, and calls. It becomes one message."""
-
-    def __init__(self) -> None:
-        self._reasoning = self._words = ""
-        self._calls: list[ToolCall] = []
-        self._last = ""
-
-    def has_room_for(self, kind: str) -> bool:
-        """Returns whether an item of this kind may be of the same turn as the last one."""
-        match kind:
-            case "reasoning":
-                return self._last in ("", "reasoning")
-            case "message":
-                return self._last != "message"
-            case _:
-                return True
-
-    def add(self, place: str, kind: str, item: Mapping[str, Any]) -> None:
-        match kind:
-            case "reasoning":
-                self._reasoning += _reasoning(place, item)
-            case "message":
-                self._words += text_of(f"{place}.content", item.get("content"), _PARTS)
-            case _:
-                self._calls.append(
-                    ToolCall(
-                        id=not_empty(f"{place}.call_id", item.get("call_id")),
-                        name=not_empty(f"{place}.name", item.get("name")),
-                        arguments=string(f"{place}.arguments", item.get("arguments"), "of JSON"),
-                    )
-                )
-        self._last = kind
-
-    def message(self) -> ChatMessage:
-        return ChatMessage("assistant", self._words, tuple(self._calls), reasoning=self._reasoning)
-
-
 def _messages(fields: ResponseFields) -> Iterator[ChatMessage]:
-    """Yields the messages of the conversation. Raises ApiError, which names the wrong item."""
+    """Yields the messages of the conversation. What the assistant wrote in neighbouring items is one message.
+
+    Raises ApiError, which names the wrong item.
+    """
     if fields.instructions:
         yield ChatMessage("system", fields.instructions)
     if isinstance(fields.input, str):
@@ -268,27 +235,33 @@ def _messages(fields: ResponseFields) -> Iterator[ChatMessage]:
         raise invalid("input", "must be a string or a list of items")
     if not fields.input:
         raise invalid("input", "is empty")
-    turn: _Turn | None = None
-    for number, item in enumerate(fields.input):
-        place = f"input[{number}]"
-        kind = _kind(place, item)
-        is_own = kind in ("reasoning", "function_call") or (kind == "message" and item["role"] == "assistant")
-        if turn is not None and not (is_own and turn.has_room_for(kind)):
-            yield turn.message()
-            turn = None
-        if is_own:
-            turn = turn or _Turn()
-            turn.add(place, kind, item)
-        elif kind == "message":
-            yield ChatMessage(_ROLES[item["role"]], text_of(f"{place}.content", item.get("content"), _PARTS))
+    said = (_message(f"input[{number}]", item) for number, item in enumerate(fields.input))
+    for role, neighbours in groupby(said, key=lambda message: message.role):
+        if role == "assistant":
+            yield as_one_message(list(neighbours))
         else:
-            yield ChatMessage(
-                "tool",
-                text_of(f"{place}.output", item.get("output"), _PARTS),
-                tool_call_id=not_empty(f"{place}.call_id", item.get("call_id")),
+            yield from neighbours
+
+
+def _message(place: str, item: Any) -> ChatMessage:
+    """Returns an item as a message of its own."""
+    match _kind(place, item):
+        case "reasoning":
+            return ChatMessage("assistant", reasoning=_reasoning(place, item))
+        case "message":
+            return ChatMessage(_ROLES[item["role"]], text_of(f"{place}.content", item.get("content"), _PARTS))
+        case "function_call":
+            call = ToolCall(
+                id=not_empty(f"{place}.call_id", item.get("call_id")),
+                name=not_empty(f"{place}.name", item.get("name")),
+                arguments=string(f"{place}.arguments", item.get("arguments"), "of JSON"),
             )
-    if turn is not None:
-        yield turn.message()
+            return ChatMessage("assistant", tool_calls=(call,))
+    return ChatMessage(
+        "tool",
+        text_of(f"{place}.output", item.get("output"), _PARTS),
+        tool_call_id=not_empty(f"{place}.call_id", item.get("call_id")),
+    )
 
 
 def _kind(place: str, item: Any) -> str:
@@ -435,10 +408,10 @@ class ResponseAnswer:
         events: list[ServerEvent] = []
         for part in parts:
             match part:
-                case ReasoningText(text):
-                    events += [*self._need("reasoning"), self._more(text)]
-                case ContentText(text):
-                    events += [*self._need("message"), self._more(text)]
+                case ReasoningText(text, is_new):
+                    events += [*self._need("reasoning", is_new=is_new), self._more(text)]
+                case ContentText(text, is_new):
+                    events += [*self._need("message", is_new=is_new), self._more(text)]
                 case CallBegun(_, name):
                     events += self._begin("function_call", name)
                 case CallArguments(_, text):
@@ -449,9 +422,10 @@ class ResponseAnswer:
             self._waiting.clear()
         return events
 
-    def _need(self, kind: _Kind) -> list[ServerEvent]:
-        """Begins an item, unless the last one is of this kind."""
-        return [] if self._items and self._items[-1].kind == kind else self._begin(kind)
+    def _need(self, kind: _Kind, *, is_new: bool) -> list[ServerEvent]:
+        """Begins an item for a new text, and for any that is of another kind than the last item."""
+        goes_on = self._items and self._items[-1].kind == kind and not is_new
+        return [] if goes_on else self._begin(kind)
 
     def _begin(self, kind: _Kind, name: str = "") -> list[ServerEvent]:
         """Ends the last item, and begins the next one."""

@@ -1,4 +1,4 @@
-"""The parts of an output, in the order in which the model wrote them. The texts of one kind add up."""
+"""The parts of an output, in the order in which the model wrote them. The pieces of a text add up."""
 
 from __future__ import annotations
 
@@ -6,13 +6,26 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningText:
+class _Piece:
+    """A piece of text. If it `is_new`, it begins another text after an earlier one of its kind."""
+
     text: str
+    is_new: bool = False
+
+    @property
+    def as_line(self) -> str:
+        """The piece as it continues the earlier ones of its kind: a new text is on a line of its own."""
+        return f"\n{self.text}" if self.is_new else self.text
 
 
 @dataclass(frozen=True, slots=True)
-class ContentText:
-    text: str
+class ReasoningText(_Piece):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ContentText(_Piece):
+    pass
 
 
 @dataclass(frozen=True, slots=True)

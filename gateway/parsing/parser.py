@@ -70,8 +70,8 @@ class OutputParser:
         self._only_whole_calls = only_whole_calls
         self._cursor = Cursor()
         self._events: list[OutputEvent] = []
-        self._reasoning = _Text(lambda text: self._events.append(ReasoningText(text)), at_border=True)
-        self._content = _Text(lambda text: self._events.append(ContentText(text)), at_border=False)
+        self._reasoning = _Text(lambda *piece: self._events.append(ReasoningText(*piece)), at_border=True)
+        self._content = _Text(lambda *piece: self._events.append(ContentText(*piece)), at_border=False)
         self._num_calls = 0
         self._machine = self._messages() if form.has_channels else self._output(is_reasoning_open)
         next(self._machine)
@@ -99,15 +99,15 @@ class OutputParser:
         return self._new_events()
 
     def _new_events(self) -> list[OutputEvent]:
-        """Returns the new events, with neighbours of the same kind as one."""
+        """Returns the new events, with neighbours that belong together as one."""
         events, self._events = self._events, []
         joined: list[OutputEvent] = []
         for event in events:
             match joined[-1:], event:
-                case [ReasoningText(before)], ReasoningText(text):
-                    joined[-1] = ReasoningText(before + text)
-                case [ContentText(before)], ContentText(text):
-                    joined[-1] = ContentText(before + text)
+                case [ReasoningText(before, is_new)], ReasoningText(text, False):
+                    joined[-1] = ReasoningText(before + text, is_new)
+                case [ContentText(before, is_new)], ContentText(text, False):
+                    joined[-1] = ContentText(before + text, is_new)
                 case [CallArguments(index, before)], CallArguments(_, text):
                     joined[-1] = CallArguments(index, before + text)
                 case _:
@@ -362,12 +362,12 @@ class OutputParser:
 
 
 class _Text:
-    """The text of one kind, without the white space at its borders with other parts of the output.
+    """The texts of one kind, without the white space at their borders with other parts of the output.
 
-    A line end comes in the place of the parts between two texts.
+    `emit` gets each piece, and whether it begins another text than the one before.
     """
 
-    def __init__(self, emit: Callable[[str], None], *, at_border: bool) -> None:
+    def __init__(self, emit: Callable[[str, bool], None], *, at_border: bool) -> None:
         self._emit = emit
         self._at_border = at_border
         self._has_text = False
@@ -375,19 +375,19 @@ class _Text:
         self._space = ""  # what was added last; held back, because a border may follow
 
     def add(self, text: str) -> None:
+        is_new = False
         if self._at_border:
             text = text.lstrip(SPACE)
             if not text:
                 return
             self._at_border = False
-            if self._has_text:
-                text = f"\n{text}"
+            is_new = self._has_text
         text = self._space + text
         shown = text.rstrip(SPACE) if self._may_be_cut else text
         self._space = text[len(shown) :]
         if shown:
             self._has_text = True
-            self._emit(shown)
+            self._emit(shown, is_new)
 
     def cut(self) -> None:
         """Says that another part of the output begins or ends here."""
@@ -398,7 +398,7 @@ class _Text:
         """Says that no border follows."""
         self._may_be_cut = False
         if self._space:
-            self._emit(self._space)
+            self._emit(self._space, False)
             self._space = ""
 
 

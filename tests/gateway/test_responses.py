@@ -279,11 +279,23 @@ def test_the_items_say_what_the_output_says(transcript: Transcript) -> None:
     cut = answered(transcript, transcript.text)["output"]
     assert [(item["type"], item.get("name"), written(item)) for item in cut] == items, "each character by itself"
     said = transcript.said
-    texts = {kind: "".join(text for other, _, text in items if other == kind) for kind in ("reasoning", "message")}
+    texts = {kind: "\n".join(text for other, _, text in items if other == kind) for kind in ("reasoning", "message")}
     assert texts == {"reasoning": said.reasoning, "message": said.content}
     assert [(name, text) for kind, name, text in items if kind == "function_call"] == list(said.calls)
     ids = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
     assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda each: each.name)
+def test_the_items_of_an_output_are_one_message_when_they_are_fed_back(transcript: Transcript) -> None:
+    output = answered(transcript, transcript.pieces)["output"]
+    ids = [item["call_id"] for item in output if item["type"] == "function_call"]
+    told = [{"type": "function_call_output", "call_id": call_id, "output": "7"} for call_id in ids]
+    user, own, *results = prompt_of(input=[USER, *output, *told]).messages
+    said = transcript.said
+    calls = tuple(ToolCall(*call, call_id) for call, call_id in zip(said.calls, ids, strict=True))
+    assert (user.role, own) == ("user", ChatMessage("assistant", said.content, calls, reasoning=said.reasoning))
+    assert [(result.role, result.tool_call_id) for result in results] == [("tool", call_id) for call_id in ids]
 
 
 # ---- tools and formats, in front of a real pair ---------------------------------------------------------------------
@@ -344,7 +356,7 @@ PICKED = ToolCall("pick", "{}", "c1")
             [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}],
             [ChatMessage("user", "ab")],
         ),
-        ([SAID, SAID], [ChatMessage("assistant", "Well.")] * 2),
+        ([SAID, CALL, SAID, SAID], [ChatMessage("assistant", "Well.\nWell.\nWell.", (PICKED,))]),
         (
             [{**THOUGHT, "content": [{"type": "reasoning_text", "text": "Hm."}]}, SAID, CALL, DONE],
             [
@@ -358,7 +370,7 @@ PICKED = ToolCall("pick", "{}", "c1")
         ),
         (
             [SAID, {**THOUGHT, "content": [{"type": "reasoning_text", "text": "Hm."}]}, SAID],
-            [ChatMessage("assistant", "Well."), ChatMessage("assistant", "Well.", reasoning="Hm.")],
+            [ChatMessage("assistant", "Well.\nWell.", reasoning="Hm.")],
         ),
     ],
 )

@@ -50,10 +50,10 @@ def parsed(
         match event:
             case ReasoningText(text):
                 assert text
-                reasoning += text
+                reasoning += event.as_line
             case ContentText(text):
                 assert text
-                content += text
+                content += event.as_line
             case CallBegun(index, name):
                 assert index == len(calls)
                 calls.append((name, ""))
