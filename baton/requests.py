@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self, TypedDict, TypeVar
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
 from baton.errors import InvalidArgument
 from baton.v1 import inference_pb2, types_pb2
 from common.grammar.reasoning import Reasoning
@@ -14,6 +16,8 @@ from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 from common.text.output_formats import FINAL, START
 
 _GRAMMARS = ("json_schema", "regex", "choice", "ebnf", "lark")
+_OUT_OF_RANGE = "Value out of range: "
+_UNSIGNED = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_UINT64: 64}
 _LISTS = ("stop", "stop_token_ids", "shown_special_tokens", "bad_words", "allowed_token_ids")
 
 
@@ -150,7 +154,7 @@ def generate_request(
             try:
                 setattr(request, name, value)
             except (TypeError, ValueError) as error:
-                raise _invalid(name, str(error)) from error
+                raise _invalid(name, _fault(request.DESCRIPTOR, name, error)) from error
     _fill("generated_token_ids", request.generated_token_ids, generated_token_ids)
     request.sampling.CopyFrom(_sampling_params(sampling))
     return request
@@ -248,7 +252,7 @@ def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
             else:
                 setattr(params, name, value)
         except (TypeError, ValueError) as error:
-            raise _invalid(f"sampling.{name}", str(error)) from error
+            raise _invalid(f"sampling.{name}", _fault(params.DESCRIPTOR, name, error)) from error
     if sampling.get("shown_special_tokens") is None:
         header = f"{START}{FINAL}" if params.HasField("json_schema") else ""  # a part of some models' answers
         params.shown_special_tokens.extend(filter(None, (params.reasoning.start, params.reasoning.end, header)))
@@ -315,6 +319,14 @@ def _fill(field: str, repeated: object, ids: Iterable[int]) -> None:
         repeated.extend(ids)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
         raise _invalid(field, str(error)) from error
+
+
+def _fault(message: Descriptor, name: str, error: Exception) -> str:
+    """Returns the words of an error that protobuf raised for a value of the field `name`, with the field's range."""
+    number = str(error).removeprefix(_OUT_OF_RANGE)
+    if number == str(error) or (num_bits := _UNSIGNED.get(message.fields_by_name[name].type)) is None:
+        return str(error)
+    return f"{number} is not in [0, {(1 << num_bits) - 1}]"
 
 
 def _invalid(field: str, message: str) -> InvalidArgument:

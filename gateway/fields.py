@@ -260,6 +260,8 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
     except ValueError as error:
         if repeated := _REPEATED.match(str(error)):
             raise invalid(repeated[1][:64], "comes twice in one object", code="invalid_json") from None
+        if str(error).startswith("recursion limit exceeded"):
+            raise invalid(None, "the body nests too deeply") from None
         raise invalid(None, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise invalid(None, "the body is not a JSON object", code="invalid_json")
@@ -345,12 +347,21 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _api_error(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "missing":
-        return invalid(param, "is required", code="missing_required_parameter")
-    return invalid(param[:128], message[:1].lower() + message[1:])
+    match first["type"]:
+        case "missing":
+            return invalid(param, "is required", code="missing_required_parameter")
+        case "extra_forbidden":
+            return invalid(param[:128], "is unknown", code="unknown_parameter")
+        case "dict_type" | "model_type" | "model_attributes_type":
+            message = "must be an object"
+        case "too_short" | "string_too_short" if first["ctx"]["min_length"] == 1:
+            message = "must not be empty"
+        case _:
+            message = str(first["msg"]).removeprefix("Value error, ")
+            message = message[:1].lower() + message[1:]
+    return invalid(param[:128], message)
 
 
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -27,8 +27,11 @@ def without_null(value: Any) -> Any:
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-SchemaText = Annotated[str, BeforeValidator(_as_text)]
+GrammarText = Annotated[str, Field(min_length=1)]
+SchemaText = Annotated[GrammarText, BeforeValidator(_as_text)]
 """A JSON schema, which comes as an object or as its text."""
+Texts = Annotated[list[str], Field(min_length=1)]
+"""The texts to choose from."""
 
 
 class StrictFields(BaseModel):
@@ -74,14 +77,20 @@ class StructuredOutputs(StrictFields):
     the output must keep their defaults.
     """
 
-    schema_text: Annotated[SchemaText, Field(alias="json")] = ""
-    regex: str = ""
-    choice: list[str] = []
-    grammar: str = ""
+    schema_text: Annotated[SchemaText | None, Field(alias="json")] = None
+    regex: GrammarText | None = None
+    choice: Texts | None = None
+    grammar: GrammarText | None = None
     json_object: bool = False
     disable_any_whitespace: Literal[False] = False
     disable_additional_properties: Literal[False] = False
     disable_fallback: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not (self.schema_text or self.regex or self.choice or self.grammar or self.json_object):
+            raise ValueError("needs json, regex, choice, grammar, or json_object that is true")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +103,17 @@ class Constraint:
 
 
 class GrammarFields(StrictFields):
-    """The fields that may say what the output must be. Only one may do so; empty texts and lists do not count."""
+    """The fields that may say what the output must be. Only one may do so, and empty texts and lists are refused."""
 
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(without_null)] | None = None
-    guided_json: SchemaText = ""
-    guided_regex: str = ""
-    guided_choice: list[str] = []
-    guided_grammar: str = ""
-    json_schema: SchemaText = ""
-    regex: str = ""
-    ebnf: str = ""
-    grammar: str = ""
+    guided_json: SchemaText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: GrammarText | None = None
+    json_schema: SchemaText | None = None
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    grammar: GrammarText | None = None
 
     @cached_property
     def constraint(self) -> Constraint | None:
@@ -133,10 +142,10 @@ class GrammarFields(StrictFields):
             yield Constraint(_language(asked.grammar), asked.grammar, "structured_outputs.grammar")
 
 
-def _language(grammar: str) -> Literal["ebnf", "lark"]:
+def _language(grammar: str | None) -> Literal["ebnf", "lark"]:
     """Returns whether `grammar` is EBNF or Lark. vLLM takes both in one field.
 
     Only the first characters are searched, as many as an EBNF grammar may have, because this runs on the event loop.
     The decode service refuses longer EBNF grammars.
     """
-    return "ebnf" if _EBNF_RULE.search(grammar, 0, MAX_CHARS[GrammarKind.EBNF]) else "lark"
+    return "ebnf" if _EBNF_RULE.search(grammar or "", 0, MAX_CHARS[GrammarKind.EBNF]) else "lark"

@@ -50,6 +50,10 @@ class ChatPrompt:
         return {"chat": self.messages, **tools, **self.options}
 
     @property
+    def num_tools(self) -> int:
+        return 0 if self.tools is None else len(self.tools.tools)
+
+    @property
     def functions(self) -> Mapping[str, Any]:
         """The JSON schemas of the arguments of the functions that the model may call, by name."""
         return {} if self.tools is None else self.tools.functions

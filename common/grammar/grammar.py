@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,6 +22,8 @@ class GrammarKind(Enum):
     EBNF = "ebnf"
 
 
+_PLACE = re.compile(r"at ([0-9]+)\([0-9]+\): (?:failed to compile JSON schema: )?")
+"""Matches the place in a text, line and column, at the beginning of an error."""
 MAX_CHARS: Mapping[GrammarKind, int] = {
     GrammarKind.JSON_SCHEMA: 1 << 16,
     GrammarKind.REGEX: 1 << 14,
@@ -35,12 +38,14 @@ MAX_CHARS: Mapping[GrammarKind, int] = {
 class Grammar:
     """The text of a grammar, which a request's output must fit.
 
-    `made_of` names the request's field that the grammar was derived from, if it is not the field of its kind.
+    `made_of` names the request's field that the grammar was derived from, if it is not the field of its kind. Lines of
+    a derived text may come from other fields; `fields_of_lines` maps their numbers, from 1, to these.
     """
 
     kind: GrammarKind
     text: str
     made_of: str = field(default="", compare=False)
+    fields_of_lines: Mapping[int, str] = field(default_factory=dict, compare=False)
 
     @property
     def request_field(self) -> str:
@@ -56,6 +61,13 @@ class Grammar:
         """The texts to choose from, of a grammar that `of_choices` made."""
         texts: list[str] = json.loads(self.text)
         return texts
+
+    def refused(self, why: str) -> InvalidRequest:
+        """Returns the error of a request whose grammar is not served. A derived text and places in it are not shown."""
+        place = _PLACE.match(why)
+        if not self.made_of or place is None:
+            return InvalidRequest(self.request_field, why)
+        return InvalidRequest(self.fields_of_lines.get(int(place[1]), self.made_of), why[place.end() :])
 
     def failed(self, why: str) -> InvalidRequest:
         """Returns the error of a request whose output cannot go on, for example at a limit of the grammar library."""

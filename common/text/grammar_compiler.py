@@ -82,14 +82,15 @@ class GrammarCompiler:
         Raises InvalidRequest, naming the field, for a grammar that is not served, for a marker of reasoning that the
         model cannot write, and for output that does not fit; Overloaded if it waits too long for its turn.
         """
-        field = "sampling.reasoning" if grammar is None else grammar.request_field
         lane = self._compiling
         if self._is_known(grammar, reasoning):
             lane = self._replaying if output_ids else self._copying
         try:
             return await self._in_turn(lane, grammar, output_ids, reasoning, client)
         except GrammarRefused as error:
-            raise InvalidRequest(field, str(error)) from error
+            if grammar is None:
+                raise InvalidRequest("sampling.reasoning", str(error)) from error
+            raise grammar.refused(str(error)) from error
         except ReasoningRefused as error:
             raise InvalidRequest("sampling.reasoning.end", str(error)) from error
         except OutputRefused as error:

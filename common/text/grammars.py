@@ -70,6 +70,9 @@ _LARK_PART = re.compile(
 """Matches strings, regular expressions, comments and token names in a Lark grammar, in which a keyword does not count,
 and the keywords that JSON follows.
 """
+_LISTING = re.compile(r"^(?: *[0-9]+ \| .*| *\^+ *|<non-verbose/>)$", re.MULTILINE)
+"""Matches the lines of the library's messages that repeat the grammar, point into it, or say that nothing follows."""
+_PLACE = re.compile(r"at [0-9]+\([0-9]+\): ")
 _MAX_FORCED_CHARS = 256
 """How many characters of a text that a grammar forces are encoded. A mask needs the first token only, drafts a few."""
 _BEFORE_FORCED = "\n"
@@ -141,7 +144,7 @@ class LlgMatcher:
     def failure(self) -> str:
         if self._work.is_too_much:
             return "its masks take too long"
-        return self._matcher.get_error() if self._matcher.is_error() else ""
+        return _words(self._matcher) if self._matcher.is_error() else ""
 
     def copy(self) -> LlgMatcher:
         return LlgMatcher(self._matcher.deep_copy(), self._end_ids, self._work)
@@ -377,7 +380,7 @@ class Grammars:
                 return matcher
             with self._lock:
                 num_bytes = self._drop(grammar) or num_bytes
-        raise GrammarRefused(matcher.get_error())
+        raise GrammarRefused(_words(matcher))
 
     def _prototype(self, grammar: Grammar, num_bytes: int) -> LLMatcher:
         with self._lock:
@@ -409,6 +412,8 @@ class Grammars:
 
 
 def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    if not grammar.text:
+        raise GrammarRefused("is empty")
     if grammar.kind is not GrammarKind.LARK:
         _check_length(len(grammar.text), grammar.kind)
     match grammar.kind:
@@ -431,10 +436,17 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
                 raise GrammarRefused(str(error)) from error
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        raise GrammarRefused(matcher.get_error())
+        words = _words(matcher)
+        raise GrammarRefused(words if grammar.kind is GrammarKind.LARK else _PLACE.sub("", words, count=1))
     if warnings := matcher.get_grammar_warnings():
         raise GrammarRefused("; ".join(warnings))  # of keywords that would be ignored
     return matcher
+
+
+def _words(matcher: LLMatcher) -> str:
+    """Returns the error of a matcher on one line. The places in it are `at LINE(COLUMN): ` in the text in Lark."""
+    words = " ".join(_LISTING.sub("", matcher.get_error()).split())
+    return "no text matches it" if words == "NoExtensionBias" else words
 
 
 def _choice_as_lark(texts: Sequence[str]) -> str:
@@ -449,7 +461,9 @@ def _checked_schema(text: str) -> dict[str, Any]:
     """Parses a JSON schema. Raises GrammarRefused if llguidance would take too long for it, or not keep to it."""
     try:
         schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise GrammarRefused("nests too deeply") from error
+    except ValueError as error:
         raise GrammarRefused(f"is not JSON: {error}") from error
     return _check_schema(schema)
 
@@ -512,11 +526,19 @@ def _checked_lark(text: str) -> str:
         if found[1] == "json":
             _check_length(place - found.end(), GrammarKind.JSON_SCHEMA)
             num_schema_chars += place - found.end()
-            schema = json.dumps({**_check_schema(value), "x-guidance": _JSON_OPTIONS})
-            parts += (text[done : found.start()], "%json ", schema)
+            try:
+                schema = {**_check_schema(value), "x-guidance": _JSON_OPTIONS}
+            except GrammarRefused as error:
+                raise GrammarRefused(f"{_place_of(text, found.start())}: {error}") from error
+            parts += (text[done : found.start()], "%json ", json.dumps(schema))
             done = place
     _check_length(len(text) - num_schema_chars, GrammarKind.LARK)
     return "".join([*parts, text[done:]])
+
+
+def _place_of(text: str, index: int) -> str:
+    """Returns the place of a character as the library writes it."""
+    return f"at {text.count(chr(10), 0, index) + 1}({index - text.rfind(chr(10), 0, index)})"
 
 
 def _check_length(num_chars: int, kind: GrammarKind) -> None:

@@ -75,17 +75,19 @@ class ToolGrammars:
 
         `answer` is the grammar that an output without calls must fit, or None. Raises InvalidRequest, naming the field.
         """
-        functions = [tool for tool in tools if not choice.names or tool.name in choice.names]
+        functions = {i: tool for i, tool in enumerate(tools) if not choice.names or tool.name in choice.names}
         is_free = not choice.required and choice.parallel and len(functions) == len(tools)
         if is_free and answer is None and not any(tool.strict for tool in tools):
             return None
         calls = self._calls
         lines = [*self._start(calls, choice, answer)]
-        for index, tool in enumerate(functions):
+        fields = {} if answer is None else {len(lines): answer.request_field}
+        for index, tool in functions.items():
             schema = {**_ANY_OBJECT, **tool.schema} if tool.strict or choice.required else _ANY_OBJECT
             lines.append(f"f{index}: {self._text(tool.name + calls.between)} %json {json.dumps(schema)}")
-        lines.append(f"function: {' | '.join(f'f{index}' for index in range(len(functions)))}")
-        return Grammar(GrammarKind.LARK, "\n".join(lines), made_of="chat.tools")
+            fields[len(lines)] = f"chat.tools[{index}].parameters"
+        lines.append(f"function: {' | '.join(f'f{index}' for index in functions)}")
+        return Grammar(GrammarKind.LARK, "\n".join(lines), made_of="chat.tools", fields_of_lines=fields)
 
     def answer(self, grammar: Grammar | None) -> Grammar | None:
         """Returns the grammar of a chat's output without tools. `grammar` is that of its answer, or None.

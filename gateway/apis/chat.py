@@ -188,6 +188,7 @@ def parse_chat(body: bytes) -> Plan:
             "sampling.reasoning.end": "thinking_token_budget",
             **fields.grammar_params,
             **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": "reasoning_effort"}),
+            **{f"chat.tools[{i}].parameters": f"tools[{i}].function.parameters" for i in range(prompt.num_tools)},
             "prompt": "messages",
             "chat": "messages",
         },

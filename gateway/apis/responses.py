@@ -169,6 +169,7 @@ def parse_response(body: bytes) -> Plan:
             "sampling.reasoning.end": "thinking_token_budget",
             **fields.grammar_params,
             **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": "reasoning.effort"}),
+            **_params_of_outputs(fields, prompt.messages),
             "prompt": "input",
             "chat": "input",
             "chat.messages": "input",
@@ -262,6 +263,17 @@ def _message(place: str, item: Any) -> ChatMessage:
         text_of(f"{place}.output", item.get("output"), _PARTS),
         tool_call_id=not_empty(f"{place}.call_id", item.get("call_id")),
     )
+
+
+def _params_of_outputs(fields: ResponseFields, messages: Sequence[ChatMessage]) -> Mapping[str, str]:
+    """Returns where the items of tools' outputs have their call's id, by the name that it has in the gRPC request."""
+    given = fields.input if isinstance(fields.input, list) else []
+    items = [number for number, item in enumerate(given) if item.get("type") == "function_call_output"]
+    numbers = [number for number, message in enumerate(messages) if message.role == "tool"]
+    return {
+        f"chat.messages[{number}].tool_call_id": f"input[{item}].call_id"
+        for number, item in zip(numbers, items, strict=True)
+    }
 
 
 def _kind(place: str, item: Any) -> str:

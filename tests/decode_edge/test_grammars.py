@@ -34,7 +34,7 @@ ODD_TEXTS = ['a"b', "a\\n", "a\nb", "a<eos>€", "a|b", "/a/", "😀", " a", "a\
     [
         ("json_schema", "{", "is not JSON"),
         ("json_schema", "[]", "is not a JSON object"),
-        ("json_schema", "[" * 60_000, "is not JSON"),
+        ("json_schema", "[" * 60_000, "nests too deeply"),
         ("json_schema", json.dumps({"type": "banana"}), "banana"),
         ("json_schema", json.dumps({"not": {}}), '"not"'),
         ("json_schema", json.dumps({"type": "array", "uniqueItems": True}), "uniqueItems"),
@@ -46,6 +46,7 @@ ODD_TEXTS = ['a"b', "a\\n", "a\nb", "a<eos>€", "a|b", "/a/", "😀", " a", "a\
         ("json_schema", json.dumps({"properties": {"const": SLOW}}), "multipleOf"),
         ("json_schema", json.dumps({"$ref": "#/examples/0", "examples": [SLOW]}), "multipleOf"),
         ("json_schema", json.dumps({"$ref": "#/$defs/a%2Fdefault", "$defs": {"a": {"default": SLOW}}}), "multipleOf"),
+        ("regex", "", "is empty"),
         ("regex", "(a", "regex parse error"),
         ("regex", "a(?=b)", "look-around"),
         ("lark", "start: nothing", "nothing"),

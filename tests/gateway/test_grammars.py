@@ -60,7 +60,7 @@ def asked(plan: Plan) -> dict[str, Any]:
         ({"structured_outputs": {"grammar": LARK}}, "structured_outputs.grammar", {"lark": LARK}),
         ({"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"}, "guided_json", {"json_schema": SCHEMA}),
         ({"guided_json": {}}, "guided_json", {"json_schema": {}}),
-        ({"guided_regex": "a+", "regex": ""}, "guided_regex", {"regex": "a+"}),
+        ({"guided_regex": "a+", "regex": None}, "guided_regex", {"regex": "a+"}),
         ({"guided_choice": ["a"], "response_format": {"type": "text"}}, "guided_choice", {"choice": ["a"]}),
         ({"guided_grammar": EBNF}, "guided_grammar", {"ebnf": EBNF}),
         ({"json_schema": json.dumps(SCHEMA)}, "json_schema", {"json_schema": SCHEMA}),
@@ -102,6 +102,13 @@ def test_every_way_to_say_it_is_one_option(fields: dict[str, Any], param: str, e
         ({"guided_json": 7}, "guided_json: "),
         ({"json_schema": [{}]}, "json_schema: "),
         ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern: "),
+        *(({name: ""}, f"{name}: must not be empty$") for name in ("regex", "ebnf", "grammar", "json_schema")),
+        *(({f"guided_{name}": ""}, f"guided_{name}: must not be empty$") for name in ("json", "regex", "grammar")),
+        ({"guided_choice": []}, "guided_choice: must not be empty$"),
+        ({"structured_outputs": {"choice": []}}, r"structured_outputs\.choice: must not be empty$"),
+        ({"structured_outputs": {}}, "structured_outputs: needs json, regex, "),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs: needs json, regex, "),
+        ({"response_format": {"type": "json_schema", "schema": ""}}, r"response_format\.schema: must not be empty$"),
     ],
     ids=lambda value: json.dumps(value)[:40],
 )
@@ -127,6 +134,23 @@ def test_what_is_not_served_is_refused_by_the_field_that_asked(
 ) -> None:
     answer = gateway.ask("POST", "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 4, **fields})
     assert (answer.status, answer.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": r"[^\s\S]"}, "regex: no text matches it"),
+        ({"grammar": r"start: /[^\s\S]/"}, "grammar: no text matches it"),
+        ({"grammar": "start: nothing"}, 'grammar: at 1(8): unknown name: "nothing"'),
+        ({"regex": "(a"}, 'regex: invalid regex "(a" (in regex): regex parse error: (a error: unclosed group'),
+        ({"json_schema": "[" * 5000}, "json_schema: nests too deeply"),
+    ],
+)
+def test_the_message_has_the_librarys_words_on_one_line(
+    gateway: GatewayHere, fields: dict[str, Any], message: str
+) -> None:
+    answer = gateway.ask("POST", "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 4, **fields})
+    assert (answer.status, answer.error["message"]) == (400, message)
 
 
 @pytest.mark.parametrize(

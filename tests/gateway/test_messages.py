@@ -539,7 +539,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**CLOCK, "input_examples": [{}]}]}, "tools[0].input_examples"),
     ({"tools": [{**CLOCK, "defer_loading": True}]}, "tools[0].defer_loading"),
     ({"tools": [CLOCK, CLOCK]}, "tools[1].name"),
-    ({"tools": [{**CLOCK, "strict": True, "input_schema": {"type": "object", "not": {}}}]}, "tools"),
+    ({"tools": [{**CLOCK, "strict": True, "input_schema": {"type": "object", "not": {}}}]}, "tools[0].input_schema"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": {"type": "tool"}}, "tool_choice"),

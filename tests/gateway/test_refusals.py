@@ -21,6 +21,7 @@ TEXT_BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+BAD = {"type": "object", "properties": {"a": {"type": "strin"}}}
 
 
 CALL: dict[str, Any] = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -79,7 +80,11 @@ def part(content: Any) -> dict[str, Any]:
         (chosen(allowed("auto")), "tool_choice.allowed_tools.tools", None),
         (chosen(allowed("auto", {"type": "mcp"})), "tool_choice.allowed_tools.tools[0]", None),
         ({"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls", None),
-        ({**tool(parameters={"type": "object", "not": {}}), "tool_choice": "required"}, "tools", None),
+        (
+            {**tool(parameters={"type": "object", "not": {}}), "tool_choice": "required"},
+            "tools[0].function.parameters",
+            None,
+        ),
         ({**chosen("required"), "ignore_eos": True}, "ignore_eos", None),
         ({"continue_final_message": True}, "continue_final_message", None),
         ({"add_generation_prompt": "no"}, "add_generation_prompt", None),
@@ -183,7 +188,7 @@ def part(content: Any) -> dict[str, Any]:
         ({"logprobs": 2}, "logprobs", None),
         ({"stream_options": {"include_usage": True}}, "stream_options", None),
         ({"stream_options": {"continuous_usage_stats": True}}, "stream_options", None),
-        ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", None),
+        ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", "unknown_parameter"),
         ({"min_p": 2}, "min_p", None),
         ({"top_k": -2}, "top_k", None),
         ({"repetition_penalty": 0}, "repetition_penalty", None),
@@ -242,10 +247,58 @@ def test_of_a_completion(gateway: GatewayHere, change: dict[str, Any], param: st
     assert error["message"].startswith(f"{param}: ")
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff", b'{"a": "\\ud800"}', b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff", b'{"a": "\\ud800"}'])
 def test_a_body_that_is_no_json_object(gateway: GatewayHere, body: bytes) -> None:
     answer = gateway.ask("POST", CHAT, body)
     assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+
+
+def test_a_body_that_nests_too_deeply(gateway: GatewayHere) -> None:
+    answer = gateway.ask("POST", CHAT, b"[" * 100_000)
+    assert (answer.status, answer.error["message"], answer.error["code"]) == (400, "the body nests too deeply", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"response_format": "json"}, "response_format: must be an object"),
+        ({"logit_bias": 7}, "logit_bias: must be an object"),
+        ({"messages": []}, "messages: must not be empty"),
+        ({"response_format": {"type": "text", "other": 1}}, "response_format.other: is unknown"),
+        ({"response_format": {}}, "response_format.type: is required"),
+        ({"max_tokens": -1}, "max_tokens: -1 is not in [0, 4294967295]"),
+        ({"top_k": -5}, "top_k: -5 is not in [0, 4294967295]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids: -1 is not in [0, 4294967295]"),
+    ],
+)
+def test_a_message_says_what_a_value_must_be(gateway: GatewayHere, change: dict[str, Any], message: str) -> None:
+    assert gateway.ask("POST", CHAT, {**CHAT_BODY, **change}).error["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        (CHAT, {"messages": MESSAGES, "tool_choice": NAMED, **tool(parameters=BAD)}, "tools[0].function.parameters"),
+        (
+            "/v1/responses",
+            {"input": "x", "tools": [{"type": "function", "name": "f", "strict": True, "parameters": BAD}]},
+            "tools[0].parameters",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": MESSAGES,
+                "max_tokens": 2,
+                "tools": [{"name": "e", "input_schema": {"type": "object"}}, {"name": "f", "input_schema": BAD}],
+                "tool_choice": {"type": "tool", "name": "f"},
+            },
+            "tools[1].input_schema",
+        ),
+    ],
+)
+def test_a_bad_schema_of_a_tool_is_named(gateway: GatewayHere, path: str, change: dict[str, Any], param: str) -> None:
+    error = gateway.ask("POST", path, {"model": "tiny", **change}).json["error"]
+    assert error["message"] == f"{param}: Invalid type: strin"
 
 
 @pytest.mark.parametrize(

@@ -497,6 +497,13 @@ def test_the_package_raises_what_the_decode_service_refuses(edge: GatewayHere, s
         assert caught.value.param == param
 
 
+def test_an_output_of_no_call_is_named_by_its_place_in_the_input(gateway: GatewayHere) -> None:
+    calls = [CALL, DONE]
+    for items, place in (([SAID, DONE], 1), ([SAID, *calls, DONE], 3), ([SAID, *calls, SAID, DONE], 4)):
+        error = gateway.ask("POST", PATH, {"model": "tiny", "instructions": "be kind", "input": items}).error
+        assert error["param"] == f"input[{place}].call_id"
+
+
 def test_a_stream_that_fails_ends_with_a_failed_response(edge: GatewayHere, scripted: ScriptedServer) -> None:
     scripted.inference.script = [started(), delta([5], "a"), failure(code_pb2.INTERNAL, "broke")]
     *_, last = events_of(edge)
