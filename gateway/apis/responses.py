@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from baton.events import Delta, Event, Finished, FinishReason
+from baton.events import Delta, Event, Finished, FinishReason, PositionLogprobs
 from common.text.chat_messages import ChatMessage, ToolCall
 from gateway.apis.api import Admitted, Api
 from gateway.conversation import (
@@ -320,7 +320,7 @@ class _Item:
     name: str = ""
     call_id: str = field(default_factory=new_call_id)
     texts: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
     status: str = "in_progress"
     id: str = ""
 
@@ -342,7 +342,7 @@ class _Item:
         """The content part that has the text."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": token_logprobs(self.logprobs)}
 
     @property
     def written(self) -> dict[str, Any]:
@@ -351,7 +351,7 @@ class _Item:
             case "reasoning":
                 return {"text": self.text}
             case "message":
-                return {"text": self.text, "logprobs": list(self.logprobs)}
+                return {"text": self.text, "logprobs": token_logprobs(self.logprobs)}
         return {"name": self.name, "arguments": self.text}
 
     def as_json(self) -> dict[str, Any]:
@@ -382,7 +382,7 @@ class ResponseAnswer:
             **plan.repeated,
         }
         self._items: list[_Item] = []
-        self._waiting: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come
+        self._waiting: list[PositionLogprobs] = []  # those of tokens that may turn out to be words
         self._status = "in_progress"
         self._num_events = 0
 
@@ -393,10 +393,16 @@ class ResponseAnswer:
     def add(self, index: int, event: Event) -> Sequence[ServerEvent]:
         match event:
             case Delta():
-                self._waiting += token_logprobs(event.logprobs)
-                return self._write(self._parser.push(event.text))
+                num_waited = len(self._waiting)
+                self._waiting += event.logprobs
+                events = self._write(self._parser.push(event.text), num_waited)
+                if event.text and not self._parser.holds_text:
+                    self._waiting.clear()
+                return events
             case Finished():
-                events = self._write(self._parser.end())
+                events = self._write(self._parser.end(), len(self._waiting))
+                if self._waiting and self._items and self._items[-1].kind == "message":
+                    events.append(self._more(""))
                 self._status = "incomplete" if event.reason is FinishReason.LENGTH else "completed"
                 return [*events, *self._finish()]
         return ()
@@ -415,10 +421,16 @@ class ResponseAnswer:
     def whole(self) -> Mapping[str, Any]:
         return self._response(usage=_usage(self._tally.counts))
 
-    def _write(self, parts: Iterable[OutputEvent]) -> list[ServerEvent]:
-        """Adds parts of the output, and returns their events."""
+    def _write(self, parts: Iterable[OutputEvent], num_waited: int) -> list[ServerEvent]:
+        """Adds parts of the output, and returns their events.
+
+        The first `num_waited` of the waiting log-probabilities are of tokens that came before. If what comes first is
+        no words, these tokens were none either.
+        """
         events: list[ServerEvent] = []
-        for part in parts:
+        for number, part in enumerate(parts):
+            if number == 0 and not isinstance(part, ContentText):
+                del self._waiting[:num_waited]
             match part:
                 case ReasoningText(text, is_new):
                     events += [*self._need("reasoning", is_new=is_new), self._more(text)]
@@ -428,10 +440,6 @@ class ResponseAnswer:
                     events += self._begin("function_call", name)
                 case CallArguments(_, text):
                     events.append(self._more(text))
-        if self._items and self._waiting:
-            if self._items[-1].kind == "message":
-                events.append(self._more(""))
-            self._waiting.clear()
         return events
 
     def _need(self, kind: _Kind, *, is_new: bool) -> list[ServerEvent]:
@@ -450,13 +458,13 @@ class ResponseAnswer:
         return events
 
     def _more(self, text: str) -> ServerEvent:
-        """Adds text to the last item, and to a message the log-probabilities that wait for text."""
+        """Adds text to the last item, and to a message the log-probabilities that wait for its text."""
         item = self._items[-1]
         item.texts.append(text)
         more: dict[str, Any] = {}
         if item.kind == "message":
-            more["logprobs"], self._waiting = self._waiting, []
-            item.logprobs += more["logprobs"]
+            item.logprobs += self._waiting
+            more["logprobs"], self._waiting = token_logprobs(self._waiting), []
         return self._event(f"{_TEXT_EVENTS[item.kind]}.delta", **item.place, delta=text, **more)
 
     def _end_item(self, status: str) -> list[ServerEvent]:

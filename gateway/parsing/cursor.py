@@ -48,6 +48,11 @@ class Cursor:
         if self._held_from is not None:
             self._held_from = 0
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether there is text that came and is not yet taken for good."""
+        return len(self._text) > (self._at if self._held_from is None else self._held_from)
+
     def end(self) -> None:
         """Says that no more text comes."""
         self._has_ended = True

@@ -81,6 +81,11 @@ class OutputParser:
         """The number of calls that have begun."""
         return self._num_calls
 
+    @property
+    def holds_text(self) -> bool:
+        """Whether there is text of which it is not known yet whether it is words."""
+        return self._cursor.is_holding or self._content.holds_text
+
     def push(self, text: str) -> list[OutputEvent]:
         """Returns the events that `text` makes certain."""
         if not text:
@@ -373,6 +378,10 @@ class _Text:
         self._has_text = False
         self._may_be_cut = True
         self._space = ""  # what was added last; held back, because a border may follow
+
+    @property
+    def holds_text(self) -> bool:
+        return bool(self._space)
 
     def add(self, text: str) -> None:
         is_new = False

@@ -206,9 +206,23 @@ def test_an_empty_output_is_an_empty_message(edge: GatewayHere, scripted: Script
     assert message.type == "message" and [part.text for part in message.content] == [""]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("pieces", [PIECES, ["".join(PIECES)]], ids=["in pieces", "at once"])
+TOKENS = (
+    *("<think>", "Hm", ".", "</think>", "\n\n", "<", "b", ">:", "\n", "<tool_call>", "\n", '{"', "name", '": "', "pick"),
+    *('", "', "arguments", '": ', '{"kind": ', '"ab"}', "}", "\n", "</tool_call>", "\n", "Well", ".", "\n"),
+)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (PIECES, [PIECES[3:5]]),
+        (["".join(PIECES)], [["".join(PIECES)]]),
+        (TOKENS, [["<", "b", ">:"], ["Well", ".", "\n"]]),
+    ],
+    ids=["in pieces", "at once", "token by token"],
+)
 def test_log_probabilities_come_with_the_text_of_messages(
-    edge: GatewayHere, scripted: ScriptedServer, pieces: Sequence[str]
+    edge: GatewayHere, scripted: ScriptedServer, pieces: Sequence[str], expected: Sequence[Sequence[str]]
 ) -> None:
     def position(token_id: int, text: str) -> types_pb2.PositionLogprobs:
         token = types_pb2.TokenLogprob(token_id=token_id, logprob=-0.5, token=text.encode())
@@ -220,11 +234,10 @@ def test_log_probabilities_come_with_the_text_of_messages(
     whole = edge.openai().responses.create(**BODY, **asked)
     events = events_of(edge, **asked)
     said = [item.content[0].logprobs for item in whole.output if item.type == "message"]  # type: ignore[union-attr]
-    expected = list(pieces[3:5]) if len(pieces) > 1 else list(pieces)
-    assert [[each.token for each in part or ()] for part in said] == [expected]
-    assert [top.logprob for part in said for each in part or () for top in each.top_logprobs] == [-0.5] * len(expected)
+    assert [[each.token for each in part or ()] for part in said] == [list(tokens) for tokens in expected]
+    assert {top.logprob for part in said for each in part or () for top in each.top_logprobs} == {-0.5}
     streamed = [each.token for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
-    assert streamed == expected
+    assert streamed == [token for tokens in expected for token in tokens]
     last = events[-1]
     assert last.type == "response.completed" and without_ids(last.response) == without_ids(whole)
     sampling = scripted.inference.requests.get(timeout=BOUND_S).sampling
