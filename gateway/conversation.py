@@ -23,10 +23,10 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 def at_most(num: int) -> BeforeValidator:
-    """Returns a validator that raises ValueError for a longer list, before pydantic validates any of its entries."""
+    """Returns a validator that raises ValueError for a longer list or object, before pydantic validates any entry."""
 
     def check(entries: Any) -> Any:
-        if isinstance(entries, list) and len(entries) > num:
+        if isinstance(entries, list | dict) and len(entries) > num:
             raise ValueError(f"more than {num}")
         return entries
 

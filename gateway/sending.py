@@ -67,7 +67,7 @@ class ServerEvent:
 
 
 class EventStreamWriter:
-    """Writes server-sent events. `send` waits for a client that reads slowly."""
+    """Writes server-sent events, large ones in slices. `send` waits for a client that reads slowly."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -76,13 +76,22 @@ class EventStreamWriter:
         await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
 
     async def write(self, events: Iterable[ServerEvent]) -> None:
-        if data := b"".join(event.encoded() for event in events):
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        data = bytearray()
+        for event in events:
+            data += event.encoded()
+            while len(data) > SLICE_BYTES:
+                await self._send_part(bytes(data[:SLICE_BYTES]))
+                del data[:SLICE_BYTES]
+        if data:
+            await self._send_part(bytes(data))
 
     async def end(self, events: Iterable[ServerEvent]) -> None:
         """Writes the last events of the stream."""
-        data = b"".join(event.encoded() for event in events)
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self.write(events)
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _send_part(self, part: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
 
 def _json(value: Any) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
 from baton.events import Delta, Event, Finished, FinishReason, PositionLogprobs
@@ -46,6 +46,7 @@ _INPUT_SCHEMA: JsonSchemaValue = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}],
 }
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+_MAX_METADATA, _MAX_METADATA_NAME_CHARS, _MAX_METADATA_VALUE_CHARS = 16, 64, 512
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _FIELDS_OF_ITEMS = {
@@ -103,6 +104,15 @@ class ResponseStreamOptions(StrictFields):
     include_obfuscation: bool = False  # accepted, because no stream of the gateway is obfuscated
 
 
+def _check_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    for name, value in metadata.items():
+        if len(name) > _MAX_METADATA_NAME_CHARS:
+            raise ValueError(f"has a name of more than {_MAX_METADATA_NAME_CHARS} characters")
+        if len(value) > _MAX_METADATA_VALUE_CHARS:
+            raise ValueError(f"{name!r} has more than {_MAX_METADATA_VALUE_CHARS} characters")
+    return metadata
+
+
 class ResponseFields(GenerationFields):
     input: Annotated[Any, at_most(MAX_MESSAGES - 1), WithJsonSchema(_INPUT_SCHEMA)]
     instructions: str | None = None
@@ -114,7 +124,9 @@ class ResponseFields(GenerationFields):
     parallel_tool_calls: bool = True
     text: Annotated[TextOptions, BeforeValidator(without_null)] = TextOptions()
     reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] = ReasoningOptions()
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, str], at_most(_MAX_METADATA), AfterValidator(_check_metadata)] = Field(
+        default_factory=dict
+    )
     stream_options: Annotated[ResponseStreamOptions, BeforeValidator(without_null)] | None = None
     # Fields beyond OpenAI's.
     chat_template_kwargs: dict[str, Any] | None = None
@@ -337,26 +349,23 @@ class _Item:
         place = {"item_id": self.id, "output_index": self.index}
         return place if self.kind == "function_call" else {**place, "content_index": 0}
 
-    @property
     def part(self) -> dict[str, Any]:
-        """The content part that has the text."""
+        """Returns the content part that has the text."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": token_logprobs(self.logprobs)}
+        logprobs = token_logprobs(self.logprobs)
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
 
-    @property
-    def written(self) -> dict[str, Any]:
-        """The fields of the event that has the whole text."""
-        match self.kind:
-            case "reasoning":
-                return {"text": self.text}
-            case "message":
-                return {"text": self.text, "logprobs": token_logprobs(self.logprobs)}
-        return {"name": self.name, "arguments": self.text}
+    def written(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the event that has the whole text, which are also in the content part."""
+        if self.kind == "function_call":
+            return {"name": self.name, "arguments": self.text}
+        return {name: part[name] for name in ("text", "logprobs") if name in part}
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, part: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the item. `part` is its content part, if that is at hand."""
         head = {"id": self.id, "type": self.kind, "status": self.status}
-        content = [] if self.status == "in_progress" else [self.part]
+        content = [] if self.status == "in_progress" else [part or self.part()]
         match self.kind:
             case "reasoning":
                 return {**head, "summary": [], "content": content, "encrypted_content": None}
@@ -454,7 +463,7 @@ class ResponseAnswer:
         self._items.append(item)
         events.append(self._event("response.output_item.added", output_index=item.index, item=item.as_json()))
         if kind != "function_call":
-            events.append(self._event("response.content_part.added", **item.place, part=item.part))
+            events.append(self._event("response.content_part.added", **item.place, part=item.part()))
         return events
 
     def _more(self, text: str) -> ServerEvent:
@@ -472,10 +481,11 @@ class ResponseAnswer:
             return []
         item = self._items[-1]
         item.status = status
-        events = [self._event(f"{_TEXT_EVENTS[item.kind]}.done", **item.place, **item.written)]
+        part = item.part()
+        events = [self._event(f"{_TEXT_EVENTS[item.kind]}.done", **item.place, **item.written(part))]
         if item.kind != "function_call":
-            events.append(self._event("response.content_part.done", **item.place, part=item.part))
-        events.append(self._event("response.output_item.done", output_index=item.index, item=item.as_json()))
+            events.append(self._event("response.content_part.done", **item.place, part=part))
+        events.append(self._event("response.output_item.done", output_index=item.index, item=item.as_json(part)))
         return events
 
     def _finish(self) -> list[ServerEvent]:

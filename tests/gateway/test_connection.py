@@ -21,7 +21,7 @@ from common.config.gateway_settings import GatewaySettings
 from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
 from gateway.listener import OpenConnections, Room
-from gateway.sending import SLICE_BYTES, JsonResponse
+from gateway.sending import SLICE_BYTES, EventStreamWriter, JsonResponse, ServerEvent
 from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import wait_until
 
@@ -192,6 +192,23 @@ async def test_a_whole_answer_ends_once_its_last_slice_was_taken() -> None:
     assert b"".join(each["body"] for each in slices) == response.body
     assert all(len(each["body"]) <= SLICE_BYTES and each["more_body"] for each in slices)
     assert end == {"type": "http.response.body", "body": b""}
+
+
+async def test_a_large_event_is_sent_in_slices() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    large = ServerEvent({"text": "a" * (3 * SLICE_BYTES)})
+    writer = EventStreamWriter(send)
+    await writer.write([ServerEvent("a"), ServerEvent("b")])
+    assert [each["body"] for each in sent] == [b"data: a\n\ndata: b\n\n"]
+    await writer.end([large, ServerEvent("c")])
+    *slices, end = sent[1:]
+    assert b"".join(each["body"] for each in slices) == large.encoded() + b"data: c\n\n"
+    assert all(len(each["body"]) <= SLICE_BYTES and each["more_body"] for each in slices)
+    assert not end.get("more_body", False)
 
 
 class Crowd:

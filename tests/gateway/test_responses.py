@@ -207,7 +207,23 @@ def test_an_empty_output_is_an_empty_message(edge: GatewayHere, scripted: Script
 
 
 TOKENS = (
-    *("<think>", "Hm", ".", "</think>", "\n\n", "<", "b", ">:", "\n", "<tool_call>", "\n", '{"', "name", '": "', "pick"),
+    *(
+        "<think>",
+        "Hm",
+        ".",
+        "</think>",
+        "\n\n",
+        "<",
+        "b",
+        ">:",
+        "\n",
+        "<tool_call>",
+        "\n",
+        '{"',
+        "name",
+        '": "',
+        "pick",
+    ),
     *('", "', "arguments", '": ', '{"kind": ', '"ab"}', "}", "\n", "</tool_call>", "\n", "Well", ".", "\n"),
 )
 
@@ -456,6 +472,9 @@ def test_options_travel(edge: GatewayHere, speaks: ScriptedServer) -> None:
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"reasoning": {"effort": "none"}, "thinking_token_budget": 3}, "thinking_token_budget"),
         ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"metadata": {"a" * 65: ""}}, "metadata"),
+        ({"metadata": {"a": "b" * 513}}, "metadata"),
         ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{**PICK, "name": "a b"}]}, "tools[0].name"),
