@@ -11,6 +11,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from common.device.scripted import ScriptedDevice, run_needed
@@ -31,6 +32,7 @@ from tests.engine.speculating import (
     assert_drafted_as_expected,
     random_run,
 )
+from tests.engine.tag_head import TagHead
 from tests.engine.tags import VOCAB_SIZE
 from tests.engine.test_prefixes import Damage
 
@@ -83,6 +85,27 @@ def check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row() -> Non
     scripted.run()
     assert failing.error is None, f"the retry failed: {failing.error}"
     assert failing.token_ids == failing.expected, "tokens were decoded wrongly"
+
+
+class SecondGuessHead(TagHead):
+    """Its second guess at each position is the position's number, and its first guess is another token."""
+
+    def logits(self, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        logits = torch.full((hidden.shape[0], VOCAB_SIZE), -9.0)
+        logits[:, VOCAB_SIZE - 1] = 4.0
+        return logits.scatter(1, hidden[:, 1:2].long() + 2, 3.0)
+
+
+def check_a_forced_token_that_the_head_guesses_second_is_drafted_once() -> None:
+    """Siblings in a tree must differ. The grammar forces the numbers of the positions, up to 6."""
+    scripted = ScriptedEngine(spec_info=TREE, head=SecondGuessHead())
+    outcome = scripted.submit("a", [2, 1], 5, is_constrained=True)
+    scripted.run()
+    assert outcome.expected == [2, 3, 4, 5, 6]
+    assert outcome.error is None, f"siblings were alike: {outcome.error}"
+    assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"
+    assert outcome.finished is not None and outcome.finished.speculation is not None
+    assert outcome.finished.speculation.num_forced_tokens > 1, "no forced token was drafted"
 
 
 def test_the_head_does_not_run_for_drafts_that_are_all_forced() -> None:
@@ -332,6 +355,7 @@ def check_a_speculative_forward_waits_for_the_schedule_side() -> None:
 CHECKS = [
     check_speculated_tokens_are_the_oracles,
     check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row,
+    check_a_forced_token_that_the_head_guesses_second_is_drafted_once,
     check_the_next_step_is_launched_before_draft_extend,
     check_lengths_of_a_step_without_drafts_are_not_waited_for,
     check_a_row_at_its_limit_is_not_launched,
@@ -385,6 +409,11 @@ def test_holds(check: Check) -> None:
             check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row,
             grammars.matchers_ahead_stay_ahead,
             "the retry failed",
+        ),
+        (
+            check_a_forced_token_that_the_head_guesses_second_is_drafted_once,
+            grammars.forced_tokens_have_twins,
+            "siblings were alike",
         ),
         (
             check_seeds_reach_the_next_forward_by_stream_order,

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from common.device.stream import NOT_YET
 from common.grammar.matcher import Mask
 from common.kv.pool import KvPool
+from decode_service.forward import eagle_worker
 from decode_service.schedule import scheduler
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import ResultTaker, StepInFlight
@@ -55,6 +58,17 @@ def forced_tokens_one_too_far(patch: pytest.MonkeyPatch) -> None:
         return {req: run[1:] for req, run in forced_tokens(*args, **options).items() if run[1:]}
 
     patch.setattr(scheduler, "forced_tokens", mutant)
+
+
+def forced_tokens_have_twins(patch: pytest.MonkeyPatch) -> None:
+    """Leave the head's own draft in a tree beside the same token that a grammar forces."""
+    forced_first = eagle_worker._forced_first
+
+    def mutant(forced: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        first_ids, first_probs = forced_first(forced, ids, probs)
+        return torch.cat([first_ids[:, :1], ids[:, 1:]], dim=1), first_probs
+
+    patch.setattr(eagle_worker, "_forced_first", mutant)
 
 
 def nobody_looks_ahead(patch: pytest.MonkeyPatch) -> None:
