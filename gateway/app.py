@@ -184,6 +184,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     ending, code = ("is not served", "unknown_url") if error.status_code == 404 else ("is not allowed", "wrong_method")
     if any(isinstance(route, Route) and route.path == versioned for route in request.app.routes):
         ending = f"is not served, {versioned} is: the base URL ends with /v1"
+    elif request.url.path.startswith("/v1/v1/"):
+        ending = "is not served: the base URL has /v1 already, to which the client adds another one"
     response = _refused(request, ApiError(error.status_code, f"{what} {ending}", code=code))
     response.headers.update(error.headers or {})
     return response

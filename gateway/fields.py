@@ -108,6 +108,9 @@ An endpoint may add fields through `asks_for_nothing`.
 _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 """Unsupported list fields, each with the name of another field. They are accepted if that one is "none"."""
 
+_NEWER = {"functions": "tools", "function_call": "tool_choice"}
+"""OpenAI's older names of fields."""
+
 
 def _as_list(value: Any) -> Any:
     """Turns the `stop` field into a list. An empty string counts as absent."""
@@ -142,6 +145,8 @@ class RequestFields(StrictFields):
 
     asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """More unsupported fields with their neutral values, for this endpoint only."""
+    names_here: ClassVar[Mapping[str, str]] = {}
+    """A mapping from fields of other endpoints to what they are called in this one, for errors."""
 
 
 class GenerationFields(GrammarFields, RequestFields):
@@ -331,14 +336,16 @@ def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[RequestFi
     """Raises ApiError if the field `name` is unknown, or if it is unsupported and its value would change the answer."""
     value, nothings = values[name], {**ASKS_FOR_NOTHING, **kind.asks_for_nothing}.get(name)
     if nothings is None:
-        raise invalid(name[:64], "is unknown", code="unknown_parameter")
+        hint = f", its name here is {kind.names_here[name]}" if name in kind.names_here else ""
+        raise invalid(name[:64], f"is unknown{hint}", code="unknown_parameter")
     if any(_is_same(value, nothing) for nothing in nothings):
         return
     switch = _SWITCHES.get(name)
-    if switch is None:
+    is_replaced = _NEWER.get(name) in kind.model_fields
+    if switch is None and not is_replaced:
         raise not_served(name, " or ".join(map(json.dumps, nothings)) + " is" if nothings else "")
-    if not isinstance(value, list) or values.get(switch) != "none":
-        raise not_served(name, f'unless {switch} is "none"')
+    if switch is None or not isinstance(value, list) or values.get(switch) != "none":
+        raise not_served(name, f"{_NEWER[name]} is" if is_replaced else f'unless {switch} is "none"')
 
 
 def _is_same(value: Any, other: Any) -> bool:

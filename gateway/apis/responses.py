@@ -143,6 +143,13 @@ class ResponseFields(GenerationFields):
         "truncation": ("disabled",),
     }
 
+    names_here: ClassVar = {
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "response_format": "text.format",
+    }
+
     def _constraints(self) -> Iterator[Constraint]:
         if self.text.format is not None:
             yield Constraint("json_schema", self.text.format.schema_text, "text.format")

@@ -392,6 +392,29 @@ def test_routes_and_methods_that_are_not_there(
     assert (answer.status, answer.error["code"]) == (status, code)
 
 
+def test_the_message_says_that_v1_is_there_twice(gateway: GatewayHere) -> None:
+    error = gateway.ask("POST", f"/v1{CHAT}", CHAT_BODY).error
+    assert error["message"].startswith(f"POST /v1{CHAT} is not served: the base URL has /v1 already")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "message"),
+    [
+        ("/v1/responses", "messages", MESSAGES, "is unknown, its name here is input"),
+        ("/v1/responses", "max_tokens", 1, "is unknown, its name here is max_output_tokens"),
+        ("/v1/responses", "response_format", {}, "is unknown, its name here is text.format"),
+        (CHAT, "functions", [TOOL["function"]], "is not served, tools is"),
+        (CHAT, "function_call", {"name": "f"}, "is not served, tool_choice is"),
+        (COMPLETIONS, "functions", [TOOL["function"]], 'is not served, unless function_call is "none"'),
+    ],
+)
+def test_the_message_has_the_fields_name_here(
+    gateway: GatewayHere, path: str, field: str, value: Any, message: str
+) -> None:
+    error = gateway.ask("POST", path, {"model": "tiny", field: value}).error
+    assert (error["param"], error["message"]) == (field, f"{field}: {message}")
+
+
 def test_a_request_id_that_cannot_travel(gateway: GatewayHere) -> None:
     for bad in ("x" * 97, "a b"):
         answer = gateway.ask("POST", CHAT, CHAT_BODY, x_request_id=bad)
