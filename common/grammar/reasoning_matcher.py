@@ -62,7 +62,7 @@ class MarkerTokens:
             self.past_end[place] = self._mask(past_end)
         self.opening = _next_tokens(markers.start, bytes_of, spell)
         self.closing = _next_tokens(markers.end, bytes_of, spell)
-        if not self.closing:
+        if 0 not in self.closing:
             raise MarkerRefused
         for num_matched in range(len(markers.end)):
             self.closing.setdefault(num_matched, self.closing[0])  # a new one, where nothing spells the rest
@@ -167,9 +167,16 @@ class ReasoningMatcher:
         return () if self._answer is None or self._place.part is Part.BEFORE else self._answer.forced()
 
     def _closing_tokens(self) -> Sequence[int]:
-        """Returns the tokens of the end marker that are left, and those with which the grammar begins."""
-        found, place = list[int](), self._place
+        """Returns the tokens of the end marker that are left, and those with which the grammar begins.
+
+        Some markers begin anew again and again, where nothing spells the rest. Then it returns the tokens up to a place
+        where the output was before.
+        """
+        found, place, seen = list[int](), self._place, set[Place]()
         while place.part is Part.REASONING:
+            if place in seen:
+                return found
+            seen.add(place)
             found.append(self._tokens.closing[place.num_matched])
             place, _ = self._tokens.markers.after(place, self._tokens.bytes_of[found[-1]])
         return found if self._grammar is None else [*found, *self._grammar.copy().forced()]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, MinLength, allows, fill_nodes, num_words
 from common.grammar.reasoning import Markers, Part, Reasoning, ReasoningCount
-from common.grammar.reasoning_matcher import MarkerTokens, TokenTexts
+from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.grammars import Grammars, OutputRefused, ReasoningRefused
 from common.text.tokenizer import TextTokenizer
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, ids_of_pieces, vocab_size, with_space_mark
@@ -252,6 +252,24 @@ def test_where_nothing_spells_the_rest_of_the_end_marker_it_comes_anew() -> None
         Reasoning("", "</t>", is_open=True), TokenTexts(tokens), lambda text: [1] if text == b"</t>" else []
     )
     assert made.closing == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+@pytest.mark.timeout(10)
+def test_an_end_marker_that_never_comes_forces_what_leads_back_to_the_same_place() -> None:
+    tokens, usual = (
+        [b"a", b"b", b"ab", b"bX", b"c"],
+        {b"ababX": [2, 0, 3], b"babX": [1, 0, 3], b"abX": [0, 3], b"bX": [3]},
+    )
+    reasoning = Reasoning("", "ababX", is_open=True, max_tokens=2)
+    made = MarkerTokens(reasoning, TokenTexts(tokens), lambda text: usual.get(text, []))
+    matcher = ReasoningMatcher(made, reasoning, None, ())
+    assert matcher.accept(2) and matcher.accept(2)  # the X that is left is no token
+    assert matcher.forced() == [2]
+
+
+def test_an_end_marker_is_refused_if_only_later_parts_of_it_can_be_spelled() -> None:
+    with pytest.raises(MarkerRefused):
+        MarkerTokens(Reasoning("", "<.", is_open=True), TokenTexts([b"."]), lambda text: [0] if text == b"." else [])
 
 
 def test_a_token_that_goes_through_the_reasoning_into_the_answer_is_not_allowed_beside_a_grammar() -> None:
