@@ -294,9 +294,16 @@ def test_a_message_says_what_a_value_must_be(gateway: GatewayHere, change: dict[
             },
             "tools[1].input_schema",
         ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "tools": [TOOL], "response_format": {"type": "json_schema", "schema": BAD}},
+            "response_format",
+        ),
     ],
 )
-def test_a_bad_schema_of_a_tool_is_named(gateway: GatewayHere, path: str, change: dict[str, Any], param: str) -> None:
+def test_a_bad_schema_of_a_tool_or_of_an_answer_beside_it_is_named(
+    gateway: GatewayHere, path: str, change: dict[str, Any], param: str
+) -> None:
     error = gateway.ask("POST", path, {"model": "tiny", **change}).json["error"]
     assert error["message"] == f"{param}: Invalid type: strin"
 
