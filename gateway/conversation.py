@@ -18,6 +18,8 @@ MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
 number of fields is limited.
 """
 MAX_TOOLS = 128
+MAX_TOOL_CALLS = 128
+"""The most calls in a message, which is the decode service's limit."""
 _CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 

@@ -15,6 +15,7 @@ from gateway.apis.api import Api
 from gateway.apis.choices_answer import ChoicesAnswer, finish_reason, with_token_ids
 from gateway.conversation import (
     MAX_MESSAGES,
+    MAX_TOOL_CALLS,
     MAX_TOOLS,
     Effort,
     at_most,
@@ -289,6 +290,8 @@ def _tool_calls(place: str, calls: Any) -> tuple[ToolCall, ...]:
         return ()
     if not isinstance(calls, list):
         raise invalid(place, "must be a list of calls")
+    if len(calls) > MAX_TOOL_CALLS:
+        raise invalid(place, f"more than {MAX_TOOL_CALLS}")
     return tuple(_tool_call(f"{place}[{number}]", call) for number, call in enumerate(calls))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from common.text.chat_messages import ChatMessage, ToolCall
 from gateway.conversation import (
     MAX_MESSAGES,
+    MAX_TOOL_CALLS,
     as_one_message,
     kind_not_served,
     new_call_id,
@@ -65,8 +66,13 @@ def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[C
     """
     words = "" if system is None else text_of("system", system, _TEXT)
     turns = [_Turn(ChatMessage("system", words), "system")] if words else []
+    num_results = 0
     for index, message in enumerate(messages):
-        turns += _turns(f"messages[{index}]", message)
+        for turn in _turns(f"messages[{index}]", message):
+            turns.append(turn)
+            num_results += turn.message.role == "tool"
+            if num_results > MAX_MESSAGES:
+                raise invalid("messages", f"more than {MAX_MESSAGES} tool results")
     turns = list(_joined(turns))
     if len(turns) > MAX_MESSAGES:
         raise invalid("messages", f"{len(turns)} messages and tool results are more than {MAX_MESSAGES}")
@@ -141,6 +147,8 @@ def _said_by_assistant(place: str, blocks: Iterable[_Block]) -> _Turn:
                 texts = words if kind == "text" else reasoning
                 texts += ["\n"] if texts and before != kind else []
                 texts.append(_text((where, block)))
+            case "tool_use" if len(calls) == MAX_TOOL_CALLS:
+                raise invalid(f"{place}.content", f"more than {MAX_TOOL_CALLS} calls")
             case "tool_use":
                 calls.append(_call(where, block))
                 places.append(where)

@@ -25,7 +25,7 @@ from common.text.chat_messages import ToolCall
 from common.text.output_formats import HERMES, OutputFormat
 from gateway.apis.api import Admitted
 from gateway.apis.messages import MessageAnswer, parse_message
-from gateway.conversation import MAX_MESSAGES
+from gateway.conversation import MAX_MESSAGES, MAX_TOOL_CALLS
 from gateway.errors import ApiError
 from gateway.plan import ChatPrompt
 from gateway.served_model import ModelCard
@@ -591,6 +591,12 @@ def test_what_changes_no_output_is_taken(edge: GatewayHere, scripted: ScriptedSe
 def test_a_message_of_too_many_results_is_refused() -> None:
     with pytest.raises(ApiError, match=r"^messages: "):
         prompt_of(messages=[{"role": "user", "content": [RESULT] * (MAX_MESSAGES + 1)}])
+
+
+def test_what_is_too_much_is_refused_before_the_rest_is_read() -> None:
+    for role, block, num in (("assistant", CALL, MAX_TOOL_CALLS), ("user", RESULT, MAX_MESSAGES)):
+        with pytest.raises(ApiError, match=f": more than {num}"):
+            prompt_of(messages=[{"role": role, "content": [block] * (num + 1) + ["no block"]}])
 
 
 def test_a_conversation_that_is_too_long_is_told_in_anthropics_words(gateway: GatewayHere) -> None:
