@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 from pydantic import BeforeValidator
@@ -53,16 +55,45 @@ def max_reasoning_tokens(budget: int | None, effort: Effort | None, *, effort_pa
     return 0
 
 
-def as_one_message(messages: Sequence[ChatMessage]) -> ChatMessage:
-    """Returns one message that says what these say, all of which have the same role. Each text is a line of its own."""
-    if len(messages) == 1:
-        return messages[0]
-    return ChatMessage(
-        messages[0].role,
-        "\n".join(message.content for message in messages if message.content),
-        tuple(call for message in messages for call in message.tool_calls),
-        reasoning="\n".join(message.reasoning for message in messages if message.reasoning),
-    )
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A chat message, and the places in the request of the message and of its calls."""
+
+    message: ChatMessage
+    place: str
+    calls: tuple[str, ...] = ()
+
+
+def joined(turns: Iterable[Turn], *, roles: Set[str]) -> Iterator[Turn]:
+    """Yields the turns, with neighbours of one of these roles as one turn. Their texts become lines."""
+    for role, neighbours in groupby(turns, key=lambda turn: turn.message.role):
+        group = list(neighbours)
+        if len(group) == 1 or role not in roles:
+            yield from group
+            continue
+        messages = [turn.message for turn in group]
+        message = ChatMessage(
+            role,
+            "\n".join(message.content for message in messages if message.content),
+            tuple(call for message in messages for call in message.tool_calls),
+            reasoning="\n".join(message.reasoning for message in messages if message.reasoning),
+        )
+        yield Turn(message, group[0].place, tuple(call for turn in group for call in turn.calls))
+
+
+def params_of(turns: Sequence[Turn], *, result_id: str, call_id: str) -> dict[str, str]:
+    """Returns the places of the messages and calls in the request, by their names in the gRPC request.
+
+    `result_id` is the field in which a result names its call, and `call_id` the field in which a call has its id.
+    """
+    params: dict[str, str] = {}
+    for index, turn in enumerate(turns):
+        name = f"chat.messages[{index}]"
+        params |= {name: turn.place, f"{name}.tool_call_id": f"{turn.place}.{result_id}"}
+        for number, place in enumerate(turn.calls):
+            call = f"{name}.tool_calls[{number}]"
+            params |= {call: place, f"{call}.id": f"{place}.{call_id}", f"{call}.name": f"{place}.name"}
+    return params
 
 
 def new_call_id() -> str:

@@ -157,7 +157,7 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
     """Converts a BatonError into an HTTP error.
 
     `params` maps a field's name in the gRPC request to its name in the HTTP request, where the two differ.
-    A list's name counts for its entries too.
+    The name of a list, or of an entry, counts for all that is in it and has no name.
     """
     message = str(error)
     match error.code:
@@ -165,7 +165,9 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
             field = error.field
             if field is None:
                 return ApiError(400, message)
-            named = params.get(field) or params.get(field.partition("[")[0])
+            whole, is_list, _ = field.partition("[")
+            entry = f"{field.partition(']')[0]}]" if is_list else field
+            named = params.get(field) or params.get(entry) or params.get(whole)
             param = named or field.removeprefix("sampling.").removeprefix("chat.")
             message = message.removeprefix(f"{field}: ")
             if error.reason != _CONTEXT_EXCEEDED:

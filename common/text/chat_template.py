@@ -47,10 +47,13 @@ _RARE = "\ua66e"
 
 
 class ChatRefused(ValueError):
-    """The template cannot render this conversation, or would leave out some of it. `field` names the wrong field."""
+    """The template cannot render this conversation, or would leave out some of it, for this `reason`. `field` names
+    the wrong field.
+    """
 
     def __init__(self, reason: str, field: str = "chat") -> None:
-        super().__init__(reason)
+        super().__init__(reason if field == "chat" else f"{field.removeprefix('chat.')}: {reason}")
+        self.reason = reason
         self.field = field
 
 
@@ -421,10 +424,7 @@ def _contents_of(index: int, role: str) -> _Said:
 def _left_out(said: _Said, places: Sequence[str], how: str) -> ChatRefused:
     """Returns the error for a part that the template leaves out. `places` says where each message comes from."""
     place = _TOOLS_PLACE if said.message == _TOOLS else places[said.message]
-    what = f"the model's chat template {how} {said.what} here"
-    if place == _TOOLS_PLACE:
-        return ChatRefused(what, f"chat.{place}{said.part}")
-    return ChatRefused(f"{place}{said.part}: {what}")
+    return ChatRefused(f"the model's chat template {how} {said.what} here", f"chat.{place}{said.part}")
 
 
 _MAX_SEARCHED_CHARS = 1 << 28  # takes about 0.3 s

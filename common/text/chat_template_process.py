@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _refusal(error: ChatRefused) -> bytes:
-    return json.dumps([error.field, peer_text(str(error))]).encode()
+    return json.dumps([error.field, peer_text(error.reason)]).encode()
 
 
 def _bound_memory(num_bytes: int) -> None:

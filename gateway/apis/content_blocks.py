@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from common.text.chat_messages import ChatMessage, ToolCall
 from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOL_CALLS,
-    as_one_message,
+    Turn,
+    joined,
     kind_not_served,
     new_call_id,
     not_empty,
+    params_of,
     refuse_other_fields,
     string,
     text_of,
@@ -42,19 +42,10 @@ _KINDS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
-_JOINED_ROLES = ("user", "assistant")
+_JOINED_ROLES = {"user", "assistant"}
 
 _Block = tuple[str, Mapping[str, Any]]
 """A content block, after its place in the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A chat message, and the places in the request of the message and of its calls."""
-
-    message: ChatMessage
-    place: str
-    calls: tuple[str, ...] = ()
 
 
 def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[ChatMessage, ...], dict[str, str]]:
@@ -65,7 +56,7 @@ def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[C
     the wrong field.
     """
     words = "" if system is None else text_of("system", system, _TEXT)
-    turns = [_Turn(ChatMessage("system", words), "system")] if words else []
+    turns = [Turn(ChatMessage("system", words), "system")] if words else []
     num_results = 0
     for index, message in enumerate(messages):
         for turn in _turns(f"messages[{index}]", message):
@@ -73,33 +64,14 @@ def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[C
             num_results += turn.message.role == "tool"
             if num_results > MAX_MESSAGES:
                 raise invalid("messages", f"more than {MAX_MESSAGES} tool results")
-    turns = list(_joined(turns))
+    turns = list(joined(turns, roles=_JOINED_ROLES))
     if len(turns) > MAX_MESSAGES:
         raise invalid("messages", f"{len(turns)} messages and tool results are more than {MAX_MESSAGES}")
-    params: dict[str, str] = {}
-    for index, turn in enumerate(turns):
-        place = f"chat.messages[{index}]"
-        if turn.message.role == "tool":
-            params[f"{place}.tool_call_id"] = f"{turn.place}.tool_use_id"
-        if turn.calls:
-            params[f"{place}.tool_calls"] = f"{turn.place}.content"
-        for number, call in enumerate(turn.calls):
-            params |= {f"{place}.tool_calls[{number}]{field}": f"{call}{field}" for field in ("", ".id", ".name")}
+    params = params_of(turns, result_id="tool_use_id", call_id="id")
     return tuple(turn.message for turn in turns), params
 
 
-def _joined(turns: Iterable[_Turn]) -> Iterator[_Turn]:
-    """Yields the turns, with neighbours of one role as one turn. The texts of the neighbours become lines."""
-    for role, neighbours in groupby(turns, key=lambda turn: turn.message.role):
-        group = list(neighbours)
-        if len(group) == 1 or role not in _JOINED_ROLES:
-            yield from group
-            continue
-        joined = as_one_message([turn.message for turn in group])
-        yield _Turn(joined, group[0].place, tuple(call for turn in group for call in turn.calls))
-
-
-def _turns(place: str, message: Mapping[str, Any]) -> Iterator[_Turn]:
+def _turns(place: str, message: Mapping[str, Any]) -> Iterator[Turn]:
     """Yields the chat messages that one message of the request becomes."""
     role = message.get("role")
     if not isinstance(role, str) or role not in _KINDS:
@@ -112,10 +84,10 @@ def _turns(place: str, message: Mapping[str, Any]) -> Iterator[_Turn]:
         case "assistant":
             yield _said_by_assistant(place, blocks)
         case _:
-            yield _Turn(ChatMessage(role, "".join(map(_text, blocks))), place)
+            yield Turn(ChatMessage(role, "".join(map(_text, blocks))), place)
 
 
-def _said_by_user(place: str, blocks: Iterable[_Block]) -> Iterator[_Turn]:
+def _said_by_user(place: str, blocks: Iterable[_Block]) -> Iterator[Turn]:
     """Yields a tool's message for each result, and then a user's message with the text."""
     words: list[str] = []
     num_results = 0
@@ -126,14 +98,14 @@ def _said_by_user(place: str, blocks: Iterable[_Block]) -> Iterator[_Turn]:
             raise invalid(where, "a tool_result comes before all text")
         else:
             num_results += 1
-            yield _Turn(_result(where, block), where)
+            yield Turn(_result(where, block), where)
     if words:
-        yield _Turn(ChatMessage("user", "".join(words)), place)
+        yield Turn(ChatMessage("user", "".join(words)), place)
     elif num_results == 0:
         raise invalid(f"{place}.content", "must not be empty")
 
 
-def _said_by_assistant(place: str, blocks: Iterable[_Block]) -> _Turn:
+def _said_by_assistant(place: str, blocks: Iterable[_Block]) -> Turn:
     """Returns an assistant's message. Texts with another block between them become lines, as in a chat's answer."""
     words: list[str] = []
     reasoning: list[str] = []
@@ -154,7 +126,7 @@ def _said_by_assistant(place: str, blocks: Iterable[_Block]) -> _Turn:
                 places.append(where)
         before = kind
     message = ChatMessage("assistant", "".join(words), tuple(calls), reasoning="".join(reasoning))
-    return _Turn(message, place, tuple(places))
+    return Turn(message, place, tuple(places))
 
 
 def _call(where: str, block: Mapping[str, Any]) -> ToolCall:

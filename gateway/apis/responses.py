@@ -6,7 +6,6 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
@@ -19,12 +18,14 @@ from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Effort,
-    as_one_message,
+    Turn,
     at_most,
+    joined,
     kind_not_served,
     max_reasoning_tokens,
     new_call_id,
     not_empty,
+    params_of,
     refuse_other_fields,
     string,
     template_variables,
@@ -163,8 +164,9 @@ def parse_response(body: bytes) -> Plan:
         raise not_served("text.verbosity", '"medium" is')
     effort = fields.reasoning.effort
     variables = template_variables(fields.chat_template_kwargs, effort)
+    turns = tuple(joined(_turns(fields), roles={"assistant"}))
     prompt = ChatPrompt(
-        messages=tuple(_messages(fields)),
+        messages=tuple(turn.message for turn in turns),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, is_flat=True),
         options={"chat_template_kwargs": variables} if variables else {},
     )
@@ -188,7 +190,7 @@ def parse_response(body: bytes) -> Plan:
             "sampling.reasoning.end": "thinking_token_budget",
             **fields.grammar_params,
             **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": "reasoning.effort"}),
-            **_params_of_outputs(fields, prompt.messages),
+            **params_of(turns, result_id="call_id", call_id="call_id"),
             "prompt": "input",
             "chat": "input",
             "chat.messages": "input",
@@ -241,58 +243,38 @@ def _repeated(fields: ResponseFields) -> Mapping[str, Any]:
 # ---- the input -----------------------------------------------------------------------------------------------------
 
 
-def _messages(fields: ResponseFields) -> Iterator[ChatMessage]:
-    """Yields the messages of the conversation. What the assistant wrote in neighbouring items is one message.
-
-    Raises ApiError, which names the wrong item.
-    """
+def _turns(fields: ResponseFields) -> Iterator[Turn]:
+    """Yields the messages of the conversation, one for each item. Raises ApiError, which names the wrong item."""
     if fields.instructions:
-        yield ChatMessage("system", fields.instructions)
+        yield Turn(ChatMessage("system", fields.instructions), "instructions")
     if isinstance(fields.input, str):
-        yield ChatMessage("user", fields.input)
+        yield Turn(ChatMessage("user", fields.input), "input")
         return
     if not isinstance(fields.input, list):
         raise invalid("input", "must be a string or a list of items")
     if not fields.input:
         raise invalid("input", "is empty")
-    said = (_message(f"input[{number}]", item) for number, item in enumerate(fields.input))
-    for role, neighbours in groupby(said, key=lambda message: message.role):
-        if role == "assistant":
-            yield as_one_message(list(neighbours))
-        else:
-            yield from neighbours
+    for number, item in enumerate(fields.input):
+        yield _turn(f"input[{number}]", item)
 
 
-def _message(place: str, item: Any) -> ChatMessage:
-    """Returns an item as a message of its own."""
+def _turn(place: str, item: Any) -> Turn:
     match _kind(place, item):
         case "reasoning":
-            return ChatMessage("assistant", reasoning=_reasoning(place, item))
+            return Turn(ChatMessage("assistant", reasoning=_reasoning(place, item)), place)
         case "message":
-            return ChatMessage(_ROLES[item["role"]], text_of(f"{place}.content", item.get("content"), _PARTS))
+            words = text_of(f"{place}.content", item.get("content"), _PARTS)
+            return Turn(ChatMessage(_ROLES[item["role"]], words), place)
         case "function_call":
             call = ToolCall(
                 id=not_empty(f"{place}.call_id", item.get("call_id")),
                 name=not_empty(f"{place}.name", item.get("name")),
                 arguments=string(f"{place}.arguments", item.get("arguments"), "of JSON"),
             )
-            return ChatMessage("assistant", tool_calls=(call,))
-    return ChatMessage(
-        "tool",
-        text_of(f"{place}.output", item.get("output"), _PARTS),
-        tool_call_id=not_empty(f"{place}.call_id", item.get("call_id")),
-    )
-
-
-def _params_of_outputs(fields: ResponseFields, messages: Sequence[ChatMessage]) -> Mapping[str, str]:
-    """Returns where the items of tools' outputs have their call's id, by the name that it has in the gRPC request."""
-    given = fields.input if isinstance(fields.input, list) else []
-    items = [number for number, item in enumerate(given) if item.get("type") == "function_call_output"]
-    numbers = [number for number, message in enumerate(messages) if message.role == "tool"]
-    return {
-        f"chat.messages[{number}].tool_call_id": f"input[{item}].call_id"
-        for number, item in zip(numbers, items, strict=True)
-    }
+            return Turn(ChatMessage("assistant", tool_calls=(call,)), place, (place,))
+    output = text_of(f"{place}.output", item.get("output"), _PARTS)
+    call_id = not_empty(f"{place}.call_id", item.get("call_id"))
+    return Turn(ChatMessage("tool", output, tool_call_id=call_id), place)
 
 
 def _kind(place: str, item: Any) -> str:

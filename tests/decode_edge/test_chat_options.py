@@ -100,7 +100,7 @@ def test_a_template_that_drops_the_message_with_the_tools_is_refused() -> None:
     source = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
     assert refusal(source, USER, tools=(CLOCK,)).field == "chat.tools"
     error = refusal(source, SYSTEM, USER, tools=(CLOCK,))
-    assert (error.field, str(error)[:12]) == ("chat", "messages[0]:")
+    assert error.field == "chat.messages[0]"
 
 
 def test_a_message_that_is_dropped_is_named_by_its_place_in_the_request() -> None:

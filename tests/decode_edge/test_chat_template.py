@@ -139,7 +139,7 @@ def test_a_template_that_cuts_or_changes_words_is_refused_by_the_message(change:
     with pytest.raises(ChatRefused) as refusal:
         template.render([SYSTEM, USER, ASSISTANT, user])
     expected = "messages[3]: the model's chat template leaves out or changes some of what the user says here"
-    assert str(refusal.value) == expected
+    assert (str(refusal.value), refusal.value.field) == (expected, "chat.messages[3]")
 
 
 @pytest.mark.parametrize(

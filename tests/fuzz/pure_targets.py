@@ -77,7 +77,7 @@ def generate_request() -> Iterator[Run]:
         except ProtocolError:
             return
         except ChatRefused as error:
-            assert_travels(InvalidRequest(error.field, str(error)))
+            assert_travels(InvalidRequest(error.field, error.reason))
             return
         except InvalidRequest as error:
             assert_travels(error)

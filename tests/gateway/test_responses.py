@@ -536,6 +536,25 @@ def test_an_output_of_no_call_is_named_by_its_place_in_the_input(gateway: Gatewa
         assert error["param"] == f"input[{place}].call_id"
 
 
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("chat.messages[0]", "instructions"),
+        ("chat.messages[1]", "input[0]"),
+        ("chat.messages[2].reasoning", "input[1]"),
+        ("chat.messages[2].tool_calls[0].id", "input[2].call_id"),
+        ("chat.messages[2].tool_calls[0]", "input[2]"),
+        ("chat.messages[3]", "input[4]"),
+    ],
+)
+def test_an_error_about_a_message_names_the_item(
+    edge: GatewayHere, scripted: ScriptedServer, field: str, param: str
+) -> None:
+    scripted.inference.script = [failure(code_pb2.INVALID_ARGUMENT, f"{field}: is odd", reason="X", field=field)]
+    error = ask(edge, instructions="Be brief.", input=[USER, SAID, CALL, SAID, DONE]).error
+    assert (error["param"], error["message"]) == (param, f"{param}: is odd")
+
+
 def test_a_stream_that_fails_ends_with_a_failed_response(edge: GatewayHere, scripted: ScriptedServer) -> None:
     scripted.inference.script = [started(), delta([5], "a"), failure(code_pb2.INTERNAL, "broke")]
     *_, last = events_of(edge)

@@ -91,7 +91,7 @@ class Prompts:
         try:
             return await self._chats.render(chat.messages, chat.options, num_bytes=num_bytes)
         except ChatRefused as error:
-            raise InvalidRequest(error.field, str(error)) from error
+            raise InvalidRequest(error.field, error.reason) from error
         except TextTooLong as error:
             raise self._too_long() from error
 
