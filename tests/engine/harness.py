@@ -92,11 +92,9 @@ class Outcome:
         counts = self.finished.speculation if self.finished else None
         return None if counts is None else Drafting(counts.num_verify_steps, counts.num_accepted_tokens)
 
-    def expected_drafting(self, num_draft_tokens: int) -> Drafting:
-        """Returns the counts to expect if every step drafts a chain of `num_draft_tokens` and the request is never
-        retracted.
-        """
-        return drafting_of(self.prompt, self.sampling, itertools.repeat(num_draft_tokens))
+    def expected_drafting(self, spec_info: SpecInfo) -> Drafting:
+        """Returns the counts to expect if every step drafts `spec_info` and the request is never retracted."""
+        return drafting_of(self.prompt, self.sampling, itertools.repeat(spec_info))
 
 
 @dataclass(frozen=True, slots=True)

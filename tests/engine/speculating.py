@@ -42,12 +42,12 @@ class ScriptedDepth(FixedDepth):
             self._left.pop(0)
 
 
-def assert_drafted_as_expected(outcome: Outcome) -> None:
-    """Asserts that the tokens are right and that each step drafted a chain of CHAIN. The request must not have been
+def assert_drafted_as_expected(outcome: Outcome, spec_info: SpecInfo = CHAIN) -> None:
+    """Asserts that the tokens are right and that each step drafted `spec_info`. The request must not have been
     retracted.
     """
     assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"
-    expected = outcome.expected_drafting(CHAIN.num_draft_tokens)
+    expected = outcome.expected_drafting(spec_info)
     assert outcome.drafting == expected, f"drafts were not those of the sequence: {outcome.drafting}, not {expected}"
 
 

@@ -24,6 +24,7 @@ from common.model.capture import HiddenCapture
 from common.sampling.operators import propose, propose_branches
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.tags import VOCAB_SIZE, choose, forced_after, is_argmax, kv_of, logits_of, oracle, read_slots
 
 DRAFT = LayerGroupSpec(name=DRAFT_GROUP, num_layers=1, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
@@ -147,9 +148,8 @@ class Drafting:
     num_accepted: int
 
 
-def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, depths: Iterable[int]) -> Drafting:
-    """Returns the counts of verify steps and accepted tokens of a whole request whose steps draft chains of these
-    `depths` in turn.
+def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, spec_infos: Iterable[SpecInfo]) -> Drafting:
+    """Returns the counts of verify steps and accepted tokens of a whole request whose steps draft `spec_infos` in turn.
 
     They count from prefill's first token to the last token of the request. A step drafts what
     the request's grammar forces after the tokens so far, and then what the head guesses.
@@ -157,18 +157,39 @@ def drafting_of(prompt: Sequence[int], sampling: ResolvedSampling, depths: Itera
     known = [*prompt, *oracle(prompt, sampling.max_tokens + _MAX_CHAIN, sampling)]
     proposing = _Proposing(sampling)
     num_output, num_steps, num_accepted = 1, 0, 0
-    for depth in depths:
+    for spec_info in spec_infos:
         if num_output >= sampling.max_tokens:
             break
         start = len(prompt) + num_output
-        context = known[:start]
-        forced = forced_after(context[-1]) if sampling.grammar else range(0)
-        for level in range(depth):
-            context.append(forced[level] if level < len(forced) else int(proposing.best(context, topk=1)[0]))
-        is_right = [drafted == token for drafted, token in zip(context[start:], known[start:], strict=False)]
-        accepted = [*is_right, False].index(False)
+        forced = forced_after(known[start - 1]) if sampling.grammar else range(0)
+        drafts = _drafts_of(known[:start], forced, proposing, spec_info)
+        accepted = 0
+        while tuple(known[start : start + accepted + 1]) in drafts:
+            accepted += 1
         num_steps += 1
         accepted = min(accepted, sampling.max_tokens - num_output - 1)
         num_accepted += accepted
         num_output += accepted + 1
     return Drafting(num_steps, num_accepted)
+
+
+def _drafts_of(
+    context: list[int], forced: Sequence[int], proposing: _Proposing, spec_info: SpecInfo
+) -> set[tuple[int, ...]]:
+    """Returns the paths from the root to each draft of a step. Siblings of forced tokens, which are never accepted, are
+    left out.
+    """
+    beams: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    drafts: list[tuple[float, tuple[int, ...]]] = []
+    for level in range(spec_info.num_steps):
+        level_drafts = []
+        for prob, path in beams:
+            if level < len(forced):
+                level_drafts.append((prob, (*path, forced[level])))
+                continue
+            ids, probs = proposing.best([*context, *path], topk=spec_info.topk)
+            children = zip(ids[0].tolist(), probs[0].tolist(), strict=True)
+            level_drafts += [(prob * child_prob, (*path, child)) for child, child_prob in children]
+        drafts += level_drafts
+        beams = sorted(level_drafts, key=lambda each: -each[0])[: spec_info.topk]
+    return {path for _, path in sorted(drafts, key=lambda each: -each[0])[: spec_info.num_draft_tokens]}

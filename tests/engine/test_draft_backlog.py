@@ -34,8 +34,7 @@ class _Run:
 
     def check(self, outcome: Outcome, *, first_step: int) -> None:
         assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"
-        depths = [spec_info.num_steps for spec_info in self.script.launches[first_step:]]
-        expected = drafting_of(outcome.prompt, outcome.sampling, depths)
+        expected = drafting_of(outcome.prompt, outcome.sampling, self.script.launches[first_step:])
         assert expected.num_accepted > 2, "too little was accepted to tell anything"
         assert outcome.drafting == expected, f"drafts were not those of the sequence: {outcome.drafting}"
 

@@ -277,7 +277,7 @@ def check_a_heads_kv_is_shared_only_with_what_it_read() -> None:
     branching = (*PROMPT[:5], 900, 901)
     serve(scripted, "branching", branching, 24)
     outcome = scripted.outcomes["branching"]
-    expected = outcome.expected_drafting(CHAIN.num_draft_tokens)
+    expected = outcome.expected_drafting(CHAIN)
     assert outcome.drafting == expected, f"drafts were not those of the sequence: {outcome.drafting}, not {expected}"
 
 

@@ -57,9 +57,9 @@ def check_speculated_tokens_are_the_oracles() -> None:
                 num_accepted += counts.num_accepted_tokens
                 num_rejected += sum(counts.drafted_at) - counts.num_accepted_tokens
                 is_always_deep = counts.drafted_at == (counts.num_verify_steps,) * spec_info.num_steps
-                if spec_info is CHAIN and is_always_deep and not outcome.finished.timings.num_retractions:
+                if is_always_deep and not outcome.finished.timings.num_retractions:
                     num_exact += 1
-                    assert_drafted_as_expected(outcome)
+                    assert_drafted_as_expected(outcome, spec_info)
             num_retractions += scripted.engine.load().num_retractions
     assert num_accepted > 400 and num_rejected > 400 and num_exact > 30, "too few drafts to tell anything"
     assert num_retractions > 0, "nothing was retracted: the pool is too large for this test"
@@ -85,6 +85,23 @@ def check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row() -> Non
     scripted.run()
     assert failing.error is None, f"the retry failed: {failing.error}"
     assert failing.token_ids == failing.expected, "tokens were decoded wrongly"
+
+
+def check_the_head_goes_on_after_forced_tokens() -> None:
+    """The grammar forces an odd number of tokens now and then, so that some steps draft one of them and one of the
+    head's.
+    """
+    for spec_info in (CHAIN, TREE):
+        num_own = 0
+        for seed in range(10):
+            scripted = ScriptedEngine(spec_info=spec_info)
+            outcome = scripted.submit("a", [seed, 5], 30, is_constrained=True, temperature=1.0, seed=seed)
+            scripted.run()
+            assert_drafted_as_expected(outcome, spec_info)
+            assert outcome.finished is not None and outcome.finished.speculation is not None
+            counts = outcome.finished.speculation
+            num_own += counts.num_accepted_tokens - counts.num_forced_tokens
+        assert num_own > 20, "too few of the head's drafts were accepted to tell anything"
 
 
 class SecondGuessHead(TagHead):
@@ -355,6 +372,7 @@ def check_a_speculative_forward_waits_for_the_schedule_side() -> None:
 CHECKS = [
     check_speculated_tokens_are_the_oracles,
     check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row,
+    check_the_head_goes_on_after_forced_tokens,
     check_a_forced_token_that_the_head_guesses_second_is_drafted_once,
     check_the_next_step_is_launched_before_draft_extend,
     check_lengths_of_a_step_without_drafts_are_not_waited_for,
@@ -410,6 +428,8 @@ def test_holds(check: Check) -> None:
             grammars.matchers_ahead_stay_ahead,
             "the retry failed",
         ),
+        (check_the_head_goes_on_after_forced_tokens, grammars.forced_tokens_are_not_read, "were not those of"),
+        (check_the_head_goes_on_after_forced_tokens, grammars.forced_branches_are_not_read, "were not those of"),
         (
             check_a_forced_token_that_the_head_guesses_second_is_drafted_once,
             grammars.forced_tokens_have_twins,

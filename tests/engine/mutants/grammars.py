@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.attention.backend import ForwardInput
 from common.device.stream import NOT_YET
 from common.grammar.matcher import Mask
 from common.kv.pool import KvPool
 from decode_service.forward import eagle_worker
+from decode_service.forward.eagle_worker import EagleWorker
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule import scheduler
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import ResultTaker, StepInFlight
@@ -69,6 +72,28 @@ def forced_tokens_have_twins(patch: pytest.MonkeyPatch) -> None:
         return torch.cat([first_ids[:, :1], ids[:, 1:]], dim=1), first_probs
 
     patch.setattr(eagle_worker, "_forced_first", mutant)
+
+
+def forced_tokens_are_not_read(patch: pytest.MonkeyPatch) -> None:
+    """Let the head read its own drafts in a chain of which some tokens are forced."""
+
+    def mutant(self: EagleWorker, batch: ForwardBatch, *args: Any) -> Tensor:
+        drafts = draft_chain(self, replace(batch, forced=None), *args)
+        return drafts if batch.forced is None else eagle_worker._forced_or(batch.forced, drafts)
+
+    draft_chain = EagleWorker._draft_chain
+    patch.setattr(EagleWorker, "_draft_chain", mutant)
+
+
+def forced_branches_are_not_read(patch: pytest.MonkeyPatch) -> None:
+    """Let the head read token 0 in a tree of which some tokens are forced."""
+    window_input = eagle_worker.window_input
+
+    def mutant(batch: ForwardBatch, token_ids: Tensor, *args: Any, **options: Any) -> ForwardInput:
+        read = token_ids if batch.forced is None else torch.zeros_like(token_ids)
+        return window_input(batch, read, *args, **options)
+
+    patch.setattr(eagle_worker, "window_input", mutant)
 
 
 def nobody_looks_ahead(patch: pytest.MonkeyPatch) -> None:
