@@ -104,6 +104,17 @@ def check_the_head_goes_on_after_forced_tokens() -> None:
         assert num_own > 20, "too few of the head's drafts were accepted to tell anything"
 
 
+def test_forced_tokens_after_the_last_one_asked_for_are_not_counted() -> None:
+    """Prefill's token is followed by two that are forced and drafted, but the step gives the request only one more."""
+    scripted = ScriptedEngine(spec_info=CHAIN)
+    outcome = scripted.submit("a", [2, 1], 2, is_constrained=True)
+    scripted.run()
+    assert outcome.token_ids == outcome.expected == [2, 3]
+    assert outcome.finished is not None and outcome.finished.speculation is not None
+    counts = outcome.finished.speculation
+    assert (counts.num_verify_steps, counts.num_accepted_tokens, counts.num_forced_tokens) == (1, 0, 0)
+
+
 class SecondGuessHead(TagHead):
     """Its second guess at each position is the position's number, and its first guess is another token."""
 
