@@ -23,7 +23,7 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 """The most calls in a message, which is the decode service's limit."""
 _CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def at_most(num: int) -> BeforeValidator:

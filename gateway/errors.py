@@ -136,7 +136,8 @@ def _context_exceeded_of(error: BatonError, param: str, message: str, *, prompt:
     # The prefill service has set the limit, or the decode service has another version.
     if "max_context_tokens" not in tokens:
         text = f"This model's maximum context length is exceeded: {message} ({_CONTEXT_LENGTH_EXCEEDED})"
-        return ApiError(400, text, param=param, code=_CONTEXT_LENGTH_EXCEEDED)
+        messages_text = f"prompt is too long: {message}"
+        return ApiError(400, text, param=param, code=_CONTEXT_LENGTH_EXCEEDED, messages_text=messages_text)
     return context_exceeded(param, prompt=prompt, message=message, **tokens)
 
 

@@ -13,6 +13,8 @@ from gateway.conversation import kind_not_served, refuse_other_fields
 from gateway.errors import invalid
 
 _NAME = re.compile("[a-zA-Z0-9_-]+")
+_NEUTRALS: Mapping[str, Any] = {"allowed_callers": ["direct"], "defer_loading": False}
+"""Fields of a tool that are not served, with the values that ask for nothing."""
 _CHOICES = ("none", "auto", "required")
 
 
@@ -62,7 +64,8 @@ def parse_function(
 
     Raises ApiError, which names the wrong field at `place`.
     """
-    refuse_other_fields(place, function, {"name", "description", "strict", schema_field})
+    asked = {name: value for name, value in function.items() if name not in _NEUTRALS or value != _NEUTRALS[name]}
+    refuse_other_fields(place, asked, {"name", "description", "strict", schema_field})
     description, strict = function.get("description"), function.get("strict")
     if description is not None and not isinstance(description, str):
         raise invalid(f"{place}.description", "must be a string")

@@ -23,8 +23,6 @@ from gateway.sending import ServerEvent
 from gateway.tools import ToolUse, parse_function, tool_names
 
 _MAX_NAME_CHARS = 128
-_TOOL_NEUTRALS: Mapping[str, Any] = {"allowed_callers": ["direct"], "defer_loading": False, "input_examples": []}
-"""What a tool's fields that are not served may be."""
 _TOOL_HINTS = frozenset({"type", "cache_control", "eager_input_streaming"})
 """A tool's fields that change nothing here, beside the type, which is checked."""
 _SYSTEM_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
@@ -65,7 +63,7 @@ class OutputSchema(StrictFields):
 
 
 class OutputConfig(StrictFields):
-    effort: Literal["low", "medium", "high", "xhigh"] | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputSchema | None = None
 
 
@@ -278,9 +276,5 @@ def _tool(place: str, tool: Any) -> Tool:
         raise kind_not_served(f"{place}.type", tool.get("type"), '"custom" is')
     if tool.get("input_schema") is None:
         raise invalid(f"{place}.input_schema", "is required", code="missing_required_parameter")
-    function = {
-        name: value
-        for name, value in tool.items()
-        if name not in _TOOL_HINTS and not (name in _TOOL_NEUTRALS and value == _TOOL_NEUTRALS[name])
-    }
+    function = {name: value for name, value in tool.items() if name not in _TOOL_HINTS}
     return parse_function(place, function, schema_field="input_schema", max_name_chars=_MAX_NAME_CHARS)

@@ -97,6 +97,7 @@ class ReasoningOptions(StrictFields):
     """How much the model reasons. A `summary` is accepted, but the answer has the reasoning itself."""
 
     effort: Effort | None = None
+    context: Literal["auto"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 

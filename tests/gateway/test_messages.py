@@ -607,6 +607,18 @@ def test_a_conversation_that_is_too_long_is_told_in_anthropics_words(gateway: Ga
     long["messages"] = [{"role": "user", "content": "b" * 5000}]
     message = assert_error(gateway.ask("POST", MESSAGES, long), 400, "invalid_request_error")
     assert message.startswith("prompt is too long: ")
+    long["messages"] = [{"role": "user", "content": "b" * 20_000}]
+    counted = gateway.ask("POST", COUNT, {**long, "max_tokens": None})
+    assert assert_error(counted, 400, "invalid_request_error").startswith("prompt is too long: more than 16384 tokens")
+
+
+def test_a_prompt_that_prefill_finds_too_long_is_told_in_anthropics_words(
+    edge: GatewayHere, scripted: ScriptedServer
+) -> None:
+    refused = failure(code_pb2.INVALID_ARGUMENT, "prompt: too much", reason="CONTEXT_EXCEEDED", field="prompt")
+    scripted.inference.script = [refused]
+    message = assert_error(edge.ask("POST", MESSAGES, BODY), 400, "invalid_request_error")
+    assert message == "prompt is too long: too much"
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])

@@ -470,6 +470,7 @@ def test_options_travel(edge: GatewayHere, speaks: ScriptedServer) -> None:
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
         ({"reasoning": {"effort": "none"}, "thinking_token_budget": 3}, "thinking_token_budget"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
@@ -507,6 +508,8 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
     [
         {"store": False, "background": False, "truncation": "disabled", "user": "u", "service_tier": "auto"},
         {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "stream_options": {}},
+        {"reasoning": {"effort": "max", "context": "auto"}},
+        {"tools": [{**PICK, "defer_loading": False, "allowed_callers": ["direct"]}]},
         {"text": {"verbosity": "medium", "format": {"type": "text"}}, "reasoning": {}, "tools": [], "metadata": None},
         {"input": [{**SAID, "type": "message", "id": "msg_1", "status": "completed", "phase": "final_answer"}]},
     ],

@@ -117,7 +117,7 @@ class Prompts:
     def _too_long(self, max_contexts: int = 1) -> InvalidRequest:
         most = self._max_context_tokens
         if max_contexts > 1:
-            return InvalidRequest("prompt", f"has more than {max_contexts * most} tokens, {max_contexts} contexts")
+            return ContextExceeded("prompt", f"more than {max_contexts * most} tokens, {max_contexts} contexts")
         return ContextExceeded(
             "prompt",
             f"more than {most} tokens leave no room for output in a context of {most}",
