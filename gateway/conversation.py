@@ -23,6 +23,8 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 """The most calls in a message, which is the decode service's limit."""
 _CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
+_PART_HINTS = frozenset({"type", "cache_control", "annotations", "logprobs"})
+"""Fields of a text part that change nothing, beside the type."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -140,6 +142,7 @@ def _part(place: str, part: Any, kinds: Mapping[str, str]) -> str:
         raise invalid(place, "must be a text part")
     if (field := kinds.get(kind)) is None:
         raise kind_not_served(place, kind, "text is")
+    refuse_other_fields(place, part, _PART_HINTS | {field})
     return string(f"{place}.{field}", part.get(field))
 
 

@@ -549,6 +549,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "often"}}, "thinking.type"),
     ({"output_config": {"effort": "low"}}, "output_config.effort"),
     ({"output_config": {"effort": "vast"}}, "output_config.effort"),
+    ({"system": [text("a", other=1)]}, "system[0].other"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {}}}, "regex": "a"}, "regex"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
@@ -579,6 +580,7 @@ def test_what_is_wrong_is_refused_by_name(gateway: GatewayHere, change: dict[str
         {"tools": [{**CLOCK, "eager_input_streaming": True, "allowed_callers": ["direct"]}]},
         {"tools": [{**CLOCK, "name": "f" * 128}]},
         {"system": "", "stop_sequences": ["b"], "stop": ["b"]},
+        {"output_config": {"effort": "max"}},
         said(text("a", cache_control={"type": "ephemeral"})),
     ],
 )

@@ -44,6 +44,7 @@ CALL: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "pick"
 DONE: dict[str, Any] = {"type": "function_call_output", "call_id": "c1", "output": "blue"}
 THOUGHT: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "summary": []}
 SAID: dict[str, Any] = {"role": "assistant", "content": "Well."}
+TEXT: dict[str, Any] = {"type": "input_text", "text": "hi"}
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 PIECES = (
     "<think>",
@@ -491,6 +492,7 @@ def test_options_travel(edge: GatewayHere, speaks: ScriptedServer) -> None:
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{**USER, "name": "Ann"}]}, "input[0].name"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{**TEXT, "other": 1}]}]}, "input[0].content[0].other"),
         ({"input": [USER, {**CALL, "call_id": None}]}, "input[1].call_id"),
         ({"input": [{**DONE, "output": [{"type": "input_file"}]}]}, "input[0].output[0]"),
         ({"input": [{**THOUGHT, "encrypted_content": "x"}]}, "input[0].encrypted_content"),
@@ -511,6 +513,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
         {"reasoning": {"effort": "max", "context": "auto"}},
         {"tools": [{**PICK, "defer_loading": False, "allowed_callers": ["direct"]}]},
         {"text": {"verbosity": "medium", "format": {"type": "text"}}, "reasoning": {}, "tools": [], "metadata": None},
+        {"input": [{"role": "user", "content": [{**TEXT, "annotations": [{"type": "a"}], "logprobs": [{}]}]}]},
         {"input": [{**SAID, "type": "message", "id": "msg_1", "status": "completed", "phase": "final_answer"}]},
     ],
 )
