@@ -10,8 +10,9 @@ At depth 0 the draft head does not read each token; it catches up now and then (
 charged its share of that. Drafting needs a draft seed from the step before. A step of depth 0 leaves one only if the
 head catches up in that step, and drafts must pay for that too.
 
-What a grammar forces is accepted, so a step knows some of its drafts' acceptance, and the head is judged by its own
-drafts alone. Whether to keep a draft seed, or to begin drafting, depends on how often drafts are accepted in all.
+What a grammar forces is expected to be accepted, so a step knows some of its drafts' acceptance, and the head is
+judged by its own drafts alone. Whether to keep a draft seed, or to begin drafting, depends on how often drafts are
+accepted in all.
 
 A probe with drafts comes right after a step of depth 0, with which its time is compared. If the best depth drafts, its
 last step came right before that step, and is compared with it too. A depth with too few measurements is probed soon.
@@ -43,6 +44,7 @@ _LONGEST_NEW_PROBE_INTERVAL = 16
 _PROBE_INTERVAL = 64  # the least number of steps between other probes
 _PROBE_SHARE = 0.0075  # the share of time that probes may cost in the long run
 _LONGEST_PROBE_INTERVAL = 1024  # in steps; then a probe is due at any cost
+_LEAST_FORCED_SHARE = 1e-3  # a smaller share of forced drafts counts as none
 _BEGIN_STEPS = 64  # steps with drafts that share the cost of beginning to draft
 _HOPELESS = 0.8  # share of the best depth's tokens/s; an unmeasured depth estimated below it is not probed
 _MARGIN = 1.02  # drafts must bring this factor at least, because measured times have errors of that size
@@ -62,8 +64,8 @@ class Depth(Protocol):
         """Returns the SpecInfo for the next step, which has B rows, of which `num_wanted` want drafts.
 
         `draft_lag` [B] counts each row's tokens that the head has not read. `num_forced` [B] says how many drafts of
-        each row its grammar forces: they will be accepted. It is 0 for rows that want no drafts. Only `launched` makes
-        a choice final, so `choose` may be called more than once per step.
+        each row its grammar forces: they are expected to be accepted. It is 0 for rows that want no drafts. Only
+        `launched` makes a choice final, so `choose` may be called more than once per step.
         """
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -176,7 +178,8 @@ class AdaptiveDepth:
             num_forced = sum(num for length, num in self._are_forced.items() if length > level)
             if share or num_forced:
                 num_wanted = self._are_forced.total()
-                self._forced_share[level] += _weight(num_wanted) * (num_forced / max(1, num_wanted) - share)
+                share += _weight(num_wanted) * (num_forced / max(1, num_wanted) - share)
+                self._forced_share[level] = share if share >= _LEAST_FORCED_SHARE else 0.0
         self._has_seeds = spec_info.leaves_seed
         self._is_plain = not spec_info.has_drafts
         self._num_since_probe += 1
