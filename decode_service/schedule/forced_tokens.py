@@ -6,33 +6,37 @@ step N in flight  ─▶ its tokens are on the host when it publishes its length
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decode_service.schedule.request import Request
-from decode_service.schedule.results import StepInFlight
+from decode_service.schedule.results import AheadMatcher, StepInFlight
 from decode_service.schedule.schedule_batch import ScheduleBatch
 
 
 def forced_tokens(
-    running: ScheduleBatch, num_in_flight: NDArray[np.int64], in_flight: StepInFlight | None, *, max_forced: int
+    running: ScheduleBatch,
+    num_in_flight: NDArray[np.int64],
+    in_flight: StepInFlight | None,
+    ahead: Mapping[Request, AheadMatcher],
+    *,
+    max_forced: int,
 ) -> dict[Request, Sequence[int]]:
     """Returns the tokens, at most `max_forced`, with which grammars force requests of the batch to go on. Requests that
     want no drafts, and those of which nothing is forced, have none.
 
     `num_in_flight` [rows] counts the steps in flight that run each pool row. A matcher has accepted the tokens of all
-    steps before `in_flight`.
+    steps before `in_flight`; those `ahead` have accepted its tokens too.
     """
-    ahead = {} if in_flight is None else {in_flight.reqs[i]: each.matcher for i, each in in_flight.ahead.items()}
     found: dict[Request, Sequence[int]] = {}
     for i in running.sampling.constrained.tolist():
         req = running.reqs[i]
         if req.matcher is None or not req.wants_drafts:
             continue
         if req in ahead:
-            token_ids = ahead[req].forced()
+            token_ids = ahead[req].matcher.forced()
         elif not num_in_flight[running.rows[i]]:
             token_ids = req.matcher.forced()
         elif in_flight is not None and not in_flight.batch.has_drafts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 
@@ -86,8 +86,8 @@ class StepInFlight:
     """A launched step, all of which is enqueued, and whose results are not taken yet.
 
     It keeps every tensor and cell of the step alive until the event `end`, after which the results are on the host.
-    `previous_end` is the end of the step that was in flight at the launch, or None. `ahead` has the matchers that have
-    accepted tokens of the step before its end, by entry. BegunStep explains the other fields.
+    `previous_end` is the end of the step that was in flight at the launch, or None. BegunStep explains the other
+    fields.
     """
 
     batch: ForwardBatch
@@ -100,7 +100,6 @@ class StepInFlight:
     end: StreamEvent
     launched_s: float
     previous_end: StreamEvent | None
-    ahead: dict[int, AheadMatcher] = field(default_factory=dict)
 
     @classmethod
     def seal(
@@ -268,10 +267,11 @@ class ResultTaker:
         self._append(every, prebuilt.rows, prebuilt.reqs, prebuilt.request_ids, results, self._clock())
         self._follow_grammars(prebuilt.sampling.constrained, every, prebuilt.reqs, results, {})
 
-    def look_ahead(self, step: StepInFlight) -> None:
-        """Lets copies of matchers accept the tokens of a step with drafts that has published its lengths. It has not
-        ended, so what they accept may still be lost.
+    def look_ahead(self, step: StepInFlight) -> dict[Request, AheadMatcher]:
+        """Lets copies of matchers accept the tokens of a step with drafts that has published its lengths, and returns
+        them. The step has not ended, so what they accept may still be lost.
         """
+        ahead = dict[Request, AheadMatcher]()
         are_held = self.still_held(step)
         gained = step.output.gained.get()
         token_ids, accept_lens = gained.token_ids.numpy(), gained.accept_lens.numpy()
@@ -282,10 +282,13 @@ class ResultTaker:
             matcher = req.matcher.copy()
             offered = token_ids[i, : accept_lens[i]].tolist()
             num_tokens = len(list(takewhile(matcher.accept, offered)))
-            step.ahead[i] = AheadMatcher(matcher, num_tokens)
+            ahead[req] = AheadMatcher(matcher, num_tokens)
+        return ahead
 
-    def take(self, step: StepInFlight) -> None:
-        """Gives an ended step's results to the requests that still hold the rows they ran in."""
+    def take(self, step: StepInFlight, ahead: Mapping[Request, AheadMatcher]) -> None:
+        """Gives an ended step's results to the requests that still hold the rows they ran in. `ahead` has the matchers
+        that have accepted tokens of the step before its end.
+        """
         results = step.results()
         are_held = self.still_held(step)
         self._rows.num_in_flight[step.rows[are_held]] -= 1
@@ -299,7 +302,7 @@ class ResultTaker:
             if step.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted in the meantime
                 self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)
         self._append(entries, rows, step.reqs, step.request_ids, results, now_s, step)
-        self._follow_grammars(step.batch.sampling.constrained, entries, step.reqs, results, step.ahead)
+        self._follow_grammars(step.batch.sampling.constrained, entries, step.reqs, results, ahead)
 
     def still_held(self, step: StepInFlight | BegunStep) -> NDArray[np.bool_]:
         """Returns, for each entry [B] of the step, whether its request still holds the row it ran in."""
@@ -360,12 +363,12 @@ class ResultTaker:
         entries: NDArray[np.intp],
         reqs: Sequence[Request],
         results: RowResults,
-        ahead: Mapping[int, AheadMatcher],
+        ahead: Mapping[Request, AheadMatcher],
     ) -> None:
         """Lets the matchers of constrained requests accept their new tokens, unless the request has ended.
 
         `constrained` and `entries` are indices into `reqs` and `results`: entries under a grammar, and entries that got
-        tokens. Matchers `ahead`, by entry, have accepted some of the tokens. A request fails if its grammar forbids one
+        tokens. Matchers `ahead` have accepted some of the tokens. A request fails if its grammar forbids one
         of the tokens, because then a draw did not obey its mask. A matcher that has reached a limit makes its request
         fail when the next masks are computed.
         """
@@ -376,8 +379,8 @@ class ResultTaker:
             if req.matcher is None or req.has_ended:
                 continue
             token_ids = results.token_ids[i, : results.accept_lens[i]].tolist()
-            if i in ahead:
-                req.matcher, token_ids = ahead[i].matcher, token_ids[ahead[i].num_tokens :]
+            if req in ahead:
+                req.matcher, token_ids = ahead[req].matcher, token_ids[ahead[req].num_tokens :]
             if not all(map(req.matcher.accept, token_ids)) and not req.matcher.failure:
                 error = EngineFault("a token was drawn that the grammar forbids")
                 self._lose([LostRow(req, error, is_retryable=False)])

@@ -52,7 +52,14 @@ from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.local_prefill import LocalPrefill, local_chunk_tokens
 from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import Request
-from decode_service.schedule.results import BegunStep, ResultTaker, StepInFlight, first_token_payload, first_tokens
+from decode_service.schedule.results import (
+    AheadMatcher,
+    BegunStep,
+    ResultTaker,
+    StepInFlight,
+    first_token_payload,
+    first_tokens,
+)
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
@@ -246,6 +253,7 @@ class DecodeEngine:
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []
         self._in_flight: StepInFlight | None = None
+        self._ahead: dict[Request, AheadMatcher] = {}  # the matchers that have accepted tokens of the step in flight
         self._is_draining = False
         self._is_stalled = False  # slots are short, and those that become free are still in use
         self._has_freed = False  # at the last step's end; then requests short of slots are tried at once
@@ -431,8 +439,9 @@ class DecodeEngine:
         step = self._in_flight
         with self.track.span("forced_tokens"):
             if has_published and step is not None and step.batch.sampling.constrained.size:
-                self._taker.look_ahead(step)
-            return forced_tokens(running, self._rows.num_in_flight, step, max_forced=self._max_forced)
+                self._ahead = self._taker.look_ahead(step)
+            num_in_flight = self._rows.num_in_flight
+            return forced_tokens(running, num_in_flight, step, self._ahead, max_forced=self._max_forced)
 
     def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
         """Fails rows whose published length is impossible. If launched, they would read and write outside their slots.
@@ -542,6 +551,7 @@ class DecodeEngine:
 
         If the step failed, these requests fail. Does nothing if `step` is None.
         """
+        ahead, self._ahead = self._ahead, {}
         if step is None:
             return
         try:
@@ -553,7 +563,7 @@ class DecodeEngine:
             for i in np.flatnonzero(self._taker.still_held(step)).tolist():
                 self._fail(step.reqs[i], EngineFault(f"a decode step failed: {failure.__cause__}"))
             return
-        self._taker.take(step)
+        self._taker.take(step, ahead)
         self._retraction.requeue_left()
         spec_info, speculation = step.batch.spec_info, step.speculation
         if self._depth is not None and spec_info is not None and speculation is not None:

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from common.attention.backend import ForwardInput
 from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 from common.device.stream import Scope, Stream
 from common.errors import BatonError, RowFailure
+from common.model.forward_program import OnLayerKv
+from common.model.target import TargetOutput
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import (
@@ -364,3 +368,19 @@ class ScriptedEngine:
 
     def _note_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
         self.outcomes[request_id].token_ids.extend(token_ids)
+
+
+class Damage:
+    """Lets the engine's next forward give logits that are not finite."""
+
+    def __init__(self, scripted: ScriptedEngine) -> None:
+        self.is_due = False
+        self._forward = scripted.model.forward
+        scripted.model.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
+        output = self._forward(batch, on_layer_kv=on_layer_kv)
+        if self.is_due:
+            self.is_due = False
+            output.logits.fill_(torch.nan)
+        return output

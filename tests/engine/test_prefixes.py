@@ -12,21 +12,17 @@ from collections.abc import Callable, Sequence
 from unittest import mock
 
 import pytest
-import torch
 
-from common.attention.backend import ForwardInput
 from common.device.scripted import ScriptedDevice, pick_with, run_needed
 from common.device.stream import Event
 from common.errors import PrefillUnavailable, RowFailure
 from common.kv.pool import KvPool
-from common.model.forward_program import OnLayerKv
-from common.model.target import TargetOutput
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import RowFailed
 from decode_service.messages import CallEnded, FinishReason, FrameArrived, Phase, Replica, ReplicasChanged
 from decode_service.schedule import dispatcher, local_prefill
 from decode_service.speculate.spec_info import SpecInfo
-from tests.engine.harness import REPLICA, Outcome, ScriptedEngine
+from tests.engine.harness import REPLICA, Damage, Outcome, ScriptedEngine
 from tests.engine.mutants import prefixes, rows
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, NOTHING, SEED, TREE, RandomDepth, ScriptedDepth, run_one_each
@@ -631,22 +627,6 @@ def check_no_more_is_retracted_than_needed() -> None:
 
 
 # ---- P7: damaged KV ---------------------------------------------------------------------------------------------
-
-
-class Damage:
-    """Lets the engine's next forward give logits that are not finite."""
-
-    def __init__(self, scripted: ScriptedEngine) -> None:
-        self.is_due = False
-        self._forward = scripted.model.forward
-        scripted.model.forward = self.forward  # type: ignore[method-assign]
-
-    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
-        output = self._forward(batch, on_layer_kv=on_layer_kv)
-        if self.is_due:
-            self.is_due = False
-            output.logits.fill_(torch.nan)
-        return output
 
 
 def check_damaged_kv_is_forgotten() -> None:

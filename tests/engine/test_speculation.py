@@ -19,7 +19,7 @@ from common.device.stream import Event
 from common.errors import EngineFault
 from decode_service.forward.future_map import RelayPayload
 from decode_service.schedule.results import StepInFlight
-from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
+from tests.engine.harness import Damage, LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, grammars, relay, rows, speculation
 from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import (
@@ -34,7 +34,6 @@ from tests.engine.speculating import (
 )
 from tests.engine.tag_head import TagHead
 from tests.engine.tags import VOCAB_SIZE
-from tests.engine.test_prefixes import Damage
 
 # ---- I12: the same tokens in every case ---------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ tests/pair/test_parity_tiny.py shows the same on real models, with chunked prefi
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -173,9 +174,9 @@ def test_results_are_taken_once_the_next_step_does_nothing_but_compute(monkeypat
     left: list[list[str]] = []
     take = scripted.engine._taker.take
 
-    def looked_at(step: StepInFlight) -> None:
+    def looked_at(step: StepInFlight, *args: Any) -> None:
         left.append(scripted.forward.pending())
-        take(step)
+        take(step, *args)
 
     monkeypatch.setattr(scripted.engine._taker, "take", looked_at)
     scripted.run()

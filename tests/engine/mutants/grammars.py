@@ -20,7 +20,7 @@ from decode_service.forward.eagle_worker import EagleWorker
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule import scheduler
 from decode_service.schedule.request import Request
-from decode_service.schedule.results import ResultTaker, StepInFlight
+from decode_service.schedule.results import AheadMatcher, ResultTaker, StepInFlight
 
 
 def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
@@ -98,17 +98,18 @@ def forced_branches_are_not_read(patch: pytest.MonkeyPatch) -> None:
 
 def nobody_looks_ahead(patch: pytest.MonkeyPatch) -> None:
     """Leave the matchers before a step's tokens until it has ended, so that nothing is known to be forced after it."""
-    patch.setattr(ResultTaker, "look_ahead", lambda self, step: None)
+    patch.setattr(ResultTaker, "look_ahead", lambda self, step: {})
 
 
 def matchers_ahead_stay_ahead(patch: pytest.MonkeyPatch) -> None:
     """Let the matchers themselves look ahead, not copies."""
     look_ahead = ResultTaker.look_ahead
 
-    def mutant(self: ResultTaker, step: StepInFlight) -> None:
-        look_ahead(self, step)
-        for entry, each in step.ahead.items():
-            step.reqs[entry].matcher = each.matcher
+    def mutant(self: ResultTaker, step: StepInFlight) -> dict[Request, AheadMatcher]:
+        ahead = look_ahead(self, step)
+        for req, each in ahead.items():
+            req.matcher = each.matcher
+        return ahead
 
     patch.setattr(ResultTaker, "look_ahead", mutant)
 
@@ -116,9 +117,8 @@ def matchers_ahead_stay_ahead(patch: pytest.MonkeyPatch) -> None:
 def tokens_accepted_ahead_are_accepted_again(patch: pytest.MonkeyPatch) -> None:
     look_ahead = ResultTaker.look_ahead
 
-    def mutant(self: ResultTaker, step: StepInFlight) -> None:
-        look_ahead(self, step)
-        step.ahead.update({entry: replace(each, num_tokens=0) for entry, each in step.ahead.items()})
+    def mutant(self: ResultTaker, step: StepInFlight) -> dict[Request, AheadMatcher]:
+        return {req: replace(each, num_tokens=0) for req, each in look_ahead(self, step).items()}
 
     patch.setattr(ResultTaker, "look_ahead", mutant)
 
