@@ -103,7 +103,10 @@ class Constraint:
 
 
 class GrammarFields(StrictFields):
-    """The fields that may say what the output must be. Only one may do so, and empty texts and lists are refused."""
+    """The fields that may say what the output must be. Only one may do so, and empty texts and lists are refused.
+
+    Only an empty `grammar` counts as absent.
+    """
 
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(without_null)] | None = None
     guided_json: SchemaText | None = None
@@ -113,7 +116,7 @@ class GrammarFields(StrictFields):
     json_schema: SchemaText | None = None
     regex: GrammarText | None = None
     ebnf: GrammarText | None = None
-    grammar: GrammarText | None = None
+    grammar: str | None = None  # clients of llama.cpp's server send "" for none
 
     @cached_property
     def constraint(self) -> Constraint | None:

@@ -74,7 +74,7 @@ def test_options_of_a_stream_that_ask_for_nothing_need_no_stream(options: dict[s
         {"echo": False, "suffix": "", "prompt_logprobs": None},
         {"service_tier": "auto", "store": False, "metadata": {}, "user": "u", "prompt_cache_key": "k"},
         {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}, "documents": []},
-        {"mirostat": 0, "typical_p": 1, "repeat_penalty": 1.0, "n_probs": 0, "grammar": None},
+        {"mirostat": 0, "typical_p": 1, "repeat_penalty": 1.0, "n_probs": 0, "grammar": ""},
         {"top_k": None, "min_p": None, "logit_bias": None, "stop": None, "nobody_knows_it": None},
     ],
     ids=lambda fields: next(iter(fields)),

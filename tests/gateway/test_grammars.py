@@ -102,7 +102,7 @@ def test_every_way_to_say_it_is_one_option(fields: dict[str, Any], param: str, e
         ({"guided_json": 7}, "guided_json: "),
         ({"json_schema": [{}]}, "json_schema: "),
         ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern: "),
-        *(({name: ""}, f"{name}: must not be empty$") for name in ("regex", "ebnf", "grammar", "json_schema")),
+        *(({name: ""}, f"{name}: must not be empty$") for name in ("regex", "ebnf", "json_schema")),
         *(({f"guided_{name}": ""}, f"guided_{name}: must not be empty$") for name in ("json", "regex", "grammar")),
         ({"guided_choice": []}, "guided_choice: must not be empty$"),
         ({"structured_outputs": {"choice": []}}, r"structured_outputs\.choice: must not be empty$"),
