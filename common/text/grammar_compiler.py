@@ -82,11 +82,8 @@ class GrammarCompiler:
         Raises InvalidRequest, naming the field, for a grammar that is not served, for a marker of reasoning that the
         model cannot write, and for output that does not fit; Overloaded if it waits too long for its turn.
         """
-        lane = self._compiling
-        if self._is_known(grammar, reasoning):
-            lane = self._replaying if output_ids else self._copying
         try:
-            return await self._in_turn(lane, grammar, output_ids, reasoning, client)
+            return await self._in_turn(grammar, output_ids, reasoning, client)
         except GrammarRefused as error:
             if grammar is None:
                 raise InvalidRequest("sampling.reasoning", str(error)) from error
@@ -104,16 +101,19 @@ class GrammarCompiler:
         return knows_markers and (grammar is None or grammar in self._grammars)
 
     async def _in_turn(
-        self,
-        lane: _Lane,
-        grammar: Grammar | None,
-        output_ids: Sequence[int],
-        reasoning: Reasoning | None,
-        client: str,
+        self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, client: str
     ) -> Matcher:
+        lane = self._compiling
+        if self._is_known(grammar, reasoning):
+            lane = self._replaying if output_ids else self._copying
         try:
             async with asyncio.timeout(self._max_wait_s):
                 began_s = await lane.turns.take(client)
+                if lane is not self._compiling and not self._is_known(grammar, reasoning):
+                    # The grammar left the cache during the wait. Only the compiling lane tries what it compiles.
+                    lane.turns.give_back(client, began_s)
+                    lane = self._compiling
+                    began_s = await lane.turns.take(client)
         except TimeoutError as error:
             message = f"grammars wait for more than {self._max_wait_s:g} s for their turn"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error

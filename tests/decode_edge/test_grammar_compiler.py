@@ -23,7 +23,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
 from common.text.grammar_compiler import LIMITS, GrammarCompiler, GrammarTrials, Turns
-from common.text.grammars import Grammars
+from common.text.grammars import LEXER_BYTES, MAX_CACHED_BYTES, Grammars
 from tests.decode_edge.edge_under_test import believed
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
 
@@ -63,16 +63,17 @@ def new_grammars() -> Grammars:
 
 
 class HeldUp(Grammars):
-    """Makes no matcher while `may_go_on` is not set."""
+    """Makes no matcher of SMALL while `may_go_on` is not set."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def matcher(self, *args: Any, **options: Any) -> Matcher:
-        self.may_go_on.wait()
-        return super().matcher(*args, **options)
+    def matcher(self, grammar: Grammar | None, *args: Any, **options: Any) -> Matcher:
+        if grammar == SMALL:
+            self.may_go_on.wait()
+        return super().matcher(grammar, *args, **options)
 
 
 @asynccontextmanager
@@ -238,6 +239,34 @@ async def test_known_grammars_take_turns_and_do_not_wait_for_ever() -> None:
         assert ended
         with pytest.raises(Overloaded, match=r"wait for more than 0\.01 s"):
             await second
+
+
+@pytest.mark.parametrize("output", ["", "a"], ids=["copied", "replayed"])
+async def test_a_grammar_that_leaves_the_cache_while_it_waits_for_its_turn_is_tried_again(output: str) -> None:
+    tried = []
+    other, large = Grammar(GrammarKind.REGEX, "ac"), Grammar(GrammarKind.REGEX, "ad")
+
+    async def try_out(grammar: Grammar) -> int:
+        tried.append(grammar)
+        return MAX_CACHED_BYTES - LEXER_BYTES if grammar == large else 0
+
+    output_ids = byte_level().encode(output)
+    grammars = HeldUp(byte_level, vocab_size=vocab_size(byte_level()), eos_token_ids=[eos_id(byte_level())])
+    async with GrammarCompiler(grammars, try_out) as compiler:
+        await compiler.matcher(SMALL)
+        await compiler.matcher(other)
+        grammars.may_go_on.clear()
+        first = asyncio.create_task(compiler.matcher(SMALL, output_ids, client="first"))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(compiler.matcher(other, output_ids, client="second"))
+        await asyncio.sleep(0)
+        await compiler.matcher(large, client="third")
+        assert other not in grammars
+        grammars.may_go_on.set()
+        await first
+        await second
+        assert tried == [SMALL, other, large, other]
+        await compiler.matcher(other, output_ids, client="first")  # the turn that was of no use has ended
 
 
 class Clients:
