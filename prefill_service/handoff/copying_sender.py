@@ -33,7 +33,7 @@ class CopyingSender(PieceSender):
 
     Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may
     always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have
-    something to send, each takes at most a quarter of the budget.
+    pieces queued or bytes that gRPC has not taken, each takes at most a quarter of the budget.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class CopyingSender(PieceSender):
         mine = self._unsent.get(call_id, 0)
         if self._unsent_bytes + num_bytes > self._budget_bytes:
             return mine == 0
-        share = self._budget_bytes if len(self._queued) == 1 else self._budget_bytes // 4
+        is_alone = (self._queued.keys() | self._unsent.keys()) <= {call_id}
+        share = self._budget_bytes if is_alone else self._budget_bytes // 4
         return mine == 0 or mine + num_bytes <= share
 
     def _copy(self, piece: Piece) -> None:

@@ -30,8 +30,8 @@ class KvSender:
 
     Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may
     always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have
-    something to send, each takes at most a quarter of the budget. Log-probabilities of prompts take budget too, from
-    every call.
+    pieces queued or bytes that gRPC has not taken, each takes at most a quarter of the budget. Log-probabilities of
+    prompts take budget too, from every call.
     """
 
     def __init__(
