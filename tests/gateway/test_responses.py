@@ -240,8 +240,9 @@ TOKENS = (
         (PIECES, [PIECES[3:5]]),
         (["".join(PIECES)], [["".join(PIECES)]]),
         (TOKENS, [["<", "b", ">:"], ["Well", ".", "\n"]]),
+        (["<tool_call>", '{"name": "pick"', "}</tool_call>Well."], [["}</tool_call>Well."]]),
     ],
-    ids=["in pieces", "at once", "token by token"],
+    ids=["in pieces", "at once", "token by token", "the end of a call with words"],
 )
 def test_log_probabilities_come_with_the_text_of_messages(
     edge: GatewayHere, scripted: ScriptedServer, pieces: Sequence[str], expected: Sequence[Sequence[str]]

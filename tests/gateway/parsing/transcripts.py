@@ -196,6 +196,17 @@ TRANSCRIPTS = [
         Said("Hm.", "Yes."),
     ),
     Transcript(
+        "harmony, two texts of each kind",
+        HARMONY,
+        [
+            *("<|channel|>", "analysis", "<|message|>", "Hm. ", "<|end|>", "<|start|>", "assistant"),
+            *("<|channel|>", "analysis", "<|message|>", "So.", "<|end|>", "<|start|>", "assistant"),
+            *("<|channel|>", "commentary", "<|message|>", "I see. ", "<|end|>", "<|start|>", "assistant"),
+            *("<|channel|>", "final", "<|message|>", "Yes.", "<|return|>"),
+        ],
+        Said("Hm.\nSo.", "I see.\nYes."),
+    ),
+    Transcript(
         "json",
         JSON,
         [*call("look_up", ROME), "\n", *call("stop", NONE_OF)],
