@@ -122,6 +122,7 @@ class AdaptiveDepth:
     """
 
     def __init__(self, deepest: SpecInfo) -> None:
+        self._reads_drafts = deepest.reads_drafts
         self._levels = [deepest.at_depth(depth) for depth in range(deepest.num_steps + 1)]
         self._acceptance = [_FIRST_ACCEPTANCE] * deepest.num_steps  # of the head's drafts
         self._forced_share = [0.0] * deepest.num_steps  # how often a row's draft of the level is forced
@@ -192,7 +193,11 @@ class AdaptiveDepth:
         num_forced = stats.num_forced or (0,) * len(stats.accept_lens)
         num_rows = Counter(zip(stats.accept_lens, num_forced, strict=True))
         for level in range(spec_info.num_steps):
-            own = {row: num for row, num in num_rows.items() if row[0] > level >= row[1]}
+            own = {
+                row: num
+                for row, num in num_rows.items()
+                if row[0] > level >= row[1] and (self._reads_drafts or not row[1])
+            }
             num_own = sum(own.values())
             if num_own:
                 rate = 1 - sum(num for row, num in own.items() if row[0] == level + 1) / num_own
@@ -230,14 +235,18 @@ class AdaptiveDepth:
         """Returns the expected tokens and seconds of a step of all `num_rows` rows, for each depth from 0 on.
 
         Only rows that want drafts commit more than one token: `num_forced` maps a number of forced drafts to how many
-        of these rows have as many. The other drafts are accepted with `acceptance`. `begin_s`, the cost of a draft
+        of these rows have as many. The other drafts are accepted with `acceptance`, unless they follow forced ones that
+        the head does not read. `begin_s`, the cost of a draft
         seed, is spread over the steps that draft from then on.
         """
         plain_s, *drafting_s = self._times.steps_s(num_rows)
         steps = [_Expected.of(num_rows, plain_s)]
         num_accepted, are_reached = 0.0, {num: float(rows) for num, rows in num_forced.items()}
         for level, (rate, step_s) in enumerate(zip(acceptance, drafting_s, strict=True)):
-            are_reached = {num: rows if level < num else rows * rate for num, rows in are_reached.items()}
+            rate_after = rate if self._reads_drafts else 0.0
+            are_reached = {
+                num: rows if level < num else rows * (rate_after if num else rate) for num, rows in are_reached.items()
+            }
             num_accepted += sum(are_reached.values())
             steps.append(_Expected.of(num_rows + num_accepted, step_s + begin_s / _BEGIN_STEPS))
         return steps

@@ -18,7 +18,9 @@ class SpecInfo:
     a tree the `topk` likeliest nodes of each level get `topk` children each, and the likeliest of all drafts are
     verified. `leaves_seed` says whether the step leaves a draft seed (first drafts and hidden state), without which the
     next step cannot draft. A step that drafts nothing and leaves no draft seed need not run the head. The head may then
-    fall behind, by less than `max_draft_lag` tokens per row; the unread tokens are stored for it.
+    fall behind, by less than `max_draft_lag` tokens per row; the unread tokens are stored for it. `reads_drafts` says
+    whether the head reads a step's drafts to draft what follows them; a head of several layers does not, because it has
+    drafted all levels before.
     """
 
     num_steps: int
@@ -26,6 +28,7 @@ class SpecInfo:
     topk: int = 1
     leaves_seed: bool = True
     max_draft_lag: int = MAX_DRAFT_LAG
+    reads_drafts: bool = True
 
     def __post_init__(self) -> None:
         if self.topk == 1:

@@ -58,4 +58,4 @@ def _chain(settings: DecodeSettings, max_steps: int | None) -> SpecInfo:
     if max_steps is not None and wanted > max_steps:
         name = "num_draft_steps" if settings.num_draft_tokens is None else "num_draft_tokens"
         raise StartupError(f"{name}: {wanted}, but the head has {max_steps} layers, each for one draft")
-    return SpecInfo.chain(wanted)
+    return replace(SpecInfo.chain(wanted), reads_drafts=max_steps is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -43,6 +44,7 @@ class Serving:
         lifetime: int = 10**9,
     ) -> None:
         self.depth = AdaptiveDepth(deepest or SpecInfo.chain(4))
+        self.reads_drafts = deepest is None or deepest.reads_drafts
         self.verify_s, self.acceptance = verify_s, acceptance
         self.read_s: Seconds = self.head_s
         self.pace = 1.0
@@ -114,7 +116,8 @@ class Serving:
 
     def _accepted(self, num_levels: int, num_forced: int) -> int:
         accept_len = 1
-        while accept_len <= num_levels and (accept_len <= num_forced or self.numbers.random() < self.acceptance):
+        own = self.acceptance if self.reads_drafts or not num_forced else 0.0
+        while accept_len <= num_levels and (accept_len <= num_forced or self.numbers.random() < own):
             accept_len += 1
         return accept_len
 
@@ -339,6 +342,18 @@ def test_forced_drafts_are_made_as_deep_as_they_go_and_say_nothing_of_the_head()
         serving.step(1)
     assert not any(spec_info.leaves_seed for spec_info in serving.chosen[-16:]), "seeds are left for nothing"
     assert serving.depth._usual_acceptance == serving.depth._acceptance, "old grammars are never forgotten"
+
+
+def test_drafts_after_forced_ones_that_the_head_does_not_read_are_not_made_and_say_nothing_of_it() -> None:
+    """Two drafts are forced in half of the steps. The head is worth its time in the others."""
+    serving, turns = Serving(CPU, 0.9, deepest=replace(SpecInfo.chain(4), reads_drafts=False)), Random(5)
+    depths: dict[int, Counter[int]] = {0: Counter(), 2: Counter()}
+    for _ in range(NUM_STEPS):
+        num_forced = turns.choice([0, 2])
+        serving.step(1, num_forced=num_forced)
+        depths[num_forced][serving.chosen[-1].num_steps] += 1
+    assert depths[0][4] > 0.8 * depths[0].total(), depths
+    assert depths[2][2] > 0.8 * depths[2].total(), depths
 
 
 def test_a_fixed_depth_is_always_the_same() -> None:
