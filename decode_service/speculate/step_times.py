@@ -81,12 +81,18 @@ class StepTimes:
     def add(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
         """Adds the times of one step, which `stats` has. `spec_info` says how deep the step drafted.
 
-        `draft_lag` [B] has for each row how many of its tokens the head had not read before the step.
+        `draft_lag` [B] has for each row how many of its tokens the head had not read before the step. A step that a
+        grammar has spared all drafting is too fast for its depth, and counts only until as many steps of the depth as
+        are ever kept are known.
         """
         if stats.verify_s <= 0:  # the clock is too coarse: this step cannot be measured or compared
             self._before = self._latest = None
             return
         num_rows, depth = len(draft_lag), spec_info.num_steps
+        if _skips_head(spec_info, num_rows, stats) and self.has_all(depth, num_rows):
+            self._finish(idle_s=stats.idle_s or 0.0)
+            self._before = self._latest = None
+            return
         seconds = stats.draft_s + stats.verify_s
         if depth:
             seconds += stats.extend_s
@@ -125,6 +131,12 @@ class StepTimes:
             if plain.seconds > 0:
                 quotient = max(1.0, drafting.seconds / plain.seconds)
                 self._quotients[drafting.depth - 1].add(drafting.num_rows, quotient)
+
+
+def _skips_head(spec_info: SpecInfo, num_rows: int, stats: SpeculationStats) -> bool:
+    """Returns whether the head would have drafted a chain, level by level, and did not run because all was forced."""
+    runs = spec_info.topk == 1 and spec_info.num_steps > 1 and spec_info.reads_drafts
+    return runs and stats.num_forced == (spec_info.num_steps,) * num_rows
 
 
 class _Curve:
