@@ -224,7 +224,7 @@ class SeededRequest:
 
 def seeded_requests() -> list[SeededRequest]:
     numbers = random.Random(3)
-    shapes = [replace(sampling, max_tokens=24) for sampling in SETTINGS.values()]
+    shapes = [replace(sampling, max_tokens=48) for sampling in SETTINGS.values()]
     return [
         SeededRequest(
             [numbers.randrange(4, SMALL_VOCAB_SIZE) for _ in range(1 + 3 * number)],
