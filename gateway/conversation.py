@@ -1,4 +1,4 @@
-"""What the endpoints that answer conversations share: checks of messages, and what a request asks of the template."""
+"""Checks messages, and reads the options for the chat template, for all endpoints that answer conversations."""
 
 from __future__ import annotations
 

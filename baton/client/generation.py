@@ -105,7 +105,7 @@ class Generation:
 
     @property
     def remaining_s(self) -> float | None:
-        """What is left of the timeout in seconds, or None if there is no timeout."""
+        """The seconds that are left until the timeout, or None if there is no timeout."""
         return None if self._deadline_s is None else self._deadline_s - self._clock()
 
     @property

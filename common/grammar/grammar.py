@@ -1,4 +1,4 @@
-"""What a request says of its output: a grammar, as text, and rules about its tokens."""
+"""The constraints that a request sets on its output: a grammar, as text, and rules about its tokens."""
 
 from __future__ import annotations
 

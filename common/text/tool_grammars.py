@@ -158,7 +158,7 @@ class ToolGrammars:
     def _messages(self, last: str) -> Iterator[str]:
         """Yields the rules of an output that is a sequence of messages. `last` is the definition of the last one."""
         new, head, body = (self._text(each) for each in (f"{START}assistant", CHANNEL, MESSAGE))
-        # What comes before it the prompt has, or reasoning before the grammar's beginning leaves to it.
+        # The first message may lack its start marker: the prompt, or reasoning before the grammar begins, has it then.
         yield f'thought: {head} ("analysis" | "commentary") {body} {_WORDS} {self._text(MESSAGE_ENDS[0])} {new}'
         yield f"start: ({new})? thought* ({last})"
 

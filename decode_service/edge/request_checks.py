@@ -72,7 +72,7 @@ class ChatPrompt:
 
     @property
     def continued(self) -> str:
-        """What there is of the answer that the output continues; "" if it begins one."""
+        """The text of the unfinished answer that the output continues, or "" if the output begins an answer."""
         return self.messages[-1].content if self.options.continue_final_message else ""
 
 

@@ -1,4 +1,4 @@
-"""What a generating endpoint is, beside what all of them share: its fields and its answer."""
+"""Describes a generating endpoint by the parts in which such endpoints differ: its fields and its answer."""
 
 from __future__ import annotations
 

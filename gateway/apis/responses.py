@@ -59,7 +59,7 @@ _FIELDS_OF_ITEMS = {
 
 
 class TextFormat(StrictFields):
-    """What the text must be. It is always all that fits the schema, so `strict` changes nothing."""
+    """The format of an answer's text. A text always fits its schema, so `strict` changes nothing."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
