@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from baton import ChatMessage, Client
 from baton.client import Tls
 from baton.errors import BatonError
+from baton.requests import SamplingOptions
 
 MAX_TOKENS = 24
 _TIMEOUT_S = 180.0
@@ -58,6 +59,13 @@ def question(number: int, *, num_fillings: int = 4) -> str:
     return f"{number}. {_FILLING * num_fillings}What is {number} plus {number + 1}? Explain."
 
 
+def grammar_of(number: int) -> SamplingOptions:
+    """Returns the sampling options that bind the answer to question `number` to a grammar of its own. Every third
+    question has one; for the others it returns none.
+    """
+    return {"regex": rf"{number} plus {number + 1} is \d{{1,4}}\. [A-Z][a-z ]+\."} if number % 3 == 0 else {}
+
+
 def over_http(port: int, *, num_fillings: int = 4) -> Chat:
     """Returns a function that asks the gateway a question over HTTP. Every second answer is streamed."""
 
@@ -70,6 +78,7 @@ def over_http(port: int, *, num_fillings: int = 4) -> Chat:
             "temperature": 0,
             "stream": streams,
             "return_token_ids": True,
+            **grammar_of(number),
         }
         if streams:
             body["stream_options"] = {"include_usage": True}
@@ -95,7 +104,9 @@ def over_grpc(addresses: Sequence[str], *, num_fillings: int = 4, tls: Tls | Non
     def chat(number: int) -> Answer:
         messages = [ChatMessage("user", question(number, num_fillings=num_fillings))]
         with Client(addresses[number % len(addresses)], tls=tls) as client:
-            completion = client.complete(chat=messages, max_tokens=MAX_TOKENS, temperature=0.0, timeout_s=_TIMEOUT_S)
+            completion = client.complete(
+                chat=messages, max_tokens=MAX_TOKENS, temperature=0.0, timeout_s=_TIMEOUT_S, **grammar_of(number)
+            )
         return Answer(completion.token_ids, completion.finish_reason.value)
 
     return chat
