@@ -96,29 +96,35 @@ class GrammarCompiler:
             message = f"no process tries the grammar now: {error}"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
 
-    def _is_known(self, grammar: Grammar | None, reasoning: Reasoning | None) -> bool:
-        knows_markers = reasoning is None or self._grammars.knows(reasoning)
-        return knows_markers and (grammar is None or grammar in self._grammars)
+    def _known_bytes(self, grammar: Grammar | None) -> int | None:
+        """Returns the bytes for which the grammar counts in the cache, 0 without one, or None if it is not there."""
+        return 0 if grammar is None else self._grammars.num_bytes_of(grammar)
+
+    def _knows(self, reasoning: Reasoning | None) -> bool:
+        return reasoning is None or self._grammars.knows(reasoning)
 
     async def _in_turn(
         self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, client: str
     ) -> Matcher:
         lane = self._compiling
-        if self._is_known(grammar, reasoning):
+        if self._known_bytes(grammar) is not None and self._knows(reasoning):
             lane = self._replaying if output_ids else self._copying
         try:
             async with asyncio.timeout(self._max_wait_s):
                 began_s = await lane.turns.take(client)
-                if lane is not self._compiling and not self._is_known(grammar, reasoning):
+                num_bytes = self._known_bytes(grammar)
+                if lane is not self._compiling and (num_bytes is None or not self._knows(reasoning)):
                     # The grammar left the cache during the wait. Only the compiling lane tries what it compiles.
                     lane.turns.give_back(client, began_s)
                     lane = self._compiling
                     began_s = await lane.turns.take(client)
+                    num_bytes = self._known_bytes(grammar)
         except TimeoutError as error:
             message = f"grammars wait for more than {self._max_wait_s:g} s for their turn"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
         # The work goes on when the caller leaves: a trial that is cancelled ends its process.
-        work = asyncio.create_task(self._made(lane, grammar, output_ids, reasoning), name="make_matcher")
+        made = self._made(lane, grammar, num_bytes, output_ids, reasoning)
+        work = asyncio.create_task(made, name="make_matcher")
         self._work.add(work)
 
         def over(task: asyncio.Task[Matcher | Exception]) -> None:
@@ -132,14 +138,22 @@ class GrammarCompiler:
         return result
 
     async def _made(
-        self, lane: _Lane, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None
+        self,
+        lane: _Lane,
+        grammar: Grammar | None,
+        num_bytes: int | None,
+        output_ids: Sequence[int],
+        reasoning: Reasoning | None,
     ) -> Matcher | Exception:
         """Returns the matcher or the error. The error is not raised, because the caller may be gone, and asyncio logs
         exceptions that nobody receives.
+
+        `num_bytes` is None for a grammar that is to be tried. Any other was tried before: if it leaves the cache now,
+        the thread compiles it again.
         """
         try:
-            num_bytes = 0
-            if lane is self._compiling and grammar is not None and grammar not in self._grammars:
+            if num_bytes is None:
+                assert grammar is not None
                 lane.thread.submit(self._grammars.load)  # the first time, while the process starts
                 num_bytes = await self._try_out(grammar)
             make = partial(self._grammars.matcher, grammar, output_ids, reasoning, num_bytes=num_bytes)

@@ -277,6 +277,11 @@ class Grammars:
         """Returns whether the grammar is compiled and in the cache."""
         return grammar in self._prototypes
 
+    def num_bytes_of(self, grammar: Grammar) -> int | None:
+        """Returns the `num_bytes` for which the grammar counts in the cache, or None if it is not there."""
+        found = self._prototypes.get(grammar)
+        return None if found is None else found.num_bytes
+
     def knows(self, reasoning: Reasoning) -> bool:
         """Returns whether the tables for these markers are in the cache."""
         return replace(reasoning, max_tokens=None) in self._marker_tokens

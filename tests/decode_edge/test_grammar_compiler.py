@@ -269,6 +269,29 @@ async def test_a_grammar_that_leaves_the_cache_while_it_waits_for_its_turn_is_tr
         await compiler.matcher(other, output_ids, client="first")  # the turn that was of no use has ended
 
 
+async def test_a_grammar_that_leaves_the_cache_when_its_turn_has_come_counts_for_as_much_as_before() -> None:
+    tried = []
+    large = Grammar(GrammarKind.REGEX, "ac")
+
+    async def try_out(grammar: Grammar) -> int:
+        tried.append(grammar)
+        return MAX_CACHED_BYTES - LEXER_BYTES if grammar == large else 1000
+
+    grammars = HeldUp(byte_level, vocab_size=vocab_size(byte_level()), eos_token_ids=[eos_id(byte_level())])
+    async with GrammarCompiler(grammars, try_out) as compiler:
+        await compiler.matcher(SMALL, client="first")
+        grammars.may_go_on.clear()
+        first = asyncio.create_task(compiler.matcher(SMALL, client="first"))
+        await asyncio.sleep(0)
+        await compiler.matcher(large, client="second")
+        has_left = SMALL not in grammars
+        grammars.may_go_on.set()
+        await first
+        assert has_left
+        assert grammars.num_bytes_of(SMALL) == 1000
+        assert tried == [SMALL, large]
+
+
 class Clients:
     """Clients that wait for their turn to compile (Turns), and record the order of the turns. The clock moves only by
     the time that their work takes.
