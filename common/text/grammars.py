@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -70,6 +70,11 @@ _LARK_PART = re.compile(
 """Matches strings, regular expressions, comments and token names in a Lark grammar, in which a keyword does not count,
 and the keywords that JSON follows.
 """
+_Place: TypeAlias = "tuple[_Place, str] | None"
+"""The place of a value in a schema: the place of what contains it, and its name or index there. None is the schema."""
+_Part: TypeAlias = tuple[_Place, dict[str, Any]]
+"""An object in a schema, and its place."""
+_MAX_PATH_CHARS = 200
 _LISTING = re.compile(r"^(?: *[0-9]+ \| .*| *\^+ *|<non-verbose/>)$", re.MULTILINE)
 """Matches the lines of the library's messages that repeat the grammar, point into it, or say that nothing follows."""
 _PLACE = re.compile(r"at [0-9]+\([0-9]+\): ")
@@ -81,6 +86,14 @@ _BEFORE_FORCED = "\n"
 
 class GrammarRefused(Exception):
     """The grammar is malformed, uses something unsupported, or is too large. The message says why."""
+
+
+class _KeywordRefused(Exception):
+    """A keyword of a schema is not supported. The message says why."""
+
+    def __init__(self, keyword: str, why: str) -> None:
+        super().__init__(why)
+        self.keyword = keyword
 
 
 class ReasoningRefused(Exception):
@@ -477,43 +490,62 @@ def _check_schema(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise GrammarRefused("is not a JSON object")
     schemas = list(_schemas_in(schema))
-    for part in schemas:
-        _check_keywords(part)
-        _make_writable(part)
-    if any(map(_has_odd_reference, schemas)):
-        known = set(map(id, schemas))
-        for part in _objects_in(schema):
-            _check_keywords(part)
-            if id(part) not in known and (isinstance(part.get("pattern"), str) or "patternProperties" in part):
-                raise GrammarRefused("pattern: is not supported in a value where a $ref may lead to values")
+    for place, part in schemas:
+        _check(place, part, _check_keywords, _make_writable)
+    if any(_has_odd_reference(part) for _, part in schemas):
+        known = {id(part) for _, part in schemas}
+        for place, part in _objects_in(schema):
+            if id(part) not in known:
+                _check(place, part, _check_keywords, _check_has_no_pattern)
     return schema
+
+
+def _check(place: _Place, part: dict[str, Any], *checks: Callable[[dict[str, Any]], None]) -> None:
+    """Applies checks that raise _KeywordRefused. Raises GrammarRefused, with the place of the keyword in the schema."""
+    try:
+        for check in checks:
+            check(part)
+    except _KeywordRefused as error:
+        raise GrammarRefused(f"{_path((place, error.keyword))}: {error}") from error
 
 
 def _check_keywords(part: dict[str, Any]) -> None:
     if "x-guidance" in part:
-        raise GrammarRefused("x-guidance: is not supported")
+        raise _KeywordRefused("x-guidance", "is not supported")
     multiple = part.get("multipleOf")
     if isinstance(multiple, int | float) and not 0 < multiple <= _MAX_MULTIPLE:
-        raise GrammarRefused(f"multipleOf: {multiple} is not in (0, {_MAX_MULTIPLE}]")
+        raise _KeywordRefused("multipleOf", f"{multiple} is not in (0, {_MAX_MULTIPLE}]")
     if isinstance(part.get("minProperties"), int) and part["minProperties"] > 1:
-        raise GrammarRefused("minProperties: more than 1 is not supported")  # it would count a repeated key twice
+        raise _KeywordRefused("minProperties", "more than 1 is not supported")  # it would count a repeated key twice
 
 
 def _make_writable(part: dict[str, Any]) -> None:
     """Rewrites the patterns of a schema so that they match only strings that our grammars can write.
 
-    Raises GrammarRefused if a `const` or an `enum` has another string.
+    Raises _KeywordRefused if a `const` or an `enum` has another string.
     """
     for keyword in ("const", "enum"):
         if any(map(has_unwritable, _texts_in(part.get(keyword)))):
-            raise GrammarRefused(f"{keyword}: has a control character without a short escape")
+            raise _KeywordRefused(keyword, "has a control character without a short escape")
+    if isinstance(pattern := part.get("pattern"), str):
+        part["pattern"] = _writable(pattern, "pattern")
+    if isinstance(by_pattern := part.get("patternProperties"), dict):
+        part["patternProperties"] = {_writable(name, "patternProperties"): value for name, value in by_pattern.items()}
+
+
+def _writable(pattern: str, keyword: str) -> str:
     try:
-        if isinstance(pattern := part.get("pattern"), str):
-            part["pattern"] = writable_pattern(pattern)
-        if isinstance(by_pattern := part.get("patternProperties"), dict):
-            part["patternProperties"] = {writable_pattern(name): value for name, value in by_pattern.items()}
+        return writable_pattern(pattern)
     except PatternRefused as error:
-        raise GrammarRefused(f"pattern: {error}") from error
+        raise _KeywordRefused(keyword, str(error)) from error
+
+
+def _check_has_no_pattern(value: dict[str, Any]) -> None:
+    why = "is not supported in a value where a $ref may lead to values"
+    if isinstance(value.get("pattern"), str):
+        raise _KeywordRefused("pattern", why)
+    if "patternProperties" in value:
+        raise _KeywordRefused("patternProperties", why)
 
 
 def _checked_lark(text: str) -> str:
@@ -551,20 +583,20 @@ def _check_length(num_chars: int, kind: GrammarKind) -> None:
         raise GrammarRefused(f"has {num_chars} characters, more than {most}")
 
 
-def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _schemas_in(schema: dict[str, Any]) -> Iterator[_Part]:
     """Yields the schema and all schemas inside it."""
-    waiting: list[Any] = [schema]
+    waiting: list[tuple[_Place, Any]] = [(None, schema)]
     while waiting:
-        part = waiting.pop()
+        place, part = waiting.pop()
         if isinstance(part, list):
-            waiting += part
+            waiting += _inside(place, part)
         elif isinstance(part, dict):
-            yield part
+            yield place, part
             for keyword, value in part.items():
                 if keyword in _BY_NAME and isinstance(value, dict):
-                    waiting += value.values()
+                    waiting += _inside((place, keyword), value)
                 elif keyword not in _VALUES:
-                    waiting.append(value)
+                    waiting.append(((place, keyword), value))
 
 
 def _has_odd_reference(schema: dict[str, Any]) -> bool:
@@ -585,12 +617,28 @@ def _texts_in(value: Any) -> Iterator[str]:
             waiting += part
 
 
-def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
-    waiting = [value]
+def _objects_in(value: Any) -> Iterator[_Part]:
+    """Yields all objects in a JSON value, itself included."""
+    waiting: list[tuple[_Place, Any]] = [(None, value)]
     while waiting:
-        part = waiting.pop()
+        place, part = waiting.pop()
         if isinstance(part, dict):
-            yield part
-            waiting += part.values()
-        elif isinstance(part, list):
-            waiting += part
+            yield place, part
+        if isinstance(part, dict | list):
+            waiting += _inside(place, part)
+
+
+def _inside(place: _Place, value: dict[str, Any] | list[Any]) -> Iterator[tuple[_Place, Any]]:
+    """Yields what an object or a list at a place contains, each with its own place."""
+    named = value.items() if isinstance(value, dict) else enumerate(value)
+    return (((place, str(name)), each) for name, each in named)
+
+
+def _path(place: _Place) -> str:
+    """Returns a place as the names that lead to it, such as `properties.a.anyOf.0`, or the end of that."""
+    names = list[str]()
+    while place is not None:
+        place, name = place
+        names.append(name)
+    path = ".".join(reversed(names))
+    return path if len(path) <= _MAX_PATH_CHARS else "..." + path[-_MAX_PATH_CHARS:]

@@ -70,6 +70,40 @@ async def test_a_grammar_that_is_not_served_is_refused_by_name(edge: Edge, field
 
 
 @pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        (SLOW, "multipleOf"),
+        ({"properties": {"a": {"items": SLOW}}}, "properties.a.items.multipleOf"),
+        (
+            {"anyOf": [{}, {"properties": {"minProperties": {"minProperties": 2}}}]},
+            "anyOf.1.properties.minProperties.minProperties",
+        ),
+        ({"$defs": {"a": {"x-guidance": {}}}, "$ref": "#/$defs/a"}, "$defs.a.x-guidance"),
+        ({"properties": {"const": {"const": {"a": ["\0"]}}}}, "properties.const.const"),
+        ({"prefixItems": [{"enum": ["a"]}, {"enum": ["a", "\0"]}]}, "prefixItems.1.enum"),
+        ({"items": {"pattern": "(?x)a"}}, "items.pattern"),
+        ({"items": {"patternProperties": {"(?x)a": {}}}}, "items.patternProperties"),
+        ({"$ref": "#/examples/1", "examples": [{}, {"a": SLOW}]}, "examples.1.a.multipleOf"),
+        ({"$ref": "#/examples/0", "examples": [{"pattern": "a"}]}, "examples.0.pattern"),
+        ({"$ref": "#/examples/0", "examples": [{"patternProperties": {}}]}, "examples.0.patternProperties"),
+    ],
+)
+def test_an_error_names_the_place_of_a_keyword_in_the_schema(schema: dict[str, object], place: str) -> None:
+    text = json.dumps(schema)
+    assert refusal(Grammar(JSON_SCHEMA, text)).startswith(f"{place}: ")
+    assert refusal(Grammar(GrammarKind.LARK, f"start: %json {text}")).startswith(f"at 1(8): {place}: ")
+
+
+def test_the_place_of_a_keyword_is_cut_at_its_beginning() -> None:
+    schema: dict[str, object] = SLOW
+    for _ in range(400):
+        schema = {"properties": {"name": schema}}
+    place, _, why = refusal(Grammar(JSON_SCHEMA, json.dumps(schema))).partition(": ")
+    assert place.startswith("...") and place.endswith(".properties.name.multipleOf") and len(place) < 250
+    assert "999983" in why
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         {"const": {"multipleOf": 0, "x-guidance": 1}},
@@ -274,6 +308,14 @@ def test_the_grammars_that_are_kept_may_grow_within_the_bound_on_all() -> None:
         grammars.matcher(grammar)
     kept = [grammar in grammars for grammar in used]
     assert kept[-1] and sum(kept) == MAX_CACHED_BYTES // LEXER_BYTES
+
+
+def refusal(grammar: Grammar) -> str:
+    tokenizer = byte_level()
+    grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
+    with pytest.raises(GrammarRefused) as refused:
+        grammars.matcher(grammar)
+    return str(refused.value)
 
 
 def resident_bytes() -> int:
