@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -18,7 +18,15 @@ from baton.v1 import inference_pb2, types_pb2
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
 from common.telemetry.timeline import TOKENIZE, Timeline
-from common.text.grammars import LEXER_BYTES, MAX_CACHED_BYTES, GrammarRefused, Grammars, OutputRefused
+from common.text.grammars import (
+    LEXER_BYTES,
+    MAX_CACHED_BYTES,
+    GrammarRefused,
+    Grammars,
+    LlgMatcher,
+    OutputRefused,
+    Work,
+)
 from common.text.tokenizer import TextTokenizer
 from tests.decode_edge.edge_under_test import Edge, error_of, running_edge, vocab_size
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of_pieces, with_space_mark
@@ -298,6 +306,48 @@ def test_what_outputs_make_of_a_grammar_is_bounded_and_harms_no_later_output() -
     assert "too many states" in failure
     assert resident_bytes() - before < LEXER_BYTES
     assert allowed(grammars.matcher(grammar), tokenizer) == first
+
+
+class TimedMatcher:
+    """Stands for the library's matcher. Its calls take the seconds of the processor that `calls_s` lists, in turn."""
+
+    def __init__(self, calls_s: Iterable[float]) -> None:
+        self.now_s = 0.0
+        self._calls_s = iter(calls_s)
+
+    def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
+        self.now_s += next(self._calls_s)
+
+    def try_consume_tokens(self, token_ids: list[int]) -> int:
+        self.now_s += next(self._calls_s)
+        return 1
+
+    def compute_ff_tokens(self) -> list[int]:
+        self.now_s += next(self._calls_s)
+        return []
+
+    def is_error(self) -> bool:
+        return False
+
+
+def num_calls_until_failure(calls_s: Sequence[float]) -> int | None:
+    """Returns how many calls a matcher makes before it fails, or None if it does not fail."""
+    library, mask = TimedMatcher(calls_s), np.zeros(1, np.int32)
+    matcher = LlgMatcher(library, frozenset(), Work(lambda: library.now_s))
+    for number in range(len(calls_s)):
+        if matcher.failure:
+            return number
+        (matcher.forced, lambda: matcher.fill(mask), lambda: matcher.accept(1))[number % 3]()
+    return None
+
+
+def test_slow_calls_fail_a_matcher_only_where_they_are_many() -> None:
+    assert num_calls_until_failure([0.0005] * 1000) is None
+    assert num_calls_until_failure([9.0] + [0.0001] * 1000) is None
+    assert num_calls_until_failure(([0.03] * 3 + [0.0001] * 60) * 50) is None
+    assert num_calls_until_failure([0.03] * 100) == 12
+    assert num_calls_until_failure([0.0013] * 1000) == 63
+    assert num_calls_until_failure(([0.03] * 3 + [0.0001] * 6) * 50) == 38
 
 
 def test_the_grammars_that_are_kept_may_grow_within_the_bound_on_all() -> None:
