@@ -21,11 +21,12 @@ from baton.requests import SamplingOptions
 from gateway.apis.api import Admitted, Answer, Api
 from gateway.choices import Choices
 from gateway.errors import ApiError, api_error_of, internal, invalid
+from gateway.kept_logprobs import KeptLogprobs
 from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.plan import Plan
 from gateway.post_endpoint import PostEndpoint, PostParts
-from gateway.prompt_bounds import check_prompts, prompt_logprob_bytes
+from gateway.prompt_bounds import check_prompts
 from gateway.receiving import unless_left
 from gateway.request_record import RequestRecord
 from gateway.sending import EventStreamWriter, JsonResponse
@@ -145,10 +146,12 @@ class _Answering:
         Raises BatonError or ApiError if the request fails; then nothing has been sent.
         """
         answer, tally = await self._begin(choices)
-        num_bytes = prompt_logprob_bytes(self._plan, self._record.num_prompt_tokens)
-        with self._open_requests.holding_logprobs(self._record.client, num_bytes):
+        with self._open_requests.keeping(self._record.client) as hold:
+            kept = KeptLogprobs(self._plan, hold)
+            kept.add_prompts(self._record.num_prompt_tokens)
             async for index, event in choices:
                 self._count(event)
+                kept.add(event)
                 tally.add(index, event)
                 answer.add(index, event)
             await JsonResponse(answer.whole()).send_to(send)
@@ -160,19 +163,23 @@ class _Answering:
         """
         answer, tally = await self._begin(choices)
         writer = EventStreamWriter(send)
-        await writer.begin()
-        try:
-            await writer.write(answer.opening())
-            async for index, event in choices:
-                self._count(event)
-                tally.add(index, event)
-                await writer.write(answer.add(index, event))
-            last = answer.ending()
-        except Exception as failure:
-            error = self._api_error(failure)
-            self._record.status, self._record.error = error.status, error
-            last = answer.failing(error)
-        await writer.end(last)
+        with self._open_requests.keeping(self._record.client) as hold:
+            kept = KeptLogprobs(self._plan, hold)
+            await writer.begin()
+            try:
+                await writer.write(answer.opening())
+                async for index, event in choices:
+                    self._count(event)
+                    if self._api.repeats_streams:
+                        kept.add(event)
+                    tally.add(index, event)
+                    await writer.write(answer.add(index, event))
+                last = answer.ending()
+            except Exception as failure:
+                error = self._api_error(failure)
+                self._record.status, self._record.error = error.status, error
+                last = answer.failing(error)
+            await writer.end(last)
 
     def _api_error(self, failure: Exception) -> ApiError:
         match failure:

@@ -11,9 +11,10 @@ from common.rpc.fair_places import FairPlaces, Full
 from gateway.errors import ApiError, overloaded, unavailable
 
 Fail = Callable[[ApiError], None]
+Hold = Callable[[int], None]
 FREE_BODY_BYTES = 64 << 10
-MAX_LOGPROB_BYTES = 512 << 20
-"""The most bytes of prompts' log-probabilities in the answers that are collected to be sent whole."""
+MAX_KEPT_BYTES = 512 << 20
+"""The most bytes that all answers keep until their end."""
 
 
 class OpenRequest:
@@ -63,10 +64,10 @@ class OpenRequests:
     clients.
     """
 
-    def __init__(self, *, max_open: int, max_reading_bytes: int, max_logprob_bytes: int = MAX_LOGPROB_BYTES) -> None:
+    def __init__(self, *, max_open: int, max_reading_bytes: int, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         self._places = FairPlaces(max_open)
         self._reading_bytes = FairBytes(max_reading_bytes)
-        self._logprob_bytes = FairBytes(max_logprob_bytes)
+        self._kept_bytes = FairBytes(max_kept_bytes)
         self._requests: dict[OpenRequest, None] = {}
         self._is_draining = False
         self._is_idle = asyncio.Event()
@@ -117,43 +118,33 @@ class OpenRequests:
             self._places.give_back(client, taken_s)
 
     @contextmanager
-    def reading(self, client: str) -> Iterator[Callable[[int], None]]:
+    def reading(self, client: str) -> Iterator[Hold]:
         """Limits the memory for bodies that are arriving. Yields a function to call with the number of bytes received
         so far.
 
         The function raises ApiError 429 when bodies take too much memory. The bodies of one client may take half of
         it. The first FREE_BODY_BYTES of each do not count, because a connection holds them anyway.
         """
-        held = 0
+        with _holding(self._reading_bytes, client, "too many large bodies are on their way") as hold_more:
+            num_counted = FREE_BODY_BYTES
 
-        def hold(num_bytes: int) -> None:
-            nonlocal held
-            more = max(0, num_bytes - FREE_BODY_BYTES) - held
-            if more > 0:
-                try:
-                    held += self._reading_bytes.take(client, more)
-                except NoRoom:
-                    raise overloaded("too many large bodies are on their way") from None
+            def hold(num_bytes: int) -> None:
+                nonlocal num_counted
+                if num_bytes > num_counted:
+                    hold_more(num_bytes - num_counted)
+                    num_counted = num_bytes
 
-        try:
             yield hold
-        finally:
-            self._reading_bytes.give_back(client, held)
 
     @contextmanager
-    def holding_logprobs(self, client: str, num_bytes: int) -> Iterator[None]:
-        """Holds memory for the log-probabilities of prompts in a whole answer while the block runs.
+    def keeping(self, client: str) -> Iterator[Hold]:
+        """Limits the memory for what answers keep until their end. Yields a function to call with the number of further
+        bytes that one keeps.
 
-        Raises ApiError 429 when those of all open requests take too much. One client may have half of it.
+        The function raises ApiError 429 when answers keep too much. The answers of one client may keep half of it.
         """
-        try:
-            num_taken = self._logprob_bytes.take(client, num_bytes)
-        except NoRoom:
-            raise overloaded("log-probabilities of prompts in other answers leave no room for these") from None
-        try:
-            yield
-        finally:
-            self._logprob_bytes.give_back(client, num_taken)
+        with _holding(self._kept_bytes, client, "other answers leave no room for what this one keeps") as hold:
+            yield hold
 
     def drain(self) -> None:
         self._is_draining = True
@@ -168,3 +159,23 @@ class OpenRequests:
     def _refuse_if_draining(self) -> None:
         if self._is_draining:
             raise unavailable("the gateway is stopping", code="stopping")
+
+
+@contextmanager
+def _holding(lent: FairBytes, client: str, why_not: str) -> Iterator[Hold]:
+    """Yields a function that takes further bytes for `client` until the block ends. It raises ApiError 429, which says
+    `why_not`, if there is no room.
+    """
+    num_held = 0
+
+    def hold(num_bytes: int) -> None:
+        nonlocal num_held
+        try:
+            num_held += lent.take(client, num_bytes)
+        except NoRoom:
+            raise overloaded(why_not) from None
+
+    try:
+        yield hold
+    finally:
+        lent.give_back(client, num_held)

@@ -57,11 +57,13 @@ class Api:
     """Describes a generating endpoint.
 
     `parse` turns a request's body, which has `fields`, into a plan, or raises ApiError. `begin` makes the answer to
-    an admitted request. If the endpoint `parses_output`, the text has the format's markers that are special tokens.
+    an admitted request. If the endpoint `parses_output`, the text has the format's markers that are special tokens. If
+    it `repeats_streams`, a stream's last event has the whole answer, log-probabilities too.
     """
 
     path: str
     fields: type[RequestFields]
     parse: Callable[[bytes], Plan]
     parses_output: bool
+    repeats_streams: bool = False
     begin: Callable[[Admitted], Answer]

@@ -522,5 +522,6 @@ RESPONSES = Api(
     fields=ResponseFields,
     parse=parse_response,
     parses_output=True,
+    repeats_streams=True,
     begin=ResponseAnswer,
 )

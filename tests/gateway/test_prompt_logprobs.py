@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from baton.events import PositionLogprobs, PromptToken, TokenLogprob
 from baton.v1 import inference_pb2
 from common.text.tokenizer import TextTokenizer
 from gateway.logprobs import CompletionLogprobs
-from gateway.open_requests import MAX_LOGPROB_BYTES
-from gateway.prompt_bounds import MAX_PROMPT_LOGPROBS
 from tests.client.scripted_inference import ScriptedServer, delta, finished, prompt_tokens, started
 from tests.gateway.callers import Caller
 from tests.gateway.gateway_here import COMPLETIONS, GatewayHere
@@ -194,46 +191,6 @@ def test_one_choice_asks_for_the_prompt_and_the_others_wait_for_it(edge: Gateway
     assert texts == {0: "abd", 1: "abe"}
     requests = [scripted.inference.requests.get(timeout=10.0) for _ in range(2)]
     assert [each.choice_index for each in requests if each.sampling.HasField("prompt_logprobs")] == [0]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"echo": True, "logprobs": 1, "n": 2}, "logprobs"),
-        ({"prompt_logprobs": 1, "n": 2}, "prompt_logprobs"),
-        ({"echo": True, "logprobs": 1, "prompt_logprobs": 1}, "logprobs"),
-        ({"echo": True, "logprobs": 1, "n": 2, "stream": True}, None),
-        ({"echo": True, "logprobs": 1}, None),
-        ({"logprobs": 20, "n": 2}, None),
-        ({"messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 1, "n": 2}, None),
-    ],
-)
-def test_a_whole_answer_has_a_bounded_number_of_log_probabilities_of_prompts(
-    edge: GatewayHere, scripted: ScriptedServer, fields: dict[str, Any], param: str | None
-) -> None:
-    scripted.inference.script = [started(num_prompt_tokens=MAX_PROMPT_LOGPROBS // 4 + 1), finished()]
-    path, source = ("/v1/chat/completions", {}) if "messages" in fields else (COMPLETIONS, {"prompt": [5, 6]})
-    answer = edge.ask("POST", path, {"model": "demo", "max_tokens": 0, **source, **fields})
-    assert (answer.status, answer.error["param"] if param else None) == (400 if param else 200, param)
-
-
-def test_whole_answers_share_the_memory_for_log_probabilities_of_prompts(
-    edge: GatewayHere, scripted: ScriptedServer
-) -> None:
-    first, second = (5, b"a", None), (6, b"b", -0.5)
-    scripted.inference.script = [started(), prompt_tokens(0, first, second), finished()]
-    asked = {"model": "demo", "prompt": [5, 6], "max_tokens": 0}
-    scored = {**asked, "prompt_logprobs": 1}
-    with ExitStack() as others:
-        for client in ("one", "another"):
-            others.enter_context(edge.server.open_requests.holding_logprobs(client, MAX_LOGPROB_BYTES))
-        refused = edge.ask("POST", COMPLETIONS, scored)
-        assert (refused.status, refused.error["code"]) == (429, "overloaded")
-        assert refused.headers["retry-after"]
-        assert edge.ask("POST", COMPLETIONS, asked).status == 200
-        assert edge.ask("POST", COMPLETIONS, {**asked, "echo": True, "logprobs": 1, "stream": True}).status == 200
-    for _ in range(2):  # it gives back what it holds
-        assert edge.ask("POST", COMPLETIONS, scored).status == 200
 
 
 def test_a_token_that_the_tokenizer_adds_has_no_place_in_the_text() -> None:
