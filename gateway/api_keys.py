@@ -21,7 +21,8 @@ class ApiKeys:
 
     def check(self, headers: Sequence[tuple[bytes, bytes]], *, takes_bare: bool = False) -> str:
         """Checks the key in a request's headers. Raises ApiError 401 unless it is a configured one.
-        Without configured keys every request passes. With `takes_bare` the key may also come in `x-api-key`.
+        Without configured keys every request passes. With `takes_bare` the key may also come in `x-api-key`, or in both
+        headers if it is the same.
 
         Returns a name for the key, such as "key 1", if several are configured, and else "". The time that it takes does
         not tell how much of a wrong key is right.
@@ -29,15 +30,14 @@ class ApiKeys:
         if not self._keys:
             return ""
         names = (b"authorization", _BARE_HEADER) if takes_bare else (b"authorization",)
-        shown = [(name, value) for name, value in headers if name in names]
+        shown = [(name, value if name == _BARE_HEADER else _bearer(value)) for name, value in headers if name in names]
         if not shown:
             how = "'Authorization: Bearer KEY'" + (" or 'x-api-key: KEY'" if takes_bare else "")
             raise _unknown(f"authorization: no API key was shown; send {how}")
-        name, key = shown[0]
-        if name == b"authorization":
-            key = key[len(_SCHEME) :].strip() if key[: len(_SCHEME)].lower() == _SCHEME else b""
+        _, key = shown[0]
         matches = [hmac.compare_digest(key, known) for known in self._keys]
-        if len(shown) != 1 or not any(matches):
+        is_clear = len(dict(shown)) == len(shown) and all(other == key for _, other in shown)
+        if not is_clear or not any(matches):
             raise _unknown("authorization: the API key is not known here", code="invalid_api_key")
         return f"key {matches.index(True)}" if len(self._keys) > 1 else ""
 
@@ -52,6 +52,11 @@ class ApiKeys:
             raise ApiError(
                 401, "authorization: show an API key, or give it as password", headers={"www-authenticate": _PASSWORD}
             )
+
+
+def _bearer(header: bytes) -> bytes:
+    """Returns the key in the value of an `authorization` header, or b"" if there is none."""
+    return header[len(_SCHEME) :].strip() if header[: len(_SCHEME)].lower() == _SCHEME else b""
 
 
 def _unknown(message: str, *, code: str | None = None) -> ApiError:

@@ -620,7 +620,7 @@ def test_errors_have_anthropics_form(loop: LoopThread, scripted: ScriptedServer,
     settings = {"api_key_file": tmp_path / "keys", "max_request_bytes": 65536}
     with gateway_here(loop, scripted.address, **settings) as here:
         body = {**BODY, "max_tokens": 8 if path == MESSAGES else None}
-        for shown in ({}, {"x_api_key": "other"}, {"x_api_key": "first-key", "authorization": "Bearer first-key"}):
+        for shown in ({}, {"x_api_key": "other"}, {"x_api_key": "first-key", "authorization": "Bearer second-key"}):
             assert_error(here.ask("POST", path, body, **shown), 401, "authentication_error")
         key = {"x_api_key": "first-key"}
         assert_error(here.ask("GET", path, **key), 405, "invalid_request_error")
@@ -630,15 +630,16 @@ def test_errors_have_anthropics_form(loop: LoopThread, scripted: ScriptedServer,
         assert_error(here.ask("POST", path, {**body, "model": "other"}, **key), 404, "not_found_error")
 
 
-def test_a_key_comes_in_either_header_here_and_in_one_elsewhere(
+def test_a_key_comes_in_either_header_or_both_here_and_in_one_elsewhere(
     loop: LoopThread, scripted: ScriptedServer, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("first-key\nsecond-key\n")
     scripted.inference.script = [started(), finished()]
     with gateway_here(loop, scripted.address, api_key_file=tmp_path / "keys") as here:
-        for shown in ({"x_api_key": "second-key"}, {"authorization": "Bearer first-key"}):
+        bare, bearer = {"x_api_key": "first-key"}, {"authorization": "Bearer first-key"}
+        for shown in (bare, bearer, {**bare, **bearer}):
             assert here.ask("POST", MESSAGES, BODY, **shown).status == 200
-        assert here.ask("GET", "/v1/models", x_api_key="first-key").status == 401
+        assert here.ask("GET", "/v1/models", **bare).status == 401
 
 
 @pytest.mark.parametrize(
