@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.telemetry.buckets import PHASE_S
 from gateway.errors import CLIENT_LEFT_STATUS
-from gateway.request_record import MESSAGES_PATHS, TOKENIZING_PATHS
+from gateway.request_record import HEALTH_PATHS, MESSAGES_PATHS, TOKENIZING_PATHS
 
 _REQUEST_S = (*PHASE_S, 120.0, 300.0, 600.0)
 _API_ROUTES = (
@@ -43,7 +43,7 @@ class GatewayMetrics:
         for route, status in product(_API_ROUTES, _STATUSES):
             self._requests.labels(route, str(status))
         self.errors: collections.Counter[int] = collections.Counter()
-        """The requests that ended with an error, by status."""
+        """The requests that ended with an error, by status. Health checks do not count: 503 is one of their answers."""
         self._request_s = Histogram(
             "baton_gateway_request_seconds",
             "From a request's head to the end of its answer",
@@ -79,7 +79,7 @@ class GatewayMetrics:
         self._reading.set_function(num_reading)
 
     def on_end(self, *, route: str, status: int, seconds: float) -> None:
-        if status >= HTTPStatus.BAD_REQUEST:
+        if status >= HTTPStatus.BAD_REQUEST and route not in HEALTH_PATHS:
             self.errors[status] += 1
         self._requests.labels(route, str(status)).inc()
         self._request_s.labels(route).observe(seconds)

@@ -18,17 +18,15 @@ MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 MESSAGES_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH)
 TOKENIZING_PATHS = ("/tokenize", "/detokenize")
+HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/ping")
 _ROUTES = frozenset(
     {
+        *HEALTH_PATHS,
         *TOKENIZING_PATHS,
         *MESSAGES_PATHS,
         "/",
-        "/health",
-        "/health/live",
-        "/health/ready",
         "/metrics",
         "/openapi.json",
-        "/ping",
         "/status.json",
         "/v1/chat/completions",
         "/v1/completions",

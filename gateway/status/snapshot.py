@@ -171,7 +171,8 @@ class Outdated:
 @dataclass(frozen=True, slots=True)
 class Gateway:
     """The gateway itself, now. `model_names` is empty until a decode service has said what it serves. `errors` counts
-    the requests since the gateway's start that it answered with an error, by HTTP status; 499: the client left.
+    the requests since the gateway's start that it answered with an error, by HTTP status; 499: the client left. Health
+    checks are left out.
     """
 
     version: str

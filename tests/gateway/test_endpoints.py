@@ -130,6 +130,7 @@ def test_the_status_page_has_the_models_names_the_version_and_the_errors(
     loop: LoopThread, scripted: ScriptedServer
 ) -> None:
     with gateway_here(loop, scripted.address, served_model_name="a,b") as gateway:
+        assert gateway.ask("GET", "/health").status == 503, "no error: it asks whether a service is ready"
         scripted.become_ready()
         assert gateway.ask("POST", COMPLETIONS, {"model": "a"}).status == 400
         assert gateway.ask("POST", COMPLETIONS, {"model": "c", "prompt": "hi"}).status == 404
