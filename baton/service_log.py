@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 TAIL_BYTES = 64 << 10
-_PROGRESS: Mapping[str, str] = {
+_WORDS: Mapping[str, str] = {
     "preparing_model": "{stage}",
     "loading_model": "loads the model",
     "loading_draft": "loads the draft head",
@@ -19,6 +20,8 @@ _PROGRESS: Mapping[str, str] = {
     "compiling_kernels": "compiles kernels, once on this machine; it serves meanwhile, slower",
     "fused_forward_unavailable": "serves by operators: {reason}",
     "fused_forward_ready": "is at full speed",
+    "engine_stalled": "stalls: {part} has not moved for {still_s} s",
+    "engine_moves_again": "goes on: {part} moves again, after {still_s} s",
 }
 _FAILURES = ("error", "critical")
 
@@ -76,13 +79,13 @@ def _words(text: str) -> str:
     line = _parsed(text)
     if line is None:
         return ""
-    if line.get("level") in _FAILURES:
-        error = line.get("error")
-        return f"{line['event']}: {error}" if error else str(line["event"])
-    try:
-        return _PROGRESS.get(str(line["event"]), "").format_map(line)
-    except LookupError:
+    event = str(line["event"])
+    with suppress(LookupError):
+        return _WORDS[event].format_map(line)
+    if line.get("level") not in _FAILURES:
         return ""
+    error = line.get("error")
+    return f"{event}: {error}" if error else event
 
 
 def _parsed(text: str) -> dict[str, Any] | None:

@@ -84,7 +84,7 @@ class Watchdog:
         self._looked_s = clock()
         self._marks: dict[str, Hashable] = {}
         self._still_s: dict[str, float] = {}
-        self._stalled: frozenset[str] = frozenset()
+        self._stalled: dict[str, float] = {}  # the parts that are stalled, and for how many seconds
         self._lost: EngineLost | None = None
 
     @property
@@ -152,11 +152,11 @@ class Watchdog:
         return None
 
     def _note_stalled(self) -> None:
-        stalled = frozenset(part for part, still_s in self._still_s.items() if still_s >= UNREADY_AFTER_S)
-        for part in sorted(stalled - self._stalled):
+        stalled = {part: still_s for part, still_s in self._still_s.items() if still_s >= UNREADY_AFTER_S}
+        for part in sorted(stalled.keys() - self._stalled.keys()):
             _log.error("engine_stalled", part=part, still_s=UNREADY_AFTER_S)
-        for part in sorted(self._stalled - stalled):
-            _log.info("engine_moves_again", part=part)
+        for part in sorted(self._stalled.keys() - stalled.keys()):
+            _log.info("engine_moves_again", part=part, still_s=round(self._stalled[part], 1))
         self._stalled = stalled
 
 

@@ -41,6 +41,8 @@ def test_failures_are_told_whatever_they_are_and_other_lines_only_where_they_hel
         line("preparing_model", stage="converting"),
         line("preparing_model"),
         line("pool_sized", max_rows=32, max_kv_tokens=32768),
+        line("engine_stalled", "error", part="stream forward", still_s=3.5),
+        line("engine_moves_again", part="stream forward", still_s=12.0),
         "[]",
         '"text"',
     ]
@@ -50,6 +52,8 @@ def test_failures_are_told_whatever_they_are_and_other_lines_only_where_they_hel
         "cannot_start: device: no",
         "converting",
         "has room for 32 requests with 32768 tokens of KV in all",
+        "stalls: stream forward has not moved for 3.5 s",
+        "goes on: stream forward moves again, after 12.0 s",
     ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.device.stream import StreamKind
@@ -170,11 +171,14 @@ def test_a_step_that_waits_for_streams_which_go_on_does_not_stall(rig: Rig) -> N
 
 def test_what_moves_again_is_well_again(rig: Rig) -> None:
     rig.hang(rig.forward)
-    rig.look_for(STALL_TIMEOUT_S - 1)
-    assert not rig.watchdog.is_well
-    rig.forward.run_all()
-    rig.look_for(LOOK_INTERVAL_S)
+    with capture_logs() as lines:
+        rig.look_for(STALL_TIMEOUT_S - 1)
+        assert not rig.watchdog.is_well
+        rig.forward.run_all()
+        rig.look_for(LOOK_INTERVAL_S)
     assert rig.watchdog.is_well
+    told = [("engine_stalled", UNREADY_AFTER_S), ("engine_moves_again", STALL_TIMEOUT_S - 1)]
+    assert [(line["event"], line["still_s"]) for line in lines] == told
     rig.hang(rig.forward)
     assert_stalls(rig, "stream forward")
 
