@@ -54,11 +54,6 @@ class ChatPrompt:
         return 0 if self.tools is None else len(self.tools.tools)
 
     @property
-    def functions(self) -> Mapping[str, Any]:
-        """The JSON schemas of the arguments of the functions that the model may call, by name."""
-        return {} if self.tools is None else self.tools.functions
-
-    @property
     def num_bytes(self) -> int:
         texts = [text for message in self.messages for text in message.texts]
         texts += [text for tool in (self.tools.tools if self.tools else ()) for text in tool.texts]
@@ -81,10 +76,9 @@ class Plan:
     is not None, the answer has such log-probabilities of the prompt in a field of their own.
 
     Each prompt is generated from `best_of` times, and its choices are the best `n` of these generations. If
-    `hides_logprobs`, log-probabilities are used to find the best, and are not in the answer. `functions` maps the names
-    of the functions that the model may call to the JSON schemas of their arguments. `params` maps a field's name in the
-    gRPC request to its name in the HTTP request, where the two differ. `repeated` has what the answer repeats of
-    the request.
+    `hides_logprobs`, log-probabilities are used to find the best, and are not in the answer. `params` maps a field's
+    name in the gRPC request to its name in the HTTP request, where the two differ. `repeated` has what the answer
+    repeats of the request.
     """
 
     model: str
@@ -105,7 +99,6 @@ class Plan:
     params: Mapping[str, str]
     max_reasoning_tokens: int | None = None
     includes_reasoning: bool = True
-    functions: Mapping[str, Any] = field(default_factory=dict)
     hides_logprobs: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
 
@@ -116,6 +109,12 @@ class Plan:
     @property
     def num_generations(self) -> int:
         return len(self.prompts) * self.best_of
+
+    @property
+    def functions(self) -> Mapping[str, Any]:
+        """The JSON schemas of the arguments of the functions that the model may call, by name."""
+        prompt = self.prompts[0]
+        return prompt.tools.functions if isinstance(prompt, ChatPrompt) and prompt.tools else {}
 
     def prompt_of(self, index: int) -> Prompt:
         """Returns the prompt of the choice with this index."""

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from common.text.chat_messages import Tool, ToolChoice
@@ -18,14 +19,14 @@ _NEUTRALS: Mapping[str, Any] = {"allowed_callers": ["direct"], "defer_loading": 
 _CHOICES = ("none", "auto", "required")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for the cached property
 class ToolUse:
     """The tools that the model is told of, and which of them it may or must call."""
 
     tools: tuple[Tool, ...]
     choice: ToolChoice
 
-    @property
+    @cached_property
     def functions(self) -> Mapping[str, dict[str, Any]]:
         """The JSON schemas of the arguments of the functions that may be called, by name."""
         names = self.choice.names

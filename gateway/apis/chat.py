@@ -176,7 +176,6 @@ def parse_chat(body: bytes) -> Plan:
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
-        functions=prompt.functions,
         max_reasoning_tokens=max_reasoning_tokens(
             fields.thinking_token_budget, fields.reasoning_effort, effort_param="reasoning_effort"
         ),

@@ -206,7 +206,6 @@ def parse_message(body: bytes) -> Plan:
         cache_prompt=fields.cache_prompt,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,
         is_streamed=fields.stream,
-        functions=prompt.functions,
         max_reasoning_tokens=None if thinking is None else thinking.max_tokens,
         includes_reasoning=thinking is None or thinking.display != "omitted",
         params={

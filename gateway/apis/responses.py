@@ -179,7 +179,6 @@ def parse_response(body: bytes) -> Plan:
         cache_prompt=fields.cache_prompt,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,
         is_streamed=fields.stream,
-        functions=prompt.functions,
         max_reasoning_tokens=max_reasoning_tokens(
             fields.thinking_token_budget, effort, effort_param="reasoning.effort"
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from tests.gateway.gateway_here import GatewayHere
 from tests.gateway.parsing.transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": each}} for name, each in FUNCTIONS.items()]
 CALLS = (
     'Both.\n<tool_call>\n{"name": "look_up", "arguments": {"city": "Rome"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
@@ -37,9 +37,9 @@ def events_of(
 
 
 def choice_of(events: Sequence[Event], form: OutputFormat = HERMES, **fields: Any) -> ChatChoice:
-    plan = parse_chat(json.dumps({**CHAT, **fields}).encode())
+    plan = parse_chat(json.dumps({**CHAT, "tools": TOOLS, **fields}).encode())
     assert isinstance(events[0], Started)
-    return ChatChoice(0, dataclasses.replace(plan, functions=FUNCTIONS), form, events[0])
+    return ChatChoice(0, plan, form, events[0])
 
 
 def whole(events: Sequence[Event], form: OutputFormat = HERMES) -> dict[str, Any]:

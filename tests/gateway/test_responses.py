@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -280,9 +279,8 @@ def answered(transcript: Transcript, pieces: Sequence[str]) -> dict[str, Any]:
     card = ModelCard(
         names=("demo",), system_fingerprint="", max_context_tokens=64, output_format=transcript.form, created=0
     )
-    tools = [{"type": "function", "name": name} for name in FUNCTIONS]
+    tools = [{"type": "function", "name": name, "parameters": each} for name, each in FUNCTIONS.items()]
     plan = parse_response(json.dumps({**BODY, "tools": tools}).encode())
-    plan = dataclasses.replace(plan, functions=FUNCTIONS)
     tally = Tally(plan, [begun])
     answer = ResponseAnswer(Admitted(plan=plan, card=card, request_id="r", created_s=0, started=[begun], tally=tally))
     sent = [*answer.opening(), *(each for event in events for each in answer.add(0, event)), *answer.ending()]
