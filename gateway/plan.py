@@ -78,7 +78,7 @@ class Plan:
     Each prompt is generated from `best_of` times, and its choices are the best `n` of these generations. If
     `hides_logprobs`, log-probabilities are used to find the best, and are not in the answer. `params` maps a field's
     name in the gRPC request to its name in the HTTP request, where the two differ. `repeated` has what the answer
-    repeats of the request.
+    repeats of the request, `num_repeated_bytes` as JSON.
     """
 
     model: str
@@ -101,6 +101,7 @@ class Plan:
     includes_reasoning: bool = True
     hides_logprobs: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
+    num_repeated_bytes: int = 0
 
     @property
     def num_choices(self) -> int:

@@ -171,6 +171,7 @@ def parse_response(body: bytes) -> Plan:
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, is_flat=True),
         options={"chat_template_kwargs": variables} if variables else {},
     )
+    repeated, num_repeated_bytes = _repeated(fields)
     return Plan(
         model=fields.model,
         prompts=(prompt,),
@@ -182,7 +183,8 @@ def parse_response(body: bytes) -> Plan:
         max_reasoning_tokens=max_reasoning_tokens(
             fields.thinking_token_budget, effort, effort_param="reasoning.effort"
         ),
-        repeated=_repeated(fields),
+        repeated=repeated,
+        num_repeated_bytes=num_repeated_bytes,
         params={
             "sampling.max_tokens": "max_output_tokens",
             "sampling.logprobs": "top_logprobs",
@@ -210,8 +212,9 @@ def _num_top_logprobs(fields: ResponseFields) -> int | None:
     return None
 
 
-def _repeated(fields: ResponseFields) -> Mapping[str, Any]:
-    """Returns the fields of the answer that repeat the request's, and those that are always the same.
+def _repeated(fields: ResponseFields) -> tuple[Mapping[str, Any], int]:
+    """Returns the fields of the answer that repeat the request's, those that are always the same, and their size as
+    JSON in bytes.
 
     Raises ApiError if they have a number that JSON cannot repeat.
     """
@@ -234,10 +237,10 @@ def _repeated(fields: ResponseFields) -> Mapping[str, Any]:
         "truncation": "disabled",
     }
     try:
-        json.dumps(repeated, allow_nan=False)
+        num_bytes = len(json.dumps(repeated, allow_nan=False))
     except ValueError:
         raise invalid(None, "the body has a number that is none in JSON", code="invalid_json") from None
-    return repeated
+    return repeated, num_bytes
 
 
 # ---- the input -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tests of the log-probabilities that answers keep until their end: their number, and the memory that they share."""
+"""Tests of what answers keep until their end: its bounds, and the memory that all answers share for it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gateway.apis.chat import parse_chat
 from gateway.apis.completions import parse_completion
 from gateway.apis.responses import parse_response
 from gateway.errors import ApiError
+from gateway.generation import FREE_REPEATED_BYTES
 from gateway.kept_logprobs import LOGPROB_BYTES, MAX_LOGPROBS, KeptLogprobs
 from gateway.open_requests import MAX_KEPT_BYTES
 from gateway.plan import Plan
@@ -139,4 +140,20 @@ def test_a_stream_shares_it_if_its_last_event_has_them_all(edge: GatewayHere, sc
         assert last.startswith("event: response.failed\n") and '"code":"rate_limit_exceeded"' in last
     last = ask(edge, RESPONSES, stream=True, **WITH_LOGPROBS[RESPONSES]).body.decode().split("\n\n")[-2]
     assert last.startswith("event: response.incomplete\n")
+    wait_until(lambda: nobody_keeps_any(edge))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_large_tools_that_a_response_repeats_share_it(
+    edge: GatewayHere, scripted: ScriptedServer, is_streamed: bool
+) -> None:
+    scripted.inference.script = [started(), delta([7], "a"), finished()]
+    small = {"type": "function", "name": "look_up", "description": "a" * (FREE_REPEATED_BYTES // 2)}
+    large = {**small, "description": "a" * FREE_REPEATED_BYTES}
+    with others_keep_all(edge):
+        for choice in ("auto", "none"):  # with "none" they are not in the prompt
+            refused = ask(edge, RESPONSES, tools=[large], tool_choice=choice, stream=is_streamed)
+            assert (refused.status, refused.error["code"]) == (429, "overloaded")
+        assert ask(edge, RESPONSES, tools=[small], stream=is_streamed).status == 200
+    assert ask(edge, RESPONSES, tools=[large], stream=is_streamed).status == 200
     wait_until(lambda: nobody_keeps_any(edge))
