@@ -33,6 +33,10 @@ _MAX_CACHED_MARKERS = 16
 """The tables of a reasoning marker take 20 KiB for each of its bytes, with a vocabulary of 150,000 tokens."""
 _MAX_MULTIPLE = 10_000
 """The largest `multipleOf`: llguidance's time for one grows with it, and no limit of its own bounds that."""
+_MAX_OPTIONAL = 500
+"""The most keys of an object none of which is required. The library follows 2,000 alternatives at a time, four a key,
+so no output could go on after the bracket that opens a wider object.
+"""
 _MAX_STATES = 50_000
 LEXER_BYTES = _MAX_STATES * 1024
 """The most states of the lexer that a prototype and its copies share, which grows while outputs go on.
@@ -523,6 +527,10 @@ def _check_keywords(part: dict[str, Any]) -> None:
         raise _KeywordRefused("multipleOf", f"{multiple} is not in (0, {_MAX_MULTIPLE}]")
     if isinstance(part.get("minProperties"), int) and part["minProperties"] > 1:
         raise _KeywordRefused("minProperties", "more than 1 is not supported")  # it would count a repeated key twice
+    properties = part.get("properties")
+    if isinstance(properties, dict) and len(properties) > _MAX_OPTIONAL and not part.get("required"):
+        why = f"has {len(properties)} keys, more than {_MAX_OPTIONAL}, and none of them is required"
+        raise _KeywordRefused("properties", why)
 
 
 def _make_writable(part: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eo
 
 JSON_SCHEMA, REGEX, CHOICE, EBNF = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.EBNF
 SLOW = {"type": "integer", "multipleOf": 999_983}
+WIDE = {"properties": {str(key): {} for key in range(501)}}
 PROMPT = inference_pb2.TokenIds(ids=[1, 2])
 ODD_TEXTS = ['a"b', "a\\n", "a\nb", "a<eos>€", "a|b", "/a/", "😀", " a", "a\t\x00", "a", "ab", "// a", "%ignore /a/"]
 
@@ -48,6 +49,7 @@ ODD_TEXTS = ['a"b', "a\\n", "a\nb", "a<eos>€", "a|b", "/a/", "😀", " a", "a\
         ("json_schema", json.dumps({"type": "array", "uniqueItems": True}), "uniqueItems"),
         ("json_schema", json.dumps(SLOW), "multipleOf"),
         ("json_schema", json.dumps({"type": "object", "minProperties": 2}), "minProperties"),
+        ("json_schema", json.dumps(WIDE), "has 501 keys, more than"),
         ("json_schema", json.dumps({"enum": ["x" * 70_000]}), "characters, more than"),
         ("json_schema", json.dumps({"const": "\ud800"}), "not JSON serializable"),
         ("json_schema", json.dumps({"type": "integer", "x-guidance": {}}), "x-guidance"),
@@ -90,6 +92,7 @@ async def test_a_grammar_that_is_not_served_is_refused_by_name(edge: Edge, field
         ({"properties": {"const": {"const": {"a": ["\0"]}}}}, "properties.const.const"),
         ({"prefixItems": [{"enum": ["a"]}, {"enum": ["a", "\0"]}]}, "prefixItems.1.enum"),
         ({"items": {"pattern": "(?x)a"}}, "items.pattern"),
+        ({"properties": {"a": WIDE}}, "properties.a.properties"),
         ({"items": {"patternProperties": {"(?x)a": {}}}}, "items.patternProperties"),
         ({"$ref": "#/examples/1", "examples": [{}, {"a": SLOW}]}, "examples.1.a.multipleOf"),
         ({"$ref": "#/examples/0", "examples": [{"pattern": "a"}]}, "examples.0.pattern"),
@@ -100,6 +103,22 @@ def test_an_error_names_the_place_of_a_keyword_in_the_schema(schema: dict[str, o
     text = json.dumps(schema)
     assert refusal(Grammar(JSON_SCHEMA, text)).startswith(f"{place}: ")
     assert refusal(Grammar(GrammarKind.LARK, f"start: %json {text}")).startswith(f"at 1(8): {place}: ")
+
+
+@pytest.mark.parametrize(("num_keys", "required"), [(500, []), (501, ["500"])])
+def test_an_output_under_a_wide_schema_goes_on_to_its_end(num_keys: int, required: list[str]) -> None:
+    tokenizer = byte_level()
+    end = eos_id(tokenizer)
+    grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[end])
+    schema = {
+        "properties": {str(key): {"type": "integer"} for key in range(num_keys)},
+        "required": required,
+        "additionalProperties": False,
+    }
+    output = {str(key): key for key in (0, 250, num_keys - 1)}
+    matcher = grammars.matcher(Grammar(JSON_SCHEMA, json.dumps({"type": "object", **schema})))
+    assert all(map(matcher.accept, tokenizer.encode(json.dumps(output))))
+    assert allowed(matcher, tokenizer) == [end]
 
 
 def test_the_place_of_a_keyword_is_cut_at_its_beginning() -> None:
