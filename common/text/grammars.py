@@ -25,7 +25,7 @@ from common.grammar.matcher import Mask, Matcher
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
-from common.text.json_patterns import PatternRefused, has_unwritable, writable_pattern
+from common.text.json_patterns import DATE_PATTERNS, PatternRefused, has_unwritable, writable_pattern
 
 _MAX_CACHED = 256
 MAX_CACHED_BYTES = 2 << 30
@@ -534,7 +534,8 @@ def _check_keywords(part: dict[str, Any]) -> None:
 
 
 def _make_writable(part: dict[str, Any]) -> None:
-    """Rewrites the patterns of a schema so that they match only strings that our grammars can write.
+    """Rewrites the patterns of a schema so that they match only strings that our grammars can write, and adds those of
+    dates and times.
 
     Raises _KeywordRefused if a `const` or an `enum` has another string.
     """
@@ -545,6 +546,9 @@ def _make_writable(part: dict[str, Any]) -> None:
         part["pattern"] = _writable(pattern, "pattern")
     if isinstance(by_pattern := part.get("patternProperties"), dict):
         part["patternProperties"] = {_writable(name, "patternProperties"): value for name, value in by_pattern.items()}
+    name, others = part.get("format"), part.get("allOf", [])
+    if isinstance(name, str) and name in DATE_PATTERNS and isinstance(others, list):
+        part["allOf"] = [*others, {"pattern": DATE_PATTERNS[name]}]
 
 
 def _writable(pattern: str, keyword: str) -> str:

@@ -1,4 +1,4 @@
-"""Makes patterns of JSON schemas match only strings that our grammars write: without most control characters.
+"""Patterns of JSON schemas: those of dates, and what makes a pattern match only strings that our grammars write.
 
 llguidance 1.9 writes no control character that has no short escape, and gets patterns wrong that match one: a literal
 one is dropped from the string, and a class with all of them, such as `[^"]`, also matches the quote and the backslash.
@@ -15,6 +15,14 @@ _ESCAPE = re.compile(
 )
 _MAY_MATCH_UNWRITABLE = frozenset("pPWDSsxuUav")
 _IGNORES_SPACE = re.compile(r"\(\?[a-zA-Z]*x")
+
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE = f"([0-9]{{4}}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+DATE_PATTERNS = {"date": f"^{_DATE}", "time": f"^{_TIME}", "date-time": f"^{_DATE}.{_TIME}"}
+"""By `format`, a pattern that its strings must match too, since llguidance only checks their digits: no 29 February in
+a year without one, and no second 60, which only leap seconds have.
+"""
 
 
 class PatternRefused(Exception):
