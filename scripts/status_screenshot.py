@@ -34,6 +34,8 @@ QUESTIONS = (
     "List ten facts about whales, each in one sentence.",
     "Explain how a bicycle stays upright.",
 )
+WRONG = {"model": "another", "messages": [{"role": "user", "content": "Hello"}]}
+"""A chat that the gateway refuses, so that the picture has an error."""
 LONG_PROMPTS = Workload(concurrency=4, num_requests=1000, num_prompt_tokens=1000, num_new_tokens=4)
 BROWSER_TIMEOUT_S = 60.0
 BROWSED_MS = 6000
@@ -52,11 +54,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="under load, before the picture")
     parser.add_argument("--more", type=Path, metavar="DIRECTORY", help="a dark and a narrow picture too, into here")
     args = parser.parse_args()
-    pictures: list[tuple[Path, str, tuple[str, ...]]] = [(PICTURE, "1100,1390", ())]
+    pictures: list[tuple[Path, str, tuple[str, ...]]] = [(PICTURE, "1100,1625", ())]
     if args.more:
         pictures += [
-            (args.more / "dark.png", "1024,1350", ("--blink-settings=preferredColorScheme=0",)),
-            (args.more / "narrow.png", "500,2420", ()),
+            (args.more / "dark.png", "1024,1590", ("--blink-settings=preferredColorScheme=0",)),
+            (args.more / "narrow.png", "500,2800", ()),
         ]
     with serve_pair() as served:
         asyncio.run(photograph(served, args.seconds, pictures))
@@ -81,6 +83,7 @@ async def photograph(served: Served, seconds: float, pictures: list[tuple[Path, 
                 group.create_task(look(viewer, served.page)),
             ]
             async with asyncio.timeout(seconds + len(pictures) * BROWSER_TIMEOUT_S):
+                await viewer.post(f"{served.page}v1/chat/completions", json=WRONG)
                 await asyncio.sleep(seconds)
                 for path, size, flags in pictures:
                     await browse(served.page, path, size, flags)
