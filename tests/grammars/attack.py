@@ -95,7 +95,7 @@ def main() -> int:
         usual_bytes = figures.peak_bytes
         end_s = time.monotonic() + 60 * options.minutes
         for mode in itertools.cycle(MODES):
-            if time.monotonic() > end_s:
+            if time.monotonic() > end_s or not all(each.is_alive() for each in threads):
                 break
             figures.mode = mode
             time.sleep(SETTLE_S)
