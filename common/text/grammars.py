@@ -53,9 +53,9 @@ exceed that in sum, in seconds.
 The library's own limits are for one call, and an ambiguous grammar stays below them with 30 ms at each token. Calls of
 usual grammars take 0.02 ms, single ones 2.4 ms. On a busy machine, calls of one output exceed what they may by 2 ms.
 """
-_MAX_COUNTED_CPU_S = 0.005
-"""How much of one call counts. Where memory is short, a call may take as long as the system needs to find some, so one
-slow call says nothing about its grammar. Slow grammars have many.
+_MAX_COUNTED_CPU_S = 0.0025
+"""How much of one call counts. Where memory is short, the system may need seconds to find some, and a call in which it
+does takes as long. So a slow call says little about its grammar. A slow grammar has many.
 """
 _JSON_OPTIONS: Any = {
     "lenient": False,
