@@ -26,6 +26,15 @@ class TokenCounts:
     num_accepted: int
     num_forced: int
 
+    @property
+    def drafts(self) -> dict[str, int]:
+        """The numbers of drafts, by their names in an answer's usage."""
+        return {
+            "draft_tokens": self.num_drafted,
+            "accepted_draft_tokens": self.num_accepted,
+            "forced_draft_tokens": self.num_forced,
+        }
+
 
 class Tally:
     """Counts tokens while a request's generations run. `started` has the first event of each generation."""

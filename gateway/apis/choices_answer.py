@@ -181,10 +181,5 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
         "completion_tokens": counts.num_completion,
         "total_tokens": counts.num_prompt + counts.num_completion,
         "prompt_tokens_details": {"cached_tokens": counts.num_cached},
-        "completion_tokens_details": {
-            "reasoning_tokens": counts.num_reasoning,
-            "draft_tokens": counts.num_drafted,
-            "accepted_draft_tokens": counts.num_accepted,
-            "forced_draft_tokens": counts.num_forced,
-        },
+        "completion_tokens_details": {"reasoning_tokens": counts.num_reasoning, **counts.drafts},
     }

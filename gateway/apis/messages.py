@@ -179,7 +179,7 @@ class MessageAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": counts.num_cached,
             "output_tokens": counts.num_completion,
-            "output_tokens_details": {"thinking_tokens": counts.num_reasoning},
+            "output_tokens_details": {"thinking_tokens": counts.num_reasoning, **counts.drafts},
         }
 
 

@@ -509,12 +509,7 @@ def _usage(counts: TokenCounts) -> dict[str, Any]:
         "input_tokens": counts.num_prompt,
         "input_tokens_details": {"cached_tokens": counts.num_cached},
         "output_tokens": counts.num_completion,
-        "output_tokens_details": {
-            "reasoning_tokens": counts.num_reasoning,
-            "draft_tokens": counts.num_drafted,
-            "accepted_draft_tokens": counts.num_accepted,
-            "forced_draft_tokens": counts.num_forced,
-        },
+        "output_tokens_details": {"reasoning_tokens": counts.num_reasoning, **counts.drafts},
         "total_tokens": counts.num_prompt + counts.num_completion,
     }
 

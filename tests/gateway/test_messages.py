@@ -20,6 +20,7 @@ from baton.v1.inference_pb2 import (
     FINISH_REASON_STOP_TOKEN,
     FinishReason,
     GenerateEvent,
+    SpeculationCounts,
 )
 from common.text.chat_messages import ToolCall
 from common.text.output_formats import HERMES, OutputFormat
@@ -255,7 +256,8 @@ def test_thinking_is_limited_when_asked(
 
 def test_a_stream_has_anthropics_events(edge: GatewayHere, scripted: ScriptedServer) -> None:
     deltas = [delta([place], piece) for place, piece in enumerate(["<think>Hm", ".</think>", "", "Hel", "lo"])]
-    end = finished(FINISH_REASON_EOS, num_completion_tokens=5, num_cached_tokens=2)
+    drafts = SpeculationCounts(num_drafted_tokens=4, num_accepted_tokens=3, num_forced_tokens=1)
+    end = finished(FINISH_REASON_EOS, num_completion_tokens=5, num_cached_tokens=2, speculation=drafts)
     scripted.inference.script = [started(), *deltas, end]
     answer = edge.ask("POST", MESSAGES, {**BODY, "stream": True}, x_request_id="r")
     message = {
@@ -271,10 +273,26 @@ def test_a_stream_has_anthropics_events(edge: GatewayHere, scripted: ScriptedSer
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 0,
-            "output_tokens_details": {"thinking_tokens": 0},
+            "output_tokens_details": {
+                "thinking_tokens": 0,
+                "draft_tokens": 0,
+                "accepted_draft_tokens": 0,
+                "forced_draft_tokens": 0,
+            },
         },
     }
-    usage = {**message["usage"], "input_tokens": 1, "cache_read_input_tokens": 2, "output_tokens": 5}
+    usage = {
+        **message["usage"],
+        "input_tokens": 1,
+        "cache_read_input_tokens": 2,
+        "output_tokens": 5,
+        "output_tokens_details": {
+            "thinking_tokens": 0,
+            "draft_tokens": 4,
+            "accepted_draft_tokens": 3,
+            "forced_draft_tokens": 1,
+        },
+    }
 
     def part(index: int, kind: str, **part: str) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": index, "delta": {"type": kind, **part}}
