@@ -2,14 +2,15 @@
 
 python -m tests.clients
 
-Each client completes a small agent run: a parsed object, a tool call and its answer, and a stream. The clients are
-installed in an environment of their own, since they need other versions of some libraries than the project's tests.
-requirements.txt lists that environment.
+Each client completes a small agent run: a parsed object, a tool call and its answer, and a stream. A page of another
+origin asks too, and lm-eval scores what transformers scores. The clients are installed in an environment of their own,
+since they need other versions of some libraries than the project's tests. requirements.txt lists that environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import venv
@@ -21,16 +22,22 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENT = ROOT / ".venv-clients"
 REQUIREMENTS = HERE / "requirements.txt"
-NPM_PACKAGES = ("openai@7.57.0", "ai@7.0.173", "@ai-sdk/openai@4.0.118")
+NPM_PACKAGES = ("openai@7.57.0", "ai@7.0.173", "@ai-sdk/openai@4.0.118", "jsdom@31.0.1")
+ORIGIN = "https://page.example"
 TIMEOUT_S = 600.0
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     python, node = _install()
+    os.environ["BATON_CORS_ORIGINS"] = ORIGIN
     with LocalPair(dtype="float32", gateway_listen="127.0.0.1:0") as pair:
         base_url = f"{pair.gateway_url}/v1"
-        commands = [[python, HERE / "python_clients.py", base_url], [node, HERE / "npm_client.mjs", base_url]]
+        commands = [
+            [python, HERE / "python_clients.py", base_url],
+            [node, HERE / "npm_client.mjs", base_url, ORIGIN],
+            [sys.executable, "-m", "tests.clients.evaluation", python, base_url],
+        ]
         return max([subprocess.run(command, timeout=TIMEOUT_S, check=False).returncode for command in commands])
 
 

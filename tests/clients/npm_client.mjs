@@ -1,4 +1,5 @@
-// Small agent runs with npm packages: node npm_client.mjs BASE_URL. Ends with status 1 if one fails.
+// Small agent runs with npm packages: node npm_client.mjs BASE_URL ORIGIN. Ends with status 1 if one fails. Pages of
+// ORIGIN may call the gateway.
 import assert from "node:assert";
 import { createRequire } from "node:module";
 import path from "node:path";
@@ -10,8 +11,10 @@ const require = createRequire(`${root}/`);
 const OpenAI = require("openai");
 const { createOpenAI } = require("@ai-sdk/openai");
 const { generateText, jsonSchema, streamText, tool } = require("ai");
+const { JSDOM, VirtualConsole } = require("jsdom");
 
-const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none" });
+const [baseURL, allowedOrigin] = process.argv.slice(2);
+const client = new OpenAI({ baseURL, apiKey: "none" });
 const options = { model: "demo", temperature: 0, max_tokens: 160 };
 const schema = {
   type: "object",
@@ -60,20 +63,28 @@ const answer = await client.chat.completions.create({
 assert(answer.choices[0].message.content);
 console.log("npm openai, the answer:", answer.choices[0].message.content);
 
-const parsed = await client.responses.create({
+const response = {
   model: "demo",
   temperature: 0,
   max_output_tokens: 160,
   input: question,
   text: { format: { type: "json_schema", name: "city", schema, strict: true } },
-});
+};
+const parsed = await client.responses.create(response);
 assert.equal(parsed.status, "completed");
 assert.equal(typeof JSON.parse(parsed.output_text).name, "string");
 console.log("npm openai, an object by /v1/responses:", parsed.output_text);
 
+const events = client.responses.stream(response);
+let deltas = "";
+events.on("response.output_text.delta", (event) => (deltas += event.delta));
+assert.equal((await events.finalResponse()).output_text, parsed.output_text);
+assert.equal(deltas, parsed.output_text);
+console.log("npm openai, the same streamed:", deltas);
+
 // The AI SDK speaks to /v1/responses. It takes the words of earlier answers for stored, unless it is told otherwise.
 const asking = {
-  model: createOpenAI({ baseURL: process.argv[2], apiKey: "none" })("demo"),
+  model: createOpenAI({ baseURL, apiKey: "none" })("demo"),
   temperature: 0,
   maxOutputTokens: 160,
   providerOptions: { openai: { parallelToolCalls: false, store: false } },
@@ -99,3 +110,33 @@ let streamed = "";
 for await (const text of streamText({ ...asking, prompt: question[0].content }).textStream) streamed += text;
 assert(streamed);
 console.log("AI SDK, a stream:", streamed);
+
+// jsdom is a browser without a screen. It sends a page's preflight, and keeps answers from pages that may not have them.
+function askFromPage(origin, body) {
+  const { window } = new JSDOM("", { url: origin, virtualConsole: new VirtualConsole() });
+  const request = new window.XMLHttpRequest();
+  return new Promise((resolve, reject) => {
+    request.open("POST", `${baseURL}/chat/completions`);
+    request.setRequestHeader("authorization", "Bearer none");
+    request.setRequestHeader("content-type", "application/json");
+    request.onload = () => resolve(request);
+    request.onerror = () => reject(new Error(`a page of ${origin} got no answer`));
+    request.send(JSON.stringify({ ...options, messages: question, ...body }));
+  });
+}
+
+const page = await askFromPage(allowedOrigin, {});
+assert.equal(page.status, 200);
+assert(page.getResponseHeader("x-request-id"));
+const { content } = JSON.parse(page.responseText).choices[0].message;
+assert(content);
+console.log("a page of another origin:", content);
+
+const lines = (await askFromPage(allowedOrigin, { stream: true })).responseText.trim().split("\n\n");
+assert.equal(lines.pop(), "data: [DONE]");
+const chunks = lines.map((line) => JSON.parse(line.replace(/^data: /, "")));
+assert.equal(chunks.map((chunk) => chunk.choices[0]?.delta.content ?? "").join(""), content);
+console.log("a page of another origin, the same streamed");
+
+await assert.rejects(askFromPage("https://other.example", {}), /got no answer/);
+console.log("a page of an origin that may not gets no answer");

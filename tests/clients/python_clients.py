@@ -42,6 +42,7 @@ OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 160}
 QUESTION = "Paris has 2 million people. Give its name and population as JSON with the keys name and population."
 WEATHER = "What is the weather in Paris?"
 CLERK = "Answer in JSON."
+DELTA = "response.output_text.delta"
 FUNCTION = {
     "name": "get_weather",
     "description": "Tells the weather of a city.",
@@ -124,6 +125,15 @@ def openai_responses_parse() -> City | None:
     client = OpenAI(base_url=URL, api_key=KEY)
     asked: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 160}
     return client.responses.parse(**asked, input=QUESTION, text_format=City).output_parsed
+
+
+def openai_responses_stream_what_they_answer() -> str:
+    client = OpenAI(base_url=URL, api_key=KEY)
+    asked: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 24, "input": WEATHER}
+    told = client.responses.create(**asked).output_text
+    streamed = [event.delta for event in client.responses.create(**asked, stream=True) if event.type == DELTA]
+    assert len(streamed) > 1 and "".join(streamed) == told, streamed
+    return told
 
 
 def langchain(**options: Any) -> ChatOpenAI:
@@ -265,6 +275,7 @@ RUNS: tuple[Callable[[], Any], ...] = (
     openai_streams_a_call,
     openai_responses_call_a_tool_and_answer,
     openai_responses_parse,
+    openai_responses_stream_what_they_answer,
     langchain_parses,
     langchain_binds_tools,
     pydantic_ai_runs_an_agent,
