@@ -15,7 +15,10 @@ import traceback
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import dspy
 import instructor
+import litellm
+import smolagents
 from agents import Agent as OpenAIAgent
 from agents import (
     ModelSettings,
@@ -28,6 +31,9 @@ from agents import (
 from anthropic import Anthropic, NotFoundError
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from llama_index.core.llms import ChatMessage as LlamaMessage
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent
@@ -177,6 +183,82 @@ def instructor_parses() -> list[City]:
     ]
 
 
+def lite(**asked: Any) -> Any:
+    return litellm.completion(model=f"openai/{MODEL}", api_base=URL, api_key=KEY, **OPTIONS, **asked)
+
+
+def litellm_parses() -> City:
+    asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "response_format": City}
+    return City.model_validate_json(lite(**asked).choices[0].message.content)
+
+
+def litellm_calls_a_tool_and_answers() -> str:
+    messages: Any = [{"role": "user", "content": WEATHER}]
+    tools = [{"type": "function", "function": FUNCTION}]
+    told: Any = {"messages": messages, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    asked = lite(**told).choices[0].message
+    streamed = litellm.stream_chunk_builder(list(lite(**told, stream=True))).choices[0].message
+    (call,), (same,) = asked.tool_calls, streamed.tool_calls
+    assert json.loads(call.function.arguments)["city"]
+    assert same.function == call.function, same
+    messages += [asked, {"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"}]
+    return lite(messages=messages, tools=tools, tool_choice="none").choices[0].message.content
+
+
+def llama_index_parses_calls_and_streams() -> list[Any]:
+    def get_weather(city: str) -> str:
+        """Tells the weather of a city."""
+        return f"sunny in {city}"
+
+    model = OpenAILike(
+        model=MODEL, api_base=URL, api_key=KEY, is_chat_model=True, is_function_calling_model=True, **OPTIONS
+    )
+    called = model.predict_and_call(
+        [FunctionTool.from_defaults(get_weather)],
+        user_msg=WEATHER,
+        tool_required=True,
+        allow_parallel_tool_calls=False,
+    )
+    streamed = model.stream_chat([LlamaMessage(role="user", content=WEATHER)])
+    answer = str(called)
+    assert answer.startswith("sunny in "), answer
+    return [
+        model.as_structured_llm(City).complete(QUESTION).raw,
+        answer,
+        "".join(each.delta or "" for each in streamed),
+    ]
+
+
+def smolagents_run_an_agent() -> str:
+    asked: list[str] = []
+
+    @smolagents.tool
+    def get_weather(city: str) -> str:
+        """Tells the weather of a city.
+
+        Args:
+            city: The name of the city.
+        """
+        asked.append(city)
+        return "sunny, 21 degrees"
+
+    model = smolagents.OpenAIModel(model_id=MODEL, api_base=URL, api_key=KEY, **OPTIONS)
+    agent = smolagents.ToolCallingAgent(tools=[get_weather], model=model, max_steps=2, verbosity_level=0)
+    answer = agent.run(f"{WEATHER} Call get_weather first.")
+    return f"{answer} (asked: {asked})"
+
+
+def dspy_parses() -> City:
+    class Asked(dspy.Signature):  # type: ignore[misc]
+        question: str = dspy.InputField()
+        city: City = dspy.OutputField()
+
+    # It sends a schema to all models of this provider, and of "openai" to those whose names it knows.
+    model = dspy.LM(f"lm_studio/{MODEL}", api_base=URL, api_key=KEY, cache=False, **OPTIONS)
+    with dspy.context(lm=model, adapter=dspy.JSONAdapter()):
+        return dspy.Predict(Asked)(question=QUESTION).city
+
+
 def openai_agents_run() -> list[City]:
     async def run() -> list[City]:
         found = []
@@ -280,6 +362,11 @@ RUNS: tuple[Callable[[], Any], ...] = (
     langchain_binds_tools,
     pydantic_ai_runs_an_agent,
     instructor_parses,
+    litellm_parses,
+    litellm_calls_a_tool_and_answers,
+    llama_index_parses_calls_and_streams,
+    smolagents_run_an_agent,
+    dspy_parses,
     openai_agents_run,
     openai_agents_call_a_tool,
     anthropic_answers,
