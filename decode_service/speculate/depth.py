@@ -14,8 +14,8 @@ What a grammar forces is expected to be accepted, so a step knows some of its dr
 judged by its own drafts alone. Whether to keep a draft seed, or to begin drafting, depends on how often drafts are
 accepted in all.
 
-A probe with drafts comes right after a step of depth 0, with which its time is compared. If the best depth drafts, its
-last step came right before that step, and is compared with it too. A depth with too few measurements is probed soon.
+A probe with drafts is followed by a step of depth 0, with which its time is compared. If the best depth drafts, its
+next step comes right after that step, and is compared with it too. A depth with too few measurements is probed soon.
 Any other probe waits until it costs at most 0.75% of the time since the last probe, or for 1024 steps. If the head must
 catch up anyway for want of room, the draft seed is free and the probe is cheaper.
 """
@@ -130,7 +130,7 @@ class AdaptiveDepth:
         self._stale_steps = [1] * deepest.num_steps
         self._times = StepTimes(num_levels=deepest.num_steps, max_draft_lag=deepest.max_draft_lag)
         self._has_seeds = True
-        self._is_plain = False  # whether the step launched last had no drafts
+        self._follows_probe = False  # whether the step launched last was a probe with drafts
         self._probe_is_new: bool | None = None  # None: the last choice was no probe
         self._num_since_probe = 0
         self._num_new = 0  # consecutive probes of depths without enough measurements
@@ -159,14 +159,14 @@ class AdaptiveDepth:
         if probed > 0:
             probe_s += steps[0].loss_s(steps[best]) if best > 0 else begin_s
         if self._is_due(is_new=is_new, probe_s=probe_s, step_s=steps[best].seconds):
-            if probed > 0 and not (self._is_plain and self._has_seeds):
+            if probed > 0 and not self._has_seeds:
                 return self._levels[0]
             self._probe_is_new = is_new
             return self._levels[probed]
-        if best > 0:
-            return self._levels[best if self._has_seeds else 0]
-        if self._has_seeds and self._best_depth(usual_steps):
-            return self._levels[0]  # drafts that do not pay in this step may pay in the next one
+        if best > 0 and self._has_seeds and not self._follows_probe:
+            return self._levels[best]
+        if best > 0 or (self._has_seeds and self._best_depth(usual_steps)):
+            return self._levels[0]  # drafts that are not made in this step may pay in the next one
         return self._levels[0].without_seed()
 
     @property
@@ -182,7 +182,7 @@ class AdaptiveDepth:
                 share += _weight(num_wanted) * (num_forced / max(1, num_wanted) - share)
                 self._forced_share[level] = share if share >= _LEAST_FORCED_SHARE else 0.0
         self._has_seeds = spec_info.leaves_seed
-        self._is_plain = not spec_info.has_drafts
+        self._follows_probe = self._probe_is_new is not None and spec_info.has_drafts
         self._num_since_probe += 1
         if self._probe_is_new is not None:
             self._num_since_probe = 0
@@ -219,9 +219,9 @@ class AdaptiveDepth:
     def _is_due(self, *, is_new: bool, probe_s: float, step_s: float) -> bool:
         """Returns whether a probe is due: a step that is launched to measure its depth.
 
-        Before a probe that drafts, `choose` returns depth 0, unless the last step had no drafts and left a draft seed.
-        `is_new` means that measurements are still needed; then cost does not matter. `probe_s` is the time that the
-        probe loses against steps of the best depth, which take `step_s` each.
+        Before a probe that drafts, `choose` returns depth 0, unless the last step left a draft seed. `is_new` means
+        that measurements are still needed; then cost does not matter. `probe_s` is the time that the probe loses
+        against steps of the best depth, which take `step_s` each.
         """
         num_steps = self._num_since_probe
         if is_new:

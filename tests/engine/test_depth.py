@@ -345,6 +345,18 @@ def test_forced_drafts_are_made_as_deep_as_they_go_and_say_nothing_of_the_head()
     assert serving.depth._usual_acceptance == serving.depth._acceptance, "old grammars are never forgotten"
 
 
+@pytest.mark.parametrize("reads_drafts", [True, False])
+def test_a_head_that_becomes_good_is_seen_between_steps_of_forced_drafts(reads_drafts: bool) -> None:
+    serving = Serving(CPU, 0.02, deepest=replace(SpecInfo.chain(4), reads_drafts=reads_drafts))
+    for acceptance in (0.02, 0.9):
+        serving.acceptance = acceptance
+        for turn in range(2 * NUM_STEPS):
+            serving.step(1, num_forced=3 * (turn % 2))
+        free = [spec_info.num_steps for spec_info in serving.chosen[-NUM_STEPS::2]]
+        are_drafting = [num_steps > 0 for num_steps in free]
+        assert are_drafting.count(acceptance > 0.5) > 0.9 * len(free), Counter(free)
+
+
 def test_steps_whose_drafts_are_all_forced_do_not_make_the_head_look_fast() -> None:
     """Two drafts of the head bring half a token in twice the time of a step without drafts."""
     chain = SpecInfo.chain(2)
