@@ -644,11 +644,13 @@ class SpeculationCounts(_message.Message):
     """accepted ones that the request's grammar forced"""
     @_builtins.property
     def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """[i]: steps that drafted i + 1 tokens ahead"""
+        """Steps in which the grammar forced no draft.
+        [i]: those that drafted i + 1 tokens ahead
+        """
 
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """[i]: steps that accepted i + 1 of them"""
+        """[i]: those that accepted i + 1 of them"""
 
     def __init__(
         self,

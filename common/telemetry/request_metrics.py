@@ -57,9 +57,12 @@ class RequestMetrics:
             "baton_forced_tokens", "Accepted drafts that a grammar forced, finished requests.", registry=registry
         )
         self.drafted_at = Counter(
-            "baton_drafted_at", "Verify steps with a draft so far ahead.", ["position"], registry=registry
+            "baton_drafted_at",
+            "Verify steps without forced drafts, with a draft so far ahead.",
+            ["position"],
+            registry=registry,
         )
         self.accepted_at = Counter(
-            "baton_accepted_at", "Verify steps that accepted a draft so far ahead.", ["position"], registry=registry
+            "baton_accepted_at", "Those that accepted a draft so far ahead.", ["position"], registry=registry
         )
         self.handoff_bytes = Counter("baton_handoff_bytes", "KV bytes received.", registry=registry)

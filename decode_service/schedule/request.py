@@ -27,11 +27,13 @@ _KV_ON_ITS_WAY = frozenset((Phase.PREFILL, Phase.RECEIVING, Phase.TRANSFER))
 class SpeculationTally:
     """The drafting and verification figures of one request, summed over all its steps.
 
-    `drafted_at` and `accepted_at` count drafts by level: entry i is the number of drafts at level i + 1.
+    `drafted_at` and `accepted_at` count drafts by level, in steps without forced drafts: entry i is the number of
+    drafts at level i + 1.
     """
 
     num_verify_steps: int = 0
     num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_forced_tokens: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
@@ -44,6 +46,7 @@ class SpeculationTally:
         *,
         num_verify_steps: int,
         num_drafted_tokens: int,
+        num_accepted_tokens: int,
         num_forced_tokens: int,
         drafted_at: Sequence[int],
         accepted_at: Sequence[int],
@@ -56,6 +59,7 @@ class SpeculationTally:
         """
         self.num_verify_steps += num_verify_steps
         self.num_drafted_tokens += num_drafted_tokens
+        self.num_accepted_tokens += num_accepted_tokens
         self.num_forced_tokens += num_forced_tokens
         self.drafted_at = _sum_of(self.drafted_at, drafted_at)
         self.accepted_at = _sum_of(self.accepted_at, accepted_at)
@@ -69,7 +73,7 @@ class SpeculationTally:
         return SpeculationCounts(
             num_verify_steps=self.num_verify_steps,
             num_drafted_tokens=self.num_drafted_tokens,
-            num_accepted_tokens=sum(self.accepted_at),
+            num_accepted_tokens=self.num_accepted_tokens,
             num_forced_tokens=self.num_forced_tokens,
             drafted_at=tuple(self.drafted_at[:depth]),
             accepted_at=tuple(self.accepted_at[:depth]),

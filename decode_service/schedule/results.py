@@ -398,11 +398,10 @@ class ResultTaker:
         if step.batch.undrafted:
             were_drafted_for = ~np.isin(entries, step.batch.undrafted)
             entries, rows, num_added = entries[were_drafted_for], rows[were_drafted_for], num_added[were_drafted_for]
-        num_accepted = num_added - 1
         self._rows.drafts.add(
             rows,
             step.batch.spec_info,
-            num_accepted=num_accepted,
-            num_forced=np.minimum(num_accepted, step.batch.num_forced[entries]),
+            num_accepted=num_added - 1,
+            num_forced=step.batch.num_forced[entries],
             stats=step.speculation,
         )

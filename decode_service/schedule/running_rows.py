@@ -19,7 +19,7 @@ from decode_service.speculate.spec_info import SpecInfo
 Rows = NDArray[np.int64]
 _NO_TOKEN = -1
 _PARTS = ("draft_s", "verify_s", "extend_s")
-_NUM_TOTALS = 3 + len(_PARTS)  # verify steps, drafted tokens, forced tokens, seconds
+_NUM_TOTALS = 4 + len(_PARTS)  # verify steps, drafted, accepted and forced tokens, seconds
 
 
 class RunningRows:
@@ -175,24 +175,27 @@ class DraftTallies:
     ) -> None:
         """Adds the figures of one step to `rows` [B], which are distinct and want drafts.
 
-        `num_accepted` [B] is how many drafts of each row were accepted, and `num_forced` [B] how many of these its
-        grammar forced.
+        `num_accepted` [B] is how many drafts of each row were accepted, and `num_forced` [B] how many its grammar
+        forced. By level count only rows without forced drafts: the others do not show how well the head guesses.
         """
         num_levels, accepted_at = spec_info.num_steps, _NUM_TOTALS + self._max_depth
         step = np.zeros((len(rows), self._table.shape[1]))
-        step[:, :_NUM_TOTALS] = (1, spec_info.num_draft_tokens, 0, *(getattr(stats, part) for part in _PARTS))
-        step[:, 2] = num_forced
-        step[:, _NUM_TOTALS : _NUM_TOTALS + num_levels] = 1
-        step[:, accepted_at : accepted_at + num_levels] = np.arange(num_levels) < num_accepted[:, None]
+        step[:, :_NUM_TOTALS] = (1, spec_info.num_draft_tokens, 0, 0, *(getattr(stats, part) for part in _PARTS))
+        step[:, 2] = num_accepted
+        step[:, 3] = np.minimum(num_accepted, num_forced)
+        is_free = (num_forced == 0)[:, None]
+        step[:, _NUM_TOTALS : _NUM_TOTALS + num_levels] = is_free
+        step[:, accepted_at : accepted_at + num_levels] = is_free & (np.arange(num_levels) < num_accepted[:, None])
         self._table[rows] += step
 
     def tell(self, row: int, tally: SpeculationTally) -> None:
         """Adds the figures of pool row `row` to `tally`."""
-        num_verify_steps, num_drafted, num_forced, *parts_s = self._table[row, :_NUM_TOTALS].tolist()
+        num_verify_steps, num_drafted, num_accepted, num_forced, *parts_s = self._table[row, :_NUM_TOTALS].tolist()
         levels = self._table[row, _NUM_TOTALS:].astype(np.int64).reshape(2, self._max_depth)
         tally.add(
             num_verify_steps=int(num_verify_steps),
             num_drafted_tokens=int(num_drafted),
+            num_accepted_tokens=int(num_accepted),
             num_forced_tokens=int(num_forced),
             drafted_at=levels[0].tolist(),
             accepted_at=levels[1].tolist(),

@@ -81,16 +81,17 @@ def test_what_a_request_did_is_added_up_over_its_stays() -> None:
     req = new_request(pool, 0, Offered(9, can_stop=False, steps=[]))
     assert req.lease is not None
     row = np.array([req.lease.row])
-    for num_accepted in (2, 0):
+    for num_accepted, num_forced in ((2, 1), (1, 0), (0, 0), (0, 2)):
         rows.enter(req)
-        accepted, forced = np.array([num_accepted]), np.array([num_accepted // 2])
+        accepted, forced = np.array([num_accepted]), np.array([num_forced])
         rows.drafts.add(row, SpecInfo.chain(2), num_accepted=accepted, num_forced=forced, stats=STATS)
         assert rows.decode(row).size == 1 and rows.decode(row).size == 0, "who decodes first is not told once"
         rows.leave(req)
     counts = req.speculation.counts()
-    assert counts is not None and (counts.num_verify_steps, counts.num_drafted_tokens) == (2, 4)
-    assert (counts.drafted_at, counts.accepted_at, counts.num_forced_tokens) == ((2, 2), (1, 1), 1)
-    assert (counts.draft_s, counts.verify_s, counts.extend_s) == (0.5, 1.0, 0.25)
+    assert counts is not None and (counts.num_verify_steps, counts.num_drafted_tokens) == (4, 8)
+    assert (counts.num_accepted_tokens, counts.num_forced_tokens) == (3, 1)
+    assert (counts.drafted_at, counts.accepted_at) == ((2, 2), (1, 0)), "forced drafts count by position"
+    assert (counts.draft_s, counts.verify_s, counts.extend_s) == (1.0, 2.0, 0.5)
     assert not rows.want_launch(row).any(), "a row that was left wants a launch"
 
 

@@ -218,6 +218,7 @@ def test_what_a_grammar_forces_takes_no_steps_of_its_own(
     assert counts is not None and num_left == 0
     assert counts.num_verify_steps == num_steps
     assert counts.num_forced_tokens == counts.num_accepted_tokens == num_steps * (num_a_step - 1)
+    assert counts.drafted_at == counts.accepted_at == (), "the head is judged by what the grammar forced"
     assert undrafted.finished.speculation is None
 
 
