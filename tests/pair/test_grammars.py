@@ -17,6 +17,7 @@ from common.device.stream import Device
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Mask
+from common.request_stats import SpeculationCounts
 from common.text.grammars import LlgMatcher
 from decode_service.messages import FinishReason
 from decode_service.schedule import grammar_masks, scheduler
@@ -247,6 +248,37 @@ def test_the_head_goes_on_after_forced_tokens_as_after_a_prompt(
     assert counts["prompt"].num_accepted > 4 and counts["prompt"].num_rejected > 10
     assert counts["forced"].num_steps == num_steps + counts["prompt"].num_steps
     assert counts["forced"].num_accepted == 20 - num_steps + counts["prompt"].num_accepted
+
+
+def drafting_of(outcome: Outcome) -> SpeculationCounts:
+    """Returns what was drafted for a request, without the times."""
+    assert outcome.finished is not None and outcome.finished.speculation is not None
+    return replace(outcome.finished.speculation, draft_s=0.0, verify_s=0.0, extend_s=0.0)
+
+
+def test_a_head_of_several_layers_drafts_for_rows_of_mixed_steps_as_for_one_alone(
+    make_pair: MakePair, leaning_layers: Drafted
+) -> None:
+    """Steps have rows with forced drafts, rows under a grammar without any, and free rows."""
+    options = PairOptions(**SHAPES["chain-4"])
+    together = run(make_pair, leaning_layers, options, min_tokens=30)
+    alone = run(make_pair, leaning_layers, options, min_tokens=30, at_once=False)
+    plain = run(make_pair, leaning_layers, options, min_tokens=30, at_once=False, has_head=False)
+    are_mixed = [
+        any(step.speculation.num_forced) and step.masks.num_rows < step.batch_size
+        for step in together.decode_steps
+        if step.speculation is not None and step.masks is not None
+    ]
+    assert are_mixed.count(True) > 5
+    for name, expected in plain.outcomes.items():
+        outcome = together.outcomes[name]
+        assert outcome.token_ids == alone.outcomes[name].token_ids == expected.token_ids, name
+        counts = drafting_of(outcome)
+        assert counts == drafting_of(alone.outcomes[name]), name
+        if name.endswith("free"):
+            assert counts.num_forced_tokens == 0 < counts.num_accepted_tokens
+    keys = [drafting_of(together.outcomes[name]) for name in ("3 bound", "7 bound")]
+    assert all(counts.num_forced_tokens >= 4 * (NEW_TOKENS // 8) for counts in keys), "a key has seven forced tokens"
 
 
 def steps_of_keys(make_pair: MakePair, drafted: Drafted, shape: str, **options: Any) -> tuple[int, list[int]]:
