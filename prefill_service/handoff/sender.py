@@ -112,7 +112,10 @@ class KvSender:
         self._copying.forget_call(call_id)
 
     def may_add_logprobs(self, call_id: str) -> bool:
-        """Whether the budget has room for log-probabilities of the call's prompts, those of one forward."""
+        """Whether the budget has room for log-probabilities of the call's prompts.
+
+        Those of forwards in flight are not counted yet, so they may exceed it.
+        """
         return self._copying.has_room(call_id)
 
     def add_logprobs(self, call_id: str, num_bytes: int) -> None:
