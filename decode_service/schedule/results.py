@@ -83,22 +83,15 @@ class AheadMatcher:
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """A launched step, all of which is enqueued, and whose results are not taken yet.
+    """The step `begun`, all of which is enqueued now, and whose results are not taken yet.
 
     It keeps every tensor and cell of the step alive until the event `end`, after which the results are on the host.
-    `previous_end` is the end of the step that was in flight at the launch, or None. BegunStep explains the other
-    fields.
+    `previous_end` is the end of the step that was in flight at the launch, or None.
     """
 
-    batch: ForwardBatch
-    reqs: tuple[Request, ...]
-    request_ids: tuple[str, ...]
-    rows: NDArray[np.int64]
-    serials: NDArray[np.int64]
-    output: WorkerOutput
+    begun: BegunStep
     host: Cell[_HostResults]
     end: StreamEvent
-    launched_s: float
     previous_end: StreamEvent | None
 
     @classmethod
@@ -122,19 +115,8 @@ class StepInFlight:
 
         stream.enqueue(copy_results, begun.scope)
         if not device.runs_pieces_beside:  # otherwise its thread would stop to free finished objects
-            output = replace(output, kept=())
-        return cls(
-            batch=begun.batch,
-            reqs=begun.reqs,
-            request_ids=begun.request_ids,
-            rows=begun.rows,
-            serials=begun.serials,
-            output=output,
-            host=host,
-            end=stream.record(begun.scope, "the end"),
-            launched_s=begun.launched_s,
-            previous_end=previous_end,
-        )
+            begun = replace(begun, output=replace(output, kept=()))
+        return cls(begun, host, end=stream.record(begun.scope, "the end"), previous_end=previous_end)
 
     def await_end(self, timeout_s: float, *, followed_by: BegunStep | None) -> None:
         """Waits for the step's end. Raises the errors of `Event.synchronize`.
@@ -149,20 +131,21 @@ class StepInFlight:
     @cached_property
     def speculation(self) -> SpeculationStats | None:
         """The step's drafting and verification figures, or None without speculation. Read it only after `end`."""
-        if self.batch.spec_info is None:
+        batch = self.begun.batch
+        if batch.spec_info is None:
             return None
-        begin, drafted, verified, extended = self.output.marks.get()
+        begin, drafted, verified, extended = self.begun.output.marks.get()
         relayed_lens = self.host.get().accept_lens
         assert relayed_lens is not None, "who drafts says how many it accepted"
-        accept_lens, num_forced = relayed_lens.numpy(), self.batch.num_forced
-        if self.batch.undrafted:
-            accept_lens, num_forced = (np.delete(each, self.batch.undrafted) for each in (accept_lens, num_forced))
-        is_sound = (accept_lens >= 1) & (accept_lens <= self.batch.max_accept_len)  # a row with any other length fails
+        accept_lens, num_forced = relayed_lens.numpy(), batch.num_forced
+        if batch.undrafted:
+            accept_lens, num_forced = (np.delete(each, batch.undrafted) for each in (accept_lens, num_forced))
+        is_sound = (accept_lens >= 1) & (accept_lens <= batch.max_accept_len)  # a row with any other length fails
         accept_lens, num_forced = accept_lens[is_sound], num_forced[is_sound]
         return SpeculationStats(
-            num_levels=self.batch.spec_info.num_steps,
+            num_levels=batch.spec_info.num_steps,
             accept_lens=tuple(accept_lens.tolist()),
-            num_forced=tuple(num_forced.tolist()) if self.batch.forced is not None else (),
+            num_forced=tuple(num_forced.tolist()) if batch.forced is not None else (),
             draft_s=drafted.seconds_since(begin),
             verify_s=verified.seconds_since(drafted),
             extend_s=extended.seconds_since(verified),
@@ -172,16 +155,16 @@ class StepInFlight:
     @property
     def masks(self) -> MaskStats | None:
         """The cost of the step's masks, or None if no grammar constrains its draws. Read it only after `end`."""
-        num_rows = int(self.batch.sampling.constrained.size)
+        num_rows, output = int(self.begun.batch.sampling.constrained.size), self.begun.output
         if not num_rows:
             return None
-        computed, drawn = self.output.draw_marks.get()
-        return MaskStats(num_rows, self.output.mask_s.get(), drawn.seconds_since(computed))
+        computed, drawn = output.draw_marks.get()
+        return MaskStats(num_rows, output.mask_s.get(), drawn.seconds_since(computed))
 
     def results(self) -> RowResults:
         """Returns the step's results as columns. Call this only after `end`."""
-        host = self.host.get()
-        width = self.batch.max_accept_len
+        host, batch = self.host.get(), self.begun.batch
+        width = batch.max_accept_len
         are_unusable = host.sampled.is_invalid.numpy()
         if host.accept_lens is None:
             accept_lens = (~are_unusable).astype(np.int64)
@@ -191,8 +174,8 @@ class StepInFlight:
             are_unusable = np.logical_or.reduce(are_unusable.reshape(-1, width) & are_accepted, axis=1)
             are_unusable |= (accept_lens < 1) | (accept_lens > width)
         logprobs = None
-        if self.batch.sampling.with_logprobs.size:
-            logprobs = unpack_logprobs(host.sampled, self.batch.sampling, width=width)
+        if batch.sampling.with_logprobs.size:
+            logprobs = unpack_logprobs(host.sampled, batch.sampling, width=width)
         return RowResults(
             token_ids=host.sampled.token_ids.numpy().reshape(-1, width),
             accept_lens=accept_lens,
@@ -271,12 +254,12 @@ class ResultTaker:
         """Lets copies of matchers accept the tokens of a step with drafts that has published its lengths, and returns
         them. The step has not ended, so what they accept may still be lost.
         """
-        ahead = dict[Request, AheadMatcher]()
-        are_held = self.still_held(step)
-        gained = step.output.gained.get()
+        begun, ahead = step.begun, dict[Request, AheadMatcher]()
+        are_held = self.still_held(begun)
+        gained = begun.output.gained.get()
         token_ids, accept_lens = gained.token_ids.numpy(), gained.accept_lens.numpy()
-        for i in step.batch.sampling.constrained.tolist():
-            req = step.reqs[i]
+        for i in begun.batch.sampling.constrained.tolist():
+            req = begun.reqs[i]
             if req.matcher is None or not (are_held[i] and req.wants_drafts):
                 continue
             matcher = req.matcher.copy()
@@ -289,24 +272,24 @@ class ResultTaker:
         """Gives an ended step's results to the requests that still hold the rows they ran in. `ahead` has the matchers
         that have accepted tokens of the step before its end.
         """
-        results = step.results()
-        are_held = self.still_held(step)
-        self._rows.num_in_flight[step.rows[are_held]] -= 1
+        begun, results = step.begun, step.results()
+        are_held = self.still_held(begun)
+        self._rows.num_in_flight[begun.rows[are_held]] -= 1
         now_s = self._clock()
         for i in (are_held & results.are_invalid).nonzero()[0].tolist():
-            self._lose_invalid(step.reqs[i], results.token_ids[i, : results.accept_lens[i]].tolist())
+            self._lose_invalid(begun.reqs[i], results.token_ids[i, : results.accept_lens[i]].tolist())
         (entries,) = (are_held & ~results.are_invalid).nonzero()
-        rows = step.rows[entries]
-        self._rows.draft_lags[rows] = step.batch.draft_lag_after[entries]
+        rows = begun.rows[entries]
+        self._rows.draft_lags[rows] = begun.batch.draft_lag_after[entries]
         for i in entries[self._rows.decode(rows)].tolist():
-            if step.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted in the meantime
-                self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)
-        self._append(entries, rows, step.reqs, step.request_ids, results, now_s, step)
-        self._follow_grammars(step.batch.sampling.constrained, entries, step.reqs, results, ahead)
+            if begun.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted in the meantime
+                self._lives.enter(begun.reqs[i], Phase.DECODE, at_s=now_s)
+        self._append(entries, rows, begun.reqs, begun.request_ids, results, now_s, step)
+        self._follow_grammars(begun.batch.sampling.constrained, entries, begun.reqs, results, ahead)
 
-    def still_held(self, step: StepInFlight | BegunStep) -> NDArray[np.bool_]:
+    def still_held(self, begun: BegunStep) -> NDArray[np.bool_]:
         """Returns, for each entry [B] of the step, whether its request still holds the row it ran in."""
-        held: NDArray[np.bool_] = self._rows.serials[step.rows] == step.serials
+        held: NDArray[np.bool_] = self._rows.serials[begun.rows] == begun.serials
         return held
 
     def _lose_invalid(self, req: Request, token_ids: Sequence[int]) -> None:
@@ -393,15 +376,16 @@ class ResultTaker:
         self._post(req.finished(reason, req.num_output, stop_token_id=stop_token_id))
 
     def _count_drafts(self, entries: NDArray[np.intp], rows: Rows, num_added: Rows, step: StepInFlight) -> None:
-        if step.batch.spec_info is None or step.speculation is None:
+        batch = step.begun.batch
+        if batch.spec_info is None or step.speculation is None:
             return
-        if step.batch.undrafted:
-            were_drafted_for = ~np.isin(entries, step.batch.undrafted)
+        if batch.undrafted:
+            were_drafted_for = ~np.isin(entries, batch.undrafted)
             entries, rows, num_added = entries[were_drafted_for], rows[were_drafted_for], num_added[were_drafted_for]
         self._rows.drafts.add(
             rows,
-            step.batch.spec_info,
+            batch.spec_info,
             num_accepted=num_added - 1,
-            num_forced=step.batch.num_forced[entries],
+            num_forced=batch.num_forced[entries],
             stats=step.speculation,
         )

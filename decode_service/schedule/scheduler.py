@@ -45,8 +45,7 @@ from decode_service.messages import (
     Submit,
 )
 from decode_service.schedule.dispatcher import PrefillDispatcher
-from decode_service.schedule.forced_tokens import forced_tokens
-from decode_service.schedule.grammar_masks import masks_of
+from decode_service.schedule.grammars import forced_tokens, masks_of
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.local_prefill import LocalPrefill, local_chunk_tokens
@@ -410,7 +409,7 @@ class DecodeEngine:
             self._is_stalled = False
             return None
         running.filter_batch(self._rows.want_launch(running.rows).nonzero()[0])
-        if self._in_flight is not None and self._in_flight.batch.has_drafts:  # this step publishes its lengths
+        if self._in_flight is not None and self._in_flight.begun.batch.has_drafts:  # this step publishes its lengths
             self._outbox.hand_over()
             if (publish_ready := self.future_map.lengths_to_come()) is not None:
                 self._landing.start_copies(publish_ready)
@@ -438,7 +437,7 @@ class DecodeEngine:
             return {}
         step = self._in_flight
         with self.track.span("forced_tokens"):
-            if has_published and step is not None and step.batch.sampling.constrained.size:
+            if has_published and step is not None and step.begun.batch.sampling.constrained.size:
                 self._ahead = self._taker.look_ahead(step)
             num_in_flight = self._rows.num_in_flight
             return forced_tokens(running, num_in_flight, step, self._ahead, max_forced=self._max_forced)
@@ -450,7 +449,7 @@ class DecodeEngine:
         without `debug_checks`.
         """
         lengths = running.seq_lens_cpu.numpy()
-        max_accept_len = 0 if self._in_flight is None else self._in_flight.batch.max_accept_len
+        max_accept_len = 0 if self._in_flight is None else self._in_flight.begun.batch.max_accept_len
         can_be = self._rows.can_have(running.rows, lengths, max_accept_len=max_accept_len)
         if can_be.all():
             return
@@ -554,22 +553,23 @@ class DecodeEngine:
         ahead, self._ahead = self._ahead, {}
         if step is None:
             return
+        begun = step.begun
         try:
             with self.track.span("wait"):
                 step.await_end(_STEP_TIMEOUT_S, followed_by=followed_by)
         except PieceFailed as failure:
             if failure.is_of_device:
                 raise  # no later step can succeed: the engine and all its requests end
-            for i in np.flatnonzero(self._taker.still_held(step)).tolist():
-                self._fail(step.reqs[i], EngineFault(f"a decode step failed: {failure.__cause__}"))
+            for i in np.flatnonzero(self._taker.still_held(begun)).tolist():
+                self._fail(begun.reqs[i], EngineFault(f"a decode step failed: {failure.__cause__}"))
             return
         self._taker.take(step, ahead)
         self._retraction.requeue_left()
-        spec_info, speculation = step.batch.spec_info, step.speculation
+        spec_info, speculation = begun.batch.spec_info, step.speculation
         if self._depth is not None and spec_info is not None and speculation is not None:
-            self._depth.observe(spec_info, draft_lag=step.batch.draft_lag, stats=speculation)
-        num_tokens = len(step.reqs) * step.batch.num_tokens
-        self._on_step(StepStats(len(step.reqs), num_tokens, self._clock() - step.launched_s, speculation, step.masks))
+            self._depth.observe(spec_info, draft_lag=begun.batch.draft_lag, stats=speculation)
+        num_rows, step_s = len(begun.reqs), self._clock() - begun.launched_s
+        self._on_step(StepStats(num_rows, num_rows * begun.batch.num_tokens, step_s, speculation, step.masks))
 
     def _fail(self, req: Request, error: BatonError) -> None:
         if not req.has_ended:

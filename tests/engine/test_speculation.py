@@ -229,7 +229,7 @@ def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
     def noting(cls: type[StepInFlight], **kwargs: Any) -> StepInFlight:
         step: StepInFlight = seal(cls, **kwargs)
         ends.append(step.end)
-        begins.append(step.output.marks.get()[0])
+        begins.append(step.begun.output.marks.get()[0])
         return step
 
     monkeypatch.setattr(StepInFlight, "seal", classmethod(noting))

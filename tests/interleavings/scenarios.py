@@ -145,7 +145,11 @@ class ExploredEngine(ScriptedEngine):
 
     def _watched_launch(self, batch: ScheduleBatch) -> StepInFlight:
         before = self.engine._in_flight
-        if "extend" in self.forward.pending() and before is not None and any(req in before.reqs for req in batch.reqs):
+        if (
+            "extend" in self.forward.pending()
+            and before is not None
+            and any(req in before.begun.reqs for req in batch.reqs)
+        ):
             self._explored.witnessed.add(LAUNCHED_BEFORE_DRAFT_EXTEND)
             if any(req in batch.reqs for req in self.engine._unseeded):
                 self._explored.witnessed.add(BOOTSTRAPPED_BEFORE_DRAFT_EXTEND)

@@ -20,7 +20,7 @@ from common.grammar.matcher import Mask
 from common.request_stats import SpeculationCounts
 from common.text.grammars import LlgMatcher
 from decode_service.messages import FinishReason
-from decode_service.schedule import grammar_masks, scheduler
+from decode_service.schedule import grammars, scheduler
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import BegunStep, ResultTaker
 from tests.engine.mutants.grammars import forced_tokens_one_too_far, nobody_looks_ahead
@@ -377,7 +377,7 @@ def first_token_taken_twice(patch: pytest.MonkeyPatch) -> None:
 
 def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
     """Makes a step's masks from the state that the matchers had before the previous step's tokens."""
-    fill_nodes, accept = grammar_masks.fill_nodes, LlgMatcher.accept
+    fill_nodes, accept = grammars.fill_nodes, LlgMatcher.accept
     before: dict[LlgMatcher, LlgMatcher] = {}
 
     def noting(self: LlgMatcher, token_id: int) -> bool:
@@ -388,7 +388,7 @@ def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
         fill_nodes(before.get(matcher, matcher), *args)
 
     patch.setattr(LlgMatcher, "accept", noting)
-    patch.setattr(grammar_masks, "fill_nodes", mutant)
+    patch.setattr(grammars, "fill_nodes", mutant)
 
 
 @pytest.mark.parametrize("mutant", [masks_one_row_off, first_token_taken_twice, masks_of_the_last_step])

@@ -44,7 +44,7 @@ def dropped_at_launch(column: str) -> Callable[[pytest.MonkeyPatch], None]:
 
         def sealed(**given: Any) -> StepInFlight:
             step = seal(**given)
-            return replace(step, batch=replace(step.batch, **{column: None}))
+            return replace(step, begun=replace(step.begun, batch=replace(step.begun.batch, **{column: None})))
 
         patch.setattr(StepInFlight, "seal", sealed)
 

@@ -164,8 +164,9 @@ def tensors_dropped_before_the_end(patch: pytest.MonkeyPatch) -> None:
     def mutant(**given: Any) -> StepInFlight:
         step = seal(**given)
         gone = dict.fromkeys(("req_pool_indices", "seq_lens", "positions", "out_cache_loc"))
-        batch_left = dataclasses.replace(step.batch, **gone)  # type: ignore[arg-type]
-        return dataclasses.replace(step, batch=batch_left, output=dataclasses.replace(step.output, kept=()))
+        batch_left = dataclasses.replace(step.begun.batch, **gone)  # type: ignore[arg-type]
+        output_left = dataclasses.replace(step.begun.output, kept=())
+        return dataclasses.replace(step, begun=dataclasses.replace(step.begun, batch=batch_left, output=output_left))
 
     patch.setattr(StepInFlight, "seal", mutant)
 

@@ -1,0 +1,79 @@
+"""What grammars give to a step: the tokens that it drafts because they are forced, and the masks of its draws.
+
+step N in flight  ─▶ its tokens are on the host when it publishes its lengths ─▶ matchers look ahead
+                           ─▶ what is forced next ─▶ drafts of step N+1, at its launch
+step N has ended  ─▶ matchers accept its tokens ─▶ masks of step N+1, whose forward computes meanwhile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.grammar.matcher import ALL_ALLOWED, Mask, MinLength, fill_nodes, num_words
+from decode_service.schedule.request import Request
+from decode_service.schedule.results import AheadMatcher, BegunStep, StepInFlight
+from decode_service.schedule.schedule_batch import ScheduleBatch
+
+
+def forced_tokens(
+    running: ScheduleBatch,
+    num_in_flight: NDArray[np.int64],
+    in_flight: StepInFlight | None,
+    ahead: Mapping[Request, AheadMatcher],
+    *,
+    max_forced: int,
+) -> dict[Request, Sequence[int]]:
+    """Returns the tokens, at most `max_forced`, with which grammars force requests of the batch to go on. Requests that
+    want no drafts, and those of which nothing is forced, have none.
+
+    `num_in_flight` [rows] counts the steps in flight that run each pool row. A matcher has accepted the tokens of all
+    steps before `in_flight`; those `ahead` have accepted its tokens too.
+    """
+    found: dict[Request, Sequence[int]] = {}
+    for i in running.sampling.constrained.tolist():
+        req = running.reqs[i]
+        if req.matcher is None or not req.wants_drafts:
+            continue
+        if req in ahead:
+            token_ids = ahead[req].matcher.forced()
+        elif not num_in_flight[running.rows[i]]:
+            token_ids = req.matcher.forced()
+        elif in_flight is not None and not in_flight.begun.batch.has_drafts:
+            token_ids = req.matcher.forced()[1:]  # the step in flight has the first one
+        else:
+            continue
+        if token_ids:
+            found[req] = token_ids[:max_forced]
+    return found
+
+
+def masks_of(begun: BegunStep, are_held: NDArray[np.bool_], *, vocab_size: int) -> tuple[Mask, list[Request]]:
+    """Returns the masks of the draws of the step's constrained entries, [C * nodes, words], as `draw` takes them, and
+    the requests whose matchers have failed.
+
+    The matchers must have accepted the tokens of all steps before. Rows of the step that their requests have left, of
+    which `are_held` [B] is False, and those of failed matchers, get masks that allow everything.
+    """
+    batch = begun.batch
+    entries = batch.sampling.constrained
+    masks = np.full((len(entries), batch.num_tokens, num_words(vocab_size)), ALL_ALLOWED, np.int32)
+    failed = []
+    token_ids = parents = np.empty((batch.batch_size, 0), np.int64)
+    if batch.has_drafts:
+        drafts = begun.output.drafts.get()
+        token_ids, parents = drafts.token_ids.numpy(), drafts.parents.numpy()
+    for place, entry in enumerate(entries.tolist()):
+        req = begun.reqs[entry]
+        if req.matcher is None or not are_held[entry]:
+            continue
+        is_drafted = batch.has_drafts and entry not in batch.undrafted
+        tree = (token_ids[entry].tolist(), parents[entry].tolist()) if is_drafted else ()
+        least = MinLength(req.sampling.min_tokens - req.num_output, req.sampling.end_token_ids)
+        fill_nodes(req.matcher, masks[place], least, *tree)
+        if req.matcher.failure:
+            masks[place] = ALL_ALLOWED
+            failed.append(req)
+    return masks.reshape(-1, masks.shape[2]), failed
