@@ -47,5 +47,5 @@ class KeptLogprobs:
     def _add(self, num: int, *, param: str) -> None:
         self._num += num
         if self._num > MAX_LOGPROBS:
-            raise invalid(param, f"the answer has more than {MAX_LOGPROBS} log-probabilities")
+            raise invalid(param, f"the answer has more than {MAX_LOGPROBS} log-probabilities: ask for fewer, or stream")
         self._hold(num * LOGPROB_BYTES)

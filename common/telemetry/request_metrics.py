@@ -63,6 +63,9 @@ class RequestMetrics:
             registry=registry,
         )
         self.accepted_at = Counter(
-            "baton_accepted_at", "Those that accepted a draft so far ahead.", ["position"], registry=registry
+            "baton_accepted_at",
+            "Verify steps without forced drafts that accepted a draft so far ahead.",
+            ["position"],
+            registry=registry,
         )
         self.handoff_bytes = Counter("baton_handoff_bytes", "KV bytes received.", registry=registry)

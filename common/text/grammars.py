@@ -57,6 +57,8 @@ _MAX_COUNTED_CPU_S = 0.0025
 """How much of one call counts. Where memory is short, the system may need seconds to find some, and a call in which it
 does takes as long. So a slow call says little about its grammar. A slow grammar has many.
 """
+_MAX_SLOW_CALLS = 100
+"""How many calls of a matcher and its copies may take more than counts, however fast those between them are."""
 _JSON_OPTIONS: Any = {
     "lenient": False,
     "coerce_one_of": False,
@@ -124,7 +126,7 @@ class Tokens(Protocol):
 
 class Work:
     """Adds up the processor time by which calls of a matcher and its copies exceeded what a call may take. Shorter
-    calls reduce the sum.
+    calls reduce the sum, but very slow ones are counted too.
 
     Use it as a context manager around each call. `clock` returns the calling thread's processor time in seconds.
     """
@@ -133,17 +135,21 @@ class Work:
         self._clock = clock
         self._began_s = 0.0
         self._owed_s = 0.0
+        self._num_slow = 0
 
     def __enter__(self) -> None:
         self._began_s = self._clock()
 
     def __exit__(self, *_: object) -> None:
-        took_s = min(self._clock() - self._began_s, _MAX_COUNTED_CPU_S)
+        took_s = self._clock() - self._began_s
+        if took_s > _MAX_COUNTED_CPU_S:
+            took_s = _MAX_COUNTED_CPU_S
+            self._num_slow += 1
         self._owed_s = max(0.0, self._owed_s + took_s - _CALL_CPU_S)
 
     @property
     def is_too_much(self) -> bool:
-        return self._owed_s > _MAX_OWED_CPU_S
+        return self._owed_s > _MAX_OWED_CPU_S or self._num_slow > _MAX_SLOW_CALLS
 
 
 Vocabulary = dict[str, list[str] | list[int]]
@@ -499,14 +505,14 @@ def _checked_schema(text: str) -> dict[str, Any]:
 def _check_schema(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise GrammarRefused("is not a JSON object")
-    schemas = list(_schemas_in(schema))
-    for place, part in schemas:
-        _check(place, part, _check_keywords, _make_writable)
+    schemas, values = list(_schemas_in(schema)), []
     if any(_has_odd_reference(part) for _, part in schemas):
         known = {id(part) for _, part in schemas}
-        for place, part in _objects_in(schema):
-            if id(part) not in known:
-                _check(place, part, _check_keywords, _check_has_no_pattern)
+        values = [(place, part) for place, part in _objects_in(schema) if id(part) not in known]
+    for place, part in schemas:
+        _check(place, part, _check_keywords, _make_writable)
+    for place, part in values:
+        _check(place, part, _check_keywords, _check_has_no_pattern)
     return schema
 
 
@@ -564,6 +570,8 @@ def _check_has_no_pattern(value: dict[str, Any]) -> None:
         raise _KeywordRefused("pattern", why)
     if "patternProperties" in value:
         raise _KeywordRefused("patternProperties", why)
+    if isinstance(name := value.get("format"), str) and name in DATE_PATTERNS:
+        raise _KeywordRefused("format", why)
 
 
 def _checked_lark(text: str) -> str:

@@ -20,8 +20,8 @@ _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26]
 _DATE = f"([0-9]{{4}}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 _TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
 DATE_PATTERNS = {"date": f"^{_DATE}", "time": f"^{_TIME}", "date-time": f"^{_DATE}.{_TIME}"}
-"""By `format`, a pattern that its strings must match too, since llguidance only checks their digits: no 29 February in
-a year without one, and no second 60, which only leap seconds have.
+"""By `format`, a pattern that its strings must match too. llguidance knows the days of each month, but it writes a 29
+February in any year, and a second 60, which only leap seconds have.
 """
 
 

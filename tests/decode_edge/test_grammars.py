@@ -363,7 +363,8 @@ def num_calls_until_failure(calls_s: Sequence[float]) -> int:
 def test_slow_calls_fail_a_matcher_only_where_they_are_many() -> None:
     assert num_calls_until_failure([0.0005] * 1000) == 1000
     assert num_calls_until_failure([9.0] * 20 + [0.0001] * 980) == 1000
-    assert num_calls_until_failure([9.0, *[0.0001] * 6] * 1000) == 7000
+    assert num_calls_until_failure([9.0, *[0.0001] * 6] * 50) == 350
+    assert num_calls_until_failure([9.0, *[0.0001] * 6] * 1000) < 750
     assert num_calls_until_failure([0.03] * 1000) < 30
     assert num_calls_until_failure([0.0015] * 1000) < 60
     assert num_calls_until_failure([0.03, 0.0001, 0.0001] * 1000) < 200

@@ -123,6 +123,8 @@ def harms(rates: Mapping[str, Sequence[float]], growth_bytes: int) -> list[str]:
     the services took meanwhile.
     """
     found = []
+    if not rates.get(HOSTILE):
+        found.append("no window with hostile grammars was measured")
     if (share := _hostile_share(rates)) < MIN_SHARE:
         found.append(f"another client got {share:.2f} of its tokens/s under hostile grammars, less than {MIN_SHARE}")
     if growth_bytes > MAX_GROWTH_BYTES:

@@ -339,6 +339,25 @@ CASES = (
         [{"c": [1]}],
     ),
     Case("ref escaped", {"$defs": {"a/b~c": INTEGER}, "$ref": "#/$defs/a~1b~0c"}, [1], ["x"]),
+    Case(
+        "ref into another schema, beside a date",
+        {
+            "type": "object",
+            "properties": {
+                "a": {"items": INTEGER},
+                "b": {"$ref": "#/properties/a/items"},
+                "c": {"type": "string", "format": "date"},
+            },
+            "additionalProperties": False,
+        },
+        [{"b": 1, "c": "2024-02-29"}],
+        [{"c": "2023-02-29"}],
+    ),
+    Case(
+        "date where a ref leads to a value",
+        {"$ref": "#/examples/0", "examples": [{"type": "string", "format": "date"}]},
+        refused="examples.0.format",
+    ),
     Case("ref to itself", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, refused="no text matches it"),
     Case("ref to nothing", {"$ref": "#/$defs/a"}, refused="$defs"),
     Case("refRemote", {"$ref": "http://example.com/schema.json"}, refused="example.com"),

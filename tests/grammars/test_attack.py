@@ -10,7 +10,10 @@ from tests.grammars.attack import HARMLESS, HOSTILE, MAX_GROWTH_BYTES, MIN_SHARE
 def test_an_attack_that_costs_others_no_more_than_harmless_grammars_do_is_no_harm() -> None:
     rates = {SILENT: [60.0, 60.0, 60.0], HARMLESS: [40.0, 20.0, 40.0], HOSTILE: [40.0, 20.0, 40.0]}
     assert harms(rates, growth_bytes=MAX_GROWTH_BYTES) == []
-    assert harms({SILENT: [60.0]}, growth_bytes=0) == []
+
+
+def test_an_attack_in_which_no_hostile_window_was_measured_shows_nothing() -> None:
+    assert len(harms({SILENT: [60.0]}, growth_bytes=0)) == 1
 
 
 @pytest.mark.parametrize("hostile", [[40.0, 4.0, 39.0], [4.0, 40.0, 39.0]])
