@@ -40,9 +40,9 @@ class SpeculationCounts:
     """Draft tokens that were verified and accepted in a request's verify steps.
 
     A draft token that the request's end cuts off counts as refused. `num_forced_tokens` counts the accepted ones that
-    its grammar forced; the draft head guessed the others. Of the steps in which the grammar forced no draft,
-    `drafted_at[i]` counts those that drafted at least i + 1 tokens ahead, and `accepted_at[i]` those that accepted at
-    least as many. The seconds are device time of the whole batches that the request was in.
+    its grammar forced; the draft head guessed the others. `drafted_at[i]` counts
+    steps without forced drafts that drafted at least i + 1 tokens ahead, and `accepted_at[i]` those of them that
+    accepted at least as many. The seconds are device time of the whole batches that the request was in.
     """
 
     num_verify_steps: int

@@ -644,7 +644,7 @@ class SpeculationCounts(_message.Message):
     """accepted ones that the request's grammar forced"""
     @_builtins.property
     def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Steps in which the grammar forced no draft.
+        """The next two count only steps in which the grammar forced no draft.
         [i]: those that drafted i + 1 tokens ahead
         """
 
