@@ -116,7 +116,7 @@ class ChatTemplate:
         self._check_kwargs(options)
         text = self._render(messages, options, max_chars=max_chars)
         pieces = [tuple(_pieces(message)) for message in messages]
-        # What a template leaves out depends on whether there are tools, not on which ones: the cache keeps none.
+        # A template leaves parts out if there are tools, whichever they are, so the cache does not keep the tools.
         shape_options = replace(options, tools=(_MARKED_TOOL,)) if options.tools else options
         dropped = self._find_short(messages) or self._dropped(_shape(messages, pieces), shape_options)
         if dropped is not None:

@@ -1,4 +1,4 @@
-"""What grammars give to a step: the tokens that it drafts because they are forced, and the masks of its draws.
+"""Grammars give a step the tokens that it drafts because they are forced, and the masks of its draws.
 
 step N in flight  ─▶ its tokens are on the host when it publishes its lengths ─▶ matchers look ahead
                            ─▶ what is forced next ─▶ drafts of step N+1, at its launch

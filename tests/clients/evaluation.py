@@ -34,7 +34,7 @@ QUIET = {"LMEVAL_LOG_LEVEL": "ERROR", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSI
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What lm-eval found for a task: each document with its requests and answers, and the task's metrics."""
+    """The results of lm-eval for a task: each document with its requests and answers, and the task's metrics."""
 
     samples: Sequence[dict[str, Any]]
     metrics: dict[str, Any]
