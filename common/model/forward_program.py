@@ -64,6 +64,6 @@ class ForwardProgram(Protocol):
     ) -> Callable[[], ProgramOutput]:
         """Returns a function that computes the forward, as `forward` does, and lets other Python threads run meanwhile.
 
-        Call each returned function once, in the order in which they were prepared. Without a tree mask, `prepare` does
-        not read the tensors; only the returned function does.
+        Call `prepare` from one thread at a time, and each returned function once, one at a time. Without a tree mask,
+        `prepare` does not read the tensors; only the returned function does.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,7 @@ class Target(Protocol):
         """Does the first part of `forward`, and returns a function that does the rest.
 
         Unless `batch` has a tree mask, the first part reads none of its tensors. So `prepare` may be called before the
-        tensors are filled, and on another thread. Call each returned function once, in the order of preparation.
+        tensors are filled, on any thread. Call each returned function once, one at a time.
         """
 
 
@@ -69,7 +70,8 @@ class TargetModel:
     None if no program is wanted, or none supports the model. It keeps the original weights in memory: set it to None
     when it is no longer needed. `files` are the files that the model was loaded from. `eos_token_ids` are the ids that
     end the model's output. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps hidden states after
-    the final norm to logits. Call `forward` from one thread at a time.
+    the final norm to logits. Any thread may call `prepare`, at any time: the engine thread prepares steps while the
+    forward stream computes prompts. Run one forward at a time.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class TargetModel:
         self._capture: HiddenCapture | None = None
         self._num_layers_begun = 0
         self._program: ForwardProgram | None = None
+        self._preparing = threading.Lock()
         self.forward_counts = ForwardCounts()
 
     @property
@@ -177,9 +180,12 @@ class TargetModel:
 
     def prepare(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> Callable[[], TargetOutput]:
         program = self._program
-        if program is None or not self.forward_counts.count(is_taken=program.takes(batch)):
+        if program is None:
             return partial(self._forward_by_operators, batch, on_layer_kv)
-        compute = program.prepare(batch, on_layer_kv=on_layer_kv)
+        with self._preparing:  # a program keeps buffers for all its forwards, and may replace them now
+            if not self.forward_counts.count(is_taken=program.takes(batch)):
+                return partial(self._forward_by_operators, batch, on_layer_kv)
+            compute = program.prepare(batch, on_layer_kv=on_layer_kv)
         return lambda: TargetOutput(*compute())
 
     def forward_to_compare(self, batch: ForwardInput) -> TargetOutput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from baton_cpu.program.kernel.attending import PART_TOKENS
 from common.attention.backend import ForwardInput
 from common.errors import StartupError
 from common.model.capture import HiddenCapture
-from common.model.forward_program import ForwardProgram
+from common.model.forward_program import ForwardProgram, ProgramOutput
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.work_beside import Stopped
@@ -152,6 +152,41 @@ def test_a_forward_is_prepared_while_an_earlier_one_is_to_come(model: TargetMode
     del overwritten
     for output, wanted in zip(outputs, expected, strict=True):
         assert torch.equal(output.logits, wanted.logits)
+
+
+def test_threads_prepare_one_after_the_other(model: TargetModel, program: ForwardProgram) -> None:
+    """The engine thread prepares a step while the forward stream prepares a prompt. A program may replace its buffers
+    meanwhile, so one of the two has to wait.
+    """
+    together = threading.Barrier(2)
+    was_alone: list[bool] = []
+
+    class Noted(ForwardProgram):
+        def takes(self, batch: ForwardInput) -> bool:
+            return True
+
+        def prepare(self, batch: ForwardInput, *_: object, **__: object) -> Callable[[], ProgramOutput]:
+            try:
+                together.wait(0.2)
+            except threading.BrokenBarrierError:
+                was_alone.append(True)
+            else:
+                was_alone.append(False)
+            return lambda: program.forward(batch)
+
+    batch = _batch(model, prefix_lens=[6], num_new=[1])
+    num_before = model.forward_counts.num_fused
+    model.run_program(Noted())
+    try:
+        threads = [threading.Thread(target=model.prepare, args=(batch,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        model.run_program(program)
+    assert was_alone == [True, True]
+    assert model.forward_counts.num_fused == num_before + 2
 
 
 def test_only_the_logits_that_are_wanted_are_computed(model: TargetModel, program: ForwardProgram) -> None:
