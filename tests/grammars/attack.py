@@ -42,7 +42,10 @@ SETTLE_S = 2.0
 SILENT, HARMLESS, HOSTILE = "silent", "harmless", "hostile"
 MODES = (SILENT, HARMLESS, HOSTILE)
 NUM_ATTACKERS = 4
-ATTACK_TOKENS = 16
+ATTACK_TOKENS = range(1, 32)
+"""The lengths that attackers ask for, at random. With one length for all, harmless requests would end together, so that
+their prompts share forwards, and hostile ones would not.
+"""
 MAX_ANSWER_S = 60.0
 NEW_GRAMMAR_INTERVAL_S = 1.0
 MIN_SHARE = 0.8
@@ -199,7 +202,7 @@ def _attack(address: str, figures: Figures, is_over: threading.Event, seed: int)
             if grammar.kind is GrammarKind.CHOICE and not is_list_of_texts(grammar.text):
                 continue
             began_s = time.monotonic()
-            end = _sent(client, grammar, figures)
+            end = _sent(client, grammar, draw.choice(ATTACK_TOKENS), figures)
             took_s = time.monotonic() - began_s
             figures.ends[f"{mode}: {end}"] += 1
             if took_s > figures.slowest_s:
@@ -208,11 +211,11 @@ def _attack(address: str, figures: Figures, is_over: threading.Event, seed: int)
                 figures.faults.append(f"{took_s:.0f} s for {grammar.kind} {grammar.text[:200]!r}")
 
 
-def _sent(client: Client, grammar: Grammar, figures: Figures) -> str:
+def _sent(client: Client, grammar: Grammar, max_tokens: int, figures: Figures) -> str:
     is_choice = grammar.kind is GrammarKind.CHOICE
     options: dict[str, Any] = {grammar.kind.value: grammar.choices if is_choice else grammar.text}
     try:
-        return client.complete("x", max_tokens=ATTACK_TOKENS, **options).finish_reason
+        return client.complete("x", max_tokens=max_tokens, **options).finish_reason
     except (InvalidArgument, ResourceExhausted) as error:
         if isinstance(error, InvalidArgument) and not error.field:
             figures.faults.append(f"no field: {error}")
