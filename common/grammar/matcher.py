@@ -120,14 +120,15 @@ class MinLength:
 
 def fill_nodes(
     matcher: Matcher, masks: Mask, least: MinLength, token_ids: Sequence[int] = (), parents: Sequence[int] = ()
-) -> None:
+) -> dict[int, str]:
     """Fills the mask of the draw after each node of a draft tree. `matcher` itself does not advance.
 
     Node 0 is the output so far. The drafts `token_ids` are nodes 1, 2, ...; the parent of each comes before it. `masks`
     is [nodes, words]. If the grammar forbids a draft, no draw after it counts, so the masks of its node and of the
     nodes below it are left unchanged. Copies of the matcher follow the drafts: if a draft takes a copy to a limit of
-    the grammar, only that copy fails.
+    the grammar, only that copy fails. Its node's mask allows nothing. Returns the failures of copies by node.
     """
+    failures: dict[int, str] = {}
     matcher.fill(masks[0])
     least.forbid_end(masks[0], 0)
     followers, depths = {0: matcher}, {0: 0}
@@ -141,3 +142,8 @@ def fill_nodes(
             followers[node], depths[node] = follower, depths[parent] + 1
             follower.fill(masks[node])
             least.forbid_end(masks[node], depths[node])
+        if follower.failure:
+            masks[node] = 0
+            failures[node] = follower.failure
+            followers.pop(node, None)
+    return failures

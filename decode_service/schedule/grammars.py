@@ -52,7 +52,7 @@ def forced_tokens(
 
 def masks_of(begun: BegunStep, are_held: NDArray[np.bool_], *, vocab_size: int) -> tuple[Mask, list[Request]]:
     """Returns the masks of the draws of the step's constrained entries, [C * nodes, words], as `draw` takes them, and
-    the requests whose matchers have failed.
+    the requests whose matchers have failed. Notes in each request what its copies' failures withhold.
 
     The matchers must have accepted the tokens of all steps before. Rows of the step that their requests have left, of
     which `are_held` [B] is False, and those of failed matchers, get masks that allow everything.
@@ -70,10 +70,20 @@ def masks_of(begun: BegunStep, are_held: NDArray[np.bool_], *, vocab_size: int) 
         if req.matcher is None or not are_held[entry]:
             continue
         is_drafted = batch.has_drafts and entry not in batch.undrafted
-        tree = (token_ids[entry].tolist(), parents[entry].tolist()) if is_drafted else ()
+        tree = (token_ids[entry].tolist(), parents[entry].tolist()) if is_drafted else ([], [])
         least = MinLength(req.sampling.min_tokens - req.num_output, req.sampling.end_token_ids)
-        fill_nodes(req.matcher, masks[place], least, *tree)
+        failures = fill_nodes(req.matcher, masks[place], least, *tree)
+        req.withheld = {_path(node, *tree): failure for node, failure in failures.items()}
         if req.matcher.failure:
             masks[place] = ALL_ALLOWED
             failed.append(req)
     return masks.reshape(-1, masks.shape[2]), failed
+
+
+def _path(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
+    """Returns the drafts that lead to a node of a draft tree (see `fill_nodes`)."""
+    path: list[int] = []
+    while node:
+        path.append(token_ids[node - 1])
+        node = parents[node - 1]
+    return tuple(reversed(path))

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from common.errors import BatonError, InvalidRequest
-from common.grammar.matcher import Matcher, num_words
+from common.errors import BatonError
+from common.grammar.matcher import Matcher
 from common.kv.pool import CacheKey, RowLease
 from common.prompts.awaited_kv import AwaitedKv
 from common.request_stats import SpeculationCounts, Timings
@@ -113,7 +113,8 @@ class Request:
 
     `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute. `awaited` is
     the KV of its first tokens that it waits for in the queue, because it is on its way for another request. If the
-    output is constrained, `matcher` has accepted all output so far.
+    output is constrained, `matcher` has accepted all output so far, and `withheld` says after which drafts of the last
+    step whose masks were computed no token was allowed, because a copy of the matcher had failed.
     """
 
     request_id: str
@@ -149,6 +150,7 @@ class Request:
     speculation: SpeculationTally = field(default_factory=SpeculationTally)
     end_ids: frozenset[int] = field(default_factory=frozenset)
     matcher: Matcher | None = None
+    withheld: Mapping[tuple[int, ...], str] = field(default_factory=dict)
     _past_key: CacheKey | None = None  # of `past_ids`
 
     @classmethod
@@ -290,18 +292,6 @@ class Request:
         if self.num_failures or self.num_retractions:
             num_tokens = min(num_tokens, self.lease.num_cached)
         self.num_cached_tokens = num_tokens
-
-    def constraint_error_after(self, drafts: Sequence[int] = (), *, vocab_size: int) -> InvalidRequest | None:
-        """Returns the request's error if the grammar allows no token after the output followed by `drafts`, or None if
-        it allows one.
-        """
-        if self.matcher is None:
-            return None
-        ahead = self.matcher.copy()
-        if not all(map(ahead.accept, drafts)):
-            return None
-        ahead.fill(np.empty(num_words(vocab_size), np.int32))
-        return self.sampling.constraint_error(ahead.failure) if ahead.failure else None
 
     @property
     def has_decoded(self) -> bool:

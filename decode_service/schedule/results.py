@@ -235,10 +235,8 @@ class ResultTaker:
         clock: Callable[[], float],
         post: Callable[[Event], None],
         lose: Callable[[Sequence[LostRow]], None],
-        vocab_size: int,
     ) -> None:
         self._rows = rows
-        self._vocab_size = vocab_size
         self._lives = lives
         self._clock = clock
         self._post = post
@@ -296,12 +294,12 @@ class ResultTaker:
         """Gives up a row that had no valid token. `token_ids` are the step's accepted tokens up to the invalid one, or
         none.
 
-        If the grammar allowed no token there, the request fails. Otherwise the row's KV is forgotten. If the request
+        If its grammar had reached a limit there, the request fails. Otherwise the row's KV is forgotten. If the request
         began with KV that either service had cached, that KV may be the reason, and the request is retried without a
         cache; if not, it fails.
         """
-        if (refusal := req.constraint_error_after(token_ids[:-1], vocab_size=self._vocab_size)) is not None:
-            self._lose([LostRow(req, refusal, is_retryable=False)])
+        if (failure := req.withheld.get(tuple(token_ids[:-1]))) is not None:
+            self._lose([LostRow(req, req.sampling.constraint_error(failure), is_retryable=False)])
             return
         self._lives.forget_kv(req)
         if req.began_cached:

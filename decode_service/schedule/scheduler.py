@@ -247,7 +247,6 @@ class DecodeEngine:
             clock=clock,
             post=self._outbox.post,
             lose=self._dispatcher.handle_lost,
-            vocab_size=model.vocab_size,
         )
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from common.device.stream import Device
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import Mask
+from common.grammar.matcher import ALL_ALLOWED, Mask
 from common.request_stats import SpeculationCounts
 from common.text.grammars import LlgMatcher
 from decode_service.messages import FinishReason
@@ -384,8 +384,8 @@ def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
         before[self] = self.copy()
         return accept(self, token_id)
 
-    def mutant(matcher: LlgMatcher, *args: Any) -> None:
-        fill_nodes(before.get(matcher, matcher), *args)
+    def mutant(matcher: LlgMatcher, *args: Any) -> dict[int, str]:
+        return fill_nodes(before.get(matcher, matcher), *args)
 
     patch.setattr(LlgMatcher, "accept", noting)
     patch.setattr(grammars, "fill_nodes", mutant)
@@ -430,6 +430,45 @@ def test_a_grammar_that_reaches_a_limit_fails_its_request_alone(
     assert other.finished is not None
     assert pair.decode.load().num_row_retries == 0
     assert pair.decode.load().slots.cached > 0
+
+
+@pytest.mark.parametrize("fails_at_once", [True, False])
+def test_a_limit_that_only_drafts_reach_is_told_as_that(
+    fails_at_once: bool, make_pair: MakePair, leaning: Drafted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's limits on one call count what it has not computed before. So a copy that follows the drafts may
+    fail where the request's own matcher does not, later.
+    """
+
+    class Failing(LlgMatcher):
+        has_failed = False
+
+        def accept(self, token_id: int) -> bool:
+            self.has_failed = super().accept(token_id)
+            return self.has_failed and not fails_at_once
+
+        def fill(self, mask: Mask) -> None:
+            mask[:] = 0 if self.has_failed else ALL_ALLOWED
+
+        @property
+        def failure(self) -> str:
+            return "too large" if self.has_failed else ""
+
+    class Own(LlgMatcher):
+        def copy(self) -> Failing:
+            return Failing(self._matcher.deep_copy(), self._end_ids, self._work)
+
+    def fill_nodes_of_failing(matcher: LlgMatcher, *args: Any) -> dict[int, str]:
+        return fill_nodes(Own(matcher._matcher, matcher._end_ids, matcher._work), *args)
+
+    fill_nodes = grammars.fill_nodes
+    monkeypatch.setattr(grammars, "fill_nodes", fill_nodes_of_failing)
+    pair = make_pair(leaning.target, PairOptions(), draft=leaning.head)
+    sampling = replace(sampling_of(0, temperature=0.0), grammar=Grammar(GrammarKind.REGEX, "[a-zA-Z ]*"), max_tokens=60)
+    outcome = pair.submit("drafted", PROMPTS[2], sampling, cache_salt="")
+    pair.run()
+    assert isinstance(outcome.error, InvalidRequest) and outcome.error.field == "sampling.regex", outcome
+    assert "too large" in str(outcome.error)
 
 
 def test_a_grammar_that_reaches_a_limit_at_a_token_is_told_as_that(make_pair: MakePair, leaning: Drafted) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import ALL_ALLOWED, Matcher, MinLength, fill_nodes, mask_of, num_words
+from common.grammar.matcher import ALL_ALLOWED, Mask, Matcher, MinLength, fill_nodes, mask_of, num_words
 from common.sampling.operators import sample
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
@@ -144,6 +144,34 @@ def test_masks_of_a_tree_are_those_of_new_matchers(seed: int) -> None:
             num_filled += 1
             assert masks[node].tolist() == expected
         assert num_filled > 1
+
+
+class Limited(Matcher):
+    """A matcher that allows everything, and whose copies fail at the token `at`."""
+
+    def __init__(self, at: int, failure: str = "") -> None:
+        self.at, self.failure = at, failure
+
+    def accept(self, token_id: int) -> bool:
+        self.failure = self.failure or ("too large" if token_id == self.at else "")
+        return not self.failure
+
+    def copy(self) -> Limited:
+        return Limited(self.at)
+
+    def fill(self, mask: Mask) -> None:
+        mask[:] = 1
+
+    def forced(self) -> list[int]:
+        return []
+
+
+def test_what_takes_a_copy_to_a_limit_allows_nothing_after_it() -> None:
+    masks = np.full((6, num_words(VOCAB_SIZE)), ALL_ALLOWED, np.int32)
+    matcher = Limited(at=9)
+    failures = fill_nodes(matcher, masks, NO_MINIMUM, [7, 9, 8, 9, 8], [0, 1, 2, 0, 1])
+    assert failures == {2: "too large", 4: "too large"} and not matcher.failure
+    assert [masks[node, 0] for node in range(6)] == [1, 1, 0, ALL_ALLOWED, 0, 1]
 
 
 def test_the_end_is_forbidden_before_the_least_length_unless_nothing_else_is_allowed() -> None:
