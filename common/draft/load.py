@@ -23,7 +23,8 @@ from common.draft.paged_head import HeadParts, PagedHead
 from common.draft.spec import DraftSpec, Eagle3Spec, EagleSpec, MtpSpec
 from common.errors import DraftMismatch
 from common.model.loader import DTYPES
-from common.model.model_files import CONFIG, FileVersion, ModelFiles, StoredTensor
+from common.model.model_files import CONFIG, FileVersion, ModelFiles
+from common.model.stored_tensor import StoredTensor
 from common.model.target import TargetModel
 
 

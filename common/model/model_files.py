@@ -7,6 +7,7 @@ it loads the weights. Any exception of the libraries that do the work becomes an
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import json
@@ -16,7 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils import logging as transformers_logging
 
 from common.errors import BatonError, StartupError, UnsupportedModel
+from common.model.quantization import QUANTIZATION, Quantization, read_quantization
+from common.model.stored_tensor import WEIGHT_DTYPES, StoredTensor
 from common.peer_text import peer_text
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHT_FILE = re.compile(r"[^/\x00-\x1f\x7f]{1,200}\.safetensors")
-_QUANTIZED_BY = ("quantization_config", "compression_config")
+_OLD_QUANTIZATION = "compression_config"
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _ADAPTER = "adapter_config.json"
 _SIZES = (
@@ -82,7 +85,6 @@ _MAX_SIZE = 1 << 32
 _MAX_NUMBER = 1e300
 _MANY_LAYERS, _LARGE = 64, 1 << 16
 """Sizes up to which a model is quick to build, even if the weight files have fewer or smaller tensors."""
-_WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -176,20 +178,26 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _refuse_changed_weights(directory: Path, raw: Mapping[str, Any]) -> None:
-    for key in _QUANTIZED_BY:
-        if raw.get(key) is not None:
-            method = raw[key].get("quant_method") if isinstance(raw[key], dict) else None
-            raise _quantized(f"{directory.name}/{CONFIG}: {key}", method)
-    for name in _QUANTIZATION_FILES:
+    _quantization(directory.name, raw.get(QUANTIZATION))
+    if raw.get(_OLD_QUANTIZATION) is not None:
+        raise UnsupportedModel(
+            f"{directory.name}/{CONFIG}: {_OLD_QUANTIZATION}, of old versions of compressed-tensors, is not supported;"
+            f" {QUANTIZATION} is"
+        )
+    for name in _QUANTIZATION_FILES if raw.get(QUANTIZATION) is None else ():
         if (directory / name).exists():
-            raise _quantized(f"{directory.name}/{name}", None)
+            raise UnsupportedModel(
+                f"{directory.name}/{name}: says that the weights are quantised, and {CONFIG} has no {QUANTIZATION}"
+            )
     if (directory / _ADAPTER).exists():
         raise UnsupportedModel(f"{directory.name}/{_ADAPTER}: an adapter is not supported; merge it into its model")
 
 
-def _quantized(place: str, method: object) -> UnsupportedModel:
-    kind = "a quantised model" if method is None else f"a model quantised by {method}"
-    return UnsupportedModel(f"{place}: {kind} is not supported; serve its original weights")
+def _quantization(name: str, settings: object) -> Quantization | None:
+    """Reads how the weights are quantised from `settings`, the config's quantization_config. `name` is the model's."""
+    place = f"{name}/{CONFIG}: {QUANTIZATION}"
+    with model_faults(place):
+        return read_quantization(settings, place)
 
 
 def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool = False) -> None:
@@ -396,15 +404,6 @@ def _stored_tokens(directory: Path) -> set[str] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor's file, and the shape and type in the file's header. `dtype` is safetensors' name, such as BF16."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
 class FileVersion:
     """A file's state at one time. Writing or replacing the file changes at least one of these fields."""
 
@@ -541,16 +540,25 @@ def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
 def load_causal_lm(files: ModelFiles, config: Any, dtype: torch.dtype, *, attention: str) -> Any:
     """Loads the causal language model of `config` on the CPU, with exactly the tensors of `files`.
 
-    Raises UnsupportedModel, naming tensor and file, if a tensor is missing, superfluous or of another shape.
+    Raises UnsupportedModel, naming tensor and file, if a tensor is missing, superfluous or of another shape. A model
+    with quantised weights is loaded with the weights that they stand for (see quantization.py).
     """
     name = files.directory.name
+    quantization = _quantization(name, getattr(config, QUANTIZATION, None))
+    whole, whole_config = files, copy.deepcopy(config)
+    if quantization is not None:
+        with model_faults(name):
+            whole = replace(files, tensors=quantization.dense(files.tensors))
+        del whole_config.quantization_config
+        config = copy.deepcopy(config)
+        config.quantization_config = dict(quantization.settings)
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise UnsupportedModel(f"{name}/{CONFIG}: model_type {config.model_type!r} is no causal language model")
     with model_faults(f"{name}/{CONFIG}"):
-        _check_counts(files, config)
+        _check_counts(whole, whole_config)
 
-    def load(tensors: Mapping[str, Any], device: str, place: str = name) -> tuple[Any, dict[str, Any]]:
+    def load(config: Any, tensors: Mapping[str, Any], device: str, place: str = name) -> tuple[Any, dict[str, Any]]:
         with model_faults(place), _interface_only(attention, name), _silent_transformers():
             model, report = model_class.from_pretrained(
                 None,
@@ -566,20 +574,20 @@ def load_causal_lm(files: ModelFiles, config: Any, dtype: torch.dtype, *, attent
 
     empty = {
         tensor: torch.empty(stored.shape, dtype=_dtype_of(name, tensor, stored), device="meta")
-        for tensor, stored in files.tensors.items()
+        for tensor, stored in whole.tensors.items()
     }
     try:
-        shapes, report = load(empty, "meta")
+        shapes, report = load(whole_config, empty, "meta")
     except UnsupportedModel:
-        model, _ = load({}, "meta", f"{name}/{CONFIG}")  # raises if the config is at fault, and no tensor
-        _check_parts(files, _Sources(model, files))
+        model, _ = load(whole_config, {}, "meta", f"{name}/{CONFIG}")  # raises if the config is at fault, and no tensor
+        _check_parts(whole, _Sources(model, whole))
         raise
-    _check_report(files, shapes, report)
+    _check_report(whole, shapes, report)
     with ExitStack() as stack:
         opened = {file: stack.enter_context(safe_open(str(file), framework="pt")) for file in files.weight_files}
-        model, _ = load(
-            {tensor: opened[stored.file].get_slice(tensor) for tensor, stored in files.tensors.items()}, "cpu"
-        )
+        tensors = {tensor: opened[stored.file].get_slice(tensor) for tensor, stored in files.tensors.items()}
+        model, report = load(config, tensors if quantization is None else quantization.loaded(tensors), "cpu")
+    _check_report(whole, model, report)
     files.check_unchanged()
     return model
 
@@ -597,9 +605,11 @@ def _interface_only(attention: str, name: str) -> Iterator[None]:
 
 
 def _dtype_of(name: str, tensor: str, stored: StoredTensor) -> torch.dtype:
-    dtype = _WEIGHT_DTYPES.get(stored.dtype) or _OTHER_DTYPES.get(stored.dtype)
+    dtype = WEIGHT_DTYPES.get(stored.dtype) or _OTHER_DTYPES.get(stored.dtype)
     if dtype is None:
-        raise _quantized(f"{name}/{stored.file.name}: {tensor} is of {stored.dtype}", None)
+        raise UnsupportedModel(
+            f"{name}/{stored.file.name}: {tensor} is of {stored.dtype}, and {CONFIG} does not say how it is quantised"
+        )
     return dtype
 
 
@@ -705,7 +715,7 @@ def _check_report(files: ModelFiles, model: Any, report: Mapping[str, Any]) -> N
     for tensor, stored in tensors.items():
         target = state.get(tensor, state.get(f"{model.base_model_prefix}.{tensor}"))
         is_computed_with = not _is_old_buffer(tensor, stored) if target is None else target.is_floating_point()
-        if stored.dtype not in _WEIGHT_DTYPES and is_computed_with:
+        if stored.dtype not in WEIGHT_DTYPES and is_computed_with:
             raise UnsupportedModel(
                 f"{name}/{stored.file.name}: {tensor} is of {stored.dtype}, and weights are of floats"
             )
