@@ -19,7 +19,7 @@ from torch import Tensor
 from baton_cpu.compiler.jit import Kernel, exp, jit, prefetch
 from baton_cpu.compiler.kernel_cache import compiled
 from baton_cpu.compiler.numbers import NumberFormat, number_format, read, rounded
-from common.attention.backend import AttentionPlan, ForwardInput, KernelShape
+from common.attention.backend import AttentionPlan, ForwardInput, KernelShape, LayerAttention
 from common.attention.torch_attention import ExtendPlan
 
 _TOKENS_AHEAD = 16
@@ -62,11 +62,16 @@ class _PagedPlan:
         self._rows = [column.to(torch.int64).contiguous().numpy() for column in columns]
         extend_lens = batch.extend_lens or (1,) * batch.req_pool_indices.shape[0]
         self._starts = np.cumsum((0, *extend_lens), dtype=np.int64)
+        self._extend_lens = extend_lens
         self._attended, self._num_masked = attended_tokens(batch, extend_lens)
+        self._in_window: dict[int | None, tuple[NDArray[np.bool_], NDArray[np.int64]]] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype)
         array = self._array
+        if how.window not in self._in_window:
+            self._in_window[how.window] = self._cut(how.window)
+        sinks = np.empty(0, np.float32) if how.sinks is None else how.sinks.float().numpy()
         self._kernel(
             array(query),
             array(key),
@@ -74,13 +79,27 @@ class _PagedPlan:
             self._kv[layer],
             *self._rows,
             self._starts,
-            self._attended,
+            *self._in_window[how.window],
             self._num_masked,
             self._max_seq_len,
-            scaling,
+            how.scaling,
+            how.softcap or 0.0,
+            sinks,
             array(output),
         )
         return output
+
+    def _cut(self, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Returns what the window leaves of the mask [T, W], and the first token before the mask that each new token
+        attends, [T] int64.
+        """
+        attended = self._attended
+        if window is None:
+            return attended, np.zeros(len(attended), np.int64)
+        num_after = attended[:, ::-1].cumsum(axis=1)[:, ::-1]
+        num_unmasked = (self._rows[-1] - self._num_masked).repeat(self._extend_lens)
+        first: NDArray[np.int64] = np.maximum(num_unmasked - window + num_after[:, 0], 0)
+        return attended & (num_after <= window), first
 
 
 def attended_tokens(batch: ForwardInput, extend_lens: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -124,6 +143,14 @@ def largest(numbers, num_numbers, lanes):
     return highest
 
 
+@jit
+def capped(score, softcap):
+    """Returns softcap * tanh(score / softcap), in float32."""
+    fraction = exp(np.float32(-2) * np.abs(score) / softcap)
+    size = softcap * (np.float32(1) - fraction) / (np.float32(1) + fraction)
+    return -size if score < 0 else size
+
+
 @cache
 def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dtype) -> Kernel:
     """Returns the compiled attention kernel for heads of one shape and a KV pool of `dtype`. `num_shared` query heads
@@ -142,18 +169,23 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         seq_lens,
         starts,
         attended,
+        firsts,
         num_masked,
         max_seq_len,
         scaling,
+        softcap,
+        sinks,
         outputs,
     ):
-        """Writes the new keys and values to the pool, and attends each query over its row's slots. Scores are
-        multiplied by `scaling`. Results go to `outputs`.
+        """Writes the new keys and values to the pool, and attends each query over its row's slots. Results go to
+        `outputs`.
+
+        `scaling`, `softcap` and `sinks` are those of LayerAttention: a softcap of 0 and sinks [0] mean none.
 
         Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv, one layer of the pool,
         [2, slots, kv_heads, head_dim]; starts [B + 1]: the queries of row b are starts[b] .. starts[b + 1] - 1.
-        `attended` and `num_masked` come from `attended_tokens`. The other arguments are those of ForwardInput, with all
-        indices int64.
+        `num_masked` comes from `attended_tokens`, `attended` and `firsts` from `_PagedPlan`. The other arguments are
+        those of ForwardInput, with all indices int64.
         """
         num_queries = 1
         for b in range(starts.shape[0] - 1):
@@ -175,13 +207,17 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
             first = starts[b]
             num_new = starts[b + 1] - first
             num_unmasked = num_tokens - num_masked[b]
+            lowest = num_tokens
+            for m in range(num_new):
+                lowest = min(lowest, firsts[first + m])
+            num_read = num_tokens - lowest
             for m in range(num_new):
                 for h in range(num_kv_heads):
                     for g in range(num_shared):
                         for d in range(head_dim):
                             query[h, m, g, d] = read(queries[first + m, h * num_shared + g, d]) * np.float32(scaling)
                             output[h, m, g, d] = np.float32(0)
-            for t in range(num_tokens):
+            for t in range(lowest, num_tokens):
                 slot = req_to_token[row, t]
                 ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes
                 for offset in range(0, token_bytes, _CACHE_LINE_BYTES):
@@ -190,28 +226,37 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
                     for d in range(head_dim):
                         token[d] = read(kv[0, slot, h, d])
                     for m in range(num_new):
-                        if t < num_unmasked or attended[first + m, t - num_unmasked]:
+                        is_attended = t >= firsts[first + m]
+                        if t >= num_unmasked:
+                            is_attended = attended[first + m, t - num_unmasked]
+                        if is_attended:
                             for g in range(num_shared):
                                 score = np.float32(0)
                                 for d in range(head_dim):
                                     score += query[h, m, g, d] * token[d]
-                                scores[h, m, g, t] = score
+                                if softcap > 0:
+                                    score = capped(score, np.float32(softcap))
+                                scores[h, m, g, t - lowest] = score
                         else:
                             for g in range(num_shared):
-                                scores[h, m, g, t] = -np.inf
+                                scores[h, m, g, t - lowest] = -np.inf
             for h in range(num_kv_heads):
                 for m in range(num_new):
                     for g in range(num_shared):
-                        highest = largest(scores[h, m, g], num_tokens, lanes)
+                        highest = largest(scores[h, m, g], num_read, lanes)
                         total = np.float32(0)
-                        for t in range(num_tokens):
-                            weight = exp(scores[h, m, g, t] - highest)
-                            scores[h, m, g, t] = weight
+                        if sinks.shape[0]:
+                            sink = sinks[h * num_shared + g]
+                            highest = max(highest, sink)
+                            total = exp(sink - highest)
+                        for place in range(num_read):
+                            weight = exp(scores[h, m, g, place] - highest)
+                            scores[h, m, g, place] = weight
                             total += weight
                         share = np.float32(1) / total
-                        for t in range(num_tokens):
-                            scores[h, m, g, t] *= share
-            for t in range(num_tokens):
+                        for place in range(num_read):
+                            scores[h, m, g, place] *= share
+            for t in range(lowest, num_tokens):
                 slot = req_to_token[row, t]
                 ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes + plane_bytes
                 for offset in range(0, token_bytes, _CACHE_LINE_BYTES):
@@ -221,7 +266,7 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
                         token[d] = read(kv[1, slot, h, d])
                     for m in range(num_new):
                         for g in range(num_shared):
-                            weight = scores[h, m, g, t]
+                            weight = scores[h, m, g, t - lowest]
                             if weight != 0:
                                 for d in range(head_dim):
                                     output[h, m, g, d] += weight * token[d]
@@ -237,6 +282,7 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
     kv = np.zeros((2, 1, num_kv_heads, head_dim), numpy_dtype)
     index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     starts, attended = np.arange(2), np.ones((1, 1), np.bool_)
-    one = index + 1
-    arguments = heads, token, token, kv, index, table, index, one, starts, attended, one, 1, 1.0, heads.copy()
+    one, sinks = index + 1, np.empty(0, np.float32)
+    rows, masks = (index, table, index, one, starts), (attended, index, one)
+    arguments = heads, token, token, kv, *rows, *masks, 1, 1.0, 0.0, sinks, heads.copy()
     return compiled(attend, arguments, name=f"attention-{num_kv_heads}-{num_shared}-{head_dim}-{dtype}")

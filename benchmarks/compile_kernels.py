@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.kernel_variants import Variant
-from common.attention.backend import ForwardInput, KernelShape
+from common.attention.backend import ForwardInput, KernelShape, LayerAttention
 from common.attention.triton_attention import HeadShape, Tiles, TritonAttention
 from common.attention.triton_kernels import attend
 from common.device.triton_launch import Launch
@@ -55,6 +55,9 @@ one KV head for all (Falcon).
 _WORDS = {
     "IS_SPLIT": "parts",
     "HAS_MASK": "mask",
+    "HAS_WINDOW": "window",
+    "HAS_SOFTCAP": "soft cap",
+    "HAS_SINKS": "sinks",
     "HAS_NORM": "norm",
     "IS_GATED": "gated",
     "HAS_ADDED": "sum",
@@ -108,12 +111,18 @@ class Compiled:
 
 
 def attention_launches(
-    heads: HeadShape, shape: KernelShape, shared_bytes: int, *, num_slots: int = 4096, overlaps: bool = False
+    heads: HeadShape,
+    shape: KernelShape,
+    shared_bytes: int,
+    *,
+    num_slots: int = 4096,
+    overlaps: bool = False,
+    has_all: bool = False,
 ) -> list[Launch]:
     """Returns the kernel launches of attention in one layer, over a pool of `num_slots`.
 
-    `overlaps` says whether the device starts a kernel before the previous one ends. Raises StartupError if the kernels
-    do not support such heads.
+    With `has_all` the layer has a window, a soft cap and sinks. `overlaps` says whether the device starts a kernel
+    before the previous one ends. Raises StartupError if the kernels do not support such heads.
     """
     launches: list[Launch] = []
     backend = TritonAttention(heads, shared_bytes=shared_bytes, overlaps=overlaps, launch=launches.append)
@@ -140,7 +149,10 @@ def attention_launches(
         empty(num_new, num, heads.head_dim, dtype=heads.dtype)
         for num in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
     )
-    backend.plan(batch).attend(0, query, key, value, 1.0)
+    how = LayerAttention(1.0)
+    if has_all:
+        how = LayerAttention(1.0, window=512, softcap=50.0, sinks=empty(heads.num_heads, dtype=heads.dtype))
+    backend.plan(batch).attend(0, query, key, value, how)
     return launches
 
 
@@ -190,14 +202,21 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def attention_kernels(
-    capability: int, heads: HeadShape, shapes: list[KernelShape] | None = None
+    capability: int, heads: HeadShape, shapes: list[KernelShape] | None = None, *, has_all: bool = False
 ) -> Iterator[Compiled | StartupError]:
-    """Compiles each attention kernel for these heads once. Yields the StartupError instead if the heads are refused."""
+    """Compiles each attention kernel for these heads once. Yields the StartupError instead if the heads are refused.
+
+    `has_all` is that of `attention_launches`.
+    """
     limit = SHARED_BYTES[capability]
     try:
         wanted = shapes or TritonAttention(heads, shared_bytes=limit).kernel_shapes(with_masks=True)
         overlaps = capability >= OVERLAPPING
-        launches = [launch for shape in wanted for launch in attention_launches(heads, shape, limit, overlaps=overlaps)]
+        launches = [
+            launch
+            for shape in wanted
+            for launch in attention_launches(heads, shape, limit, overlaps=overlaps, has_all=has_all)
+        ]
     except StartupError as error:
         yield error
         return
@@ -277,6 +296,8 @@ def few() -> Iterator[Compiled | StartupError]:
         yield from itertools.islice(sampling_kernels(capability), 3 if capability == 90 else 1)
     for capability, heads in ((80, wide), (90, narrow), (100, llama)):
         yield list(attention_kernels(capability, heads, [prompt]))[-1]
+    for capability, heads, shape in ((80, narrow, prompt), (90, wide, tree)):
+        yield list(attention_kernels(capability, heads, [shape], has_all=True))[1]
     small, shared = HeadShape(32, 8, 16, torch.bfloat16), HeadShape(71, 1, 64, torch.float32)
     yield from layer_kernels(80, replace(LLAMA_8B, dtype=torch.float32))
     yield from layer_kernels(90, LLAMA_8B)
@@ -293,6 +314,7 @@ def every(head_sizes: Sequence[int]) -> Iterator[Compiled | StartupError]:
     for capability, dtype, heads in itertools.product(SHARED_BYTES, DTYPES, HEADS):
         if heads[2] in head_sizes:
             yield from attention_kernels(capability, HeadShape(*heads, dtype))
+            yield from attention_kernels(capability, HeadShape(*heads, dtype), has_all=True)
 
 
 def main() -> None:

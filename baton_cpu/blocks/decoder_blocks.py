@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from baton_cpu.blocks.linear import PackedLinear, can_pack
 from baton_cpu.blocks.rotation import rotated
 from common.attention.backend import AttentionPlan
-from common.model.blocks import ATTENTIONS, MLPS, attention_agrees, joined, linear_of, mlp_agrees
+from common.model.blocks import ATTENTIONS, MLPS, attention_agrees, joined, layer_attention, linear_of, mlp_agrees
 from common.model.replace import replace_modules
 
 
@@ -32,7 +32,7 @@ class PackedAttention(nn.Module):
         super().__init__()
         self._layer: int = block.layer_idx  # type: ignore[assignment]
         self._head_dim: int = block.head_dim  # type: ignore[assignment]
-        self._scaling: float = block.scaling  # type: ignore[assignment]
+        self._how = layer_attention(block)
         parts = [linear_of(block, name) for name in ("q_proj", "k_proj", "v_proj")]
         self._num_heads = [part.out_features // self._head_dim for part in parts]
         self._qkv = PackedLinear(joined(parts))
@@ -60,7 +60,7 @@ class PackedAttention(nn.Module):
         if self._k_norm is not None:
             key = self._k_norm(key)
         query, key = rotated(query, position_embeddings), rotated(key, position_embeddings)
-        attended = attention_plan.attend(self._layer, query, key, value, self._scaling)
+        attended = attention_plan.attend(self._layer, query, key, value, self._how)
         return self._out(attended.flatten(1).unsqueeze(0)), None
 
 

@@ -37,6 +37,7 @@ def can_fuse(model: nn.Module) -> bool:
         weight.dtype in DTYPES
         and weight.device.type == "cpu"
         and config.hidden_act == "silu"
+        and getattr(config, "sliding_window", None) is None
         and config.intermediate_size % (PANEL_WIDTH // 2) == 0
         and all(type(linear) is nn.Linear and linear.in_features % step_of(weight.dtype) == 0 for linear in linears)
         and all(linear.bias is None for linear in linears if linear not in _biased(model))

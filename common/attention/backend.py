@@ -62,15 +62,43 @@ class ForwardInput:
         return self.extend_lens is None
 
 
-class AttentionPlan(Protocol):
-    """Attention for one forward. It holds what all layers share, such as slots and masks, computed once."""
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How the queries of one layer attend.
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    `scaling` is the factor of the scores. With `window`, a query attends only the last `window` of the tokens that it
+    would attend otherwise, itself among them. With `softcap` c, a score s becomes c * tanh(s / c). `sinks` [heads] are
+    one more score for each query head: it takes its share of the weights, and adds nothing to the output.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @classmethod
+    def told(
+        cls,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> LayerAttention:
+        """Returns what transformers' keyword arguments of an attention function say."""
+        return cls(scaling, sliding_window, softcap, s_aux)
+
+
+class AttentionPlan(Protocol):
+    """Attention for one forward. It holds what layers share, such as slots and masks, computed once."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         """Writes `key` and `value` to their slots, then computes attention: each query attends its row's tokens up to
         itself.
 
-        With a tree mask, the mask selects among the row's last tokens instead. Shapes: query [T, heads, head_dim]; key,
-        value [T, kv_heads, head_dim]; returns [T, heads, head_dim]. Reads only the rows' own slots and slot 0.
+        With a tree mask, the mask selects among the row's last tokens instead. `how` says which tokens a window leaves,
+        and how scores become weights. Shapes: query [T, heads, head_dim]; key, value [T, kv_heads, head_dim]; returns
+        [T, heads, head_dim]. Reads only slot 0, and the rows' own slots of tokens that some query attends.
         """
 
 
@@ -106,9 +134,8 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
     attention_plan: AttentionPlan,
-    **_: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention with the forward's plan. transformers calls this function in each layer.
 
@@ -116,9 +143,8 @@ def paged_attention(
     None: no mask function is registered for this attention, and a model that makes its own mask is refused at load.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    output = attention_plan.attend(
-        layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling
-    )
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    output = attention_plan.attend(layer, query, key, value, LayerAttention.told(**keywords))
     return output.unsqueeze(0), None
 
 

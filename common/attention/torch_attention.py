@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.attention.backend import AttentionPlan, ForwardInput, KernelShape
+from common.attention.backend import AttentionPlan, ForwardInput, KernelShape, LayerAttention
 
 _PADDING_SLOT = 0
 _MAX_WINDOW = 32
@@ -47,6 +47,16 @@ def _write(kv: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
     kv[1].index_copy_(0, slots, value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """The tokens that are read for each row: their `slots` [B * tokens], and which of them each query attends, as an
+    additive `mask` [B, 1, queries, tokens].
+    """
+
+    slots: Tensor
+    mask: Tensor
+
+
 class _WindowPlan:
     """A plan for rows that all have the same number of queries: all rows are attended in one call.
 
@@ -54,61 +64,110 @@ class _WindowPlan:
     """
 
     def __init__(self, batch: ForwardInput) -> None:
-        self._kv = batch.kv
-        self._out_cache_loc = batch.out_cache_loc
+        self._batch = batch
         self._num_rows = batch.req_pool_indices.numel()
         self._num_queries = (batch.extend_lens or (1,))[0]
-        self._num_tokens = batch.max_seq_len
-        slots = _row_slots(batch)
-        places = torch.arange(self._num_tokens, device=slots.device)
-        held = places < batch.seq_lens.unsqueeze(1)
-        self._slots = slots.where(held, _PADDING_SLOT).flatten()
-        allowed = held.unsqueeze(1) & _attended(batch, self._num_rows, self._num_queries, places)
-        self._mask = _additive_mask(allowed, batch.kv.dtype).unsqueeze(1)
+        self._row_slots = _row_slots(batch)
+        self._gathered: dict[int | None, _Gathered] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        kv = self._kv[layer]
-        _write(kv, self._out_cache_loc, key, value)
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        kv = self._batch.kv[layer]
+        _write(kv, self._batch.out_cache_loc, key, value)
         num_kv_heads, head_dim = key.shape[1:]
-        keys, values = self._tokens(kv)
+        if how.window not in self._gathered:
+            self._gathered[how.window] = self._gather(how.window)
+        gathered = self._gathered[how.window]
+        tokens = kv.index_select(1, gathered.slots).view(2, self._num_rows, -1, *kv.shape[2:]).transpose(2, 3)
         grouped = query.view(self._num_rows, self._num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         num_shared = grouped.shape[2]
-        output = scaled_dot_product_attention(
-            grouped.flatten(2, 3), keys, values, attn_mask=self._mask.repeat(1, 1, num_shared, 1), scale=scaling
-        )
+        mask = gathered.mask.repeat(1, 1, num_shared, 1)
+        sinks = None
+        if how.sinks is not None:
+            sinks = how.sinks.view(num_kv_heads, num_shared).repeat_interleave(self._num_queries, 1).unsqueeze(2)
+        output = weighted_values(grouped.flatten(2, 3), tokens[0], tokens[1], how, mask=mask, sinks=sinks)
         by_query: Tensor = output.unflatten(2, (num_shared, -1)).permute(0, 3, 1, 2, 4)
         return by_query.reshape(query.shape)
 
-    def _tokens(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers the rows' keys and values from `kv` [2, slots, kv_heads, head_dim]: [B, kv_heads, tokens, head_dim]
-        each.
-        """
-        tokens = kv.index_select(1, self._slots)
-        tokens = tokens.view(2, self._num_rows, self._num_tokens, *kv.shape[2:]).transpose(2, 3)
-        return tokens[0], tokens[1]
+    def _gather(self, window: int | None) -> _Gathered:
+        """Returns the tokens that layers with this window read: all of a row, or its last ones that may be needed."""
+        batch = self._batch
+        num_last = self._num_queries if batch.tree_mask is None else batch.tree_mask.shape[1]
+        num_tokens = batch.max_seq_len if window is None else min(batch.max_seq_len, window + num_last - 1)
+        seq_lens = batch.seq_lens.unsqueeze(1)
+        places = torch.arange(num_tokens, device=seq_lens.device).expand(self._num_rows, -1)
+        if window is not None:
+            places = places + (seq_lens - num_tokens).clamp(min=0)
+        held = places < seq_lens
+        allowed = held.unsqueeze(1) & _attended(batch, self._num_rows, self._num_queries, places)
+        slots = self._row_slots[:, :num_tokens]
+        if window is not None:
+            allowed = in_window(allowed, window)
+            held = allowed.any(1)
+            slots = self._row_slots.gather(1, places.where(held, 0))
+        mask = _additive_mask(allowed, batch.kv.dtype).unsqueeze(1)
+        return _Gathered(slots.where(held, _PADDING_SLOT).flatten(), mask)
+
+
+def in_window(attended: Tensor, window: int) -> Tensor:
+    """Returns which tokens a window leaves: of each query's `attended` [..., tokens] bool only the last `window`."""
+    num_after = attended.flip(-1).cumsum(-1).flip(-1)
+    return attended & (num_after <= window)
+
+
+def weighted_values(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    how: LayerAttention,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Computes attention: for each query the sum of `values`, weighted by the softmax of its scores.
+
+    Shapes: query [..., heads, queries, head_dim]; keys, values [..., heads, tokens, head_dim]; mask, additive,
+    broadcasts to [..., heads, queries, tokens], and `sinks` to [..., heads, queries, 1]. They stand for the window and
+    the sinks of `how`. With `is_causal` there is no mask, and query i attends the first i + 1 tokens.
+    """
+    if how.softcap is None and sinks is None:
+        return scaled_dot_product_attention(query, keys, values, mask, is_causal=is_causal, scale=how.scaling)
+    scores = (query @ keys.transpose(-1, -2)).float() * how.scaling
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
+    return weights.to(values.dtype) @ values
 
 
 def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tensor) -> Tensor:
-    """Returns for each query which tokens of its row it attends, [B, queries, tokens] bool. `places` [tokens] holds
-    the tokens' positions, 0 to tokens - 1.
+    """Returns for each query which tokens of its row it attends, [B, queries, tokens] bool. `places` [B, tokens] are
+    the tokens' positions in their rows.
     """
+    places = places.unsqueeze(1)
     if batch.tree_mask is None:
         first = (batch.seq_lens - num_queries).unsqueeze(1)
         last = first + torch.arange(num_queries, device=places.device)
         return places <= last.unsqueeze(2)
     num_masked = batch.tree_mask.shape[1]
-    in_mask = places - (batch.seq_lens - num_masked).unsqueeze(1)
-    columns = in_mask.clamp(0, num_masked - 1).unsqueeze(1).expand(-1, num_queries, -1)
-    return (in_mask < 0).unsqueeze(1) | batch.tree_mask.view(num_rows, num_queries, num_masked).gather(2, columns)
+    in_mask = places - (batch.seq_lens - num_masked).view(-1, 1, 1)
+    columns = in_mask.clamp(0, num_masked - 1).expand(-1, num_queries, -1)
+    return (in_mask < 0) | batch.tree_mask.view(num_rows, num_queries, num_masked).gather(2, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class _Extend:
     """One row's share of the forward: its new tokens are [start, stop) of all new tokens.
 
-    `slots` holds the slots of all the row's tokens. It is None if the row has new tokens only: then their keys and
-    values need not be read from the pool. `mask` is additive, [new tokens, all tokens]. It is None if the attention
-    operator needs none: for a single new token, and for a row of new tokens only.
+    `slots` holds the slots of the tokens that are read. It is None if these are the row's new tokens only: then their
+    keys and values need not be read from the pool. `mask` is additive, [new tokens, tokens that are read]. It is None
+    if the attention operator needs none: for a single new token, and for new tokens only.
     """
 
     start: int
@@ -122,69 +181,107 @@ class ExtendPlan:
 
     def __init__(self, batch: ForwardInput) -> None:
         assert batch.prefix_lens is not None and batch.extend_lens is not None
-        self._kv = batch.kv
-        self._out_cache_loc = batch.out_cache_loc
-        self._rows: list[_Extend] = []
-        slots = _row_slots(batch)
-        masks: dict[tuple[int, int], Tensor | None] = {}
-        start = 0
-        for row, (prefix_len, extend_len) in enumerate(zip(batch.prefix_lens, batch.extend_lens, strict=True)):
-            stop = start + extend_len
-            row_slots = slots[row, : prefix_len + extend_len] if prefix_len else None
-            if batch.tree_mask is not None:
-                mask: Tensor | None = _tree_mask(prefix_len + extend_len, batch.tree_mask[start:stop], like=batch.kv)
-            else:
-                shape = (prefix_len, extend_len)
-                if shape not in masks:
-                    masks[shape] = _causal_mask(prefix_len, extend_len, like=batch.kv)
-                mask = masks[shape]
-            self._rows.append(_Extend(start, stop, row_slots, mask))
-            start = stop
+        self._batch = batch
+        self._slots = _row_slots(batch)
+        self._cut: dict[int | None, list[_Extend]] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        kv = self._kv[layer]
-        _write(kv, self._out_cache_loc, key, value)
-        num_kv_heads, head_dim = key.shape[1:]
-        num_shared = query.shape[1] // num_kv_heads
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        kv = self._batch.kv[layer]
+        _write(kv, self._batch.out_cache_loc, key, value)
         outputs: list[Tensor] = []
-        for row in self._rows:
+        if how.window not in self._cut:
+            self._cut[how.window] = self._rows(how.window)
+        for row in self._cut[how.window]:
             if row.slots is None:
                 keys, values = key[row.start : row.stop], value[row.start : row.stop]
             else:
                 keys, values = kv.index_select(1, row.slots)
-            num_tokens = row.stop - row.start
-            output = scaled_dot_product_attention(
-                query[row.start : row.stop].view(num_tokens, num_kv_heads, num_shared, head_dim).permute(1, 2, 0, 3),
-                _shared_by(num_shared, keys),
-                _shared_by(num_shared, values),
-                attn_mask=row.mask,
-                is_causal=row.mask is None and row.slots is None and num_tokens > 1,
-                scale=scaling,
-            )
-            outputs.append(output.permute(2, 0, 1, 3).reshape(num_tokens, -1, head_dim))
+            is_causal = row.mask is None and row.slots is None
+            outputs.append(_attend_row(query[row.start : row.stop], keys, values, how, row.mask, is_causal=is_causal))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def _rows(self, window: int | None) -> list[_Extend]:
+        """Returns what each row reads in layers with this window."""
+        batch = self._batch
+        assert batch.prefix_lens is not None and batch.extend_lens is not None
+        rows: list[_Extend] = []
+        masks: dict[tuple[int, int], Tensor | None] = {}
+        start = 0
+        for row, (prefix_len, num_new) in enumerate(zip(batch.prefix_lens, batch.extend_lens, strict=True)):
+            stop, seq_len = start + num_new, prefix_len + num_new
+            tree_mask = None if batch.tree_mask is None else batch.tree_mask[start:stop]
+            num_last = num_new if tree_mask is None else tree_mask.shape[1]
+            num_read = seq_len if window is None else min(seq_len, window + num_last - 1)
+            slots = self._slots[row, seq_len - num_read : seq_len] if num_read > num_new else None
+            if tree_mask is not None:
+                attended = _attended_of_tree(num_read, tree_mask, window)
+                mask: Tensor | None = _additive_mask(attended, batch.kv.dtype)
+                slots = None if slots is None else slots.where(attended.any(0), _PADDING_SLOT)
+            else:
+                shape = (num_read - num_new, num_new)
+                if shape not in masks:
+                    masks[shape] = _causal_mask(*shape, window, like=batch.kv)
+                mask = masks[shape]
+            rows.append(_Extend(start, stop, slots, mask))
+            start = stop
+        return rows
 
-def _causal_mask(prefix_len: int, extend_len: int, *, like: Tensor) -> Tensor | None:
-    """Returns an additive causal mask [extend_len, prefix_len + extend_len], or None if the operator needs none.
 
-    It needs none for a single new token, which attends all tokens, nor without a prefix, where the operator's own
-    `is_causal` masks correctly. The mask has the dtype and the device of `like`.
+def attend_prompt(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+    """Computes attention of one row without a pool: the row has these tokens only, and each attends those up to itself.
+
+    Shapes: query [T, heads, head_dim]; key, value [T, kv_heads, head_dim]; returns [T, heads, head_dim].
     """
-    if prefix_len == 0 or extend_len == 1:
+    mask = _causal_mask(0, query.shape[0], how.window, like=key)
+    return _attend_row(query, key, value, how, mask, is_causal=mask is None)
+
+
+def _attend_row(
+    query: Tensor, keys: Tensor, values: Tensor, how: LayerAttention, mask: Tensor | None, *, is_causal: bool
+) -> Tensor:
+    """Computes attention of one row. Shapes: query and result [queries, heads, head_dim]; keys, values [tokens,
+    kv_heads, head_dim]; mask, additive, [queries, tokens].
+    """
+    num_queries, _, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    grouped = query.reshape(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    num_shared = grouped.shape[1]
+    output = weighted_values(
+        grouped,
+        _shared_by(num_shared, keys),
+        _shared_by(num_shared, values),
+        how,
+        mask=mask,
+        is_causal=is_causal and num_queries > 1,
+        sinks=None if how.sinks is None else how.sinks.view(num_kv_heads, num_shared, 1, 1),
+    )
+    return output.permute(2, 0, 1, 3).reshape(num_queries, -1, head_dim)
+
+
+def _causal_mask(num_before: int, num_new: int, window: int | None, *, like: Tensor) -> Tensor | None:
+    """Returns an additive causal mask [num_new, num_before + num_new], or None if the operator needs none.
+
+    It needs none for a single new token, which attends all tokens, nor for new tokens only, where the operator's own
+    `is_causal` masks correctly. A window may need one for these. The mask has the dtype and the device of `like`.
+    """
+    is_limited = window is not None and window < num_before + num_new
+    if not is_limited and (num_before == 0 or num_new == 1):
         return None
-    positions = torch.arange(prefix_len + extend_len, device=like.device)
-    return _additive_mask(positions <= positions[prefix_len:].unsqueeze(1), like.dtype)
+    positions = torch.arange(num_before + num_new, device=like.device)
+    attended = positions <= positions[num_before:].unsqueeze(1)
+    return _additive_mask(attended if window is None else in_window(attended, window), like.dtype)
 
 
-def _tree_mask(num_tokens: int, attended: Tensor, *, like: Tensor) -> Tensor:
-    """Returns an additive mask [extend_len, num_tokens], in the dtype of `like`, for a row of `num_tokens` tokens, of
-    which extend_len are new. `attended` [extend_len, W] says which of the row's last W tokens each query attends; every
-    query attends all tokens before these.
+def _attended_of_tree(num_tokens: int, tree_mask: Tensor, window: int | None) -> Tensor:
+    """Returns which of a row's last `num_tokens` tokens each query attends, [queries, num_tokens] bool.
+
+    `tree_mask` [queries, W] says it of the last W of them. Every query attends all tokens before these, as far as the
+    window allows.
     """
-    num_queries, num_masked = attended.shape
-    before = torch.ones((num_queries, num_tokens - num_masked), dtype=torch.bool, device=attended.device)
-    return _additive_mask(torch.cat([before, attended], dim=1), like.dtype)
+    num_queries, num_masked = tree_mask.shape
+    before = torch.ones((num_queries, num_tokens - num_masked), dtype=torch.bool, device=tree_mask.device)
+    attended = torch.cat([before, tree_mask], dim=1)
+    return attended if window is None else in_window(attended, window)
 
 
 def _shared_by(num_shared: int, tokens: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from common.attention import triton_kernels
-from common.attention.backend import MAX_SPLIT_BYTES, AttentionPlan, ForwardInput, KernelShape
+from common.attention.backend import MAX_SPLIT_BYTES, AttentionPlan, ForwardInput, KernelShape, LayerAttention
+from common.attention.torch_attention import in_window
 from common.device.triton_launch import Launch, Launcher
 from common.device.upload import upload
 from common.errors import StartupError
@@ -179,6 +180,21 @@ class TritonAttention:
         return _PagedPlan(batch, self, self._heads, self._overlaps, self._launch)
 
 
+@dataclass(frozen=True, slots=True)
+class _InWindow:
+    """What layers with the same window share: at most `num_kept` tokens of a row are read, in `num_splits` parts.
+
+    `groups` are the rows, and their new tokens, that are attended together. `mask` [T, W] uint8 is the tree mask as far
+    as the window allows, and `path_lens` [T] counts what it would allow without.
+    """
+
+    num_kept: int
+    num_splits: int
+    groups: list[tuple[slice, range]]
+    mask: Tensor | None
+    path_lens: Tensor | None
+
+
 class _PagedPlan:
     def __init__(
         self, batch: ForwardInput, backend: TritonAttention, heads: HeadShape, overlaps: bool, launch: Launcher
@@ -197,43 +213,58 @@ class _PagedPlan:
         self._max_new = max(extend_lens, default=1)
         self._tiles = backend.tiles(self._max_new)
         self._starts = _starts(extend_lens, batch.seq_lens.device)
-        is_few = self._max_new <= _MAX_SPLIT_QUERIES
-        self._num_splits = min(_MAX_SPLITS, -(-batch.max_seq_len // _SPLIT_TOKENS)) if is_few else 1
-        self._groups = self._cut_rows(extend_lens, backend.split_bytes)
-        mask = batch.tree_mask
-        self._mask = None if mask is None else mask.contiguous().view(torch.uint8)
+        self._extend_lens = extend_lens
+        self._split_bytes = backend.split_bytes
+        self._in_window: dict[int | None, _InWindow] = {}
 
-    def _cut_rows(self, extend_lens: Sequence[int], split_bytes: int) -> list[tuple[slice, range]]:
-        """Cuts the rows into groups whose partial results fit into `split_bytes`. Returns the rows and new tokens of
-        each group.
+    def _cut(self, window: int | None) -> _InWindow:
+        """Returns what layers with this window share."""
+        mask, max_seq_len = self._batch.tree_mask, self._batch.max_seq_len
+        num_kept = max_seq_len
+        path_lens = None
+        if window is not None:
+            num_kept = min(max_seq_len, window + (self._max_new if mask is None else mask.shape[1]) - 1)
+            if mask is not None:
+                path_lens = mask.sum(1)
+                mask = in_window(mask, window)
+        is_few = self._max_new <= _MAX_SPLIT_QUERIES
+        num_splits = min(_MAX_SPLITS, -(-num_kept // _SPLIT_TOKENS)) if is_few else 1
+        mask = None if mask is None else mask.contiguous().view(torch.uint8)
+        return _InWindow(num_kept, num_splits, self._cut_rows(num_splits), mask, path_lens)
+
+    def _cut_rows(self, num_splits: int) -> list[tuple[slice, range]]:
+        """Cuts the rows into groups whose partial results fit into the backend's `split_bytes`. Returns the rows and
+        new tokens of each group.
 
         A row that does not fit is a group of its own. If rows are not split, all of them form one group. How a row is
         split depends only on its own length, not on its group.
         """
-        stops = [0, *itertools.accumulate(extend_lens)]
+        stops = [0, *itertools.accumulate(self._extend_lens)]
         num_together = max(1, self._num_rows)
-        if self._num_splits > 1:
-            token_bytes = self._heads.num_heads * self._num_splits * (self._heads.head_dim + 1) * 4
-            num_together = max(1, split_bytes // (token_bytes * self._max_new))
+        if num_splits > 1:
+            token_bytes = self._heads.num_heads * num_splits * (self._heads.head_dim + 1) * 4
+            num_together = max(1, self._split_bytes // (token_bytes * self._max_new))
         return [
             (slice(first, stop), range(stops[first], stops[stop]))
             for first in range(0, self._num_rows, num_together)
             for stop in (min(first + num_together, self._num_rows),)
         ]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if self._num_rows == 0:
             return output
         kv = self._batch.kv[layer]
         self._write(kv, key, value)
         query = _with_adjacent_numbers(query)
-        for rows, tokens in self._groups:
-            self._attend_rows(kv, query, output, scaling, rows, tokens)
+        if how.window not in self._in_window:
+            self._in_window[how.window] = self._cut(how.window)
+        for rows, tokens in self._in_window[how.window].groups:
+            self._attend_rows(kv, query, output, how, rows, tokens)
         return output
 
     def _attend_rows(
-        self, kv: Tensor, query: Tensor, output: Tensor, scaling: float, rows: slice, tokens: range
+        self, kv: Tensor, query: Tensor, output: Tensor, how: LayerAttention, rows: slice, tokens: range
     ) -> None:
         """Computes attention for the new `tokens` of some `rows`. Writes the result to `output` [T, heads,
         head_dim].
@@ -242,21 +273,22 @@ class _PagedPlan:
         num_rows = rows.stop - rows.start
         tiles, num_shared = self._tiles, self._heads.num_shared
         num_blocks = -(-self._max_new // (tiles.query_block // num_shared))
-        is_split = self._num_splits > 1
+        cut = self._in_window[how.window]
+        is_split = cut.num_splits > 1
         parts, log_weights = output, output
         if is_split:
-            shape = (len(tokens), num_heads, self._num_splits)
+            shape = (len(tokens), num_heads, cut.num_splits)
             parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
             log_weights = torch.empty(shape, dtype=torch.float32, device=query.device)
         first_token = tokens.start if is_split else 0
         seq_lens, starts = self._seq_lens[rows], self._starts[rows.start : rows.stop + 1]
         batch = self._batch
-        cut = {"SPLIT_TOKENS": _SPLIT_TOKENS, "MAX_SPLITS": _MAX_SPLITS, "TOKEN_BLOCK": tiles.token_block}
+        sizes = {"SPLIT_TOKENS": _SPLIT_TOKENS, "MAX_SPLITS": _MAX_SPLITS, "TOKEN_BLOCK": tiles.token_block}
         head = {"HEAD_DIM": head_dim, "DIM_BLOCK": self._heads.dim_block}
         self._launch(
             Launch(
                 triton_kernels.attend,
-                grid=(num_rows * num_blocks, self._heads.num_kv_heads, self._num_splits),
+                grid=(num_rows * num_blocks, self._heads.num_kv_heads, cut.num_splits),
                 arguments={
                     "query": query,
                     "kv": kv,
@@ -264,11 +296,16 @@ class _PagedPlan:
                     "req_pool_indices": self._req_pool_indices[rows],
                     "seq_lens": seq_lens,
                     "query_starts": starts,
-                    "tree_mask": self._starts if self._mask is None else self._mask,
+                    "tree_mask": self._starts if cut.mask is None else cut.mask,
+                    "path_lens": self._starts if cut.path_lens is None else cut.path_lens,
+                    "sinks": output if how.sinks is None else how.sinks,
                     "output": parts,
                     "log_weights": log_weights,
-                    "scale_log2": scaling * math.log2(math.e),
-                    "mask_width": 0 if self._mask is None else self._mask.shape[1],
+                    "scale_log2": how.scaling * math.log2(math.e),
+                    "softcap_log2": (how.softcap or 0.0) * math.log2(math.e),
+                    "window": how.window or 0,
+                    "num_kept": cut.num_kept,
+                    "mask_width": 0 if cut.mask is None else cut.mask.shape[1],
                     "num_blocks": num_blocks,
                     "first_token": first_token,
                     "query_token_stride": query.stride(0),
@@ -281,11 +318,14 @@ class _PagedPlan:
                 constants={
                     "NUM_SHARED": num_shared,
                     "QUERY_BLOCK": tiles.query_block,
-                    "HAS_MASK": self._mask is not None,
+                    "HAS_MASK": cut.mask is not None,
+                    "HAS_WINDOW": how.window is not None,
+                    "HAS_SOFTCAP": how.softcap is not None,
+                    "HAS_SINKS": how.sinks is not None,
                     "IS_SPLIT": is_split,
                     "OVERLAPS": self._overlaps,
                     **head,
-                    **cut,
+                    **sizes,
                 },
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
@@ -304,10 +344,11 @@ class _PagedPlan:
                         "query_starts": starts,
                         "output": output,
                         "max_new": self._max_new,
-                        "num_splits": self._num_splits,
+                        "num_kept": cut.num_kept,
+                        "num_splits": cut.num_splits,
                         "first_token": first_token,
                     },
-                    constants={"OVERLAPS": self._overlaps, **head, **cut},
+                    constants={"OVERLAPS": self._overlaps, **head, **sizes},
                     overlaps=self._overlaps,
                 )
             )

@@ -5,6 +5,8 @@
     combine    combines the parts of each query, weighted by their softmax sums
 
 The score of a token that is not attended is -inf, and its K and V are not loaded, so only the row's own slots are read.
+A layer's `window`, `softcap` and `sinks` are those of LayerAttention. Only the last `num_kept` tokens of a row, which
+its queries may attend, are divided into parts and read.
 The softmax has base 2; `scale_log2` accounts for that. Addresses have 64 bits: a pool may hold over 2^31 numbers. If
 `OVERLAPS` is true, a kernel may start before the previous one ends, and waits for it before any read or write.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from common.device.triton_launch import kernel
+from common.device.triton_launch import device_function, kernel
 
 
 @kernel(fixed=("kv", "plane_stride", "slot_stride"))
@@ -53,10 +55,24 @@ def write(  # type: ignore[no-untyped-def]
     tl.store(target + plane_stride, values, mask=is_there)
 
 
+@device_function
+def _part_size(num_tokens, TOKEN_BLOCK: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the size of each part, but the last, of a row of which `num_tokens` are read."""
+    return tl.maximum(SPLIT_TOKENS, tl.cdiv(tl.cdiv(num_tokens, MAX_SPLITS), TOKEN_BLOCK) * TOKEN_BLOCK)
+
+
+@device_function
+def _tanh(x):  # type: ignore[no-untyped-def]
+    fraction = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    size = (1.0 - fraction) / (1.0 + fraction)
+    return tl.where(x < 0.0, -size, size)
+
+
 @kernel(
     fixed=(
         "kv",
         "req_to_token",
+        "sinks",
         "output",
         "log_weights",
         "plane_stride",
@@ -73,9 +89,14 @@ def attend(  # type: ignore[no-untyped-def]
     seq_lens,
     query_starts,
     tree_mask,
+    path_lens,
+    sinks,
     output,
     log_weights,
     scale_log2,
+    softcap_log2,
+    window,
+    num_kept,
     mask_width,
     num_blocks,
     first_token: tl.int64,
@@ -91,6 +112,9 @@ def attend(  # type: ignore[no-untyped-def]
     QUERY_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -101,6 +125,9 @@ def attend(  # type: ignore[no-untyped-def]
     A block's rows are (query, head) pairs. Heads that share K and V are adjacent, so these are loaded once for all of
     them. Without IS_SPLIT there is one part, and `output` [T, heads, HEAD_DIM] gets the result. If IS_SPLIT, `output`
     gets partial results, and `log_weights` the base-2 logarithm of each one's weight; `combine` reads both.
+
+    `path_lens` [T] counts the columns of `tree_mask` that each query attends; it is read if there are both a mask and a
+    window, which then is applied to the mask already. `sinks` [heads] count in the first part.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -112,15 +139,17 @@ def attend(  # type: ignore[no-untyped-def]
     seq_len = tl.load(seq_lens + entry)
     queries_per_block: tl.constexpr = QUERY_BLOCK // NUM_SHARED
     first_query = block * queries_per_block
-    begin = seq_len * 0
+    begin = tl.maximum(seq_len - num_kept, 0)
     end = seq_len
     if IS_SPLIT:
-        size = tl.maximum(SPLIT_TOKENS, tl.cdiv(tl.cdiv(seq_len, MAX_SPLITS), TOKEN_BLOCK) * TOKEN_BLOCK)
-        begin = split * size
+        size = _part_size(seq_len - begin, TOKEN_BLOCK, SPLIT_TOKENS, MAX_SPLITS)
+        begin += split * size
         end = tl.minimum(begin + size, seq_len)
     if first_query < num_new and begin < end:
-        if not HAS_MASK:  # no token after the block's last query is attended
+        if not HAS_MASK:  # no token after the block's last query is attended, nor one before its first query's window
             end = tl.minimum(end, seq_len - num_new + tl.minimum(first_query + queries_per_block, num_new))
+            if HAS_WINDOW:
+                begin = tl.maximum(begin, seq_len - num_new + first_query + 1 - window)
         pair = tl.arange(0, QUERY_BLOCK)
         place = first_query + pair // NUM_SHARED
         is_query = (pair < queries_per_block * NUM_SHARED) & (place < num_new)
@@ -137,6 +166,14 @@ def attend(  # type: ignore[no-untyped-def]
         kv_of_head = kv + kv_head * kv_head_stride
         largest = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
         total = tl.full([QUERY_BLOCK], 0.0, tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
+            largest = tl.where(split == 0, sink, largest)
+            total = tl.where(split == 0, total + 1.0, total)
+        lowest = seq_len - num_new + place + 1 - window
+        if HAS_MASK and HAS_WINDOW:
+            path_len = tl.load(path_lens + token, mask=is_query, other=1)
+            lowest = seq_len - mask_width + path_len - window
         weighted = tl.full([QUERY_BLOCK, DIM_BLOCK], 0.0, tl.float32)
         for start in range(begin, end, TOKEN_BLOCK):
             t = start + tl.arange(0, TOKEN_BLOCK)
@@ -144,6 +181,8 @@ def attend(  # type: ignore[no-untyped-def]
             slot = tl.load(table + t, mask=is_token, other=0).to(tl.int64) * slot_stride
             k = tl.load(kv_of_head + slot[None, :] + dim[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
             scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+            if HAS_SOFTCAP:
+                scores = softcap_log2 * _tanh(scores / softcap_log2)
             if HAS_MASK:
                 column = t - (seq_len - mask_width)
                 in_mask = is_query[:, None] & ((column >= 0) & is_token)[None, :]
@@ -151,6 +190,11 @@ def attend(  # type: ignore[no-untyped-def]
                 is_attended = is_token[None, :] & (attended != 0)
             else:
                 is_attended = is_token[None, :] & (t[None, :] <= (seq_len - num_new + place)[:, None])
+            if HAS_WINDOW:
+                is_before = t < seq_len - mask_width
+                is_attended = is_attended & ((t[None, :] >= lowest[:, None]) | ~is_before[None, :])
+                if HAS_MASK:  # a slot that no query attends may be another row's by now, and hold anything
+                    is_token = tl.max((is_attended & is_query[:, None]).to(tl.int32), 0) != 0
             scores = tl.where(is_attended, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -186,6 +230,7 @@ def combine(  # type: ignore[no-untyped-def]
     query_starts,
     output,
     max_new,
+    num_kept,
     num_splits,
     first_token: tl.int64,
     TOKEN_BLOCK: tl.constexpr,
@@ -207,10 +252,10 @@ def combine(  # type: ignore[no-untyped-def]
     entry, place = tl.program_id(0) // max_new, tl.program_id(0) % max_new
     first = tl.load(query_starts + entry)
     if place < tl.load(query_starts + entry + 1) - first:
-        seq_len = tl.load(seq_lens + entry)
-        size = tl.maximum(SPLIT_TOKENS, tl.cdiv(tl.cdiv(seq_len, MAX_SPLITS), TOKEN_BLOCK) * TOKEN_BLOCK)
+        num_read = tl.minimum(tl.load(seq_lens + entry), num_kept)
+        size = _part_size(num_read, TOKEN_BLOCK, SPLIT_TOKENS, MAX_SPLITS)
         split = tl.arange(0, MAX_SPLITS)
-        is_there = split < tl.cdiv(seq_len, size)
+        is_there = split < tl.cdiv(num_read, size)
         dim = tl.arange(0, DIM_BLOCK)
         is_dim = dim < HEAD_DIM
         token = (first + place).to(tl.int64)

@@ -41,6 +41,11 @@ def kernel(*, fixed: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
     return lambda function: Kernel(function, fixed=fixed)
 
 
+def device_function(function: Callable[..., Any]) -> Any:
+    """Returns `function`, compiled by Triton, as a function that kernels may call."""
+    return triton.jit(function)
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One launch of `kernel` over `grid`, with arguments and constants by parameter name.

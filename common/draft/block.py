@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.attention.backend import AttentionPlan
+from common.attention.backend import AttentionPlan, LayerAttention
 from common.draft.checkpoint import Checkpoint
 from common.draft.kernels import Kernels, Rotation
 from common.draft.spec import BlockSpec
@@ -48,7 +48,7 @@ class Block:
         self._rotated = kernels.rotated
         self._layer = layer
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self._scaling = spec.head_dim**-0.5
+        self._how = LayerAttention(spec.head_dim**-0.5)
 
     def __call__(self, x: Tensor, residual: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """Computes r = residual + attention(x), and returns r + mlp(norm(r)), [T, hidden_size].
@@ -59,6 +59,6 @@ class Block:
         heads = self._qkv(x).unflatten(-1, (-1, self._head_dim))
         rotated = self._rotated(heads[:, :num_rotated], rotation)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-        attended = plan.attend(self._layer, query, key, heads[:, num_rotated:], self._scaling)
+        attended = plan.attend(self._layer, query, key, heads[:, num_rotated:], self._how)
         residual = residual + self._out(attended.flatten(1))
         return residual + self._mlp(self._norm(residual))

@@ -24,7 +24,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
-from common.attention.backend import AttentionPlan
+from common.attention.backend import AttentionPlan, LayerAttention
 
 ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
 MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
@@ -44,9 +44,17 @@ def mlp_agrees(block: nn.Module, replacement: nn.Module) -> bool:
 def attention_agrees(block: nn.Module, replacement: nn.Module) -> bool:
     """Returns whether an attention block and its replacement compute the same in float32.
 
-    They must hand the same queries, keys, values and scaling to attention, and return the same output.
+    They must hand the same to attention, queries, keys, values and LayerAttention, and return the same output.
     """
     return all(_attend_alike(block, replacement, block, num_tokens) for num_tokens in (1, 3))
+
+
+@torch.inference_mode()
+def layer_attention(block: nn.Module) -> LayerAttention:
+    """Returns how `block`, whose class is in ATTENTIONS, attends: what it hands to Baton's attention."""
+    seen = _Echo()
+    _run(block, block, 1, seen)
+    return seen.how
 
 
 def layer_agrees(layer: nn.Module, replacement: nn.Module) -> bool:
@@ -56,24 +64,26 @@ def layer_agrees(layer: nn.Module, replacement: nn.Module) -> bool:
 
 
 def _attend_alike(block: nn.Module, replacement: nn.Module, attention: nn.Module, num_tokens: int) -> bool:
-    head_dim: int = attention.head_dim  # type: ignore[assignment]
-    x = _random((1, num_tokens, linear_of(attention, "q_proj").in_features), block)
-    cosines, sines = _random((2, 1, num_tokens, head_dim), block)
     expected, seen = _Echo(), _Echo()
-    outputs = [
-        module(x, position_embeddings=(cosines, sines), attention_mask=None, attention_plan=echo)
-        for module, echo in ((block, expected), (replacement, seen))
-    ]
+    outputs = [_run(block, attention, num_tokens, expected), _run(replacement, attention, num_tokens, seen)]
     states, expected_states = (each if isinstance(each, Tensor) else each[0] for each in reversed(outputs))
-    is_same = expected.scaling == seen.scaling and all(map(_agree, seen.tensors, expected.tensors))
+    is_same = expected.how == seen.how and all(map(_agree, seen.tensors, expected.tensors))
     return is_same and _agree(states, expected_states)
+
+
+def _run(block: nn.Module, attention: nn.Module, num_tokens: int, plan: AttentionPlan) -> Any:
+    """Runs a block, or a decoder layer, that has the sizes of `attention`, on random numbers. Returns its output."""
+    head_dim: int = attention.head_dim  # type: ignore[assignment]
+    x = _random((1, num_tokens, linear_of(attention, "q_proj").in_features), attention)
+    cosines, sines = _random((2, 1, num_tokens, head_dim), attention)
+    return block(x, position_embeddings=(cosines, sines), attention_mask=None, attention_plan=plan)
 
 
 class _Echo(AttentionPlan):
     """A fake attention plan for checking a block: it records its arguments and returns the query as the result."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        self.scaling = scaling
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        self.how = how
         self.tensors = (query, key, value)
         return query.contiguous()
 
@@ -83,9 +93,11 @@ def _agree(seen: Tensor, expected: Tensor) -> bool:
 
 
 def _random(shape: Sequence[int], block: nn.Module) -> Tensor:
-    """Returns normally distributed random numbers on the block's device. Equal shapes get equal numbers."""
-    device = next(block.parameters()).device
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0)).to(device)
+    """Returns normally distributed random numbers in the block's dtype, on its device. Equal shapes get equal
+    numbers.
+    """
+    like = next(block.parameters())
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
 
 
 def linear_of(block: nn.Module, name: str) -> nn.Linear:

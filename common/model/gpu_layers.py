@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from common.attention.backend import AttentionPlan
-from common.model.blocks import ATTENTIONS, LAYERS, MLPS, NORMS, is_plain, joined, layer_agrees, linear_of, norm_parts
+from common.model.blocks import (
+    ATTENTIONS,
+    LAYERS,
+    MLPS,
+    NORMS,
+    is_plain,
+    joined,
+    layer_agrees,
+    layer_attention,
+    linear_of,
+    norm_parts,
+)
 from common.model.layers_triton import LayerKernels, Norm
 from common.model.replace import replace_modules
 
@@ -33,7 +44,7 @@ class GpuDecoderLayer(nn.Module):
         self._kernels = kernels
         self._layer: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
-        self._scaling: float = attention.scaling
+        self._how = layer_attention(attention)
         parts = [linear_of(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
         self._num_heads = [part.out_features // self._head_dim for part in parts]
         self._qkv, self._out = joined(parts), linear_of(attention, "o_proj")
@@ -84,7 +95,7 @@ class GpuDecoderLayer(nn.Module):
             heads, rotation, num_query_heads=num_queries, num_key_heads=num_keys, norms=self._head_norms
         )
         query, key, value = heads.split(self._num_heads, dim=1)
-        return plan.attend(self._layer, query, key, value, self._scaling).flatten(1)
+        return plan.attend(self._layer, query, key, value, self._how).flatten(1)
 
 
 class GpuRMSNorm(nn.Module):

@@ -14,35 +14,28 @@ its first weights, which no kernel writes, and waits before it reads or writes a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from common.device.triton_launch import Launch, Launcher, kernel
+from common.device.triton_launch import Launch, Launcher, device_function, kernel
 
 _GATE_BLOCK = 1024
 _MANY_INPUTS = 8192
 _ALIGNMENT = 16
 
 
-def _function(function: Callable[..., Any]) -> Any:
-    """Returns `function`, compiled by Triton, as a function that kernels may call."""
-    return triton.jit(function)
-
-
-@_function
+@device_function
 def _rounded(x, like):  # type: ignore[no-untyped-def]
     """Rounds float32 `x` to the type that `like` points to, and converts it back."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
-@_function
+@device_function
 def _silu(x):  # type: ignore[no-untyped-def]
     return x / (1.0 + tl.exp(-x))
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput
+from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, LayerAttention
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.capture import HiddenCapture
@@ -243,9 +243,9 @@ class _ToldPlan(AttentionPlan):
         self._on_layer = on_layer
         self._on_layer_kv = on_layer_kv
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         self._on_layer()
-        output = self._plan.attend(layer, query, key, value, scaling)
+        output = self._plan.attend(layer, query, key, value, how)
         if (tell := self._on_layer_kv.get(layer)) is not None:
             tell()
         return output

@@ -1,4 +1,5 @@
-"""Decides which models are served: decoder-only ones with full causal attention in every layer. Others are refused.
+"""Decides which models are served: decoder-only ones with causal attention in every layer, in full or in a sliding
+window. Others are refused.
 
 `check_config` reads what the config states. `probe_attention` runs the model on a few tokens and observes how each
 layer calls its attention, so an unknown architecture is judged by its behaviour.
@@ -15,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from common.attention.backend import LayerAttention
+from common.attention.torch_attention import attend_prompt
 from common.errors import UnsupportedModel
 from common.model.forward_probe import NUM_FAR_TOKENS, NUM_TOKENS, Unsplit, difference, far_positions, probe_tokens
 from common.model.model_files import CONFIG, ROTATED_SHARES, one_line
@@ -29,10 +31,7 @@ _TOLERANCE = 1e-3  # for forwards that compute the same with the same kernels
 _MAX_KEYS = 1 << 16
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ATTENTION_KEYWORDS = {
-    "sliding_window": "sliding-window attention",
-    "softcap": "attention logit softcapping",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks of another form",
     "position_bias": "an attention position bias",
     "indices": "sparse attention",
 }
@@ -63,14 +62,10 @@ def _unsupported_trait(config: Any) -> str | None:
     if isinstance(context := value("max_position_embeddings"), int) and context < NUM_TOKENS:
         return f"a context of {context} tokens (max_position_embeddings), below {NUM_TOKENS},"
     for layer_type in value("layer_types") or ():
-        if layer_type != "full_attention":
+        if layer_type not in ("full_attention", "sliding_attention"):
             return f"a layer of type {layer_type}"
-    if value("sliding_window") is not None and value("use_sliding_window") is not False:
-        return f"sliding-window attention (sliding_window={value('sliding_window')})"
     if value("attention_chunk_size") is not None:
         return "chunked attention"
-    if value("attn_logit_softcapping") is not None:
-        return "attention logit softcapping"
     rope = value("rope_parameters") or {}
     for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # one, or one per layer type
         rope_type = each.get("rope_type", "default")
@@ -92,9 +87,13 @@ class AttentionShape:
 
 
 class _Probe:
-    """Records the attention calls of a forward in order, and the first trait that is not served."""
+    """Records the attention calls of a forward in order, and the first trait that is not served.
 
-    def __init__(self) -> None:
+    `num_tokens` is the length of the row, if masks are made (see `_probe_mask`).
+    """
+
+    def __init__(self, num_tokens: int | None = None) -> None:
+        self._num_tokens = num_tokens
         self.layers: list[tuple[int, int, int, int]] = []
         self.queries: list[Tensor] = []
         self.kv: list[Tensor] = []
@@ -113,8 +112,13 @@ class _Probe:
             self.kv.append(torch.stack([key[0], value[0]]).transpose(1, 2))
         else:
             self._refuse("keys and values of different shapes")
-        if mask is not None:
+        window = keywords.get("sliding_window")
+        if window is not None and (type(window) is not int or window < 1):
+            self._refuse(f"a sliding window of {window} tokens")
+        elif mask is not None and (mask.dim() > 0 or int(mask) != window):
             self._refuse("an attention mask of the model's own")
+        elif mask is None and window is not None and self._num_tokens is not None and window < self._num_tokens:
+            self._refuse("a sliding window that its mask lacks")
         if getattr(module, "is_causal", True) is False or keywords.get("is_causal") is False:
             self._refuse("non-causal attention")
         for keyword, trait in _ATTENTION_KEYWORDS.items():
@@ -141,8 +145,9 @@ def _probe_attention(
     attention_probe.observe(module, query, key, value, attention_mask, keywords)
     if attention_probe.trait is not None:
         return torch.zeros_like(query).transpose(1, 2), None
-    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    return output.transpose(1, 2).contiguous(), None
+    how = LayerAttention.told(scaling or query.shape[-1] ** -0.5, **keywords)
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    return attend_prompt(query, key, value, how).unsqueeze(0), None
 
 
 def _probe_mask(
@@ -155,16 +160,21 @@ def _probe_mask(
     device: Any = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """Returns None if each token attends to itself and to all earlier tokens, and the attention mask otherwise.
+    """Returns what the attention mask allows: None if each token attends itself and all earlier tokens, the size of the
+    window as a tensor [] if it attends only the last of these, and otherwise the mask.
 
-    transformers calls this to build the mask. The probe refuses a model that passes a mask to a layer.
+    transformers calls this to build the mask. The probe refuses a model that passes another mask to a layer.
     """
     queries = q_offset + torch.arange(q_length, device=device).unsqueeze(1)
     spread = torch.arange(0, kv_length, 1 + kv_length // _MAX_KEYS, device=device)
     keys = kv_offset + torch.cat([spread, torch.arange(max(0, kv_length - _MAX_KEYS), kv_length, device=device)])
     first = torch.zeros((), dtype=torch.int64, device=device)
     attended: Tensor = mask_function(first, first, queries, keys)
-    return None if bool((attended == (keys <= queries)).all()) else attended
+    if bool((attended == (keys <= queries)).all()):
+        return None
+    window = attended[-1, len(spread) :].sum()
+    in_window = (keys <= queries) & (keys > queries - window)
+    return window if bool((attended == in_window).all()) else attended
 
 
 AttentionInterface.register(PROBE_NAME, _probe_attention)
@@ -264,7 +274,7 @@ def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, sta
     """
     positions = torch.arange(start, start + tokens.numel(), device=tokens.device).unsqueeze(0)
     past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    own, told = _Probe(), _Probe()
+    own, told = _Probe(start + tokens.numel()), _Probe(tokens.numel())
     logits = forward(tokens, attention_probe=own, use_cache=True, **{past: _ToldPast(start)})
     forward(tokens, attention_probe=told, position_ids=positions)
     if own.trait is not None or told.trait is not None:

@@ -13,15 +13,11 @@ count for top_k, in total probability for top_p. Bisection finds its 32 bits in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.device.triton_launch import Kernel, Launch, Launcher, kernel
+from common.device.triton_launch import Kernel, Launch, Launcher, device_function, kernel
 from common.sampling.params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES
 from common.sampling.state import FLOAT_OPTIONS, Ancestors, DrawKernels, SamplingState
 
@@ -30,26 +26,21 @@ _NUM_WARPS = 16
 _ALIGNMENT = 16
 
 
-def _function(function: Callable[..., Any]) -> Any:
-    """Returns `function`, compiled by Triton, as a function that kernels may call."""
-    return triton.jit(function)
-
-
-@_function
+@device_function
 def _mixed_64(x):  # type: ignore[no-untyped-def]
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
 
 
-@_function
+@device_function
 def _mixed_32(x):  # type: ignore[no-untyped-def]
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
 
 
-@_function
+@device_function
 def _row_key(seed, choice_index, position):  # type: ignore[no-untyped-def]
     """Returns one row's key as uint64, as `row_keys` in noise.py computes it."""
     golden = 0x9E3779B97F4A7C15
@@ -58,7 +49,7 @@ def _row_key(seed, choice_index, position):  # type: ignore[no-untyped-def]
     return _mixed_64((key ^ position.to(tl.uint64)) + golden)
 
 
-@_function
+@device_function
 def _noise(key, token_ids):  # type: ignore[no-untyped-def]
     """Returns Gumbel noise as `gumbel_noise` in noise.py: from the same bits, but logarithms may round differently."""
     bits = _mixed_32(_mixed_32(token_ids.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
@@ -71,20 +62,20 @@ def _noise(key, token_ids):  # type: ignore[no-untyped-def]
     return -tl.log(-log1p)
 
 
-@_function
+@device_function
 def _ordered(x):  # type: ignore[no-untyped-def]
     """Maps float32 `x` to uint32 bits that sort in the same order."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
-@_function
+@device_function
 def _number(bits):  # type: ignore[no-untyped-def]
     """Inverts `_ordered`: returns the float32 number that `_ordered` maps to `bits`."""
     return tl.where((bits >> 31) == 1, bits & 0x7FFFFFFF, bits ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
-@_function
+@device_function
 def _weights(scores, tokens, num_columns, largest, BY_CHANCE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the scores of a block of tokens, as bits that sort in the same order (`_ordered`), and their weights.
 
@@ -97,7 +88,7 @@ def _weights(scores, tokens, num_columns, largest, BY_CHANCE: tl.constexpr):  # 
     return _ordered(x), weights
 
 
-@_function
+@device_function
 def _last_kept(scores, num_columns, largest, enough, BY_CHANCE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns `_ordered` of the largest number x such that the tokens with a score of at least x have enough weight.
 
@@ -123,7 +114,7 @@ def _last_kept(scores, num_columns, largest, enough, BY_CHANCE: tl.constexpr, BL
     return found
 
 
-@_function
+@device_function
 def _weight_above(scores, num_columns, largest, cut, BY_CHANCE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     above = tl.full([BLOCK], 0.0, tl.float32)
     for start in range(0, num_columns, BLOCK):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_cpu.attention import PagedCpuAttention
-from common.attention.backend import ForwardInput
+from common.attention.backend import ForwardInput, LayerAttention
 from common.attention.torch_attention import TorchAttention
 
 LAYER, NUM_SLOTS, MAX_TOKENS = 1, 400, 100
@@ -66,7 +66,7 @@ class Case:
             logits_rows=None,
         )
         scaling = 1 / math.sqrt(self.query.shape[-1])
-        return backend.plan(batch).attend(LAYER, self.query, self.key, self.value, scaling), kv
+        return backend.plan(batch).attend(LAYER, self.query, self.key, self.value, LayerAttention(scaling)), kv
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -88,17 +88,21 @@ class Changed(Qwen3Attention):
             position_embeddings = position_embeddings[::-1]
         if self.change == "scaling":
             self.scaling = 0.5
+        if self.change == "scaling by length":
+            self.scaling = 1 / hidden_states.shape[1]
         output, weights = super().forward(hidden_states, position_embeddings, attention_mask, **keywords)
         return (output + 0.01 if self.change == "output" else output), weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("change", "num_fused"), [("", 1), ("input", 0), ("rotation", 0), ("scaling", 0), ("output", 0)]
+    ("change", "num_fused"),
+    [("", 1), ("input", 0), ("rotation", 0), ("scaling", 1), ("scaling by length", 0), ("output", 0)],
 )
 def test_a_block_that_the_library_changed_is_left_alone(
     change: str, num_fused: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its replacement takes over what the block says of its attention, and nothing else."""
     monkeypatch.setattr(decoder_blocks, "ATTENTIONS", (Changed,))
     model = attention_block(dtype)
     model[0].__class__ = Changed

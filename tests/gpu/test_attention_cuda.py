@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.attention.backend import LayerAttention
 from common.attention.torch_attention import TorchAttention
 from tests.model.attention_rows import Rows
 
@@ -34,18 +35,40 @@ def test_it_agrees_with_the_reference_and_writes_the_same_kv(
 @pytest.mark.parametrize("num_masked", [5, 9])
 def test_drafts_attend_what_their_masks_say(num_masked: int, dtype: torch.dtype) -> None:
     rows = Rows.of(((6, 5), (400, 5), (63, 5)), heads=(14, 2), head_dim=128, dtype=dtype, device="cuda")
-    mask = torch.rand((15, num_masked), generator=torch.Generator().manual_seed(num_masked)) < 0.5
-    mask[torch.arange(15), num_masked - 5 + torch.arange(15) % 5] = True
-    rows = replace(rows, batch=replace(rows.batch, tree_mask=mask.cuda()))
+    rows = rows.with_drafts(num_masked)
     rows.check(rows.attend(rows.triton()), rows.attend(TorchAttention()), TOLERANCES[dtype])
+
+
+LAYERS = {
+    "a window": LayerAttention(0.1, window=100),
+    "a window of many parts": LayerAttention(0.1, window=700),
+    "a soft cap": LayerAttention(0.1, softcap=3.0),
+    "sinks": LayerAttention(0.1, sinks=torch.arange(14.0)),
+    "all of them": LayerAttention(0.1, window=300, softcap=20.0, sinks=torch.arange(14.0)),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_masked", [0, 9])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("lens", ROWS)
+def test_a_layer_says_how_tokens_attend(lens: str, layer: str, num_masked: int, dtype: torch.dtype) -> None:
+    rows = Rows.of(ROWS[lens], heads=(14, 2), head_dim=64, dtype=dtype, device="cuda")
+    how = LAYERS[layer]
+    if how.sinks is not None:
+        how = replace(how, sinks=how.sinks.cuda())
+    if num_masked:
+        rows = rows.with_drafts(num_masked) if lens == "verify" else rows
+    rows.check(rows.attend(rows.triton(), how), rows.attend(TorchAttention(), how), TOLERANCES[dtype])
 
 
 def test_nothing_waits_for_the_device() -> None:
     for lens in ROWS.values():
         rows = Rows.of(lens, heads=(4, 2), head_dim=64, device="cuda")
-        rows.attend(rows.triton())  # compiles
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            rows.attend(rows.triton())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        for how in (LayerAttention(0.1), LayerAttention(0.1, window=30, sinks=torch.ones(4, device="cuda"))):
+            rows.attend(rows.triton(), how)  # compiles
+            try:
+                torch.cuda.set_sync_debug_mode("error")
+                rows.attend(rows.triton(), how)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")

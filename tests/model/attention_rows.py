@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.attention.backend import AttentionBackend, ForwardInput
+from common.attention.backend import AttentionBackend, ForwardInput, LayerAttention
 from common.attention.triton_attention import HeadShape, TritonAttention
 from common.device.triton_launch import Launch, Launcher
 
@@ -84,16 +84,29 @@ class Rows:
         )
         return cls(batch, query, key, value)
 
+    def with_drafts(self, num_masked: int) -> Rows:
+        """Returns the rows with a random tree mask over the last `num_masked` tokens of each. Each new token attends
+        itself. The rows must have equally many new tokens.
+        """
+        num_new = (self.batch.extend_lens or (1,))[0]
+        num_rows = len(self.batch.seq_lens)
+        mask = torch.rand((num_rows * num_new, num_masked), generator=torch.Generator().manual_seed(num_masked)) < 0.5
+        itself = torch.arange(num_masked - num_new, num_masked).repeat(num_rows)
+        mask[torch.arange(len(mask)), itself] = True
+        return replace(self, batch=replace(self.batch, tree_mask=mask.to(self.query.device)))
+
     def triton(self, launch: Launcher = Launch.run) -> TritonAttention:
         """Returns the GPU's attention backend for these heads."""
         (_, num_heads, head_dim), num_kv_heads = self.query.shape, self.key.shape[1]
         return TritonAttention(HeadShape(num_heads, num_kv_heads, head_dim, self.query.dtype), launch=launch)
 
-    def attend(self, backend: AttentionBackend) -> tuple[Tensor, Tensor]:
-        """Computes attention with the backend. Returns its output, and the pool's KV afterwards."""
+    def attend(self, backend: AttentionBackend, how: LayerAttention | None = None) -> tuple[Tensor, Tensor]:
+        """Computes attention with the backend, of a layer without a window by default. Returns its output, and the
+        pool's KV afterwards.
+        """
         kv = self.batch.kv.clone()
-        plan = backend.plan(replace(self.batch, kv=kv))
-        return plan.attend(LAYER, self.query, self.key, self.value, 1 / math.sqrt(self.query.shape[2])), kv
+        how = how or LayerAttention(1 / math.sqrt(self.query.shape[2]))
+        return backend.plan(replace(self.batch, kv=kv)).attend(LAYER, self.query, self.key, self.value, how), kv
 
     def check(self, seen: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> None:
         """Asserts that output and KV equal the expected ones, that no output is NaN, and that no KV became NaN."""

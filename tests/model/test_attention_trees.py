@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton_cpu.attention import PagedCpuAttention
-from common.attention.backend import AttentionBackend, ForwardInput
+from common.attention.backend import AttentionBackend, ForwardInput, LayerAttention
 from common.attention.torch_attention import TorchAttention
 from common.attention.triton_attention import HeadShape, TritonAttention
 
@@ -94,7 +94,9 @@ class Case:
 
     def attend(self, backend: AttentionBackend, tree_mask: Tensor | None) -> Tensor:
         batch = replace(self.batch, kv=self.batch.kv.clone(), tree_mask=tree_mask)
-        return backend.plan(batch).attend(LAYER, self.query, self.key, self.value, 1 / math.sqrt(HEAD_DIM))
+        return backend.plan(batch).attend(
+            LAYER, self.query, self.key, self.value, LayerAttention(1 / math.sqrt(HEAD_DIM))
+        )
 
 
 def masked_softmax(case: Case) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.compile_kernels import attention_launches
 from benchmarks.kernel_variants import Variant
-from common.attention.backend import KernelShape
+from common.attention.backend import KernelShape, LayerAttention
 from common.attention.torch_attention import TorchAttention
 from common.attention.triton_attention import NO_LIMIT, HeadShape, TritonAttention
 from common.device.triton_launch import Launch
@@ -115,11 +115,11 @@ def test_a_number_that_is_none_shows_in_its_row_and_in_no_other(plane: int, pois
     assert torch.equal(output[1:], sound[1:])
 
 
-def variants(forwards: Iterable[Rows]) -> set[Variant]:
+def variants(forwards: Iterable[Rows], how: LayerAttention | None = None) -> set[Variant]:
     """Returns the kernel variants that would be compiled for these forwards."""
     seen: set[Variant] = set()
     for rows in forwards:
-        rows.attend(rows.triton(lambda launch: seen.add(Variant.of(launch))))
+        rows.attend(rows.triton(lambda launch: seen.add(Variant.of(launch))), how)
     return seen
 
 
@@ -155,9 +155,13 @@ def misplaced(rows: Rows) -> Rows:
 
 
 @pytest.mark.parametrize("has_masks", [False, True], ids=["chains", "trees"])
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 64), ((14, 2), 128), ((3, 1), 20)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "window"),
+    [((4, 4), 64, None), ((14, 2), 128, None), ((3, 1), 20, None), ((4, 2), 64, 90), ((4, 2), 64, 130)],
+    ids=str,
+)
 def test_no_forward_needs_a_kernel_but_those_of_the_shapes(
-    heads: tuple[int, int], head_dim: int, has_masks: bool
+    heads: tuple[int, int], head_dim: int, window: int | None, has_masks: bool
 ) -> None:
     def forward(lens: tuple[tuple[int, int], ...], max_seq_len: int | None = None) -> Rows:
         return Rows.of(lens, heads=heads, head_dim=head_dim, max_seq_len=max_seq_len, num_slots=1500)
@@ -182,7 +186,8 @@ def test_no_forward_needs_a_kernel_but_those_of_the_shapes(
             rows = forward(((0, shape.num_new),), shape.max_seq_len)
             yield masked(rows) if shape.has_mask else rows
 
-    assert variants(anything()) == variants(warm())
+    how = LayerAttention(0.1, window)
+    assert variants(anything(), how) == variants(warm(), how)
 
 
 @pytest.mark.parametrize(

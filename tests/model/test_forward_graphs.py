@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.attention.backend import ForwardInput
+from common.attention.backend import ForwardInput, LayerAttention
 from common.attention.torch_attention import TorchAttention
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from tests.support.recording_device import CallRecorder
@@ -35,7 +35,7 @@ class Toy:
         if beside is not None:
             query = query + beside.view(query.shape)
         query = query + batch.positions.view(-1, 1, 1)
-        attended = TorchAttention().plan(batch).attend(0, query, key, value, 0.25)
+        attended = TorchAttention().plan(batch).attend(0, query, key, value, LayerAttention(0.25))
         return attended.flatten(1), batch.positions.clone()
 
     def batch(self, lens: dict[int, int], num_tokens: int = 1, num_masked: int | None = None) -> ForwardInput:

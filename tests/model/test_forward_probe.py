@@ -268,6 +268,19 @@ def test_a_window_that_only_a_mask_shows_is_refused(window: int) -> None:
         served(model)
 
 
+@pytest.mark.parametrize(
+    ("window", "why"), [(100, "a sliding window that its mask lacks"), (0, "a sliding window of 0")]
+)
+def test_a_window_that_no_mask_shows_is_refused(window: int, why: str) -> None:
+    model = llama(**FAR)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda _module, args, keywords: (args, {**keywords, "sliding_window": window}), with_kwargs=True
+        )
+    with pytest.raises(UnsupportedModel, match=why):
+        served(model)
+
+
 class SlidingConfig:
     """A model's config with a sliding window, in the field that transformers' code for masks reads."""
 

@@ -22,7 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
 from benchmarks.kernel_variants import Variant
-from common.attention.backend import ATTENTION_NAME, AttentionPlan
+from common.attention.backend import ATTENTION_NAME, AttentionPlan, LayerAttention
 from common.device.triton_launch import Launch
 from common.model import gpu_layers
 from common.model.gpu_layers import GpuLinear, GpuRMSNorm, fuse_layers
@@ -135,9 +135,9 @@ def test_one_token_is_multiplied_as_by_a_linear_layer(
 class Mixed(AttentionPlan):
     """A fake attention. Its output depends on all of its inputs, so a wrong input shows."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         shared = query.shape[1] // key.shape[1]
-        return (query + (0.3 * key + value).repeat_interleave(shared, dim=1)) * scaling * (1 + layer)
+        return (query + (0.3 * key + value).repeat_interleave(shared, dim=1)) * how.scaling * (1 + layer)
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -27,15 +27,6 @@ SMALL: dict[str, Any] = {
 }
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED_CONFIGS: dict[str, tuple[Any, str]] = {
-    "mistral": (hf.MistralConfig(**SMALL, sliding_window=16), r"sliding-window attention \(sliding_window=16\)"),
-    "qwen2": (
-        hf.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0),
-        "a layer of type sliding_attention",
-    ),
-    "gemma2": (
-        hf.Gemma2Config(**SMALL, layer_types=["full_attention"] * 2, sliding_window=None),
-        "attention logit softcapping",
-    ),
     "llama4": (hf.Llama4TextConfig(**SMALL, attention_chunk_size=8), "a layer of type chunked_attention"),
     "mamba": (hf.MambaConfig(), "a layer of type linear_attention"),
     "qwen3_next": (hf.Qwen3NextConfig(**SMALL), "a layer of type linear_attention"),
@@ -60,16 +51,6 @@ def test_a_config_with_an_unsupported_trait_is_refused_before_weights_are_read(n
 
 
 PROBED_CONFIGS: dict[str, tuple[Any, str]] = {
-    "gpt_oss": (
-        hf.GptOssConfig(
-            **SMALL,
-            layer_types=["full_attention"] * 2,
-            sliding_window=None,
-            num_local_experts=4,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        ),
-        "attention sinks",
-    ),
     "bert": (
         hf.BertConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32),
         "non-causal attention",

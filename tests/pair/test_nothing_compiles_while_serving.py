@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.kernel_variants import Variant
-from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, KernelShape
+from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, KernelShape, LayerAttention
 from common.attention.torch_attention import TorchAttention
 from common.attention.triton_attention import HeadShape, TritonAttention
 from common.device.triton_launch import Launch
@@ -37,9 +37,9 @@ class _BothPlans(AttentionPlan):
     def __init__(self, noted: AttentionPlan, computed: AttentionPlan) -> None:
         self._noted, self._computed = noted, computed
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        self._noted.attend(layer, query, key, value, scaling)
-        return self._computed.attend(layer, query, key, value, scaling)
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        self._noted.attend(layer, query, key, value, how)
+        return self._computed.attend(layer, query, key, value, how)
 
 
 class NotedAttention(AttentionBackend):
@@ -70,7 +70,7 @@ def noted(seen: set[Variant], model: TargetModel | PagedHead, directory: Path, d
 
 
 class _NoPlan(AttentionPlan):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         return torch.zeros_like(query)
 
 

@@ -11,12 +11,20 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 PAD, START, END, UNKNOWN = "<|pad|>", "<|start|>", "<|end|>", "<|unknown|>"
@@ -47,12 +55,26 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": END_ID,
     "dtype": "float32",
 }
-_CONFIGS: dict[str, Callable[..., Any]] = {
-    "llama": lambda **shape: LlamaConfig(**{"tie_word_embeddings": True, **shape}),
-    "qwen2": lambda **shape: Qwen2Config(**{"tie_word_embeddings": False, **shape}),
-    "qwen3": lambda **shape: Qwen3Config(**{"tie_word_embeddings": False, "head_dim": 32, **shape}),
-    "mistral": lambda **shape: MistralConfig(**{"tie_word_embeddings": False, "sliding_window": None, **shape}),
-    "phi3": lambda **shape: Phi3Config(**{"tie_word_embeddings": False, "sliding_window": None, **shape}),
+_WINDOW = 24
+_ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": _WINDOW}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+_CONFIGS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "phi3": (Phi3Config, {"sliding_window": None}),
+    "mistral, windows": (MistralConfig, {"sliding_window": _WINDOW}),
+    "phi3, windows": (Phi3Config, {"sliding_window": _WINDOW}),
+    "qwen2, a window": (Qwen2Config, {"use_sliding_window": True, **_ONE_OF_EACH}),
+    "gemma2": (Gemma2Config, {"head_dim": 16, "query_pre_attn_scalar": 24, **_ONE_OF_EACH}),
+    "gemma3_text": (Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 24, **_ONE_OF_EACH}),
+    "gpt_oss": (GptOssConfig, {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, **_ONE_OF_EACH}),
+    "olmo2": (Olmo2Config, {}),
+    "granite": (GraniteConfig, {"logits_scaling": 0.5, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 32, "moe_intermediate_size": 32, **_EXPERTS}),
+    "olmoe": (OlmoeConfig, _EXPERTS),
 }
 ARCHITECTURES = tuple(_CONFIGS)
 
@@ -61,7 +83,7 @@ def save_tiny_model(directory: Path, architecture: str, *, seed: int = 0, **conf
     """Saves a random model of one of ARCHITECTURES. Its logits spread so widely that greedy choices seldom nearly
     tie.
     """
-    config = _CONFIGS[architecture](**{**_SHAPE, **config_changes})
+    config = _config(architecture, **config_changes)
     return _save(directory, random_model(config, seed), config.vocab_size)
 
 
@@ -81,7 +103,7 @@ def save_last_token_model(
     `disturbance` adds noise to the output weights, of that size relative to the logits, so that the same embeddings
     give other distributions.
     """
-    config = _CONFIGS["llama"](**{**_SHAPE, "vocab_size": vocab_size, "tie_word_embeddings": False})
+    config = _config("llama", vocab_size=vocab_size, tie_word_embeddings=False)
     model = random_model(config, seed)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -144,6 +166,11 @@ def random_model(config: Any, seed: int = 0) -> Any:
             else:
                 parameter.copy_(noise * 2 * parameter.shape[1] ** -0.5)
     return model
+
+
+def _config(architecture: str, **changes: Any) -> Any:
+    new_config, of_architecture = _CONFIGS[architecture]
+    return new_config(**{**_SHAPE, "tie_word_embeddings": False, **of_architecture, **changes})
 
 
 @torch.no_grad()
