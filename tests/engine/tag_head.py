@@ -25,7 +25,7 @@ from common.sampling.operators import propose, propose_branches
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
 from decode_service.speculate.spec_info import SpecInfo
-from tests.engine.tags import VOCAB_SIZE, choose, forced_after, is_argmax, kv_of, logits_of, oracle, read_slots
+from tests.engine.tags import VOCAB_SIZE, forced_after, is_argmax, logits_of, next_of, oracle, read_slots
 
 DRAFT = LayerGroupSpec(name=DRAFT_GROUP, num_layers=1, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 
@@ -52,7 +52,7 @@ def _next_ids(kv: NDArray[np.float32]) -> list[int] | None:
 
 
 def guess_after(token_ids: Sequence[int]) -> int:
-    chosen = choose(kv_of(token_ids), token_ids[-1])
+    chosen = next_of(tuple(token_ids))
     return chosen if chosen % 3 else (chosen + 1) % VOCAB_SIZE
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -53,6 +53,12 @@ def choose(kv: NDArray[np.float32], input_token: int) -> int:
     values = kv[:, :, :, 0, :].transpose(2, 0, 1, 3).reshape(num_tokens, -1).astype(np.int64)
     mixed = int(((values + 1) * _WEIGHTS[:num_tokens]).sum()) + num_tokens * 7919 + input_token * 104729
     return int((mixed >> _HIGH_BITS) % VOCAB_SIZE)
+
+
+@cache
+def next_of(token_ids: tuple[int, ...]) -> int:
+    """Returns the token that follows a whole sequence."""
+    return choose(kv_of(token_ids), token_ids[-1])
 
 
 _IDS = torch.arange(VOCAB_SIZE, dtype=torch.float32)
@@ -130,14 +136,14 @@ def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling
     if is_argmax(sampling):
         sequence = list(token_ids)
         for _ in range(num_tokens):
-            sequence.append(choose(kv_of(sequence), sequence[-1]))
+            sequence.append(next_of(tuple(sequence)))
         return sequence[len(token_ids) :]
     state = SamplingState(max_rows=1, vocab_size=VOCAB_SIZE, torch_device=torch.device("cpu"))
     state.reset([RowSeed(1, sampling, 0, tuple(token_ids), len(token_ids))])
     batch = SamplingBatch.of([sampling])
     sequence = list(token_ids)
     for _ in range(num_tokens):
-        logits = logits_of(choose(kv_of(sequence), sequence[-1])).unsqueeze(0)
+        logits = logits_of(next_of(tuple(sequence))).unsqueeze(0)
         masks = None if sampling.grammar is None else torch.from_numpy(_mask_after(sequence[-1])).unsqueeze(0)
         drawn = sample(logits, torch.tensor([1]), torch.tensor([len(sequence)]), state, batch, masks=masks)
         sequence.append(int(drawn.token_ids[0]))

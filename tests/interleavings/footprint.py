@@ -133,6 +133,8 @@ class Memory(TorchDispatchMode):
         self._kept: list[torch.UntypedStorage] = []  # kept alive so that no address is reused
         self._cells: dict[int, tuple[Hashable, Cell[Any]]] = {}
         self._num_made: dict[Hashable, int] = {}
+        # By address, size, strides and offset of a view of a tracked buffer.
+        self._units_of_view: dict[tuple[Hashable, ...], frozenset[Unit]] = {}
         self._shadows: dict[int, Tensor] = {}
         self.reads_shadows: Callable[[], bool] = lambda: False
         self.on_shared: Callable[[Callable[[], object], bool], bool] = lambda operation, writes: False
@@ -281,11 +283,13 @@ class Memory(TorchDispatchMode):
         if buffer.places is None:
             return ((buffer.name, 0),)
         # Apply the same view or index to a table of unit indices: the result holds the units touched.
-        touched = buffer.places.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        view = tensor.size(), tensor.stride(), tensor.storage_offset()
         if args and args[0] is tensor and (choose := _CHOICES.get(func)) is not None:
-            touched = choose(touched, *args[1:])
-        name = buffer.name
-        return {(name, place) for place in touched.flatten().tolist()}
+            return _units_at(buffer.name, choose(buffer.places.as_strided(*view), *args[1:]))
+        units = self._units_of_view.get((storage, *view))
+        if units is None:
+            units = self._units_of_view[storage, *view] = _units_at(buffer.name, buffer.places.as_strided(*view))
+        return units
 
     def _put(self, tensor: Tensor, buffer: _Buffer) -> None:
         storage = tensor.untyped_storage()
@@ -311,6 +315,10 @@ class Memory(TorchDispatchMode):
         if id(cell) not in self._cells:
             self._cells[id(cell)] = (("cell", self._new_name()), cell)
         return self._cells[id(cell)][0]
+
+
+def _units_at(name: Hashable, places: Tensor) -> frozenset[Unit]:
+    return frozenset((name, place) for place in places.flatten().tolist())
 
 
 def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
