@@ -1,11 +1,13 @@
-"""Compares the gRPC pair with transformers' `generate` token for token, with SmolLM2 in float32.
+"""Compares the gRPC pair with transformers' `generate` token for token, in float32.
 
-Without a draft head, six configurations cover every pair of values of {alone, 16 at once} x {overlap on, off} x {chunk
-16, 64, 512}. With a draft head, twelve cover every pair of these and of {chain of 3, chain of 4, tree, adaptive depth}.
-Two of the six and two of the twelve also run outside prompts: the first turns of a JSON-lines file (`--turns`), whose
-lines each have a "turns" list. Writes its table into benchmarks/results. The exit status is 1 if anything but a tie of
-two logits diverges, if there is more than one tie in 5,000 tokens, or if a fixed depth commits at most 1.5 tokens per
-forward of the target.
+With SmolLM2 and no draft head, six configurations cover every pair of values of {alone, 16 at once} x {overlap on, off}
+x {chunk 16, 64, 512}. With a draft head, twelve cover every pair of these and of {chain of 3, chain of 4, tree,
+adaptive depth}. Two of the six and two of the twelve also run outside prompts: the first turns of a JSON-lines file
+(`--turns`), whose lines each have a "turns" list. With Gemma 3 270M, whose layers have a window of 512 tokens, three
+configurations run prompts that are shorter and longer than the window, and some that end near its end.
+
+Writes its tables into benchmarks/results. The exit status is 1 if anything but a tie of two logits diverges, if there
+is more than one tie in 5,000 tokens, or if a fixed depth commits at most 1.5 tokens per forward of the target.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from baton.events import Completion, tokens_per_forward
 from baton.local_pair import LocalPair
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.machine import demo_model_dir
+from common.checkpoints.demo_model import DEMO_MODEL_NAME
 from tests.parity.prompts import PROMPTS, ParityPrompt
 from tests.parity.reference import MAX_TIES_PER_TOKEN, Divergence, Reference
+from tests.parity.window_model import WINDOW_MODEL_NAME, WINDOW_TOKENS, window_model_dir
 
 NEW_TOKENS = 64
 DEFAULT_TURNS = Path("../shared/prompts/mt_bench.jsonl")
@@ -59,6 +63,14 @@ PLAIN = (
     Configuration(16, False, 512, with_turns=True),
     Configuration(1, True, 512),
 )
+WINDOWS = (
+    Configuration(16, True, 64),
+    Configuration(1, False, 512),
+    Configuration(16, False, 16),
+)
+NEAR_THE_WINDOW = (-40, -1, 0, 1, 40)
+"""Lengths of cut prompts, beyond those of the window. The outputs of the first leave the window."""
+
 SPECULATING = (
     Configuration(1, True, 16, "chain of 3"),
     Configuration(16, False, 64, "chain of 3"),
@@ -78,19 +90,42 @@ SPECULATING = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=Path, default=DEFAULT_TURNS, help="skipped, and said so, when it is not there")
-    parser.add_argument("--only", choices=["plain", "speculating"], help="one half of the configurations")
+    parser.add_argument("--only", choices=["plain", "speculating", "windows"], help="one part of the configurations")
     args = parser.parse_args()
-    configurations = {"plain": PLAIN, "speculating": SPECULATING}.get(args.only, PLAIN + SPECULATING)
-    model_dir = demo_model_dir()
-    reference = Reference(model_dir, new_tokens=NEW_TOKENS)
-    own = [(prompt.name, reference.prompt_ids(prompt)) for prompt in PROMPTS]
-    turns = outside_prompts(args.turns, reference)
+    demo = {"plain": PLAIN, "speculating": SPECULATING, "windows": ()}.get(args.only, PLAIN + SPECULATING)
+    is_met = True
+    if demo:
+        reference = Reference(demo_model_dir(), new_tokens=NEW_TOKENS)
+        own, turns = own_prompts(reference), outside_prompts(args.turns, reference)
+        about = f"{DEMO_MODEL_NAME}; {len(own)} prompts of the project's own, {len(turns)} first turns of MT-bench"
+        is_met = compare(reference, about, f"parity-{args.only}" if args.only else "parity", demo, own, turns)
+    if args.only in (None, "windows"):
+        reference = Reference(window_model_dir(), new_tokens=NEW_TOKENS)
+        own = own_prompts(reference)
+        num_short = sum(len(ids) < WINDOW_TOKENS for _, ids in own)
+        prompts = own + cut_prompts(own)
+        about = f"{WINDOW_MODEL_NAME}; {len(prompts)} prompts, {num_short} of them far shorter than a window"
+        is_met &= compare(reference, about, "parity-windows", WINDOWS, prompts, [])
+    sys.exit(0 if is_met else 1)
+
+
+def compare(
+    reference: Reference,
+    about: str,
+    name: str,
+    configurations: tuple[Configuration, ...],
+    own: list[tuple[str, list[int]]],
+    turns: list[tuple[str, list[int]]],
+) -> bool:
+    """Runs the configurations, saves their table as `name`, and returns whether it meets all bounds.
+
+    `about` is a phrase for the table's heading. `turns` are prompts of some configurations, `own` of all.
+    """
     benchmark_run = BenchmarkRun.of("parity")
     lines = [
         *benchmark_run.heading(
             "Parity with `generate`",
-            f"SmolLM2-135M-Instruct, float32, greedy, {NEW_TOKENS} new tokens, through the gRPC client; "
-            f"{len(own)} prompts of the project's own, {len(turns)} first turns of MT-bench.",
+            f"float32, greedy, {NEW_TOKENS} new tokens, through the gRPC client; {about}.",
         ),
         "",
         "| configuration | prompts | tokens | equal prompts | ties | divergences | tokens per forward |",
@@ -100,10 +135,10 @@ def main() -> None:
     is_met = True
     for configuration in configurations:
         prompts = own + (turns if configuration.with_turns else [])
-        completions = asyncio.run(run(model_dir, configuration, prompts))
+        completions = asyncio.run(run(reference.model_dir, configuration, prompts))
         outputs = [list(completion.token_ids) for completion in completions]
         accepted = tokens_per_forward(done.speculation for done in completions if done.speculation is not None)
-        found = [reference.compare(name, ids, tokens) for (name, ids), tokens in zip(prompts, outputs, strict=True)]
+        found = [reference.compare(of, ids, tokens) for (of, ids), tokens in zip(prompts, outputs, strict=True)]
         divergences = [divergence for divergence in found if divergence is not None]
         num_tokens = sum(len(tokens) for tokens in outputs)
         ties = [divergence for divergence in divergences if divergence.is_tie]
@@ -115,8 +150,19 @@ def main() -> None:
         print(lines[-1], file=sys.stderr, flush=True)
         table = "\n".join([*lines, "", *details]).rstrip()
         # Saves after each configuration, so that finished results are kept if a later one fails.
-        benchmark_run.save(f"parity-{args.only}" if args.only else "parity", table)
-    sys.exit(0 if is_met else 1)
+        benchmark_run.save(name, table)
+    return is_met
+
+
+def own_prompts(reference: Reference) -> list[tuple[str, list[int]]]:
+    return [(prompt.name, reference.prompt_ids(prompt)) for prompt in PROMPTS]
+
+
+def cut_prompts(prompts: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    """Returns the beginnings of the longest prompt that end near the end of the window."""
+    name, ids = max(prompts, key=lambda prompt: len(prompt[1]))
+    lengths = [WINDOW_TOKENS + more for more in NEAR_THE_WINDOW]
+    return [(f"{name}, {length} tokens", ids[:length]) for length in lengths]
 
 
 def row(

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from common.errors import StartupError
 
-CONVERSION = 2
+CONVERSION = 3
 """The version of the GGUF conversion, part of a converted directory's name. Raise it whenever the result changes."""
 
 _POLL_INTERVAL_S = 0.2

@@ -56,6 +56,10 @@ _INFORMATION = re.compile(
 )
 """Matches keys that describe the file and have no effect on the computation."""
 
+_WITHOUT_FREQUENCY_FACTORS = ("gpt2", "gemma2", "gemma3_text", "gpt_oss")
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""The number of layers by which llama.cpp knows the models whose queries are scaled by another size than a head's."""
+
 
 class RefusedFile(Exception):
     """The file cannot be converted exactly; the message names the key or tensor."""
@@ -193,18 +197,18 @@ def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarra
     num_blocks = len({name.split(".")[1] for name in tensors.shapes if name.startswith("blk.")})
     if num_layers != num_blocks:
         raise keys.refuse(f"{keys.architecture}.block_count", f"layers, where the file has tensors of {num_blocks}")
+    if fields["model_type"] in _WITHOUT_FREQUENCY_FACTORS and frequency_factors is not None:
+        raise RefusedFile(f"the tensor {FREQUENCY_FACTORS} is not supported for {keys.architecture}")
     if fields["model_type"] != "gpt2":
-        fields["rope_parameters"] = _rope(keys, fields, frequency_factors)
-    elif frequency_factors is not None:
-        raise RefusedFile(f"the tensor {FREQUENCY_FACTORS} is not supported where nothing rotates")
+        fields["rope_parameters"] = _rope_of_layers(keys, fields, _rope(keys, fields, frequency_factors))
     return {
+        "tie_word_embeddings": "output.weight" not in tensors.shapes,
         **fields,
         "vocab_size": vocab_size,
         "max_position_embeddings": keys.count("context_length"),
         "hidden_size": keys.count("embedding_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": keys.count("attention.head_count"),
-        "tie_word_embeddings": "output.weight" not in tensors.shapes,
     }
 
 
@@ -233,6 +237,38 @@ def _attention_bias(tensors: Tensors) -> dict[str, bool]:
     return {"attention_bias": tensors.has_any(r"blk\.\d+\.attn_(q|k|v|output)\.bias")}
 
 
+def _window(keys: Metadata, default: Any = 0) -> int | None:
+    """Returns the number of tokens in the layers' sliding windows, or None if the key is 0, which means no window."""
+    window: int = keys.own("attention.sliding_window", int, default)
+    if window < 0:
+        raise keys.refuse(f"{keys.architecture}.attention.sliding_window", "is no length")
+    return window or None
+
+
+def _windows(keys: Metadata, window: int | None, period: int) -> dict[str, Any]:
+    """Returns the config's fields for a model in which every `period`th layer attends in full, the others in windows.
+
+    `attention.sliding_window_pattern` is the file's period, if it has one. All layers attend in full if `window` is
+    None.
+    """
+    name = "attention.sliding_window_pattern"
+    period = keys.own(name, int, period)
+    if period < 1:
+        raise keys.refuse(f"{keys.architecture}.{name}", "is no number of layers")
+    layers = range(1, keys.count("block_count") + 1)
+    if window is None:
+        return {"layer_types": ["full_attention" for _ in layers]}
+    layer_types = ["sliding_attention" if layer % period else "full_attention" for layer in layers]
+    return {"sliding_window": window, "layer_types": layer_types}
+
+
+def _gemma(keys: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns those fields of the config that Gemma 2 and Gemma 3 have in common. `fields` are those of `_decoder`."""
+    is_27b = keys.count("block_count") == _LAYERS_OF_27B[keys.architecture]
+    width = keys.count("embedding_length") // keys.count("attention.head_count")
+    return {"query_pre_attn_scalar": width if is_27b else fields["head_dim"], **fields}
+
+
 def _experts(keys: Metadata, num_experts: str) -> dict[str, Any]:
     if keys.own("expert_gating_func", int, 1) != 1:
         raise keys.refuse(f"{keys.architecture}.expert_gating_func", "is not softmax")
@@ -243,11 +279,13 @@ def _experts(keys: Metadata, num_experts: str) -> dict[str, Any]:
 
 
 def _llama(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
-    fields = _decoder(keys)
+    fields, window = _decoder(keys), _window(keys)
     if keys.own("expert_count", int, 0) > 0:
         if keys.count("expert_feed_forward_length", fields["intermediate_size"]) != fields["intermediate_size"]:
             raise keys.refuse("llama.expert_feed_forward_length", "is not feed_forward_length")
-        return {"model_type": "mixtral", "sliding_window": None, **_experts(keys, "num_local_experts"), **fields}
+        return {"model_type": "mixtral", "sliding_window": window, **_experts(keys, "num_local_experts"), **fields}
+    if window is not None:
+        return {"model_type": "mistral", "sliding_window": window, **fields}
     mlp_bias = tensors.has_any(r"blk\.\d+\.ffn_(gate|up|down)\.bias")
     return {"model_type": "llama", "mlp_bias": mlp_bias, **_attention_bias(tensors), **fields}
 
@@ -284,13 +322,13 @@ def _qwen3moe(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
 
 
 def _phi3(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
-    return {"model_type": "phi3", "sliding_window": None, **_decoder(keys)}
+    return {"model_type": "phi3", "sliding_window": _window(keys), **_decoder(keys)}
 
 
 def _starcoder2(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
     return {
         "model_type": "starcoder2",
-        "sliding_window": None,
+        "sliding_window": _window(keys),
         "use_bias": tensors.has_any(r"blk\.\d+\.(attn|ffn)_(q|k|v|output|up|down)\.bias"),
         "norm_epsilon": keys.positive("attention.layer_norm_epsilon"),
         **_rotating(keys),
@@ -310,6 +348,39 @@ def _gpt2(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
     }
 
 
+def _gemma2(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    return {
+        "model_type": "gemma2",
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": keys.positive("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.positive("final_logit_softcapping", 30.0),
+        **_windows(keys, _window(keys, 4096), 2),
+        **_gemma(keys, _decoder(keys)),
+    }
+
+
+def _gemma3(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    softcap = keys.own("final_logit_softcapping", float, 0.0)
+    return {
+        "model_type": "gemma3_text",
+        "final_logit_softcapping": keys.positive("final_logit_softcapping") if softcap else None,
+        **_windows(keys, _window(keys), 6),
+        **_gemma(keys, _decoder(keys)),
+    }
+
+
+def _gpt_oss(keys: Metadata, tensors: Tensors) -> dict[str, Any]:
+    fields = _decoder(keys)
+    size = keys.count("expert_feed_forward_length", fields["intermediate_size"])
+    return {
+        "model_type": "gpt_oss",
+        **_windows(keys, _window(keys, _MISSING), 2),
+        **_experts(keys, "num_local_experts"),
+        **fields,
+        "intermediate_size": size,
+    }
+
+
 _ARCHITECTURES: dict[str, Callable[[Metadata, Tensors], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -319,7 +390,25 @@ _ARCHITECTURES: dict[str, Callable[[Metadata, Tensors], dict[str, Any]]] = {
     "phi3": _phi3,
     "starcoder2": _starcoder2,
     "gpt2": _gpt2,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt-oss": _gpt_oss,
 }
+
+
+def _rope_of_layers(keys: Metadata, fields: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config's rope parameters, where those of layers that attend in full are `rope`."""
+    prefix = f"{keys.architecture}.rope"
+    if fields["model_type"] == "gemma3_text":
+        if rope["rope_type"] not in ("default", "linear"):
+            raise keys.refuse(f"{prefix}.scaling.type", "is not supported for gemma3")
+        theta = keys.positive("rope.freq_base_swa", 10000.0)
+        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
+    if "layer_types" in fields and keys.positive("rope.freq_base_swa", rope["rope_theta"]) != rope["rope_theta"]:
+        raise keys.refuse(f"{prefix}.freq_base_swa", "is not rope.freq_base")
+    if fields["model_type"] == "gpt_oss" and rope["rope_type"] == "yarn":
+        return {**rope, "truncate": False}
+    return rope
 
 
 def _rope(keys: Metadata, fields: dict[str, Any], frequency_factors: np.ndarray | None) -> dict[str, Any]:

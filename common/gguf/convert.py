@@ -34,7 +34,7 @@ def convert_gguf(path: Path, out_dir: Path, dtype: str) -> None:
     from common.gguf.tokenizer import build_tokenizer, special_tokens
     from common.gguf.weights import write_model
 
-    tokenizer, special = build_tokenizer(keys, path, fields["vocab_size"]), special_tokens(keys)
+    tokenizer, special = build_tokenizer(keys, fields["vocab_size"]), special_tokens(keys)
     keys.refuse_unknown()
     write_model(stored, fields, special, out_dir, architecture=keys.architecture, dtype=getattr(torch, dtype))
     tokenizer.save_pretrained(str(out_dir))

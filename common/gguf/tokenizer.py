@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from common.gguf.config import Metadata, RefusedFile
 
 _PREFIX = "tokenizer.ggml"
 _CONTROL, _USER_DEFINED = 3, 4
+_SPACE = "▁"
+_TURN_END = "<end_of_turn>"
+"""The token that ends Gemma's turns. Files seldom have `eot_token_id` for it, and llama.cpp finds it by its name."""
+
 _ENDS = ("eos", "eot", "eom")
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _OTHERS = (
@@ -67,8 +70,11 @@ class SpecialTokens:
 
 def special_tokens(keys: Metadata) -> SpecialTokens:
     """Returns the special tokens of the file. Raises RefusedFile if an id is outside the vocabulary."""
-    num_tokens = len(keys.items(f"{_PREFIX}.tokens", str))
+    tokens = keys.items(f"{_PREFIX}.tokens", str)
+    num_tokens = len(tokens)
     ids = {role: _token_id(keys, role, num_tokens) for role in (*_ROLES, *_ENDS, *_OTHERS)}
+    if ids["eot"] is None and _TURN_END in tokens:
+        ids["eot"] = tokens.index(_TURN_END)
     ends = [*(ids[role] for role in _ENDS), *_more_ends(keys, num_tokens)]
     return SpecialTokens(
         bos=ids["bos"],
@@ -97,8 +103,8 @@ def _token_id(keys: Metadata, role: str, num_tokens: int) -> int | None:
     return token_id
 
 
-def build_tokenizer(keys: Metadata, path: Path, num_embeddings: int) -> Any:
-    """Returns a transformers tokenizer that gives each token the file's id. `keys` is the metadata of the file `path`.
+def build_tokenizer(keys: Metadata, num_embeddings: int) -> Any:
+    """Returns a transformers tokenizer that gives each token the file's id.
 
     Raises RefusedFile if the tokenizer cannot be built exactly, or has more tokens than the model's `num_embeddings`.
     """
@@ -117,7 +123,7 @@ def build_tokenizer(keys: Metadata, path: Path, num_embeddings: int) -> Any:
     if kind == "gpt2":
         tokenizer = _byte_level(keys, tokens, types)
     elif kind == "llama":
-        tokenizer = _sentencepiece(keys, path, tokens)
+        tokenizer = _sentencepiece(keys, tokens, types)
     else:
         raise keys.refuse(f"{_PREFIX}.model", "is not supported; gpt2 and llama are")
     template = keys.take("tokenizer.chat_template", str, None)
@@ -147,21 +153,17 @@ def _byte_level(keys: Metadata, tokens: list[str], types: list[int]) -> Any:
     bos = _token_id(keys, "bos", len(tokens))
     if keys.take(f"{_PREFIX}.add_bos_token", bool, pre in _STARTS_WITH_BOS and bos is not None):
         backend.post_processor = _starting_with(tokens, bos)
-    backend.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, types, strict=False)
-            if kind == _CONTROL
-        ]
-    )
-    backend.add_tokens(
-        [
-            AddedToken(token, special=False, normalized=False)
-            for token, kind in zip(tokens, types, strict=False)
-            if kind == _USER_DEFINED
-        ]
-    )
+    _find_whole(backend, tokens, types)
     return _pretrained(keys, backend, tokens)
+
+
+def _find_whole(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Makes `backend` find control and user-defined tokens in a text before it splits the rest."""
+    typed = list(zip(tokens, types, strict=False))
+    control = [AddedToken(token, special=True, normalized=False) for token, kind in typed if kind == _CONTROL]
+    backend.add_special_tokens(control)
+    defined = [AddedToken(token, special=False, normalized=False) for token, kind in typed if kind == _USER_DEFINED]
+    backend.add_tokens(defined)
 
 
 def _splits(keys: Metadata, pre: str) -> Any:
@@ -203,27 +205,43 @@ def _pretrained(keys: Metadata, backend: Any, tokens: list[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
 
 
-def _sentencepiece(keys: Metadata, path: Path, tokens: list[str]) -> Any:
-    """Builds a SentencePiece BPE tokenizer.
-
-    transformers reads it from the file `path`. Then this function sets whether it puts a space or the start token
-    before a text, as the file's keys say.
-    """
-    if len(keys.items(f"{_PREFIX}.scores", float)) != len(tokens):
+def _sentencepiece(keys: Metadata, tokens: list[str], types: list[int]) -> Any:
+    """Builds a SentencePiece BPE tokenizer. `types`, which may be empty, has the type of each token."""
+    scores = keys.items(f"{_PREFIX}.scores", float)
+    if len(scores) != len(tokens):
         raise RefusedFile(f"{_PREFIX}.scores: not one for each of {len(tokens)} tokens")
     keys.items(f"{_PREFIX}.merges", str, [])
     if keys.take(f"{_PREFIX}.pre", str, "default") != "default":
         raise keys.refuse(f"{_PREFIX}.pre", "is not supported for a SentencePiece tokenizer")
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
-    backend = tokenizer.backend_tokenizer
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    model = models.BPE(vocab=vocab, merges=_merges(tokens, scores), fuse_unk=True, byte_fallback=True)
+    backend = Tokenizer(model)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if not keys.take(f"{_PREFIX}.add_space_prefix", bool, True):
-        backend.normalizer = None
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
-        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="never", split=False)
+    else:
+        steps.append(decoders.Strip(content=" ", left=1))
+        if keys.architecture == "phi3":  # a text that begins with a space gets another
+            backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+        else:
+            backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(steps)
     bos = _token_id(keys, "bos", len(tokens))
     starts = keys.take(f"{_PREFIX}.add_bos_token", bool, bos is not None)
     backend.post_processor = _starting_with(tokens, bos) if starts else processors.TemplateProcessing(single="$A")
+    _find_whole(backend, tokens, types)
     return _pretrained(keys, backend, tokens)
+
+
+def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Returns all pairs of tokens that make a third, the pairs of the token with the highest score first."""
+    known = set(tokens)
+    return [
+        (token[:end], token[end:])
+        for token, _ in sorted(zip(tokens, scores, strict=True), key=lambda scored: -scored[1])
+        for end in range(len(token) - 1, 0, -1)
+        if token[:end] in known and token[end:] in known
+    ]
 
 
 def _check_ids(tokenizer: Any, tokens: list[str]) -> None:

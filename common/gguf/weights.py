@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from common.gguf.config import RefusedFile, read_values
 from common.gguf.tokenizer import SpecialTokens
 
 _ROTATED = re.compile(r"\.self_attn\.(q|k)_proj\.(weight|bias)$")
-_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?$")
+_ADDED_TO_ONE = ("gemma2", "gemma3")
+"""Architectures whose norms multiply by 1 plus their weight. llama.cpp's converter stores the sum."""
+
 _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 
 
@@ -71,8 +74,7 @@ def _weights(
             parts.append(torch.from_numpy(read_values(left.pop(source))))
             if parts[-1].shape != parts[0].shape:
                 raise RefusedFile(f"the tensor {source} has the shape {list(parts[-1].shape)}, its like another")
-        weight = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        weight = _as_computed(name, weight, model.config, architecture)
+        weight = _as_computed(name, parts, model.config, architecture)
         if weight.shape != parameter.shape:
             shapes = f"{list(weight.shape)}, where its keys want {list(parameter.shape)}"
             raise RefusedFile(f"the tensor {source} has the shape {shapes}")
@@ -90,17 +92,30 @@ def _sources(name: str, names: gguf.TensorNameMap) -> list[str]:
     Raises RefusedFile if GGUF has no tensor for it.
     """
     if experts := _EXPERTS.match(name):
-        parts = ("gate", "up") if experts[2] == "gate_up_proj" else ("down",)
-        return [f"blk.{experts[1]}.ffn_{part}_exps.weight" for part in parts]
-    stem, _, kind = name.rpartition(".")
+        return [
+            f"blk.{experts[1]}.ffn_{part}_exps.{'bias' if experts[3] else 'weight'}" for part in experts[2].split("_")
+        ]
+    stem, kind = (name, "weight") if name.endswith(".sinks") else name.rsplit(".", 1)
     base = names.get_name(stem)
     if base is None:
         raise RefusedFile(f"the file has no place for {name}")
     return [f"{base}.{kind}"]
 
 
-def _as_computed(name: str, weight: Tensor, config: Any, architecture: str) -> Tensor:
-    """Converts `weight`, which transformers calls `name`, from llama.cpp's layout to that of transformers."""
+def _as_computed(name: str, parts: Sequence[Tensor], config: Any, architecture: str) -> Tensor:
+    """Converts a weight, which transformers calls `name`, from llama.cpp's layout to that of transformers.
+
+    `parts` are the file's tensors that make it up, of one shape.
+    """
+    if architecture == "gpt-oss" and (experts := _EXPERTS.match(name)):
+        if parts[0].dim() != (2 if experts[3] else 3):
+            return parts[0]  # a wrong shape is refused later
+        # transformers keeps weights as [experts, in, out], and an output of the gate beside the one it is multiplied by
+        weight = torch.stack(list(parts), dim=2).flatten(1, 2)
+        return weight if experts[3] else weight.transpose(1, 2)
+    weight = torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
+    if architecture in _ADDED_TO_ONE and name.endswith("norm.weight"):
+        return weight - 1
     if architecture == "llama" and (rotated := _ROTATED.search(name)):
         # llama.cpp keeps the two numbers of a rotated pair side by side, transformers half a head apart
         num_heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads

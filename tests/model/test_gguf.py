@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer
+from transformers import AutoConfig, AutoTokenizer, GemmaTokenizer, LlamaTokenizer
 
 from common.checkpoints.source import resolve_model
 from common.errors import StartupError
@@ -40,6 +40,11 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": END_ID,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WINDOW = 4
+"""Tokens in a sliding window: fewer than in PROMPT."""
+
+ONE_OF_EACH: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+ALL_FULL: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "sliding_window": WINDOW}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -51,9 +56,27 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
     "gpt2": {},
+    "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, **ONE_OF_EACH},
+    "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, **ONE_OF_EACH},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        **ONE_OF_EACH,
+    },
 }
+WINDOWED = ("llama", "mistral", "mixtral", "phi3", "starcoder2", "gemma2", "gemma3_text", "gpt_oss")
+CAPPED = {"attn_logit_softcapping": ("gemma2",), "final_logit_softcapping": ("gemma2", "gemma3_text")}
+NO_OUTPUT = ("gemma2",)
+"""Model types whose output is always tied to the embedding."""
+
 THETA = {"rope_theta": 10000.0}
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "original_max_position_embeddings": 8192, **THETA}
+GEMMA_ROPE: dict[str, Any] = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **THETA}
 
 
@@ -114,7 +137,10 @@ def file_of() -> Callable[[str], GgufFile]:
 
 @pytest.mark.parametrize(
     ("model_type", "is_tied"),
-    [*((model_type, False) for model_type in ARCHITECTURES), ("llama", True), ("qwen3", True), ("gpt2", True)],
+    [
+        *((model_type, False) for model_type in ARCHITECTURES if model_type not in NO_OUTPUT),
+        *((model_type, True) for model_type in ("llama", "qwen3", "gpt2", "gemma2", "gemma3_text")),
+    ],
 )
 def test_each_architecture_computes_what_its_source_does(tmp_path: Path, model_type: str, is_tied: bool) -> None:
     source = source_model(model_type, tie_word_embeddings=is_tied)
@@ -173,6 +199,47 @@ def test_each_architecture_computes_what_its_source_does(tmp_path: Path, model_t
         ("phi3", {}, {"{arch}.attention.sliding_window": 0}),
         ("starcoder2", {"use_bias": False}, {}),
         ("gpt2", {"n_inner": 48, "layer_norm_epsilon": 0.01}, {}),
+        *((model_type, {"sliding_window": WINDOW}, {}) for model_type in ("mistral", "mixtral", "phi3", "starcoder2")),
+        ("phi3", {"sliding_window": 1 << 18}, {}),
+        ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, {}),
+        (
+            "gemma2",
+            {"sliding_window": 4096},
+            {
+                "{arch}.attention.sliding_window": None,
+                "{arch}.attention.sliding_window_pattern": None,
+                "{arch}.attn_logit_softcapping": None,
+                "{arch}.final_logit_softcapping": None,
+                "{arch}.rope.freq_base_swa": None,
+            },
+        ),
+        (
+            "gemma3_text",
+            {"num_hidden_layers": 7, "layer_types": None},
+            {"{arch}.attention.sliding_window_pattern": None, "{arch}.rope.freq_base_swa": None},
+        ),
+        ("gemma3_text", ALL_FULL, {}),
+        ("gemma3_text", ALL_FULL, {"{arch}.attention.sliding_window": 0}),
+        ("gemma3_text", ALL_FULL, {"{arch}.attention.sliding_window": None}),
+        ("gemma3_text", {"final_logit_softcapping": 3.0}, {}),
+        ("gemma3_text", {}, {"{arch}.final_logit_softcapping": 0.0}),
+        ("gemma3_text", {"rope_parameters": GEMMA_ROPE}, {}),
+        (
+            "gemma3_text",
+            {"rope_parameters": {**GEMMA_ROPE, "full_attention": {"rope_type": "linear", "factor": 8.0, **THETA}}},
+            {"{arch}.rope.scaling.type": "linear", "{arch}.rope.scaling.factor": 8.0},
+        ),
+        ("gpt_oss", {"sliding_window": 3}, {"{arch}.attention.sliding_window_pattern": None}),
+        ("gpt_oss", {}, {"{arch}.feed_forward_length": 64, "{arch}.expert_feed_forward_length": 96}),
+        (
+            "gpt_oss",
+            {"rope_parameters": {**YARN, "truncate": False}},
+            {
+                "{arch}.rope.scaling.type": "yarn",
+                "{arch}.rope.scaling.factor": 4.0,
+                "{arch}.rope.scaling.original_context_length": 128,
+            },
+        ),
     ],
 )
 def test_each_key_is_computed_with(
@@ -180,6 +247,15 @@ def test_each_key_is_computed_with(
 ) -> None:
     source = source_model(model_type, **fields)
     check_parity(converted(tmp_path, gguf_of(source).changed(keys)), source)
+
+
+@pytest.mark.parametrize(("model_type", "num_layers"), [("gemma2", 46), ("gemma3_text", 62)])
+def test_the_largest_gemma_scales_queries_by_width_over_heads(tmp_path: Path, model_type: str, num_layers: int) -> None:
+    for count, scale in ((num_layers, SHAPE["hidden_size"] // SHAPE["num_attention_heads"]), (num_layers - 1, 32)):
+        source = source_model(model_type, num_hidden_layers=count, layer_types=None)
+        (tmp_path / str(count)).mkdir()
+        directory = converted(tmp_path / str(count), gguf_of(source))
+        assert json.loads((directory / "config.json").read_text())["query_pre_attn_scalar"] == scale
 
 
 @pytest.mark.parametrize(
@@ -222,14 +298,14 @@ def test_quantised_tensors_are_what_their_blocks_say(tmp_path: Path, kind: str) 
 # ---- refused by key -------------------------------------------------------------------------------------------------
 
 REFUSED_EVERYWHERE: dict[str, Any] = {
-    "{arch}.attention.sliding_window": 64,
+    "{arch}.attention.sliding_window": -1,
     "{arch}.attention.causal": False,
     "{arch}.attention.scale": 0.5,
     "{arch}.attention.clamp_kqv": 8.0,
     "{arch}.attention.max_alibi_bias": 8.0,
     "{arch}.attention.temperature_length": 8192,
-    "{arch}.attn_logit_softcapping": 30.0,
-    "{arch}.final_logit_softcapping": 30.0,
+    "{arch}.attn_logit_softcapping": -30.0,
+    "{arch}.final_logit_softcapping": -30.0,
     "{arch}.logit_scale": 0.5,
     "{arch}.embedding_scale": 2.0,
     "{arch}.residual_scale": 0.5,
@@ -285,6 +361,9 @@ def test_a_key_that_cannot_be_computed_with_is_named(
 ) -> None:
     file = file_of(model_type)
     refused = REFUSED_EVERYWHERE | ({} if model_type == "gpt2" else REFUSED_WITH_ROTATION)
+    if model_type not in WINDOWED:
+        refused |= {"{arch}.attention.sliding_window": 64}
+    refused |= {f"{{arch}}.{key}": 30.0 for key, model_types in CAPPED.items() if model_type not in model_types}
     for key, value in refused.items():
         assert key.format(arch=file.architecture) in refusal(tmp_path, file.changed({key: value})), key
 
@@ -302,7 +381,6 @@ def test_a_key_that_cannot_be_computed_with_is_named(
             "llama.rope.scaling.factor",
         ),
         ("llama", {"llama.rope.freq_base_swa": 500.0}, "llama.rope.freq_base_swa"),
-        ("llama", {"llama.attention.sliding_window": 512}, "llama.attention.sliding_window"),
         ("llama", {"llama.attention.sliding_window_pattern": 2}, "llama.attention.sliding_window_pattern"),
         ("llama", {"llama.attention.key_length": 32, "llama.attention.value_length": 32}, "llama.rope.dimension_count"),
         ("llama", {"llama.feed_forward_length": [96, 48]}, "llama.feed_forward_length"),
@@ -323,6 +401,23 @@ def test_a_key_that_cannot_be_computed_with_is_named(
         ("mixtral", {"llama.expert_feed_forward_length": 48}, "llama.expert_feed_forward_length"),
         ("qwen3_moe", {"qwen3moe.expert_shared_count": 1}, "qwen3moe.expert_shared_count"),
         ("phi3", {"phi3.rope.dimension_count": 7}, "phi3.rope.dimension_count"),
+        ("phi3", {"phi3.attention.sliding_window_pattern": 2}, "phi3.attention.sliding_window_pattern"),
+        ("gemma2", {"gemma2.attention.sliding_window_pattern": 0}, "gemma2.attention.sliding_window_pattern"),
+        ("gemma2", {"gemma2.attn_logit_softcapping": 0.0}, "gemma2.attn_logit_softcapping"),
+        ("gemma2", {"gemma2.rope.freq_base_swa": 500.0}, "gemma2.rope.freq_base_swa"),
+        ("gemma3_text", {"gemma3.attention.sliding_window_pattern": [1]}, "gemma3.attention.sliding_window_pattern"),
+        ("gemma3_text", {"gemma3.rope.freq_base_swa": 0.0}, "gemma3.rope.freq_base_swa"),
+        (
+            "gemma3_text",
+            {
+                "gemma3.rope.scaling.type": "yarn",
+                "gemma3.rope.scaling.factor": 4.0,
+                "gemma3.rope.scaling.original_context_length": 128,
+            },
+            "gemma3.rope.scaling.type",
+        ),
+        ("gpt_oss", {"gpt-oss.attention.sliding_window": None}, "gpt-oss.attention.sliding_window is missing"),
+        ("gpt_oss", {"gpt-oss.rope.freq_base_swa": 500.0}, "gpt-oss.rope.freq_base_swa"),
     ],
 )
 def test_keys_that_do_not_fit_each_other_are_named(
@@ -331,7 +426,7 @@ def test_keys_that_do_not_fit_each_other_are_named(
     assert named in refusal(tmp_path, file_of(model_type).changed(keys))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "bert", "t5", "mamba", "falcon", "none-such"])
+@pytest.mark.parametrize("name", ["gemma3n", "bert", "t5", "mamba", "falcon", "none-such"])
 def test_an_architecture_that_is_not_known_is_named(
     tmp_path: Path, name: str, file_of: Callable[[str], GgufFile]
 ) -> None:
@@ -391,7 +486,15 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path, model_type: str, file
         ("llama", {"rope_freqs.weight": np.array([1, 9, 1, 9, 1, 9, 1, 9], np.float32)}, "rope_freqs.weight"),
         ("llama", {"rope_freqs.weight": np.ones(4, np.float32)}, "rope_freqs.weight"),
         ("llama", {"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_long.weight"),
-        ("gpt2", {"rope_freqs.weight": np.ones(8, np.float32)}, "rope_freqs.weight"),
+        *(
+            (model_type, {"rope_freqs.weight": np.ones(16, np.float32)}, "rope_freqs.weight")
+            for model_type in ("gpt2", "gemma2", "gemma3_text", "gpt_oss")
+        ),
+        ("gemma2", {"output.weight": np.ones((VOCAB_SIZE, 64), np.float32)}, "output.weight"),
+        ("gemma3_text", {"blk.1.attn_q.bias": np.zeros(128, np.float32)}, "blk.1.attn_q.bias"),
+        ("gpt_oss", {"blk.0.attn_sinks.weight": np.zeros(3, np.float32)}, "blk.0.attn_sinks.weight has the shape"),
+        ("gpt_oss", {"blk.0.ffn_down_exps.weight": np.zeros(64, np.float32)}, "blk.0.ffn_down_exps.weight has the"),
+        ("gpt_oss", {"blk.0.ffn_up_exps.bias": np.zeros((4, 95), np.float32)}, "blk.0.ffn_up_exps.bias has the shape"),
         ("phi3", {"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_long.weight"),
         ("qwen2", {"blk.1.attn_output.bias": np.zeros(64, np.float32)}, "blk.1.attn_output.bias"),
         ("qwen3", {"blk.0.ffn_gate_exps.weight": np.zeros((4, 32, 64), np.float32)}, "blk.0.ffn_gate_exps.weight"),
@@ -475,11 +578,11 @@ def test_versions_and_byte_orders_that_are_not_read_are_refused(
 
 
 def test_a_refused_file_is_one_line_at_the_start(tmp_path: Path, file_of: Callable[[str], GgufFile]) -> None:
-    file = file_of("llama").changed({"llama.attention.sliding_window": 64}).write(tmp_path / "windowed.gguf")
+    file = file_of("llama").changed({"llama.attention.clamp_kqv": 8.0}).write(tmp_path / "clamped.gguf")
     with pytest.raises(StartupError) as refused:
         resolve_model(str(file), dtype="float32", cache_dir=tmp_path / "cache")
     assert str(refused.value) == (
-        "windowed.gguf could not be converted: llama.attention.sliding_window: 64 is not supported"
+        "clamped.gguf could not be converted: llama.attention.clamp_kqv: 8.0 is not supported"
     )
 
 
@@ -592,6 +695,45 @@ def test_a_sentencepiece_tokenizer_is_the_source_models(
         ids = source(text, add_special_tokens=False).input_ids
         assert tokenizer(text).input_ids == [1, *ids], text
         assert tokenizer.decode(ids) == source.decode(ids)
+
+
+def test_a_gemma_tokenizer_finds_whole_what_its_file_defines(
+    tmp_path: Path, file_of: Callable[[str], GgufFile]
+) -> None:
+    control = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    lines, spaces = ["\n", "\n\n", "<b>"], ["▁▁", "▁▁▁"]
+    merged = ["th", "the", "▁the", "▁a", "an", "in"]
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz.,<>"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = [*control, *lines, *spaces, *bytes_, *merged, *letters]
+    merges = [("▁", "▁"), ("▁▁", "▁"), ("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a"), ("a", "n"), ("i", "n")]
+    source = GemmaTokenizer(vocab={token: token_id for token_id, token in enumerate(vocab)}, merges=merges)
+    source.add_special_tokens({"additional_special_tokens": control[4:]})
+    source.add_tokens(lines)
+    normal = len(merged) + len(letters)
+    file = gguf_of(source_model("gemma3_text", vocab_size=len(vocab))).changed(
+        {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.pre": "default",
+            "tokenizer.ggml.merges": None,
+            "tokenizer.ggml.tokens": [token.replace("▁", " ") if token in spaces else token for token in vocab],
+            "tokenizer.ggml.scores": [*[-1000.0] * (len(vocab) - normal), *(-float(rank) for rank in range(normal))],
+            "tokenizer.ggml.token_type": [*[3] * 6, *[4] * 5, *[6] * 256, *[1] * normal],
+            "tokenizer.ggml.bos_token_id": 2,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.unknown_token_id": 3,
+            "tokenizer.ggml.padding_token_id": 0,
+            "tokenizer.ggml.add_bos_token": True,
+            "tokenizer.ggml.add_space_prefix": False,
+        }
+    )
+    directory = converted(tmp_path, file)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    for text in ("the man and", " the  an   the", "<start_of_turn>in\n\n\nthe<end_of_turn>\n", "é <b>a</b>", "\n in"):
+        ids = source(text, add_special_tokens=False).input_ids
+        assert tokenizer(text).input_ids == [2, *ids], text
+        assert tokenizer.decode(ids) == source.decode(ids) == text
+    assert load_target(directory, device="cpu", dtype="float32", optimizes_modules=False).eos_token_ids == (1, 5)
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,13 @@ class Reference:
 
     def __init__(self, model_dir: Path, *, new_tokens: int) -> None:
         self.new_tokens = new_tokens
-        self._model_dir = model_dir
+        self.model_dir = model_dir
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
         self._outputs: dict[tuple[int, ...], list[int]] = {}
 
     @cached_property
     def _model(self) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self._model_dir, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32).eval()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -64,7 +64,8 @@ class Reference:
         return tuple(ids) if isinstance(ids, list) else (ids,)
 
     def prompt_ids(self, prompt: ParityPrompt) -> list[int]:
-        if not prompt.is_chat:
+        """Returns the prompt's tokens. Where a model has no chat template, a chat's text is the prompt."""
+        if not prompt.is_chat or self._tokenizer.chat_template is None:
             return list(self._tokenizer(prompt.text)["input_ids"])
         messages = [{"role": "user", "content": prompt.text}]
         return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))

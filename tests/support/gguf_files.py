@@ -19,6 +19,8 @@ _ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
@@ -94,13 +96,15 @@ def _own_keys(config: Any) -> dict[str, Any]:
             "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         }
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     keys |= {
         "feed_forward_length": config.intermediate_size,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "rope.dimension_count": int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)),
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": float(rope["rope_theta"]),
+        **_window_keys(config),
     }
     if config.model_type == "starcoder2":
         return keys | {"attention.layer_norm_epsilon": config.norm_epsilon}
@@ -112,6 +116,20 @@ def _own_keys(config: Any) -> dict[str, Any]:
         keys |= {"expert_feed_forward_length": config.moe_intermediate_size}
     if hasattr(config, "shared_expert_intermediate_size"):
         keys |= {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
+    return keys
+
+
+def _window_keys(config: Any) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    if getattr(config, "sliding_window", None):
+        keys["attention.sliding_window"] = config.sliding_window
+    if config.model_type in ("gemma2", "gemma3_text", "gpt_oss"):
+        local = config.rope_parameters.get("sliding_attention", config.rope_parameters)
+        keys["attention.sliding_window_pattern"] = config.layer_types.index("full_attention") + 1
+        keys["rope.freq_base_swa"] = float(local["rope_theta"])
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None):
+            keys[name] = getattr(config, name)
     return keys
 
 
@@ -138,18 +156,26 @@ def _tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
     for name, tensor in model.state_dict().items():
         if name in tied:
             continue
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            block = f"blk.{name.split('.')[2]}"
-            parts = tensor.chunk(2, dim=1) if name.endswith("gate_up_proj") else [tensor]
-            kinds = ("gate", "up") if len(parts) == 2 else ("down",)
-            for kind, part in zip(kinds, parts, strict=True):
-                tensors[f"{block}.ffn_{kind}_exps.weight"] = part.contiguous().numpy()
+        if ".experts." in name:
+            for kind, part in _expert_parts(architecture, name, tensor).items():
+                tensors[f"blk.{name.split('.')[2]}.ffn_{kind}"] = part.contiguous().numpy()
             continue
-        stem, _, suffix = name.rpartition(".")
+        stem, suffix = (name, "weight") if name.endswith("sinks") else name.rsplit(".", 1)
         gguf_name = names.get_name(stem)
         assert gguf_name is not None, name
         tensors[f"{gguf_name}.{suffix}"] = _as_stored(model, architecture, name, tensor).contiguous().numpy()
     return tensors
+
+
+def _expert_parts(architecture: str, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    kinds = ("gate", "up") if "gate_up_proj" in name else ("down",)
+    suffix = "bias" if name.endswith("_bias") else "weight"
+    if architecture == "gpt-oss":  # gates alternate with what they are multiplied by, and weights are [in, out]
+        parts = [tensor[..., place :: len(kinds)] for place in range(len(kinds))]
+        parts = parts if suffix == "bias" else [part.transpose(1, 2) for part in parts]
+    else:
+        parts = list(tensor.chunk(len(kinds), dim=1))
+    return {f"{kind}_exps.{suffix}": part for kind, part in zip(kinds, parts, strict=True)}
 
 
 def _as_stored(model: Any, architecture: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -158,4 +184,6 @@ def _as_stored(model: Any, architecture: str, name: str, tensor: torch.Tensor) -
         return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
     if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.T
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        return tensor + 1
     return tensor[0] if name.endswith("shared_expert_gate.weight") else tensor
