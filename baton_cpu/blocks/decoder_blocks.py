@@ -88,7 +88,7 @@ def fuse_blocks(model: nn.Module) -> int:
     A block is replaced if its class is in ATTENTIONS or MLPS, all its linear layers can be packed, and a block of that
     class computes in float32 what its replacement computes.
     """
-    trusted: dict[type[nn.Module], bool] = {}  # by class: one block is compared, as the others differ in weights only
+    trusted: dict[type[nn.Module], bool] = {}  # by class: others differ in weights and windows
 
     def fused(block: nn.Module) -> nn.Module | None:
         kind = type(block)

@@ -77,7 +77,7 @@ class LayerAttention:
     sinks: Tensor | None = None
 
     @classmethod
-    def told(
+    def from_keywords(
         cls,
         scaling: float,
         sliding_window: int | None = None,
@@ -85,7 +85,7 @@ class LayerAttention:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> LayerAttention:
-        """Returns what transformers' keyword arguments of an attention function say."""
+        """Reads the keyword arguments that transformers passes to an attention function."""
         return cls(scaling, sliding_window, softcap, s_aux)
 
 
@@ -98,7 +98,8 @@ class AttentionPlan(Protocol):
 
         With a tree mask, the mask selects among the row's last tokens instead. `how` says which tokens a window leaves,
         and how scores become weights. Shapes: query [T, heads, head_dim]; key, value [T, kv_heads, head_dim]; returns
-        [T, heads, head_dim]. Reads only slot 0, and the rows' own slots of tokens that some query attends.
+        [T, heads, head_dim]. Reads only slot 0 and the rows' own slots. What lies in slots behind the windows of all
+        queries of a row, even NaN, changes nothing.
         """
 
 
@@ -144,7 +145,7 @@ def paged_attention(
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    output = attention_plan.attend(layer, query, key, value, LayerAttention.told(**keywords))
+    output = attention_plan.attend(layer, query, key, value, LayerAttention.from_keywords(**keywords))
     return output.unsqueeze(0), None
 
 

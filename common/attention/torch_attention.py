@@ -4,6 +4,7 @@ scaled_dot_product_attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from common.attention.backend import AttentionPlan, ForwardInput, KernelShape, LayerAttention
 
 _PADDING_SLOT = 0
+_MAX_SCORE_BYTES = 64 << 20
+"""The size of the scores in float32 that are in memory at once, where PyTorch's operator for attention cannot be used.
+Some three copies of them exist for a moment.
+"""
 _MAX_WINDOW = 32
 """The most new tokens per row for which all rows are attended in one call, if they have equally many."""
 
@@ -127,23 +132,33 @@ def weighted_values(
     """Computes attention: for each query the sum of `values`, weighted by the softmax of its scores.
 
     Shapes: query [..., heads, queries, head_dim]; keys, values [..., heads, tokens, head_dim]; mask, additive,
-    broadcasts to [..., heads, queries, tokens], and `sinks` to [..., heads, queries, 1]. They stand for the window and
-    the sinks of `how`. With `is_causal` there is no mask, and query i attends the first i + 1 tokens.
+    broadcasts to [..., heads, queries, tokens], and `sinks` to [..., heads, queries, 1]. The window and the sinks of
+    `how` itself are not read. With `is_causal` there is no mask, and query i attends the first i + 1 tokens.
     """
     if how.softcap is None and sinks is None:
         return scaled_dot_product_attention(query, keys, values, mask, is_causal=is_causal, scale=how.scaling)
-    scores = (query @ keys.transpose(-1, -2)).float() * how.scaling
-    if how.softcap is not None:
-        scores = torch.tanh(scores / how.softcap) * how.softcap
+    *batch, num_queries, _ = query.shape
+    num_tokens = keys.shape[-2]
     if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-    if mask is not None:
-        scores = scores + mask
-    if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        weights = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
-    return weights.to(values.dtype) @ values
+        allowed = torch.ones((num_queries, num_tokens), dtype=torch.bool, device=query.device).tril()
+        mask = _additive_mask(allowed, query.dtype)
+    if sinks is not None:
+        sinks = sinks.expand(*batch, num_queries, 1)
+    outputs = []
+    num_at_once = max(1, _MAX_SCORE_BYTES // (4 * num_tokens * math.prod(batch)))
+    for first in range(0, num_queries, num_at_once):
+        some = slice(first, first + num_at_once)
+        scores = (query[..., some, :] @ keys.transpose(-1, -2)).float().mul_(how.scaling)
+        if how.softcap is not None:
+            scores = scores.div_(how.softcap).tanh_().mul_(how.softcap)
+        if mask is not None:
+            scores = scores + mask[..., some, :]
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            weights = torch.cat([scores, sinks[..., some, :].float()], -1).softmax(-1)[..., :-1]
+        outputs.append(weights.to(values.dtype) @ values)
+    return torch.cat(outputs, dim=-2)
 
 
 def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tensor) -> Tensor:

@@ -184,8 +184,8 @@ class TritonAttention:
 class _InWindow:
     """What layers with the same window share: at most `num_kept` tokens of a row are read, in `num_splits` parts.
 
-    `groups` are the rows, and their new tokens, that are attended together. `mask` [T, W] uint8 is the tree mask as far
-    as the window allows, and `path_lens` [T] counts what it would allow without.
+    `groups` are the rows, and their new tokens, that are attended together. `mask` [T, W] uint8 is the tree mask, cut
+    to the window. `path_lens` [T] counts the columns of the whole tree mask that each new token attends.
     """
 
     num_kept: int

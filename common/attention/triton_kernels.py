@@ -4,7 +4,7 @@
     attend     for a block of one row's queries, one KV head, and one part of the row's tokens: softmax over that part
     combine    combines the parts of each query, weighted by their softmax sums
 
-The score of a token that is not attended is -inf, and its K and V are not loaded, so only the row's own slots are read.
+The score of a token that is not attended is -inf. Only the row's own slots are read, and V behind a window is not.
 A layer's `window`, `softcap` and `sinks` are those of LayerAttention. Only the last `num_kept` tokens of a row, which
 its queries may attend, are divided into parts and read.
 The softmax has base 2; `scale_log2` accounts for that. Addresses have 64 bits: a pool may hold over 2^31 numbers. If

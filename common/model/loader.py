@@ -48,7 +48,7 @@ def load_target(
 
     If the model's class is known: `fuses` prepares it, on a CPU, to be compiled into one program; `optimizes_modules`
     replaces its modules by fewer and faster ones. Raises UnsupportedModel, naming the trait, for a model that is not
-    decoder-only with full causal attention.
+    served (see traits.py).
     """
     refuse_broken_links(directory)
     versions = read_versions(directory)

@@ -112,7 +112,9 @@ class _Probe:
             self.kv.append(torch.stack([key[0], value[0]]).transpose(1, 2))
         else:
             self._refuse("keys and values of different shapes")
-        window = keywords.get("sliding_window")
+        window, softcap = keywords.get("sliding_window"), keywords.get("softcap")
+        if softcap is not None and not softcap > 0:
+            self._refuse(f"attention with a soft cap of {softcap}")
         if window is not None and (type(window) is not int or window < 1):
             self._refuse(f"a sliding window of {window} tokens")
         elif mask is not None and (mask.dim() > 0 or int(mask) != window):
@@ -142,10 +144,11 @@ def _probe_attention(
 ) -> tuple[Tensor, None]:
     if attention_probe is None:
         raise ValueError("its layers are not handed what its caller hands it")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_probe.observe(module, query, key, value, attention_mask, keywords)
     if attention_probe.trait is not None:
         return torch.zeros_like(query).transpose(1, 2), None
-    how = LayerAttention.told(scaling or query.shape[-1] ** -0.5, **keywords)
+    how = LayerAttention.from_keywords(scaling, **keywords)
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     return attend_prompt(query, key, value, how).unsqueeze(0), None
 

@@ -25,8 +25,8 @@ from common.peer_text import peer_text
 from common.text.grammars import GrammarRefused, Grammars
 
 _NICENESS = 10
-"""A trial gets a tenth of a core that a computing thread wants, too. So those who send many new grammars hardly slow
-other clients' forwards, and a trial still ends in time.
+"""Beside a computing thread on the same core, a trial gets a tenth of its time. So those who send many new grammars
+hardly slow other clients' forwards, and a trial still ends in time.
 """
 _TOO_LARGE = "needs more memory to compile than a grammar may"
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baton_cpu.attention import PagedCpuAttention
+from common.attention import torch_attention
 from common.attention.backend import AttentionBackend, LayerAttention
 from common.attention.torch_attention import TorchAttention
 from tests.model.attention_rows import LAYER, Rows
@@ -120,6 +121,13 @@ def test_a_layer_says_how_tokens_attend(backend: str, dtype: torch.dtype, lens: 
 def test_it_says_so_of_drafts_too(backend: str, lens: str, num_masked: int, layer: str) -> None:
     rows = {**ROWS, "decode behind drafts": ((3, 1), (150, 1)), "many drafts": ((0, 33), (20, 33))}[lens]
     check(backend, Rows.of(rows, heads=HEADS, head_dim=HEAD_DIM).with_drafts(num_masked), LAYERS[layer])
+
+
+@pytest.mark.parametrize("layer", ["a soft cap", "sinks", "all of them"])
+def test_scores_are_computed_for_some_queries_at_a_time(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "_MAX_SCORE_BYTES", 4 * HEADS[0] * 300)
+    for lens in ROWS.values():
+        check("torch", Rows.of(lens, heads=HEADS, head_dim=HEAD_DIM), LAYERS[layer])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -281,6 +281,15 @@ def test_a_window_that_no_mask_shows_is_refused(window: int, why: str) -> None:
         served(model)
 
 
+def test_a_soft_cap_of_nothing_is_refused() -> None:
+    model = llama(**FAR)
+    model.model.layers[1].register_forward_pre_hook(
+        lambda _module, args, keywords: (args, {**keywords, "softcap": 0.0}), with_kwargs=True
+    )
+    with pytest.raises(UnsupportedModel, match=r"attention with a soft cap of 0\.0"):
+        served(model)
+
+
 class SlidingConfig:
     """A model's config with a sliding window, in the field that transformers' code for masks reads."""
 
