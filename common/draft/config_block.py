@@ -131,6 +131,10 @@ def _refuse_other_layers(reader: ConfigReader, rope: LlamaConfig) -> None:
     """Raises UnsupportedModel if the layer is computed in another way than Llama's or Qwen2's."""
     config = reader.config
     check_config(SimpleNamespace(**{**config, "rope_parameters": rope.rope_parameters}), name=reader.directory)
+    if (window := config.get("sliding_window")) is not None and config.get("use_sliding_window") is not False:
+        raise reader.unsupported(f"sliding-window attention (sliding_window={window})")
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise reader.unsupported("a layer of type sliding_attention")
     for key in _MLA_KEYS:
         if config.get(key) is not None:
             raise reader.unsupported(f"multi-head latent attention ({key})")
