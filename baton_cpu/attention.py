@@ -71,7 +71,7 @@ class _PagedPlan:
         array = self._array
         if how.window not in self._in_window:
             self._in_window[how.window] = self._cut(how.window)
-        sinks = np.empty(0, np.float32) if how.sinks is None else how.sinks.float().numpy()
+        sinks = np.empty(0, np.float32) if how.sinks is None else how.sinks.detach().float().numpy()
         self._kernel(
             array(query),
             array(key),

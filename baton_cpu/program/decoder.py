@@ -16,7 +16,9 @@ from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from baton_cpu.program.kernel.numbers import DTYPES
 from baton_cpu.program.kernel.operations import Store
 from baton_cpu.program.weights import step_of
+from common.attention.backend import LayerAttention
 from common.host.memory import require_room
+from common.model.blocks import layer_attention
 from common.model.forward_program import NewProgram
 
 _MAX_POSITIONS = 131_072  # 64 MB of cosines and sines at a head_dim of 128 in bfloat16
@@ -37,10 +39,10 @@ def can_fuse(model: nn.Module) -> bool:
         weight.dtype in DTYPES
         and weight.device.type == "cpu"
         and config.hidden_act == "silu"
-        and getattr(config, "sliding_window", None) is None
         and config.intermediate_size % (PANEL_WIDTH // 2) == 0
         and all(type(linear) is nn.Linear and linear.in_features % step_of(weight.dtype) == 0 for linear in linears)
         and all(linear.bias is None for linear in linears if linear not in _biased(model))
+        and all(_attends_all(layer.self_attn) for layer in _base(model).layers)
     )
 
 
@@ -196,6 +198,11 @@ def _attention_size(attention: Any) -> AttentionSize:
         head_dim=attention.head_dim,
         scaling=attention.scaling,
     )
+
+
+def _attends_all(attention: Any) -> bool:
+    """Returns whether the attention block attends all earlier tokens, which is what the kernel does."""
+    return layer_attention(attention) == LayerAttention(attention.scaling)
 
 
 def _biased(model: nn.Module) -> Sequence[nn.Module]:

@@ -283,8 +283,11 @@ def _causal_mask(num_before: int, num_new: int, window: int | None, *, like: Ten
     if not is_limited and (num_before == 0 or num_new == 1):
         return None
     positions = torch.arange(num_before + num_new, device=like.device)
-    attended = positions <= positions[num_before:].unsqueeze(1)
-    return _additive_mask(attended if window is None else in_window(attended, window), like.dtype)
+    last = positions[num_before:].unsqueeze(1)
+    attended = positions <= last
+    if window is not None:
+        attended &= positions > last - window
+    return _additive_mask(attended, like.dtype)
 
 
 def _attended_of_tree(num_tokens: int, tree_mask: Tensor, window: int | None) -> Tensor:

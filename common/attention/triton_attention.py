@@ -182,7 +182,9 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class _InWindow:
-    """What layers with the same window share: at most `num_kept` tokens of a row are read, in `num_splits` parts.
+    """The part of a plan that layers with the same window share.
+
+    They read at most the last `num_kept` tokens of a row, in `num_splits` parts.
 
     `groups` are the rows, and their new tokens, that are attended together. `mask` [T, W] uint8 is the tree mask, cut
     to the window. `path_lens` [T] counts the columns of the whole tree mask that each new token attends.

@@ -45,10 +45,10 @@ def test_every_directory_of_modules_is_a_package(package: str) -> None:
     ("part", "extras"),
     [
         ("baton.client", ()),
-        ("prefill_service", ("engine", "gpu", "nixl")),
-        ("decode_service", ("engine", "gpu", "nixl")),
+        ("prefill_service", ("engine", "gpu", "nixl", "quantized")),
+        ("decode_service", ("engine", "gpu", "nixl", "quantized")),
         ("gateway", ("gateway",)),
-        ("training", ("engine", "gpu", "training")),
+        ("training", ("engine", "gpu", "training", "quantized")),
     ],
 )
 def test_every_imported_library_is_declared(part: str, extras: tuple[str, ...]) -> None:

@@ -150,14 +150,18 @@ class Limited(Matcher):
     """A matcher that allows everything, and whose copies fail at the token `at`."""
 
     def __init__(self, at: int, failure: str = "") -> None:
-        self.at, self.failure = at, failure
+        self._at, self._failure = at, failure
+
+    @property
+    def failure(self) -> str:
+        return self._failure
 
     def accept(self, token_id: int) -> bool:
-        self.failure = self.failure or ("too large" if token_id == self.at else "")
-        return not self.failure
+        self._failure = self._failure or ("too large" if token_id == self._at else "")
+        return not self._failure
 
     def copy(self) -> Limited:
-        return Limited(self.at)
+        return Limited(self._at)
 
     def fill(self, mask: Mask) -> None:
         mask[:] = 1

@@ -269,8 +269,10 @@ def test_forwards_past_the_rotation_table_are_the_models_own(model: TargetModel,
     assert not program.takes(replace(batch, input_ids=many))
 
 
-def test_a_model_of_another_kind_has_no_program(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
-    assert load_target(tiny_model_dir("phi3"), device="cpu", dtype="float32", fuses=True).new_decoder is None
+@pytest.mark.parametrize("architecture", ["phi3", "mistral, windows", "qwen2, a window"])
+def test_a_model_of_another_kind_has_no_program(architecture: str, tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
+    target = load_target(tiny_model_dir(architecture), device="cpu", dtype="float32", fuses=True)
+    assert target.new_decoder is None
 
 
 def test_it_is_written_down_when_asked_from_the_weights_there_were(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
