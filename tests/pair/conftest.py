@@ -68,6 +68,15 @@ def leaning(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
+def leaning_windows(tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """A head and a target like `leaning`, whose layers attend in windows."""
+    target_dir = save_last_token_model(
+        tmp_path_factory.mktemp("windows"), architecture="mistral, windows", context_weight=0.05
+    )
+    return copying_head(tmp_path_factory.mktemp("windows-head"), target_dir, family="eagle3", draft_vocab_size=60)
+
+
+@pytest.fixture(scope="session")
 def leaning_layers(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     """A head like `leaning`, with all of the target's ids and one layer for each of four drafts. Each layer reads the
     output of the one before it.

@@ -115,9 +115,12 @@ def check_tokens_of_a_leaning_target(leaning: Drafted, shape: str) -> None:
     assert counts.num_accepted > 50 and counts.num_rejected > 50, counts
 
 
+@pytest.mark.parametrize("target", ["leaning", "leaning_windows"])
 @pytest.mark.parametrize("shape", ["chain-4", "tree-4x3-15"])
-def test_greedy_tokens_equal_generate_where_some_drafts_are_right(shape: str, leaning: Drafted) -> None:
-    check_tokens_of_a_leaning_target(leaning, shape)
+def test_greedy_tokens_equal_generate_where_some_drafts_are_right(
+    shape: str, target: str, request: pytest.FixtureRequest
+) -> None:
+    check_tokens_of_a_leaning_target(request.getfixturevalue(target), shape)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def save_tiny_model(directory: Path, architecture: str, *, seed: int = 0, **conf
 def save_last_token_model(
     directory: Path,
     *,
+    architecture: str = "llama",
     vocab_size: int = SMALL_VOCAB_SIZE,
     seed: int = 0,
     logits_std: float = 1.5,
@@ -103,7 +104,7 @@ def save_last_token_model(
     `disturbance` adds noise to the output weights, of that size relative to the logits, so that the same embeddings
     give other distributions.
     """
-    config = _config("llama", vocab_size=vocab_size, tie_word_embeddings=False)
+    config = _config(architecture, vocab_size=vocab_size, tie_word_embeddings=False)
     model = random_model(config, seed)
     with torch.no_grad():
         for layer in model.model.layers:
