@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from baton.client.channel import ChannelOptions, Tls
 from baton.client.event_order import CompletionBuilder
 from baton.client.generation import Generation, Progress
+from baton.client.interrupts import uninterrupted
 from baton.client.servers import BlockingServers, CommonServer, Opening, Server
 from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
@@ -37,7 +38,9 @@ from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 
 
 class EventStream(Iterator[Event]):
-    """The events of one generation. Closing it, leaving its `with` block or dropping it cancels the call."""
+    """The events of one generation. Closing it, leaving its `with` block or dropping it cancels the call, and so does
+    Ctrl-C while it is read.
+    """
 
     def __init__(
         self, generation: Generation, servers: BlockingServers, *, same_server_as: EventStream | None = None
@@ -52,9 +55,7 @@ class EventStream(Iterator[Event]):
         self._server: Server | None = None  # of the last call
         self._opening = Opening(self._beginnings)  # of the last call
         self._call: Any = None  # None until a server is ready; cancels itself when it is garbage-collected
-        with suppress(Unavailable):  # the first read tries again, and raises it
-            if (server := servers.take(self._beginnings, common=self._common)) is not None:
-                self._open_call(server)
+        self._open_call_if_ready()
 
     @property
     def progress(self) -> Progress:
@@ -63,6 +64,14 @@ class EventStream(Iterator[Event]):
 
     def __next__(self) -> Event:
         """Returns the next event. Raises StopIteration after Finished, and a BatonError when the request fails."""
+        try:
+            return self._next_event()
+        except KeyboardInterrupt:
+            self.close()
+            raise
+
+    @uninterrupted
+    def _next_event(self) -> Event:
         try:
             while True:
                 try:
@@ -91,6 +100,7 @@ class EventStream(Iterator[Event]):
             self.close()
             raise
 
+    @uninterrupted
     def close(self) -> None:
         """Cancels the call if it is still open; both services drop the request. Closing twice is fine."""
         self._is_closed.set()
@@ -105,6 +115,12 @@ class EventStream(Iterator[Event]):
         if self._is_closed.is_set() or self._is_closed.wait(self._generation.pause_s_after(error)):
             raise Cancelled("the stream was closed")
         self._call = None
+
+    @uninterrupted
+    def _open_call_if_ready(self) -> None:
+        with suppress(Unavailable):  # the first read tries again, and raises it
+            if (server := self._servers.take(self._beginnings, common=self._common)) is not None:
+                self._open_call(server)
 
     def _open_call_when_ready(self) -> None:
         server = self._servers.take_when_ready(
@@ -333,10 +349,12 @@ class Client:
                 return HealthStatus.UNKNOWN_SERVICE
             raise error_from_rpc(error) from None
 
+    @uninterrupted
     def close(self) -> None:
         """Cancels the open calls and closes the connections."""
         self._servers.close()
 
+    @uninterrupted
     def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:
         """Calls a method of a server, and returns its answer."""
         give_up_s = time.monotonic() + self._rpc_timeout_s

@@ -10,6 +10,7 @@ from typing import Self
 import grpc
 
 from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
+from baton.client.interrupts import uninterrupted
 from baton.client.target import single_server
 from baton.codec import prefill_load_from_wire
 from baton.errors import error_from_rpc
@@ -41,6 +42,7 @@ class PrefillClient:
         )
         self._prefill = prefill_pb2_grpc.PrefillStub(authorized(self._channel, token))
 
+    @uninterrupted
     def load(self) -> PrefillLoad:
         try:
             return prefill_load_from_wire(
@@ -49,6 +51,7 @@ class PrefillClient:
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
+    @uninterrupted
     def close(self) -> None:
         self._channel.close()
 

@@ -1,0 +1,46 @@
+"""Keeps Ctrl-C out of gRPC's code."""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
+    """Lets calls from the main thread run on another thread, for which the main thread waits.
+
+    Python raises KeyboardInterrupt between any two instructions of the main thread. Between taking a lock and entering
+    the block that gives it back, the lock stays taken, and the later calls of a gRPC channel would wait forever. A call
+    that is interrupted goes on, on its thread.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if threading.get_ident() != threading.main_thread().ident:
+            return function(*args, **kwargs)
+        # A queue and a thread that are written in C, because an interrupt leaves nothing taken in them.
+        outcomes: queue.SimpleQueue[tuple[R, None] | tuple[None, BaseException]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcomes.put((function(*args, **kwargs), None))
+            except BaseException as error:
+                outcomes.put((None, error))
+
+        _thread.start_new_thread(run, ())
+        result, error = outcomes.get()
+        if error is None:
+            return result  # type: ignore[return-value]
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+
+    return call

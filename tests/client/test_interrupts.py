@@ -1,0 +1,70 @@
+"""Tests that Ctrl-C cannot stop the main thread inside gRPC's code, where it may leave a lock taken."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import grpc
+import pytest
+
+from baton import Client
+from baton.client.prefill import PrefillClient
+from baton.errors import Cancelled, Unimplemented
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
+
+GRPC = str(Path(grpc.__file__).parent)
+
+
+def functions_of_grpc(run: Callable[[], None]) -> set[str]:
+    """Returns the names of gRPC's functions that `run` runs on this thread."""
+    names: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(GRPC):
+            names.add(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def test_no_call_of_the_client_runs_grpc_on_the_main_thread(server: ScriptedServer, client: Client) -> None:
+    server.inference.script = [started(), delta([5], "Hello"), finished(num_completion_tokens=1)]
+    prefill = PrefillClient(server.address)
+
+    def run() -> None:
+        assert client.complete("Hi").text == "Hello"
+        with client.generate("Hi") as events:
+            next(events)
+        assert client.model_info().model == "demo"
+        client.health()
+        with pytest.raises(Unimplemented):
+            prefill.load()
+        client.close()
+        prefill.close()
+
+    assert functions_of_grpc(run) <= {"__del__"}, "which takes the lock of a call that is over, and no other"
+    assert "close" in functions_of_grpc(lambda: grpc.insecure_channel(server.address).close())
+
+
+def test_an_interrupted_read_cancels_the_call(server: ScriptedServer, client: Client) -> None:
+    server.inference.script = [started(), server.inference.HOLD]
+    events = client.generate("Hi")
+    next(events)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(events)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert server.inference.call_ended.wait(BOUND_S)
+    with pytest.raises(Cancelled):
+        next(events)
