@@ -39,7 +39,7 @@ from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 
 class EventStream(Iterator[Event]):
     """The events of one generation. Closing it, leaving its `with` block or dropping it cancels the call, and so does
-    Ctrl-C while it is read.
+    Ctrl-C while it is being read.
     """
 
     def __init__(
@@ -65,40 +65,36 @@ class EventStream(Iterator[Event]):
     def __next__(self) -> Event:
         """Returns the next event. Raises StopIteration after Finished, and a BatonError when the request fails."""
         try:
-            return self._next_event()
-        except KeyboardInterrupt:
+            while True:
+                if (event := self._generation.accept(self._next_message())) is not None:
+                    return event
+        except StopIteration:
+            self._generation.end()
+            raise
+        except BaseException:  # a BatonError, or what a signal's handler raises while another thread still reads
             self.close()
             raise
 
     @uninterrupted
-    def _next_event(self) -> Event:
-        try:
-            while True:
-                try:
-                    if self._call is None:
-                        self._open_call_when_ready()
-                    message = next(self._call)
-                except grpc.RpcError as failure:
-                    error = error_from_rpc(failure)
-                    if self._server is not None and not self._is_closed.is_set():
-                        self._servers.note_failed(self._server, error)
-                except Unavailable as failure:  # no server is known
-                    error = failure
-                else:
-                    if self._server is not None and message.HasField("started"):
-                        self._servers.note_accepted(self._server, self._opening)
-                    if (event := self._generation.accept(message)) is not None:
-                        return event
-                    continue
-                if self._generation.has_finished:  # all events have come, and only the call's own status is lost
-                    raise StopIteration
-                self._resume(error)
-        except StopIteration:
-            self._generation.end()
-            raise
-        except BatonError:
-            self.close()
-            raise
+    def _next_message(self) -> inference_pb2.GenerateEvent:
+        while True:
+            try:
+                if self._call is None:
+                    self._open_call_when_ready()
+                message: inference_pb2.GenerateEvent = next(self._call)
+            except grpc.RpcError as failure:
+                error = error_from_rpc(failure)
+                if self._server is not None and not self._is_closed.is_set():
+                    self._servers.note_failed(self._server, error)
+            except Unavailable as failure:  # no server is known
+                error = failure
+            else:
+                if self._server is not None and message.HasField("started"):
+                    self._servers.note_accepted(self._server, self._opening)
+                return message
+            if self._generation.has_finished:  # all events have come, and only the call's own status is lost
+                raise StopIteration
+            self._resume(error)
 
     @uninterrupted
     def close(self) -> None:

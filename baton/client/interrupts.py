@@ -25,7 +25,7 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if threading.get_ident() != threading.main_thread().ident:
             return function(*args, **kwargs)
-        # A queue and a thread that are written in C, because an interrupt leaves nothing taken in them.
+        # The queue and the thread are written in C, so an interrupt leaves no lock of theirs taken.
         outcomes: queue.SimpleQueue[tuple[R, None] | tuple[None, BaseException]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -34,7 +34,10 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
             except BaseException as error:
                 outcomes.put((None, error))
 
-        _thread.start_new_thread(run, ())
+        try:
+            _thread.start_new_thread(run, ())
+        except RuntimeError:  # no thread can start: there are too many, or the interpreter ends
+            return function(*args, **kwargs)
         result, error = outcomes.get()
         if error is None:
             return result  # type: ignore[return-value]

@@ -14,6 +14,7 @@ import pytest
 from baton import Client
 from baton.client.prefill import PrefillClient
 from baton.errors import Cancelled, Unimplemented
+from baton.events import Delta, Started
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 
 GRPC = str(Path(grpc.__file__).parent)
@@ -44,27 +45,48 @@ def test_no_call_of_the_client_runs_grpc_on_the_main_thread(server: ScriptedServ
         with client.generate("Hi") as events:
             next(events)
         assert client.model_info().model == "demo"
+        client.load()
         client.health()
         with pytest.raises(Unimplemented):
             prefill.load()
         client.close()
         prefill.close()
 
-    assert functions_of_grpc(run) <= {"__del__"}, "which takes the lock of a call that is over, and no other"
+    assert functions_of_grpc(run) <= {"__del__"}, "which takes no other lock than that of a call that is over"
     assert "close" in functions_of_grpc(lambda: grpc.insecure_channel(server.address).close())
 
 
-def test_an_interrupted_read_cancels_the_call(server: ScriptedServer, client: Client) -> None:
-    server.inference.script = [started(), server.inference.HOLD]
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, TimeoutError])
+def test_a_read_that_a_signal_ends_cancels_the_call(
+    raised: type[BaseException], server: ScriptedServer, client: Client
+) -> None:
+    def handle(*_: object) -> None:
+        raise raised
+
+    server.inference.script = [started(), delta([5], "Hel"), server.inference.HOLD]
     events = client.generate("Hi")
-    next(events)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    assert [type(next(events)) for _ in range(2)] == [Started, Delta]
+    previous = signal.signal(signal.SIGALRM, handle)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(raised):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
             next(events)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert server.inference.call_ended.wait(BOUND_S)
     with pytest.raises(Cancelled):
         next(events)
+    assert events.progress.generated_token_ids == (5,)
+
+
+def test_where_no_thread_can_start_calls_run_on_this_one(
+    server: ScriptedServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server.inference.script = [started(), delta([5], "Hello"), finished(num_completion_tokens=1)]
+    monkeypatch.setattr("_thread.start_new_thread", fail)
+    assert client.complete("Hi").text == "Hello"
+    client.close()
