@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
@@ -90,6 +90,8 @@ _LISTING = re.compile(r"^(?: *[0-9]+ \| .*| *\^+ *|<non-verbose/>)$", re.MULTILI
 _PLACE = re.compile(r"at [0-9]+\([0-9]+\): ")
 _MAX_FORCED_CHARS = 256
 """How many characters of a text that a grammar forces are encoded. A mask needs the first token only, drafts a few."""
+_LEXER_ERROR = "lexer error"
+"""How the library's message begins if the lexer that copies share has reached a limit."""
 _BEFORE_FORCED = "\n"
 """A text that tokenizers do not join with the text after it. A space that they put before a text comes before this."""
 
@@ -155,44 +157,66 @@ class Work:
 Vocabulary = dict[str, list[str] | list[int]]
 
 
+@dataclass(slots=True)
+class SharedLexer:
+    """What is known of the lexer that a prototype and its copies share. `failure` says why it is of no more use, or is
+    "". One matcher takes it to a limit and gets an error. Others that need more of it only refuse what they allowed.
+    """
+
+    failure: str = ""
+
+
 class LlgMatcher:
     """A Matcher that uses llguidance. It fails if its calls take so long that they delay the steps of all requests (see
     `_CALL_CPU_S`).
     """
 
-    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int], work: Work) -> None:
+    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int], work: Work, lexer: SharedLexer) -> None:
         self._matcher = matcher
         self._end_ids = end_ids
         self._work = work
+        self._lexer = lexer
+        self._has_refused = False
 
     def accept(self, token_id: int) -> bool:
         # The library takes an end token in some states only.
         if token_id in self._end_ids or self._work.is_too_much:
             return False
         with self._work:
-            return self._matcher.try_consume_tokens([token_id]) == 1
+            is_accepted = self._matcher.try_consume_tokens([token_id]) == 1
+        self._note_error()
+        self._has_refused |= not is_accepted
+        return is_accepted
 
     @property
     def failure(self) -> str:
         if self._work.is_too_much:
             return "its masks take too long"
-        return _words(self._matcher) if self._matcher.is_error() else ""
+        if self._matcher.is_error():
+            return _words(self._matcher)
+        return self._lexer.failure if self._has_refused else ""
 
     def copy(self) -> LlgMatcher:
-        return LlgMatcher(self._matcher.deep_copy(), self._end_ids, self._work)
+        return LlgMatcher(self._matcher.deep_copy(), self._end_ids, self._work, self._lexer)
 
     def fill(self, mask: Mask) -> None:
         if not self._work.is_too_much:
             with self._work:
                 self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._note_error()
         if self._work.is_too_much or self._matcher.is_error():  # else the mask would let the output end
             mask[:] = 0
+        self._has_refused |= bool(self._lexer.failure) and not mask.any()
 
     def forced(self) -> Sequence[int]:
         if self._work.is_too_much:
             return ()
         with self._work:
             return self._matcher.compute_ff_tokens()
+
+    def _note_error(self) -> None:
+        if self._matcher.is_error() and (words := _words(self._matcher)).startswith(_LEXER_ERROR):
+            self._lexer.failure = words
 
 
 class _Vocabulary:
@@ -271,6 +295,7 @@ class _Vocabulary:
 class _Prototype:
     matcher: LLMatcher
     num_bytes: int
+    lexer: SharedLexer = field(default_factory=SharedLexer)
 
 
 class Grammars:
@@ -359,7 +384,10 @@ class Grammars:
 
     def _new_matcher(self, grammar: Grammar | None, reasoning: Reasoning | None, num_bytes: int) -> Matcher:
         end_ids = frozenset(self._eos_token_ids)
-        answer = None if grammar is None else LlgMatcher(self._sound_copy(grammar, num_bytes), end_ids, Work())
+        answer: LlgMatcher | None = None
+        if grammar is not None:
+            matcher, lexer = self._sound_copy(grammar, num_bytes)
+            answer = LlgMatcher(matcher, end_ids, Work(), lexer)
         if answer is not None and (reasoning is None or not reasoning.may_begin):
             return answer
         assert reasoning is not None, "nothing constrains the output"
@@ -401,40 +429,42 @@ class Grammars:
         if not self._eos_token_ids:
             raise GrammarRefused("the model has no token that ends an output")
 
-    def _sound_copy(self, grammar: Grammar, num_bytes: int) -> LLMatcher:
-        """Returns a new matcher of a grammar, which can make its first mask. Raises GrammarRefused.
+    def _sound_copy(self, grammar: Grammar, num_bytes: int) -> tuple[LLMatcher, SharedLexer]:
+        """Returns a new matcher of a grammar, which can make its first mask, and its lexer. Raises GrammarRefused.
 
         All copies of a prototype share one lexer, which grows. If an output took it to its limit, the grammar is
         compiled again, so that later outputs do not fail.
         """
         for _ in range(2):
-            matcher = self._prototype(grammar, num_bytes).deep_copy()
+            prototype = self._prototype(grammar, num_bytes)
+            matcher = prototype.matcher.deep_copy()
             matcher.compute_bitmask()
-            if not matcher.is_error():
-                return matcher
+            if not (matcher.is_error() or prototype.lexer.failure):
+                return matcher, prototype.lexer
             with self._lock:
                 num_bytes = self._drop(grammar) or num_bytes
         raise GrammarRefused(_words(matcher))
 
-    def _prototype(self, grammar: Grammar, num_bytes: int) -> LLMatcher:
+    def _prototype(self, grammar: Grammar, num_bytes: int) -> _Prototype:
         with self._lock:
             if (found := self._prototypes.get(grammar)) is not None:
                 self._prototypes.move_to_end(grammar)
                 self._on_found()
-                return found.matcher
+                return found
             tokenizer = self._open_tokenizer()
         start_s = time.perf_counter()
         try:
             matcher = _compiled(grammar, tokenizer)
         finally:
             self._on_compiled(time.perf_counter() - start_s)
+        prototype = _Prototype(matcher, num_bytes)
         with self._lock:
             self._drop(grammar)
-            self._prototypes[grammar] = _Prototype(matcher, num_bytes)
+            self._prototypes[grammar] = prototype
             self._num_bytes += num_bytes + LEXER_BYTES
             while len(self._prototypes) > _MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
                 self._drop(next(iter(self._prototypes)))
-        return matcher
+        return prototype
 
     def _drop(self, grammar: Grammar) -> int:
         """Removes a grammar from the cache, and returns the `num_bytes` for which it counted there, or 0."""

@@ -25,6 +25,7 @@ from common.text.grammars import (
     Grammars,
     LlgMatcher,
     OutputRefused,
+    SharedLexer,
     Work,
 )
 from common.text.tokenizer import TextTokenizer
@@ -327,6 +328,26 @@ def test_what_outputs_make_of_a_grammar_is_bounded_and_harms_no_later_output() -
     assert allowed(grammars.matcher(grammar), tokenizer) == first
 
 
+def test_a_lexer_that_a_copy_took_to_its_limit_fails_the_others_by_name_and_no_later_output() -> None:
+    """The library gives only that copy an error. Other matchers refuse tokens that they allowed, without a word."""
+    tokenizer = byte_level()
+    end = eos_id(tokenizer)
+    grammars = Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[end])
+    schema = {"type": "string", "pattern": r"((((\d|\d)*\d)*(.*(a)*)*){1,450})*"}
+    grammar, draw = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), random.Random(0)
+    matcher, quote = grammars.matcher(grammar), tokenizer.encode('"')
+    first = allowed(matcher, tokenizer)
+    assert all(map(matcher.accept, quote))
+    while not matcher.failure:
+        token_id = draw.choice(sorted({*allowed(matcher, tokenizer)} - {end, *quote}))
+        copy = matcher.copy()
+        assert copy.accept(token_id)
+        allowed(copy, tokenizer)
+        assert matcher.accept(token_id) == (not matcher.failure) == (not copy.failure)
+    assert "lexer error" in matcher.failure
+    assert allowed(grammars.matcher(grammar), tokenizer) == first
+
+
 class TimedMatcher:
     """Stands for the library's matcher. Its calls take the seconds of the processor that `calls_s` lists, in turn."""
 
@@ -352,7 +373,7 @@ class TimedMatcher:
 def num_calls_until_failure(calls_s: Sequence[float]) -> int:
     """Returns how many calls a matcher makes before it fails: all of them if it does not fail."""
     library, mask = TimedMatcher(calls_s), np.zeros(1, np.int32)
-    matcher = LlgMatcher(library, frozenset(), Work(lambda: library.now_s))
+    matcher = LlgMatcher(library, frozenset(), Work(lambda: library.now_s), SharedLexer())
     for number in range(len(calls_s)):
         if matcher.failure:
             return number

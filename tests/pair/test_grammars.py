@@ -456,10 +456,10 @@ def test_a_limit_that_only_drafts_reach_is_told_as_that(
 
     class Own(LlgMatcher):
         def copy(self) -> Failing:
-            return Failing(self._matcher.deep_copy(), self._end_ids, self._work)
+            return Failing(self._matcher.deep_copy(), self._end_ids, self._work, self._lexer)
 
     def fill_nodes_of_failing(matcher: LlgMatcher, *args: Any) -> dict[int, str]:
-        return fill_nodes(Own(matcher._matcher, matcher._end_ids, matcher._work), *args)
+        return fill_nodes(Own(matcher._matcher, matcher._end_ids, matcher._work, matcher._lexer), *args)
 
     fill_nodes = grammars.fill_nodes
     monkeypatch.setattr(grammars, "fill_nodes", fill_nodes_of_failing)
