@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from baton import Completion
 from baton.local_pair import LocalPair
@@ -23,7 +21,7 @@ from baton.service_process import ServiceProcess
 from common.nixl import transfer_process
 from tests.support.models import save_tiny_model
 from tests.support.reference import generate_greedily
-from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
+from tests.support.running_pair import BOUND_S, RunningPair, prefill_counters, running_pair, wait_until
 
 NUM_REQUESTS = 6
 PROMPT_TOKENS = 300
@@ -73,16 +71,6 @@ def tokens(completions: list[Future[Completion]]) -> list[list[int]]:
     return [list(completion.result().token_ids) for completion in completions]
 
 
-def num_bytes(pair: RunningPair, name: str) -> float:
-    """Returns the bytes of KV that the prefill services have handed over, by the counter of this name."""
-    total = 0.0
-    for address in pair.processes.metrics_addresses[:2]:
-        text = urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_S).read().decode()
-        samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
-        total += sum(sample.value for sample in samples if sample.name == name)
-    return total
-
-
 def nixl_of(service: ServiceProcess) -> list[psutil.Process]:
     """Returns the service's processes that host NIXL, once there are any: one for a prefill service, and one per
     replica in use for a decode service.
@@ -120,7 +108,7 @@ def test_tokens_are_those_of_generate_and_every_byte_went_through_nixl(
         assert tokens(completions) == expected
     assert [completion.result().timings.num_handoff_attempts for completion in completions] == [1] * NUM_REQUESTS
     expected_bytes = sum(completion.result().timings.kv_bytes for completion in completions)
-    assert num_bytes(pair, ALL) == num_bytes(pair, LENT) == expected_bytes
+    assert prefill_counters(pair)[ALL] == prefill_counters(pair)[LENT] == expected_bytes
 
 
 def test_a_prefill_service_that_is_killed_takes_its_process_along_and_its_rows_are_read_from_the_other(
@@ -128,9 +116,9 @@ def test_a_prefill_service_that_is_killed_takes_its_process_along_and_its_rows_a
 ) -> None:
     victim, _ = pair.processes.prefill
     (nixl,) = nixl_of(victim)
-    before = num_bytes(pair, LENT)
+    before = prefill_counters(pair)[LENT]
     with requests(pair) as completions:
-        wait_until(lambda: num_bytes(pair, LENT) > before)
+        wait_until(lambda: prefill_counters(pair)[LENT] > before)
         os.kill(victim.pid, signal.SIGKILL)
         assert tokens(completions) == expected
     assert victim.wait(BOUND_S)

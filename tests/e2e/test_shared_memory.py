@@ -6,17 +6,15 @@ test_prefill_killed covers the requests of services that are killed.
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from baton.local_pair import LocalPair
 from common.kv.shared_pool import DIRECTORY
 from tests.support.reference import generate_greedily
-from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
+from tests.support.running_pair import BOUND_S, RunningPair, prefill_counters, running_pair, wait_until
 
 PROMPT = [10 + place % 240 for place in range(200)]
 NEW_TOKENS = 6
@@ -33,21 +31,13 @@ def pair(model: Path, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]
         yield running
 
 
-def handed_over(pair: RunningPair) -> dict[str, float]:
-    """Returns the bytes handed over so far, by the prefill service's counters."""
-    (address, _) = pair.processes.metrics_addresses
-    text = urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_S).read().decode()
-    samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
-    return {each.name: each.value for each in samples if each.name.startswith("baton_handoff")}
-
-
 def test_every_byte_goes_through_shared_memory_and_none_is_left_by_services_that_are_killed(
     pair: RunningPair, model: Path
 ) -> None:
     options = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True, "timeout_s": BOUND_S}
     completion = pair.client.complete(token_ids=PROMPT, **options)  # type: ignore[arg-type]
     assert list(completion.token_ids) == generate_greedily(model, PROMPT, NEW_TOKENS).token_ids
-    counted = handed_over(pair)
+    counted = prefill_counters(pair)
     assert counted["baton_handoff_lent_bytes_total"] == counted["baton_handoff_bytes_total"]
     assert counted["baton_handoff_bytes_total"] == completion.timings.kv_bytes > 0
 

@@ -95,21 +95,24 @@ def save_last_token_model(
     seed: int = 0,
     logits_std: float = 1.5,
     context_weight: float = 0.0,
+    mlp_weight: float = 0.0,
     disturbance: float = 0.0,
+    **config_changes: Any,
 ) -> Path:
     """Saves a model whose next-token distribution depends on the last token only: its layers add nothing to the
     embedding.
 
     With `context_weight` above 0 the attention output is added, scaled by it, and every earlier token matters too.
+    `mlp_weight` does the same for the output of the MLPs or experts.
     `disturbance` adds noise to the output weights, of that size relative to the logits, so that the same embeddings
     give other distributions.
     """
-    config = _config(architecture, vocab_size=vocab_size, tie_word_embeddings=False)
+    config = _config(architecture, vocab_size=vocab_size, tie_word_embeddings=False, **config_changes)
     model = random_model(config, seed)
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(context_weight)
-            layer.mlp.down_proj.weight.zero_()
+        for name, weight in model.model.layers.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.mul_(context_weight if "o_proj" in name else mlp_weight)
         logits = _next_token_logits(model)
         model.lm_head.weight.mul_(logits_std / logits.std())
         noise = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(seed + 1))

@@ -21,6 +21,7 @@ from common.draft.head import DraftHead
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.grammar.token_rules_matcher import TokenRulesMatcher
+from common.kv.shared_pool import SharedPool
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
@@ -96,6 +97,7 @@ class PairOptions:
     prefill_caches: bool = True
     decode_caches: bool = True
     prefix_routing: bool = True
+    shares_memory: bool = False
     local_prefill_tokens: int = 0
     prefill_fallback: bool = False
     depth: Depth | None = None  # instead of the one that `adapts_depth` chooses
@@ -108,13 +110,14 @@ class PairOptions:
 class _PrefillInbox:
     """Turns a transport's calls into commands for the next step of its prefill engine."""
 
-    def __init__(self, new_matcher: NewMatcher) -> None:
+    def __init__(self, new_matcher: NewMatcher, *, shares_memory: bool) -> None:
         self._new_matcher = new_matcher
+        self._shares_memory = shares_memory
         self.commands: list[prefill.Command] = []
         self.owed_bytes: dict[str, int] = {}
 
     def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None:
-        self.commands.append(prefill.OpenCall(call_id, rows))
+        self.commands.append(prefill.OpenCall(call_id, rows, shares_memory=self._shares_memory))
         for index, row in enumerate(rows):
             if row.sampling.is_constrained:
                 matcher = self._new_matcher(row.sampling, row.token_ids[row.prompt_len :])
@@ -138,12 +141,15 @@ class _PrefillInbox:
 
 @dataclass
 class PrefillReplica:
-    """A prefill engine, and the transport through which decode reaches it."""
+    """A prefill engine, and the transport through which decode reaches it. Decode reads KV in `memory`; if that is
+    None, frames carry it.
+    """
 
     address: str
     engine: PrefillEngine
     transport: InProcessTransport
     inbox: _PrefillInbox
+    memory: SharedPool | None
 
 
 def _compiles(vocab_size: int) -> NewMatcher:
@@ -236,6 +242,10 @@ class InProcessPair:
         self, address: str, model: TargetModel, device: Device, clock: Callable[[], float]
     ) -> PrefillReplica:
         options = self._options
+        memory: SharedPool | None = None
+        if options.shares_memory:
+            groups = [part.layer_group for part in (model, self._prefill_draft) if part is not None]
+            memory = SharedPool(groups=groups, num_slots=options.prefill_tokens, directory=None)
         engine = new_prefill_engine(
             model,
             device,
@@ -253,9 +263,10 @@ class InProcessPair:
             overlap=options.overlap,
             clock=clock,
             on_step=self.prefill_steps.append,
+            shared_pool=memory,
             debug_checks=options.debug_checks,
         )
-        inbox = _PrefillInbox(self._new_matcher)
+        inbox = _PrefillInbox(self._new_matcher, shares_memory=options.shares_memory)
         transport = InProcessTransport(
             post=self._post_report,
             prefill=inbox,
@@ -264,7 +275,7 @@ class InProcessPair:
             max_cached_tokens=options.prefill_tokens if options.prefill_caches else 0,
         )
         asyncio.run(transport.open())
-        return PrefillReplica(address, engine, transport, inbox)
+        return PrefillReplica(address, engine, transport, inbox, memory)
 
     @property
     def prefill(self) -> PrefillEngine:
@@ -399,6 +410,8 @@ class InProcessPair:
         self.decode.close()
         for replica in self.replicas:
             replica.engine.close()
+            if replica.memory is not None:
+                replica.memory.close()
 
     def _post_report(self, report: TransportReport) -> None:
         """Passes a transport's report on to decode. A transport reports only its own replica, but decode expects the
@@ -432,7 +445,10 @@ class InProcessPair:
             case decode.BreakCall():
                 self._replica_of_call[event.call_id].transport.break_call(event)
             case decode.SegmentsLanded():
-                self._replica_of_call[event.call_id].transport.landed(event)
+                replica = self._replica_of_call[event.call_id]
+                replica.transport.landed(event)
+                if event.shared:
+                    replica.inbox.commands.append(prefill.SegmentsReturned(event.call_id, event.shared))
             case decode.DegradedChanged():
                 pass
             case _:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import Client, PrefillClient
 from baton.errors import BatonError
@@ -102,6 +105,17 @@ def running_pair(
             for address in processes.prefill_addresses
         )
         yield RunningPair(processes, decodes, prefills)
+
+
+def prefill_counters(pair: RunningPair) -> dict[str, float]:
+    """Returns the metrics of handoffs, each summed over the prefill services. The services must expose metrics."""
+    counted: dict[str, float] = {}
+    for address in pair.processes.metrics_addresses[: len(pair.prefills)]:
+        text = urllib.request.urlopen(f"http://{address}/metrics", timeout=BOUND_S).read().decode()
+        for each in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+            if each.name.startswith("baton_handoff"):
+                counted[each.name] = counted.get(each.name, 0.0) + each.value
+    return counted
 
 
 def is_empty(load: InferenceLoad | PrefillLoad) -> bool:
