@@ -23,10 +23,8 @@ if TYPE_CHECKING:  # not installed where only tests/gpu runs
     from baton.local_pair import LocalPair
 
 
-COMPUTING, WAITING = ("real", "interleavings", "pair", "features"), ("storm", "e2e")
-"""Folders whose test files take tens of seconds each: those that keep a core busy, and those that often wait for
-services of their own.
-"""
+LONGEST_FIRST = {"real": 0, "interleavings": 1, "pair": 2, "features": 2, "storm": 3, "e2e": 4}
+"""Sort keys of the folders whose test files take tens of seconds each. Files with the lowest key start first."""
 
 
 def pytest_configure() -> None:
@@ -51,15 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the test files that take longest first. Two processes that each take whole files then finish at nearly the
     same time.
 
-    Files that compute and files that wait take turns, so that one process computes while the other one waits. The order
-    of tests within a file, and of all other files, stays as it was.
+    The order of tests within a file, and of all other files, stays as it was.
     """
-    paths = dict.fromkeys(item.path for item in items)
-    place: dict[Path, int] = {}
-    for first, folders in enumerate((COMPUTING, WAITING)):
-        of_folders = [path for folder in folders for path in paths if path.parent.name == folder]
-        place |= {path: 2 * number + first for number, path in enumerate(of_folders)}
-    items.sort(key=lambda item: place.get(item.path, 2 * len(paths)))
+    items.sort(key=lambda item: LONGEST_FIRST.get(item.path.parent.name, len(LONGEST_FIRST)))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -39,7 +39,7 @@ from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 
 class EventStream(Iterator[Event]):
     """The events of one generation. Closing it, leaving its `with` block or dropping it cancels the call, and so does
-    Ctrl-C while it is being read.
+    what a signal's handler raises while it is being read, such as Ctrl-C's KeyboardInterrupt.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ R = TypeVar("R")
 
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets calls from the main thread run on another thread, for which the main thread waits.
+    """Lets calls from the main thread run on another thread, for which the main thread waits. They run on the main
+    thread itself if no other one can start.
 
     Python raises KeyboardInterrupt between any two instructions of the main thread. Between taking a lock and entering
     the block that gives it back, the lock stays taken, and the later calls of a gRPC channel would wait forever. A call

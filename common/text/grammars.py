@@ -206,13 +206,14 @@ class LlgMatcher:
             self._note_error()
         if self._work.is_too_much or self._matcher.is_error():  # else the mask would let the output end
             mask[:] = 0
-        self._has_refused |= bool(self._lexer.failure) and not mask.any()
 
     def forced(self) -> Sequence[int]:
         if self._work.is_too_much:
             return ()
         with self._work:
-            return self._matcher.compute_ff_tokens()
+            token_ids: list[int] = self._matcher.compute_ff_tokens()
+        self._note_error()
+        return token_ids
 
     def _note_error(self) -> None:
         if self._matcher.is_error() and (words := _words(self._matcher)).startswith(_LEXER_ERROR):
@@ -443,7 +444,7 @@ class Grammars:
                 return matcher, prototype.lexer
             with self._lock:
                 num_bytes = self._drop(grammar) or num_bytes
-        raise GrammarRefused(_words(matcher))
+        raise GrammarRefused(_words(matcher) or prototype.lexer.failure)
 
     def _prototype(self, grammar: Grammar, num_bytes: int) -> _Prototype:
         with self._lock:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import grpc
 import pytest
@@ -58,21 +60,25 @@ def test_no_call_of_the_client_runs_grpc_on_the_main_thread(server: ScriptedServ
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, TimeoutError])
 def test_a_read_that_a_signal_ends_cancels_the_call(
-    raised: type[BaseException], server: ScriptedServer, client: Client
+    raised: type[BaseException], server: ScriptedServer, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def handle(*_: object) -> None:
         raise raised
+
+    def start_and_signal(*args: Any) -> None:
+        monkeypatch.undo()
+        _thread.start_new_thread(*args)
+        signal.raise_signal(signal.SIGALRM)
 
     server.inference.script = [started(), delta([5], "Hel"), server.inference.HOLD]
     events = client.generate("Hi")
     assert [type(next(events)) for _ in range(2)] == [Started, Delta]
     previous = signal.signal(signal.SIGALRM, handle)
     try:
+        monkeypatch.setattr("_thread.start_new_thread", start_and_signal)
         with pytest.raises(raised):
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             next(events)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert server.inference.call_ended.wait(BOUND_S)
     with pytest.raises(Cancelled):

@@ -306,6 +306,7 @@ def _run_services(models: Models, shape_name: str, expected: Outputs, kind: Call
                 used.append(each.used(timings, speculation, shape, transport="KV through NIXL", overlap=overlap))
         counted = prefill_counters(pair)
     assert counted["baton_handoff_bytes_total"] == counted["baton_handoff_lent_bytes_total"] > 0
+    assert any({"KV through NIXL", "retraction"} <= each for each in used), "the pool was never short"
     outputs.check(expected)
     return used
 
