@@ -1,4 +1,4 @@
-"""Keeps Ctrl-C out of gRPC's code."""
+"""A decorator that keeps the exception of Ctrl-C out of gRPC's code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ R = TypeVar("R")
 
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets calls from the main thread run on another thread, for which the main thread waits. They run on the main
-    thread itself if no other one can start.
+    """Returns a function that runs `function` on another thread if the main thread calls it. The main thread waits for
+    the result. Where no thread can start, `function` runs on the main thread.
 
     Python raises KeyboardInterrupt between any two instructions of the main thread. Between taking a lock and entering
     the block that gives it back, the lock stays taken, and the later calls of a gRPC channel would wait forever. A call

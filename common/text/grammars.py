@@ -159,8 +159,11 @@ Vocabulary = dict[str, list[str] | list[int]]
 
 @dataclass(slots=True)
 class SharedLexer:
-    """What is known of the lexer that a prototype and its copies share. `failure` says why it is of no more use, or is
-    "". One matcher takes it to a limit and gets an error. Others that need more of it only refuse what they allowed.
+    """The state of the lexer that a prototype and its copies share. `failure` is the reason why the lexer can no longer
+    be used, or "".
+
+    If one matcher takes the lexer to a limit, the library reports that to this matcher only. From then on, other
+    matchers refuse tokens that they allowed before, and report nothing.
     """
 
     failure: str = ""
@@ -216,6 +219,7 @@ class LlgMatcher:
         return token_ids
 
     def _note_error(self) -> None:
+        """Tells the other matchers of the grammar if the lexer has failed."""
         if self._matcher.is_error() and (words := _words(self._matcher)).startswith(_LEXER_ERROR):
             self._lexer.failure = words
 
