@@ -11,16 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from baton import Client, Completion
 from baton.local_pair import LocalPair
 from common.model.loader import load_target
-from common.prompts.chunk_batch import ChunkBatch
 from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment
 from tests.features.matrix import Used
+from tests.support.conversations import local_chunks_noted
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import load_drafted
 from tests.support.languages import LANGUAGES, Language, sampling_of
@@ -230,14 +228,7 @@ def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bo
             **shape.drafts,
         )
         pair = make_pair(drafted.target, options, draft=drafted.head)
-        num_lent = num_beside = 0
-        new_batch = ChunkBatch.of
-
-        def watched(*given: Any, **named: Any) -> ChunkBatch[Any]:
-            nonlocal num_beside
-            if named["pool"] is pair.decode.pool and pair.decode.load().num_running:
-                num_beside += 1
-            return new_batch(*given, **named)
+        num_lent = 0
 
         def count(frame: Frame) -> Sequence[Frame]:
             nonlocal num_lent
@@ -247,8 +238,7 @@ def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bo
             return (frame,)
 
         pair.tamper = count
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ChunkBatch, "of", watched)
+        with local_chunks_noted(pair) as chunks:
             for wave in (0, 1):
                 for each in asked():
                     if each.wave == wave:
@@ -257,7 +247,7 @@ def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bo
                         )
                 pair.run()
         _of_outcomes(pair.outcomes).check(expected)
-        assert num_lent > 0 and num_beside > 0
+        assert num_lent > 0 and any(num_running for _, num_running in chunks)
         used = []
         for each in asked():
             end = pair.outcomes[each.name].finished

@@ -161,20 +161,22 @@ def drafts_noted() -> Iterator[list[StepDrafts]]:
 
 
 @contextmanager
-def chunks_counted(pair: InProcessPair) -> Iterator[list[int]]:
-    """Yields a list that collects the number of tokens of each forward in which the decode service computes prompts."""
-    counted: list[int] = []
+def local_chunks_noted(pair: InProcessPair) -> Iterator[list[tuple[int, int]]]:
+    """Yields a list that collects two numbers of each forward in which the decode service computes prompts: that of its
+    tokens, and that of the requests that run meanwhile.
+    """
+    noted: list[tuple[int, int]] = []
     of = ChunkBatch.of
 
     def watched(*given: Any, **named: Any) -> ChunkBatch[Any]:
         batch: ChunkBatch[Any] = of(*given, **named)
         if named["pool"] is pair.decode.pool:
-            counted.append(batch.num_tokens)
+            noted.append((batch.num_tokens, pair.decode.load().num_running))
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChunkBatch, "of", watched)
-        yield counted
+        yield noted
 
 
 def hold(
@@ -208,7 +210,7 @@ def _burst(pair: InProcessPair, group: Sequence[Talk], turn: int, salt: Callable
         return (frame,)
 
     pair.tamper = count
-    with drafts_noted() as noted, chunks_counted(pair) as counted:
+    with drafts_noted() as noted, local_chunks_noted(pair) as chunks:
         for name, talk in asked.items():
             pair.submit(name, prompts[name], talk.sampling, cache_salt=salt(name))
         pair.run(until=all_ended)
@@ -217,7 +219,7 @@ def _burst(pair: InProcessPair, group: Sequence[Talk], turn: int, salt: Callable
     drafts = [(owner[row], root, nodes) for step, owner in drafted for row, root, nodes in step.each()]
     burst.rows = pair.handed_over[num_rows:]
     burst.num_prefilled = sum(step.num_tokens for step in pair.prefill_steps[num_steps:])
-    burst.local_chunks = counted
+    burst.local_chunks = [num_tokens for num_tokens, _ in chunks]
     for name, talk in asked.items():
         outcome = pair.outcomes[name]
         assert outcome.finished is not None, outcome.error
