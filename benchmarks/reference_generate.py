@@ -1,4 +1,5 @@
-"""Measures transformers' `generate` on the same weights, one request at a time, as the reference for Baton's rates.
+"""Measures transformers' `generate` on the same weights, as the reference for Baton's rates: one request at a time, or
+`--batch` of them in one call.
 
 It runs as a process of its own, so that the two share no process, allocator or thread pool: `python -m
 benchmarks.reference_generate MODEL_DIR PROMPTS.json --new-tokens 128` prints one JSON object.
@@ -20,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class TokenClock(BaseStreamer):
-    """Records when each generated token arrives. `generate` passes the prompt first, which is not recorded."""
+    """Records when each step's tokens arrive. `generate` passes the prompts first, which is not recorded."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
@@ -38,7 +39,8 @@ class TokenClock(BaseStreamer):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_dir", type=Path)
-    parser.add_argument("prompts", type=Path, help="a JSON list of lists of token ids")
+    parser.add_argument("prompts", type=Path, help="a JSON list of lists of token ids, all of the same length")
+    parser.add_argument("--batch", type=int, default=1, help="prompts of one call")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -47,16 +49,19 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(
         args.model_dir, trust_remote_code=False, dtype=getattr(torch, args.dtype)
     ).eval()
-    generate(model, [1, 2, 3], 4)
-    runs = [generate(model, prompt, args.new_tokens) for prompt in json.loads(args.prompts.read_text())]
+    generate(model, [[1, 2, 3]], 4)
+    prompts: list[list[int]] = json.loads(args.prompts.read_text())
+    batches = [prompts[first : first + args.batch] for first in range(0, len(prompts), args.batch)]
+    runs = [generate(model, batch, args.new_tokens) for batch in batches]
     decode_s = sum(run.times_s[-1] - run.times_s[0] for run in runs)
     wall_s = sum(run.times_s[-1] - run.start_s for run in runs)
     print(
         json.dumps(
             {
-                "num_requests": len(runs),
-                "decode_tokens_per_s": len(runs) * (args.new_tokens - 1) / decode_s,
-                "tokens_per_s": len(runs) * args.new_tokens / wall_s,
+                "num_requests": len(prompts),
+                "batch": args.batch,
+                "decode_tokens_per_s": len(prompts) * (args.new_tokens - 1) / decode_s,
+                "tokens_per_s": len(prompts) * args.new_tokens / wall_s,
                 "ttft_s": [run.times_s[0] - run.start_s for run in runs],
                 "gaps_s": [after - before for run in runs for before, after in pairwise(run.times_s)],
             }
@@ -70,9 +75,9 @@ class Run:
     times_s: list[float]
 
 
-def generate(model: Any, prompt: list[int], new_tokens: int) -> Run:
+def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> Run:
     clock = TokenClock()
-    ids = torch.tensor([prompt])
+    ids = torch.tensor(prompts)
     start_s = time.perf_counter()
     model.generate(
         ids,

@@ -3,6 +3,9 @@
 Every round measures all of them in turn on the same weights and prompts, so that changes in the machine's speed affect
 all alike. Figures are medians over rounds; ratios are taken within a round. Writes a dated table and JSON into
 benchmarks/results. The exit status is 1 when a bound is missed, or when a requested peer failed.
+
+`--model experts` measures a random mixture of experts instead of the demo model. `generate` then also runs as many
+requests in one batch as Baton runs at a time, and each of Baton's rates is compared with that.
 """
 
 from __future__ import annotations
@@ -24,13 +27,12 @@ from baton.load_generator import LoadReport, Workload, percentile, run_workload,
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.cancellation import measure_cancellation
 from benchmarks.full_speed_pair import full_speed_pair
-from benchmarks.machine import demo_model_dir
+from benchmarks.machine import demo_model_dir, save_experts_model
 from benchmarks.peer import add_peer_argument, peer_row, run_peer
 
-LIMITS = {1: 4.0, 8: None, 32: 8.0}
-"""The least ratio of decode tokens/s to sequential `generate`, by concurrency. None: the ratio is shown without a
-bound.
-"""
+LIMITS: dict[str, dict[int, float]] = {"demo": {1: 4.0, 32: 8.0}, "experts": {1: 2.0, 8: 2.0}}
+"""The least ratio of decode tokens/s to `generate`, by model and concurrency. Others are shown without a bound."""
+NAMES = {"demo": "SmolLM2-135M-Instruct", "experts": "a random Mixtral of 8 experts, 2 a token, 317M weights"}
 PEER_LIMIT = 1.0
 """The least ratio to the peer's tokens/s for as many sequences. Baton's tokens/s are those while all requests decode.
 """
@@ -40,6 +42,7 @@ LEAST_FULL_LOAD_S = 3.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=list(NAMES), default="demo")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -48,11 +51,18 @@ def main() -> None:
     )
     parser.add_argument("--reference-requests", type=int, default=2, help="requests of `generate` a round")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--by-operators", action="store_true", help="the pair fuses no forwards")
     add_peer_argument(parser)
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="baton-experts-") as directory:
+        sys.exit(measure(args, save_experts_model(Path(directory)) if args.model == "experts" else demo_model_dir()))
+
+
+def measure(args: argparse.Namespace, model_dir: Path) -> int:
+    """Measures the model in `model_dir`, and prints and saves the table. Returns the exit status."""
     levels = [int(level) for level in args.concurrency.split(",")]
-    model_dir = demo_model_dir()
+    batches = sorted({1, *(levels if args.model == "experts" else ())})
     rounds: list[dict[str, Any]] = []
     rows = (
         "--max-rows",
@@ -61,10 +71,10 @@ def main() -> None:
         str(max(levels) * (args.prompt_tokens + args.new_tokens + 16)),
     )
     pair_options = {"model": str(model_dir), "dtype": args.dtype, "prefill_args": rows, "decode_args": rows}
-    with full_speed_pair(**pair_options) as pair:
+    with full_speed_pair(fuses=not args.by_operators, **pair_options) as pair:
         for number in range(args.rounds):
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
-            reference = run_reference(model_dir, args, seed=number)
+            references = {batch: run_reference(model_dir, args, batch, seed=number) for batch in batches}
             reports = asyncio.run(run_baton(pair.decode_addresses[0], levels, args, seed=number))
             peer = (
                 run_peer(
@@ -77,14 +87,15 @@ def main() -> None:
                 if args.peer
                 else None
             )
-            rounds.append({"reference": reference, "baton": reports, "peer": peer})
-    cancellation = measure_cancellation()
+            rounds.append({"references": references, "baton": reports, "peer": peer})
+    cancellation = measure_cancellation() if args.model == "demo" else {}
     run = BenchmarkRun.of("serving")
     result = {
         "date": run.date,
         "machine": run.machine,
         "python": platform.python_version(),
         "command": run.command,
+        "model": args.model,
         "dtype": args.dtype,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
@@ -95,17 +106,19 @@ def main() -> None:
     table, is_met = render(run, rounds, levels, result)
     print(table)
     if not args.no_save:
-        run.save("serving", table, result)
-    sys.exit(0 if is_met else 1)
+        run.save("serving" if args.model == "demo" else f"serving-{args.model}", table, result)
+    return 0 if is_met else 1
 
 
-def run_reference(model_dir: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    workload = Workload(1, args.reference_requests, args.prompt_tokens, args.new_tokens, prompt_seed=1000 + seed)
+def run_reference(model_dir: Path, args: argparse.Namespace, batch: int, seed: int) -> dict[str, Any]:
+    """Measures `generate` with `batch` requests in a call."""
+    num_requests = batch * max(1, args.reference_requests // batch)
+    workload = Workload(batch, num_requests, args.prompt_tokens, args.new_tokens, prompt_seed=1000 + seed)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as prompts:
         json.dump(workload.prompts(vocab_size_of(model_dir)), prompts)
         prompts.flush()
         command = [sys.executable, "-m", "benchmarks.reference_generate", str(model_dir), prompts.name]
-        command += ["--new-tokens", str(args.new_tokens), "--dtype", args.dtype]
+        command += ["--new-tokens", str(args.new_tokens), "--dtype", args.dtype, "--batch", str(batch)]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     measured: dict[str, Any] = json.loads(out.splitlines()[-1])
     gaps_s, ttft_s = measured.pop("gaps_s"), measured.pop("ttft_s")
@@ -152,7 +165,8 @@ def render(
     run: BenchmarkRun, rounds: list[dict[str, Any]], levels: list[int], result: dict[str, Any]
 ) -> tuple[str, bool]:
     """Returns the table, and whether the median ratio meets every bound."""
-    reference = [r["reference"] for r in rounds]
+    references = {batch: [r["references"][batch] for r in rounds] for batch in rounds[0]["references"]}
+    limits = LIMITS[result["model"]]
 
     def median(values: list[float], scale: float = 1.0) -> str:
         return f"{statistics.median(values) * scale:.1f}"
@@ -160,18 +174,22 @@ def render(
     lines = [
         *run.heading(
             "Serving",
-            f"SmolLM2-135M-Instruct, {result['dtype']}, {result['prompt_tokens']}-token prompts, "
+            f"{NAMES[result['model']]}, {result['dtype']}, {result['prompt_tokens']}-token prompts, "
             f"{result['new_tokens']} new tokens, greedy; medians of {len(rounds)} rounds.",
         ),
         "",
         "| | decode tokens/s | of `generate` | while all decode | of the peer | end-to-end tokens/s | of `generate` "
         "| of the peer | TTFT p50 ms | between tokens p50 / p99 ms | handoff MB/s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
-        f"| transformers `generate`, sequential | {median([r['decode_tokens_per_s'] for r in reference])} | 1.0 | | "
-        f"| {median([r['tokens_per_s'] for r in reference])} | 1.0 | "
-        f"| {median([r['ttft_p50_s'] for r in reference], 1e3)} "
-        f"| {median([r['inter_token_p50_s'] for r in reference], 1e3)} "
-        f"/ {median([r['inter_token_p99_s'] for r in reference], 1e3)} | |",
+        *(
+            f"| transformers `generate`, {'sequential' if batch == 1 else f'batch {batch}'} "
+            f"| {median([r['decode_tokens_per_s'] for r in reference])} | 1.0 | | "
+            f"| {median([r['tokens_per_s'] for r in reference])} | 1.0 | "
+            f"| {median([r['ttft_p50_s'] for r in reference], 1e3)} "
+            f"| {median([r['inter_token_p50_s'] for r in reference], 1e3)} "
+            f"/ {median([r['inter_token_p99_s'] for r in reference], 1e3)} | |"
+            for batch, reference in references.items()
+        ),
     ]
     is_met = True
 
@@ -200,7 +218,7 @@ def render(
         return judged(ratios, PEER_LIMIT)
 
     for place, level in enumerate(levels):
-        reports = [r["baton"][place] for r in rounds]
+        reports, reference = [r["baton"][place] for r in rounds], references.get(level, references[1])
         ratios = [b.decode_tokens_per_s / r["decode_tokens_per_s"] for b, r in zip(reports, reference, strict=True)]
         end_ratios = [b.tokens_per_s / r["tokens_per_s"] for b, r in zip(reports, reference, strict=True)]
         beside = [
@@ -211,7 +229,7 @@ def render(
         whole_ratios = [b.tokens_per_s / whole for b, row in beside if (whole := peer_tokens_per_s(row, result))]
         lines.append(
             f"| Baton, {level} at a time | {median([b.decode_tokens_per_s for b in reports])} "
-            f"| {judged(ratios, LIMITS.get(level))} "
+            f"| {judged(ratios, limits.get(level))} "
             f"| {median([b.full_load_tokens_per_s for b in reports])}, {full_load_s:.1f} s "
             f"| {judged_peer(peer_ratios, full_load_s)} "
             f"| {median([b.tokens_per_s for b in reports])} | {statistics.median(end_ratios):.2f} "
@@ -229,13 +247,14 @@ def render(
         rates = [row["decode_tokens_per_s"] for row in rows]
         lines.append(
             f"| {measured[0]['peer']}, batch {level} (library, no server) | {median(rates)} "
-            f"| {statistics.median(rates) / statistics.median([r['decode_tokens_per_s'] for r in reference]):.2f} "
+            f"| {statistics.median(rates) / statistics.median([r['decode_tokens_per_s'] for r in references[1]]):.2f} "
             f"| {median(rates)} | 1.0 | {median([peer_tokens_per_s(row, result) for row in rows])} | | 1.0 | | | |"
         )
-    lines += [
-        "",
-        "Cancellation, tiny model: seconds from dropping the stream until both services hold nothing (bound 0.5):",
-    ]
+    if result["cancellation_s"]:
+        lines += [
+            "",
+            "Cancellation, tiny model: seconds from dropping the stream until both services hold nothing (bound 0.5):",
+        ]
     for phase, seconds in result["cancellation_s"].items():
         met = seconds < 0.5
         is_met &= met

@@ -75,8 +75,8 @@ def serving_of(found: PeerFigures | None, full_load_s: float = 9.0) -> tuple[str
     report = LoadReport(**{**zeros, **figures, "full_load_s": full_load_s})
     reference = {"decode_tokens_per_s": 10.0, "tokens_per_s": 10.0, "ttft_p50_s": 1.0}
     reference |= {"inter_token_p50_s": 0.1, "inter_token_p99_s": 0.1}
-    result = {"dtype": "bfloat16", "prompt_tokens": 128, "new_tokens": 512, "cancellation_s": {}}
-    rounds = [{"reference": reference, "baton": [report], "peer": found}]
+    result = {"model": "demo", "dtype": "bfloat16", "prompt_tokens": 128, "new_tokens": 512, "cancellation_s": {}}
+    rounds = [{"references": {1: reference}, "baton": [report], "peer": found}]
     return serving.render(RUN, rounds, [1], {**result, "is_peer_wanted": True})
 
 
