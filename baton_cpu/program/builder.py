@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,13 +13,15 @@ from torch import Tensor
 from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from baton_cpu.program.kernel.numbers import input_dtype
 from baton_cpu.program.kernel.operations import Field, Kind, Store
-from baton_cpu.program.weights import WeightMemory, packed
+from baton_cpu.program.weights import WeightMemory, packed, packed_one_by_one
 from common.model.capture import HiddenCapture
 
-_LEAVE_INPUT = (Kind.INPUT_NORM, Kind.PREPARE_CHUNKS, Kind.ATTEND_CHUNKS, Kind.ATTEND)
-"""Kinds of operations that write to the input of a matrix product (LINEAR), in the dtype in which it is read. A LINEAR
-that stores a gate does so too.
+_LEAVE_INPUT = (Kind.INPUT_NORM, Kind.PREPARE_CHUNKS, Kind.ATTEND_CHUNKS, Kind.ATTEND, Kind.EXPERTS_GATE)
+"""Kinds of operations that write to the input of a matrix product, in the dtype in which it is read. A LINEAR that
+stores a gate does so too, and ROUTE beside its target.
 """
+_READ_INPUT = (Kind.LINEAR, Kind.EXPERTS_GATE, Kind.EXPERTS_DOWN)
+"""Kinds of operations that are matrix products."""
 
 
 LOGITS, STATES, STREAM = 0, 1, 2
@@ -40,6 +42,39 @@ class AttentionSize:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSize:
+    """The sizes of a model's layers of experts, the same in all of them: the experts of a layer, those chosen for each
+    token, and the length of their input rows.
+    """
+
+    num_experts: int
+    num_chosen: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A layer of experts. `router` [experts, inputs] gives a token's scores, of which a softmax is taken. The token
+    goes to the `num_chosen` experts with the largest ones. `gate_up` [experts, 2 * inner, inputs] has the gate's
+    outputs, then those of up; `down` is [experts, outputs, inner].
+
+    With `weights_add_up` the softmax weights of a token's experts are divided by their sum. With `rounds_weights` they
+    are rounded to the model's dtype.
+    """
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    num_chosen: int
+    weights_add_up: bool
+    rounds_weights: bool
+
+    @property
+    def size(self) -> ExpertsSize:
+        return ExpertsSize(self.router.shape[0], self.num_chosen, self.router.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A forward as a list of operations, as the kernel reads it.
 
@@ -56,6 +91,7 @@ class Program:
     float_buffers: frozenset[int]
     normed_width: int
     attention: AttentionSize
+    experts: ExpertsSize | None
     dtype: torch.dtype
     kept: tuple[Tensor, ...]
 
@@ -130,6 +166,8 @@ class ProgramBuilder:
         self._normed_width = 0
         self._normed: dict[int, int] = {}  # buffers of normed inputs, by width
         self._attention: AttentionSize | None = None
+        self._experts: ExpertsSize | None = None
+        self._routes = self._gated = 0  # the buffers that layers of experts share
 
     @property
     def num_operations(self) -> int:
@@ -153,12 +191,15 @@ class ProgramBuilder:
         """Adds the operation EMBED, which writes each token's row of `weight` [vocab, width] to buffer `target`."""
         self._add(Kind.EMBED, {Field.WEIGHT: self._address(weight), Field.WIDTH: weight.shape[1], Field.TARGET: target})
 
-    def norm(self, source: int, target: int, weight: Tensor, *, epsilon: float, offset: int = 0) -> None:
-        """Adds the operation NORM, which RMS-normalises the first elements of the rows of buffer `source`, as many as
-        `weight` has. It writes them to the rows of buffer `target`, beginning at their element `offset`. `epsilon` is
-        added to the mean of the squares.
+    def norm(
+        self, source: int, target: int, weight: Tensor, *, epsilon: float, source_offset: int = 0, offset: int = 0
+    ) -> None:
+        """Adds the operation NORM, which RMS-normalises elements of the rows of buffer `source`, as many as `weight`
+        has, from `source_offset` on. It writes them to the rows of buffer `target`, beginning at their element
+        `offset`; this may be the place where they were. `epsilon` is added to the mean of the squares.
         """
-        fields = {Field.SOURCE: source, Field.TARGET: target, Field.TARGET_OFFSET: offset}
+        fields = {Field.SOURCE: source, Field.SOURCE_OFFSET: source_offset}
+        fields |= {Field.TARGET: target, Field.TARGET_OFFSET: offset}
         fields |= {Field.NORM: self._address(weight), Field.WIDTH: weight.shape[0]}
         self._add(Kind.NORM, fields, epsilon=epsilon)
 
@@ -196,7 +237,7 @@ class ProgramBuilder:
         if is_copied or selected_rows:
             self._normed_width = max(self._normed_width, width)
         if is_copied and not selected_rows:
-            normed = self._normed[width] = self._normed.get(width) or self.buffer(width, is_input=True)
+            normed = self._normed_buffer(width)
             norming = {Field.SOURCE: source, Field.TARGET: normed, Field.WIDTH: width}
             self._add(Kind.INPUT_NORM, {**norming, Field.NORM: self._address(norm)}, epsilon=epsilon)
         fields = {
@@ -230,9 +271,57 @@ class ProgramBuilder:
         Both weights become one. Of each panel, the unit in which weights are packed, half the outputs are those of
         `gate`, and half those of `up`. So the number of outputs must be a multiple of PANEL_WIDTH / 2.
         """
-        half = PANEL_WIDTH // 2
-        both = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
-        self.linear(source, target, both.flatten(0, 2), norm=norm, epsilon=epsilon, store=Store.GATE)
+        self.linear(source, target, _interleaved(gate, up), norm=norm, epsilon=epsilon, store=Store.GATE)
+
+    def experts(self, stream: int, experts: Experts, *, norm: Tensor, epsilon: float) -> None:
+        """Adds the operations of a layer of experts, which adds the experts' outputs for the rows of buffer `stream` to
+        these rows. The experts read the rows RMS-normalised with weight `norm` [inputs] and `epsilon`. All layers of
+        experts must have the same sizes. The number of outputs of an expert's gate must be a multiple of PANEL_WIDTH /
+        2.
+        """
+        size, inner = experts.size, experts.down.shape[2]
+        if self._experts is None:
+            self._routes = self.buffer(2 * size.num_chosen, is_float=True)
+            self._gated = self.buffer(size.num_chosen * inner, is_input=True)
+        assert self._experts in (None, size) and self._widths[self._gated] == size.num_chosen * inner
+        self._experts = size
+        normed = self._normed_buffer(size.width)
+        fields = {Field.NUM_EXPERTS: size.num_experts, Field.NUM_CHOSEN: size.num_chosen, Field.ROUTES: self._routes}
+        routing = {
+            Field.SOURCE: stream,
+            Field.TARGET: self._routes,
+            Field.NORMED: normed,
+            Field.WIDTH: size.width,
+            Field.NORM: self._address(norm),
+            Field.WEIGHT: self._address(packed(experts.router, self._memory, self._check)),
+            Field.NUM_PANELS: -(-size.num_experts // PANEL_WIDTH),
+            Field.WEIGHTS_ADD_UP: experts.weights_add_up,
+            Field.ROUNDS_WEIGHTS: experts.rounds_weights,
+        }
+        self._add(Kind.ROUTE, {**fields, **routing}, epsilon=epsilon)
+        pairs = (_interleaved(*both.chunk(2)) for both in experts.gate_up)
+        self._product_of_experts(Kind.EXPERTS_GATE, normed, self._gated, pairs, 2 * inner, fields)
+        self._product_of_experts(Kind.EXPERTS_DOWN, self._gated, stream, experts.down, size.width, fields)
+
+    def _product_of_experts(
+        self,
+        kind: Kind,
+        source: int,
+        target: int,
+        weights: Iterable[Tensor],
+        num_outputs: int,
+        fields: Mapping[Field, int],
+    ) -> None:
+        panels = packed_one_by_one(weights, fields[Field.NUM_EXPERTS], self._memory, self._check)
+        own = {
+            Field.SOURCE: source,
+            Field.TARGET: target,
+            Field.WEIGHT: self._address(panels),
+            Field.WIDTH: panels.shape[2] * panels.shape[4],
+            Field.NUM_PANELS: panels.shape[1],
+            Field.NUM_OUTPUTS: num_outputs,
+        }
+        self._add(kind, {**fields, **own})
 
     def attend(
         self,
@@ -277,13 +366,14 @@ class ProgramBuilder:
             frozenset(self._float_buffers),
             self._normed_width,
             self._attention,
+            self._experts,
             self._dtype,
             tuple(self._kept),
         )
 
     def _add(self, kind: Kind, fields: dict[Field, int], *, epsilon: float = 0.0, scaling: float = 0.0) -> None:
         leaves_input = kind in _LEAVE_INPUT or fields.get(Field.STORE) == Store.GATE
-        assert kind == Kind.LINEAR or fields.get(Field.SOURCE) not in self._inputs, "only a LINEAR reads inputs"
+        assert kind in _READ_INPUT or fields.get(Field.SOURCE) not in self._inputs, "only products read inputs"
         assert Field.TARGET not in fields or (fields[Field.TARGET] in self._inputs) == leaves_input, "of another dtype"
         row = [0] * len(Field)
         row[Field.KIND] = int(kind)
@@ -292,9 +382,19 @@ class ProgramBuilder:
         self._operations.append(row)
         self._numbers.append((epsilon, scaling))
 
+    def _normed_buffer(self, width: int) -> int:
+        self._normed[width] = self._normed.get(width) or self.buffer(width, is_input=True)
+        return self._normed[width]
+
     def _address(self, weight: Tensor | None) -> int:
         if weight is None:
             return 0
         assert weight.dtype == self._dtype and weight.is_contiguous()
         self._kept.append(weight)
         return weight.data_ptr()
+
+
+def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    """Returns a weight of which each panel has half of its outputs from `gate` and half from `up` [outputs, inputs]."""
+    half = PANEL_WIDTH // 2
+    return torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1).flatten(0, 2)

@@ -9,9 +9,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    OlmoeForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from baton_cpu.program.builder import LOGITS, STATES, STREAM, AttentionSize, FusedDecoder, Program, ProgramBuilder
+from baton_cpu.program.builder import (
+    LOGITS,
+    STATES,
+    STREAM,
+    AttentionSize,
+    Experts,
+    FusedDecoder,
+    Program,
+    ProgramBuilder,
+)
 from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from baton_cpu.program.kernel.numbers import DTYPES
 from baton_cpu.program.kernel.operations import Store
@@ -23,7 +43,11 @@ from common.model.forward_program import NewProgram
 
 _MAX_POSITIONS = 131_072  # 64 MB of cosines and sines at a head_dim of 128 in bfloat16
 _MORE_POSITIONS = 64  # for drafts past the model's last position
-_KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_KNOWN = (
+    *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
+    *(MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM),
+)
+_OF_EXPERTS = (MixtralSparseMoeBlock, OlmoeSparseMoeBlock, Qwen3MoeSparseMoeBlock)
 
 
 def can_fuse(model: nn.Module) -> bool:
@@ -39,7 +63,8 @@ def can_fuse(model: nn.Module) -> bool:
         weight.dtype in DTYPES
         and weight.device.type == "cpu"
         and config.hidden_act == "silu"
-        and config.intermediate_size % (PANEL_WIDTH // 2) == 0
+        and getattr(config, "clip_qkv", None) is None
+        and all(_inner_size(layer.mlp) % (PANEL_WIDTH // 2) == 0 for layer in _base(model).layers)
         and all(type(linear) is nn.Linear and linear.in_features % step_of(weight.dtype) == 0 for linear in linears)
         and all(linear.bias is None for linear in linears if linear not in _biased(model))
         and all(_attends_all(layer.self_attn) for layer in _base(model).layers)
@@ -68,17 +93,25 @@ def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[T
 
 
 @dataclass(frozen=True, slots=True)
+class _Mlp:
+    """The weights of a gated MLP."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _LayerParts:
     """The weights of one layer. `heads` are the weights of q, k and v, and `head_biases` their biases (empty if there
-    are none). `gate_norm` is the norm before the MLP, and `out` the output projection of the attention.
+    are none). `gate_norm` is the norm before the MLP, and `out` the output projection of the attention. `query_norm`
+    and `key_norm` have the length of one head or of all heads together.
     """
 
     heads: tuple[Tensor, ...]
     head_biases: tuple[Tensor, ...]
     out: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    mlp: _Mlp | Experts
     input_norm: Tensor
     gate_norm: Tensor
     query_norm: Tensor | None
@@ -86,7 +119,20 @@ class _LayerParts:
 
     @property
     def packed_bytes(self) -> int:
-        return sum(weight.nbytes for weight in (*self.heads, self.out, self.gate, self.up, self.down))
+        mlp = self.mlp
+        own = (mlp.gate, mlp.up, mlp.down) if isinstance(mlp, _Mlp) else (mlp.router, mlp.gate_up, mlp.down)
+        return sum(weight.nbytes for weight in (*self.heads, self.out, *own))
+
+    @property
+    def gated_size(self) -> int:
+        """The length of a row between gate and down. Experts have their own rows."""
+        return self.mlp.gate.shape[0] if isinstance(self.mlp, _Mlp) else 1
+
+    @property
+    def joined_bytes(self) -> int:
+        """The bytes of the largest weight that is joined from two before it is packed: gate and up."""
+        mlp = self.mlp
+        return mlp.gate.nbytes + mlp.up.nbytes if isinstance(mlp, _Mlp) else mlp.gate_up[0].nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +148,9 @@ class _Parts:
 
     @property
     def needed_bytes(self) -> int:
-        """The memory in bytes that packing needs: the packed weights, and a layer's gate and up weights joined for a
-        moment.
-        """
+        """The memory in bytes that packing needs: the packed weights, and gate and up weights joined for a moment."""
         packed = self.head.nbytes + sum(layer.packed_bytes for layer in self.layers)
-        return packed + max(layer.gate.nbytes + layer.up.nbytes for layer in self.layers)
+        return packed + max(layer.joined_bytes for layer in self.layers)
 
 
 def _parts(model: nn.Module) -> _Parts:
@@ -123,20 +167,37 @@ def _parts(model: nn.Module) -> _Parts:
 
 
 def _layer_parts(layer: Any) -> _LayerParts:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     heads = (attention.q_proj, attention.k_proj, attention.v_proj)
     return _LayerParts(
         heads=tuple(part.weight.detach() for part in heads),
         head_biases=tuple(part.bias.detach() for part in heads if part.bias is not None),
         out=attention.o_proj.weight.detach(),
-        gate=mlp.gate_proj.weight.detach(),
-        up=mlp.up_proj.weight.detach(),
-        down=mlp.down_proj.weight.detach(),
+        mlp=_mlp_parts(layer.mlp),
         input_norm=layer.input_layernorm.weight.detach(),
         gate_norm=layer.post_attention_layernorm.weight.detach(),
         query_norm=_weight(attention, "q_norm"),
         key_norm=_weight(attention, "k_norm"),
     )
+
+
+def _mlp_parts(mlp: Any) -> _Mlp | Experts:
+    if type(mlp) not in _OF_EXPERTS:
+        return _Mlp(*(part.weight.detach() for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
+    is_mixtral = type(mlp) is MixtralSparseMoeBlock
+    return Experts(
+        router=mlp.gate.weight.detach(),
+        gate_up=mlp.experts.gate_up_proj.detach(),
+        down=mlp.experts.down_proj.detach(),
+        num_chosen=mlp.gate.top_k,
+        weights_add_up=is_mixtral or mlp.gate.norm_topk_prob,
+        rounds_weights=not is_mixtral,
+    )
+
+
+def _inner_size(mlp: Any) -> int:
+    """Returns the number of outputs of the gate of an MLP, or of each of its experts."""
+    return _mlp_parts(mlp).down.shape[-1]
 
 
 @torch.no_grad()
@@ -153,8 +214,9 @@ def _program(parts: _Parts, check: Callable[[], None]) -> Program:
     states, stream = builder.buffer(1), builder.buffer(hidden_size)
     assert (logits, states, stream) == (LOGITS, STATES, STREAM)
     heads = builder.buffer((size.num_heads + 2 * size.num_kv_heads) * size.head_dim)
+    starts = (0, size.num_heads * size.head_dim)  # of queries and keys
     attended = builder.buffer(size.num_heads * size.head_dim, is_input=True)
-    gated = builder.buffer(parts.layers[0].gate.shape[0], is_input=True)
+    gated = builder.buffer(max(layer.gated_size for layer in parts.layers), is_input=True)
     builder.embed(parts.embedding, stream)
     for number, layer in enumerate(parts.layers):
         builder.linear(
@@ -166,18 +228,19 @@ def _program(parts: _Parts, check: Callable[[], None]) -> Program:
             epsilon=epsilon,
             shows_layer=True,
         )
-        builder.attend(
-            heads,
-            attended,
-            size,
-            layer=number,
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            epsilon=epsilon,
-        )
+        norms = [layer.query_norm, layer.key_norm]
+        for place, norm in enumerate(norms):
+            if norm is not None and norm.shape[0] != size.head_dim:  # of all heads together
+                builder.norm(heads, heads, norm, epsilon=epsilon, source_offset=starts[place], offset=starts[place])
+                norms[place] = None
+        query_norm, key_norm = norms
+        builder.attend(heads, attended, size, layer=number, query_norm=query_norm, key_norm=key_norm, epsilon=epsilon)
         builder.linear(attended, stream, layer.out, store=Store.ADD)
-        builder.gate(stream, gated, layer.gate, layer.up, norm=layer.gate_norm, epsilon=epsilon)
-        builder.linear(gated, stream, layer.down, store=Store.ADD)
+        if isinstance(layer.mlp, Experts):
+            builder.experts(stream, layer.mlp, norm=layer.gate_norm, epsilon=epsilon)
+        else:
+            builder.gate(stream, gated, layer.mlp.gate, layer.mlp.up, norm=layer.gate_norm, epsilon=epsilon)
+            builder.linear(gated, stream, layer.mlp.down, store=Store.ADD)
     builder.linear(
         stream,
         logits,

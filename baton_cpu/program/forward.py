@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton_cpu.attention import MAX_QUERIES, attended_tokens
 from baton_cpu.program.builder import LOGITS, STATES, STREAM, FusedDecoder
-from baton_cpu.program.kernel import attending, attending_chunks
+from baton_cpu.program.kernel import attending, attending_chunks, experts
 from baton_cpu.program.kernel.attending_chunks import QUERY_TOKENS, packed_tokens
 from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from baton_cpu.program.kernel.numbers import input_dtype
@@ -336,6 +336,9 @@ class FusedForward:
         if max(extend_lens, default=0) > MAX_QUERIES:
             num_shared = attention.num_heads // attention.num_kv_heads
             wanted = max(wanted, attending_chunks.scratch_bytes(num_shared, attention.head_dim, itemsize))
+        if (size := self._program.experts) is not None:
+            of_experts = experts.scratch_bytes(num_tokens, size.num_experts, size.num_chosen, size.width, itemsize)
+            wanted = max(wanted, of_experts)
         num_normed = max(num_selected, num_tokens if num_tokens < MANY_TOKENS else 0)
         wanted = SUMS_BYTES + max(wanted, num_normed * self._program.normed_width * itemsize)
         return wanted + -wanted % _ALIGNMENT

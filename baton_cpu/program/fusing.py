@@ -72,7 +72,7 @@ def fuse(
     forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
     try:
         apart = difference(model, forward, check=check)
-        if not apart <= tolerance(dtype):
+        if not apart <= tolerance(dtype, chooses_experts=model.chooses_experts):
             raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
         check()
         head = _compared_head(draft, of_head, model, log) if draft is not None and of_head else None

@@ -6,7 +6,8 @@ pages, and looks up each twice in a virtual machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -51,14 +52,32 @@ def packed(weight: Tensor, memory: WeightMemory, check: Callable[[], None]) -> T
 
     `check` is called before each 64 MiB are packed. It may raise an exception to stop the packing.
     """
+    return packed_one_by_one([weight], 1, memory, check)[0]
+
+
+def packed_one_by_one(
+    weights: Iterable[Tensor], num_weights: int, memory: WeightMemory, check: Callable[[], None]
+) -> Tensor:
+    """Returns `num_weights` weights of the same shape packed as by `packed`, one after the other: [weights, panels,
+    steps, PANEL_WIDTH, numbers of a step]. Each of `weights` is asked for when the one before it is packed.
+    """
+    packed_weights = torch.empty(0)
+    for place, weight in enumerate(weights):
+        if place == 0:
+            num_outputs, num_inputs = weight.shape
+            step = step_of(weight.dtype)
+            assert num_inputs % step == 0
+            shape = (num_weights, -(-num_outputs // PANEL_WIDTH), num_inputs // step, PANEL_WIDTH, step)
+            packed_weights = memory.zeros(math.prod(shape), weight.dtype).view(shape)
+        _pack(weight, packed_weights[place], check)
+    return packed_weights
+
+
+def _pack(weight: Tensor, target: Tensor, check: Callable[[], None]) -> None:
     num_outputs, num_inputs = weight.shape
-    step = step_of(weight.dtype)
-    assert num_inputs % step == 0
-    num_panels = -(-num_outputs // PANEL_WIDTH)
-    storage = memory.zeros(num_panels * PANEL_WIDTH * num_inputs, weight.dtype)
     whole = num_outputs // PANEL_WIDTH
     steps = weight.contiguous().view(torch.int32)  # a step is moved as one number, several times faster than as two
-    panels = storage.view(torch.int32).view(num_panels, num_inputs // step, PANEL_WIDTH)
+    panels = target.flatten(2).view(torch.int32).view(*target.shape[:3])
     in_part = max(1, _PART_BYTES // (PANEL_WIDTH * num_inputs * weight.itemsize))
     for first in range(0, whole, in_part):
         check()
@@ -67,4 +86,3 @@ def packed(weight: Tensor, memory: WeightMemory, check: Callable[[], None]) -> T
         panels[first:last] = part.unflatten(0, (last - first, PANEL_WIDTH)).transpose(1, 2)
     if rest := num_outputs - whole * PANEL_WIDTH:
         panels[whole, :, :rest] = steps[-rest:].t()
-    return storage.view(*panels.shape, step)

@@ -20,16 +20,22 @@ from transformers.models.mistral.modeling_mistral import (
     MistralMLP,
     MistralRMSNorm,
 )
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralRMSNorm
+from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeMLP, Qwen3MoeRMSNorm
 
 from common.attention.backend import AttentionPlan, LayerAttention
 
-ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
-MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
+ATTENTIONS = (LlamaAttention, MistralAttention, MixtralAttention, Qwen2Attention, Qwen3Attention, Qwen3MoeAttention)
+MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, Qwen3MoeMLP)
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-NORMS = (LlamaRMSNorm, MistralRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+NORMS = (
+    *(LlamaRMSNorm, MistralRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm),
+    *(MixtralRMSNorm, OlmoeRMSNorm, Qwen3MoeRMSNorm),
+)
 """The RMS norms that are known. Other classes have similar names, but add one to the weight or round elsewhere."""
 
 _TOLERANCE = 1e-4  # in float32, relative to the largest number: sums are taken in another order

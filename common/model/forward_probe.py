@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.errors import UnsupportedModel
@@ -37,8 +37,6 @@ _LIMIT = re.compile(r"^(?!.*layers).*(?:position|window|chunk|length|context|flo
 """Matches the names of config fields that hold a position limit, at which some models change what they compute. Counts
 of layers are excluded.
 """
-_ROUTES = re.compile(r"expert|router|moe")
-"""Matches the names of modules that route a token to other modules, as in a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,7 @@ class _Pool:
         self._tolerance = (
             _TF32_TOLERANCE if is_narrowed and target.dtype == torch.float32 else _TOLERANCES[target.dtype]
         )
-        self._routes = any(_ROUTES.search(module_name) for module_name, _ in target.modules_of(nn.Module))
+        self._routes = target.chooses_experts
         self._is_exact = self._tolerance is _TOLERANCES[torch.float32] and not self._routes
 
     def check(self, what: str, parts: dict[int, tuple[Unsplit, int, int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from common.sampling.operators import Largest
 from common.telemetry.forward_counts import ForwardCounts
 
 _FINAL = -1  # key of the final norm's output among the captured states
+_ROUTES = re.compile(r"expert|router|moe")
+"""Matches the names of modules that send a token to other modules, as in a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,13 @@ class TargetModel:
     @property
     def num_layers(self) -> int:
         return self.layer_group.num_layers
+
+    @property
+    def chooses_experts(self) -> bool:
+        """Whether the model has parts that send each token to a few of several modules. If so, rounding may change to
+        which, and then the token's results differ by more than rounding.
+        """
+        return any(_ROUTES.search(name) for name, _ in self.modules_of(nn.Module))
 
     def modules_of(self, kind: type[nn.Module]) -> list[tuple[str, nn.Module]]:
         """Returns the model's modules of this class, each with its name."""

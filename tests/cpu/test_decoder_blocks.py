@@ -29,9 +29,15 @@ from common.model.loader import DTYPES as TORCH_DTYPES
 from common.model.loader import load_target
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FUSED = {"llama": 2, "qwen2": 2, "qwen3": 2, "mistral": 2, "phi3": 0}
-"""How many attention blocks are fused in each tiny model. As many MLPs are. Phi-3 has joined layers of its own, so none
-of its blocks is fused.
+FUSED = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), (2, 2)),
+    "phi3": (0, 0),
+    "mixtral": (2, 0),
+    "qwen3_moe": (2, 0),
+    "olmoe": (0, 0),
+}
+"""How many attention blocks, and how many MLPs, are fused in each tiny model. Phi-3 has joined layers of its own, so
+none of its blocks is fused. OLMoE normalises all heads together, and experts are no MLPs.
 """
 
 
@@ -46,10 +52,10 @@ def test_the_blocks_of_known_architectures_are_fused(
     architecture: str, dtype: str, tiny_model_dir: Callable[[str], Path]
 ) -> None:
     modules = modules_of(tiny_model_dir(architecture), dtype)
-    num_fused = FUSED[architecture] if can_pack(torch.ones(2, 2, dtype=TORCH_DTYPES[dtype])) else 0
-    assert sum(isinstance(module, PackedAttention) for module in modules) == num_fused
-    assert sum(isinstance(module, PackedGatedMLP) for module in modules) == num_fused
-    num_norms = 2 * 2 + 1 + (2 * 2 if architecture == "qwen3" else 0)
+    num_fused = FUSED[architecture] if can_pack(torch.ones(2, 2, dtype=TORCH_DTYPES[dtype])) else (0, 0)
+    kinds = (PackedAttention, PackedGatedMLP)
+    assert tuple(sum(isinstance(module, kind) for module in modules) for kind in kinds) == num_fused
+    num_norms = 2 * 2 + 1 + (2 * 2 if architecture in ("qwen3", "qwen3_moe", "olmoe") else 0)
     assert sum(isinstance(module, CpuRMSNorm) for module in modules) == num_norms
 
 

@@ -6,6 +6,7 @@
     LARGEST  the first largest of the logits               an item: a row of them
     ATTEND   (norm) ▸ rotate ▸ write KV ▸ attend           an item: parts of one request of few new tokens
     INPUT_NORM, PREPARE_CHUNKS, ATTEND_CHUNKS              only for many tokens; otherwise they have no items
+    ROUTE, EXPERTS_GATE, EXPERTS_DOWN                      a layer of experts: see experts.py
 
 A LINEAR may normalise its input. With few tokens each thread does that for itself, which is faster than waiting for the
 other threads once more. With MANY_TOKENS or more, INPUT_NORM does it before, for all threads. Requests with more than
@@ -46,6 +47,9 @@ class Kind(IntEnum):
     PREPARE_CHUNKS = 5
     ATTEND_CHUNKS = 6
     LARGEST = 7
+    ROUTE = 8
+    EXPERTS_GATE = 9
+    EXPERTS_DOWN = 10
 
 
 class Store(IntEnum):
@@ -82,8 +86,14 @@ class Field(IntEnum):
     NUM_KV_HEADS = 15
     HEAD_DIM = 16
     SHOWS_LAYER = 17
-    NORMED = 18  # the buffer that INPUT_NORM fills
+    NORMED = 18  # the buffer that INPUT_NORM or ROUTE fills
     COPIED = 19  # whether the source's rows must first be normalised or converted to `input_like`
+    SOURCE_OFFSET = 20  # in elements, for NORM
+    NUM_EXPERTS = 21
+    NUM_CHOSEN = 22  # experts of a token
+    ROUTES = 23  # the buffer of the tokens' experts and their weights
+    WEIGHTS_ADD_UP = 24  # whether the weights of a token's experts are divided by their sum
+    ROUNDS_WEIGHTS = 25  # whether these weights are rounded to the model's dtype
 
 
 class Call(IntEnum):
@@ -167,7 +177,7 @@ array.
 
 
 @jit
-def _normalise(source, weight, epsilon, target, like):
+def normalise(source, weight, epsilon, target, like):
     """RMS-normalises one row, array `source`, into array `target`. `weight` is an array of the same length, and
     `epsilon` is added to the mean of the squares. The result is rounded to the dtype of array `like`, even if `target`
     is float32.
@@ -229,10 +239,10 @@ def norm(call, fields, epsilon, item, target_like, like):
     """
     width = fields[Field.WIDTH]
     for token in range(item * ITEM_TOKENS, min(call[Call.NUM_TOKENS], (item + 1) * ITEM_TOKENS)):
-        source = buffer_row(call, fields[Field.SOURCE], token, width, 0, like)
+        source = buffer_row(call, fields[Field.SOURCE], token, width, fields[Field.SOURCE_OFFSET], like)
         target = buffer_row(call, fields[Field.TARGET], token, width, fields[Field.TARGET_OFFSET], target_like)
         if fields[Field.NORM]:
-            _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
+            normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
         else:
             copy_elements(source, target)
 
@@ -255,7 +265,7 @@ def normalise_input(call, fields, epsilon, scratch, like):
         source = buffer_row(call, fields[Field.SOURCE], token, width, 0, like)
         target = elements(scratch + row * width * inputs.itemsize, width, inputs)
         if fields[Field.NORM]:
-            _normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
+            normalise(source, elements(fields[Field.NORM], width, like), epsilon, target, like)
         else:
             copy_elements(source, target)
 
@@ -287,6 +297,17 @@ def linear(call, fields, item, x, x_stride, num_rows, sums_address, like):
 
 
 @jit
+def store_gate(sums, target, like):
+    """Stores silu(first half) * second half of one row's products with a panel, array `sums` [PANEL_WIDTH] float32, in
+    array `target`. The results are rounded to the dtype of array `like`, even if `target` is float32.
+    """
+    half = target.shape[0]
+    for i in range(half):
+        gate = read(rounded(silu(sums[i]), like))
+        target[i] = kept(gate * sums[half + i], target, like)
+
+
+@jit
 def _store(call, fields, store, row, panel, num_outputs, sums, like):
     """Stores one row's products with one panel in the target buffer, in the way that `store`, a Store, says. `row` and
     `panel` are indices, and `num_outputs` counts the outputs of the whole weight.
@@ -300,10 +321,7 @@ def _store(call, fields, store, row, panel, num_outputs, sums, like):
     if store == Store.GATE:
         half, inputs = PANEL_WIDTH // 2, input_like(like)
         place = row * length + panel * half
-        target = elements(base + place * inputs.itemsize, half, inputs)
-        for i in range(half):
-            gate = read(rounded(silu(sums[i]), like))
-            target[i] = kept(gate * sums[half + i], target, like)
+        store_gate(sums, elements(base + place * inputs.itemsize, half, inputs), like)
         return
     first = panel * PANEL_WIDTH
     num = min(PANEL_WIDTH, num_outputs - first)

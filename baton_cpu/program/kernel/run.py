@@ -11,6 +11,7 @@ from baton_cpu.compiler.memory import pointer
 from baton_cpu.program.kernel.attending import attend
 from baton_cpu.program.kernel.attending_chunks import attend_chunks, prepare_chunks
 from baton_cpu.program.kernel.dot_products import MAX_ROWS, PANEL_WIDTH
+from baton_cpu.program.kernel.experts import down_experts, gate_experts, most_blocks, route, sort_choices
 from baton_cpu.program.kernel.numbers import input_like
 from baton_cpu.program.kernel.operations import (
     ITEM_ROWS,
@@ -74,6 +75,12 @@ def _num_items(call, fields):
         return call[Call.NUM_QUERY_PARTS] * fields[Field.NUM_KV_HEADS]
     if kind == Kind.LARGEST:
         return call[Call.NUM_SELECTED]
+    if kind == Kind.ROUTE:
+        return (call[Call.NUM_TOKENS] + MAX_ROWS - 1) // MAX_ROWS
+    if kind == Kind.EXPERTS_GATE:
+        return fields[Field.NUM_PANELS] * most_blocks(call, fields)
+    if kind == Kind.EXPERTS_DOWN and call[Call.NUM_TOKENS]:
+        return fields[Field.NUM_PANELS]
     if kind == Kind.INPUT_NORM and call[Call.NUM_TOKENS] < MANY_TOKENS:
         return np.int64(0)
     return (call[Call.NUM_TOKENS] + ITEM_TOKENS - 1) // ITEM_TOKENS
@@ -88,16 +95,28 @@ def _panel_bytes(fields, like):
 
 
 @jit
+def _is_of_experts(kind):
+    return kind == Kind.EXPERTS_GATE or kind == Kind.EXPERTS_DOWN
+
+
+@jit
 def _most_items(call, fields, like):
     """Returns the most items of an operation that a thread takes at once. For a LINEAR, an item is a panel of its
-    weight, and a thread takes so many that it reads about _MOST_BYTES. Of other operations it takes one item.
+    weight, and for experts a panel of one or of all of them. A thread takes so many that it reads about _MOST_BYTES. Of
+    other operations it takes one item.
 
     `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
     Field). `like` is any array of the model's dtype (uint16 for bfloat16).
     """
-    if fields[Field.KIND] != Kind.LINEAR:
+    kind = fields[Field.KIND]
+    if kind == Kind.LINEAR:
+        num_passes = (min(_num_rows(call, fields), ITEM_ROWS) + MAX_ROWS - 1) // MAX_ROWS
+    elif _is_of_experts(kind):
+        num_passes = most_blocks(call, fields) + call[Call.NUM_TOKENS] * fields[Field.NUM_CHOSEN] // MAX_ROWS
+        if kind == Kind.EXPERTS_GATE:
+            num_passes //= max(np.int64(1), most_blocks(call, fields))
+    else:
         return np.int64(1)
-    num_passes = (min(_num_rows(call, fields), ITEM_ROWS) + MAX_ROWS - 1) // MAX_ROWS
     return _MOST_BYTES // (_panel_bytes(fields, like) * max(np.int64(1), num_passes))
 
 
@@ -135,6 +154,9 @@ def _run(board, run, call, thread, like):
             if not is_normed and (fields[Field.COPIED] or is_chosen):
                 normalise_input(call, fields, epsilon, inputs, like)
                 x, x_stride = inputs, width * item_bytes
+        num_blocks, gathered = np.int64(0), np.int64(-1)
+        if item >= 0 and _is_of_experts(kind):
+            num_blocks = sort_choices(call, fields, inputs)
         while item >= 0:
             for place in range(item, item + num_taken):
                 if kind == Kind.LINEAR:
@@ -149,6 +171,12 @@ def _run(board, run, call, thread, like):
                     embed(call, fields, place, like)
                 elif kind == Kind.LARGEST:
                     largest(call, fields, place)
+                elif kind == Kind.EXPERTS_GATE:
+                    gathered = gate_experts(call, fields, place, num_blocks, gathered, inputs, scratch, like)
+                elif kind == Kind.EXPERTS_DOWN:
+                    down_experts(call, fields, place, inputs, scratch, like)
+                elif kind == Kind.ROUTE:
+                    route(call, fields, epsilon, place, inputs, scratch, like)
                 elif kind == Kind.INPUT_NORM:
                     norm(call, fields, epsilon, place, input_like(like), like)
                 else:

@@ -6,13 +6,14 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from baton_cpu.program.builder import FusedDecoder, with_capture
-from baton_cpu.program.comparison import difference
+from baton_cpu.program.comparison import difference, median_relative
 from baton_cpu.program.fusing import fuse, new_forwards
 from baton_cpu.program.kernel.attending import PART_TOKENS
 from common.attention.backend import ForwardInput
@@ -22,11 +23,12 @@ from common.model.forward_program import ForwardProgram, ProgramOutput
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.work_beside import Stopped
+from tests.support.models import save_tiny_model
 
 _NUM_SLOTS, _NUM_TOKENS, _MAX_TOKENS = 640, 200, 512
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "olmoe"])
 def model(request: pytest.FixtureRequest, tiny_model_dir) -> TargetModel:  # type: ignore[no-untyped-def]
     return load_target(tiny_model_dir(request.param), device="cpu", dtype="float32", fuses=True)
 
@@ -232,8 +234,9 @@ def test_a_program_that_cannot_be_made_leaves_no_thread(model: TargetModel, monk
     assert set(threading.enumerate()) <= before
 
 
-def test_a_program_that_computes_something_else_is_not_used(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
-    model = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32", fuses=True)
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_a_program_that_computes_something_else_is_not_used(architecture: str, tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
+    model = load_target(tiny_model_dir(architecture), device="cpu", dtype="float32", fuses=True)
     decoder = _decoder(model)
     decoder.program.numbers[:] *= 1.5
     model.new_decoder = lambda check: decoder
@@ -242,6 +245,25 @@ def test_a_program_that_computes_something_else_is_not_used(tiny_model_dir) -> N
         fuse(model, num_threads=2, max_tokens=_MAX_TOKENS)
     assert model._program is None
     assert not [thread for thread in threading.enumerate() if thread.name == "forward-1" and thread not in before]
+
+
+def test_experts_beside_plain_layers_are_fused_too(tmp_path: Path) -> None:
+    directory = save_tiny_model(tmp_path, "qwen3_moe", mlp_only_layers=[0], norm_topk_prob=True, num_hidden_layers=3)
+    model = load_target(directory, device="cpu", dtype="float32", fuses=True)
+    assert fuse(model, num_threads=2, max_tokens=_MAX_TOKENS) < 1e-4
+    assert model._program is not None and model._program.close(5.0)
+
+
+def test_the_median_token_counts_where_rounding_may_choose_other_experts() -> None:
+    expected = torch.randn((5, 7), generator=torch.Generator().manual_seed(0))
+    seen = expected.clone()
+    seen[:2] *= 1.5
+    assert median_relative(seen, expected) == 0
+    seen[4] *= 1.5
+    assert median_relative(seen, expected) == pytest.approx(0.5)
+    seen = expected.clone()
+    seen[1, 3] = float("nan")
+    assert median_relative(seen, expected) == float("inf")
 
 
 def test_no_rows_are_no_work(model: TargetModel, program: ForwardProgram) -> None:
