@@ -17,12 +17,11 @@ from itertools import pairwise
 from baton.client import AsyncClient
 from baton.load_generator import RequestRecord, Workload, percentile, run_workload
 from benchmarks.benchmark_run import BenchmarkRun
-from benchmarks.full_speed_pair import full_speed_pair
+from benchmarks.full_speed_pair import BY_OPERATORS, full_speed_pair
 from benchmarks.machine import demo_model_dir
 
-_BY_OPERATORS = "--disabled-fast-paths=fused_forwards"
 ARRANGEMENTS = {
-    "operators, half of the cores": (_BY_OPERATORS,),
+    "operators, half of the cores": (BY_OPERATORS,),
     "fused, one thread": ("--num-threads=1",),
     "fused, all cores": (),
 }
@@ -59,7 +58,7 @@ def main() -> None:
                 dtype="bfloat16",
                 prefill_args=(tokens, *flags),
                 decode_args=(tokens,),
-                fuses_prompts=_BY_OPERATORS not in flags,
+                fuses_prompts=BY_OPERATORS not in flags,
             ) as pair:
                 seen[name].append(asyncio.run(measure(pair.decode_addresses[0], args, seed=number)))
     run = BenchmarkRun.of("beside_prompts")

@@ -312,6 +312,7 @@ class ProgramBuilder:
         num_outputs: int,
         fields: Mapping[Field, int],
     ) -> None:
+        """Adds an operation that multiplies the rows of each expert by its weight, and packs these weights."""
         panels = packed_one_by_one(weights, fields[Field.NUM_EXPERTS], self._memory, self._check)
         own = {
             Field.SOURCE: source,

@@ -18,8 +18,8 @@ _TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 another order than PyTorch, and so rounds differently.
 """
 
-_EXPERTS_TOLERANCE = {torch.bfloat16: 0.2, torch.float32: 1e-3}
-"""The same for models that choose experts. In bfloat16 most of a deep model's tokens get another expert somewhere."""
+_ROUTED_TOLERANCE = 0.2
+"""The largest difference of the median token that is accepted of a model in bfloat16 that chooses experts."""
 
 _COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40), (47, 20), (67, 1))
 """The forwards that are compared, as (tokens before, new tokens) of each of two rows: a window (a few new tokens), two
@@ -32,9 +32,11 @@ _CHUNK = 40
 
 def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[], None] = lambda: None) -> float:
     """Returns how far the results of `forward` are from those of `model`: the largest relative difference (see
-    `relative`) of logits, states and KV in a few forwards. Of a model that chooses experts, where rounding may change a
-    token's choice, it is that of the median token of a forward. It is infinite if the program names another token than
-    the one with its largest logit.
+    `relative`) of logits, states and KV in a few forwards. It is infinite if the program writes KV of other slots, or
+    names another token than the one with its largest logit.
+
+    In bfloat16, rounding may change which experts a token gets. Of a model that chooses experts, it is then the median
+    over the tokens of all forwards.
 
     `model` must still compute by its own modules. `check` is called between the forwards, and may raise.
     """
@@ -44,8 +46,8 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
     kv = torch.zeros((group.num_layers, 2, 2 * num_tokens + 1, group.num_heads, group.head_dim), dtype=model.dtype)
     tables = torch.zeros((3, num_tokens), dtype=torch.int64)
     tables[1:] = torch.randperm(2 * num_tokens, generator=generator).view(2, num_tokens) + 1
-    apart = median_relative if model.chooses_experts else relative
-    largest = 0.0
+    is_routed = _is_routed(model)
+    apart: dict[str, list[Tensor]] = {"logits": [], "kv": [], "states": []}
     for prefix_len, num_tokens in _COMPARED:
         positions = torch.arange(prefix_len, prefix_len + num_tokens).repeat(2)
         batch = ForwardInput(
@@ -61,20 +63,26 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
             kv=kv.clone(),
             logits_rows=None,
         )
+        before = batch.kv.clone()
         check()
         expected = model.forward_to_compare(replace(batch, kv=kv))
         check()
         logits, states, found = forward.forward(batch)
-        slots = batch.out_cache_loc if model.chooses_experts else slice(None)
-        largest = max(largest, apart(logits, expected.logits))
-        largest = max(largest, apart(batch.kv.movedim(2, 0)[slots], kv.movedim(2, 0)[slots]))
         assert found is not None
+        slots = batch.out_cache_loc
+        written = batch.kv.index_select(2, slots).movedim(2, 0)
+        if not torch.equal(batch.kv, before.index_copy(2, slots, written.movedim(0, 2))):
+            return float("inf")
         if not torch.equal(found.token_ids, logits.argmax(dim=-1)):
             return float("inf")
+        compare = relative_by_token if is_routed else relative
+        apart["logits"].append(torch.as_tensor(compare(logits, expected.logits)))
+        apart["kv"].append(torch.as_tensor(compare(written, kv.index_select(2, slots).movedim(2, 0))))
         if expected.hidden is not None:
             assert states is not None
-            largest = max(largest, apart(states, expected.hidden))
-    return largest
+            apart["states"].append(torch.as_tensor(compare(states, expected.hidden)))
+    each = [torch.cat([part.flatten() for part in parts]) for parts in apart.values() if parts]
+    return max(float(part.median() if is_routed and part.isfinite().all() else part.max()) for part in each)
 
 
 def head_difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dtype: torch.dtype) -> float:
@@ -134,11 +142,21 @@ def _apart(expected: DraftOutput, seen: DraftOutput) -> float:
     return max(relative(seen.logits, expected.logits), relative(seen.hidden, expected.hidden))
 
 
-def tolerance(dtype: torch.dtype, *, chooses_experts: bool = False) -> float:
+def tolerance(dtype: torch.dtype) -> float:
     """Returns the largest relative difference (see `relative`) that is accepted between a program and the modules of a
-    model of `dtype`. `chooses_experts` is that of the TargetModel.
+    model of `dtype`.
     """
-    return (_EXPERTS_TOLERANCE if chooses_experts else _TOLERANCE)[dtype]
+    return _TOLERANCE[dtype]
+
+
+def target_tolerance(model: TargetModel) -> float:
+    """Returns the largest `difference` of a program that is accepted."""
+    return _ROUTED_TOLERANCE if _is_routed(model) else tolerance(model.dtype)
+
+
+def _is_routed(model: TargetModel) -> bool:
+    """Whether rounding may change which experts a token gets."""
+    return model.chooses_experts and model.dtype == torch.bfloat16
 
 
 def relative(seen: Tensor, expected: Tensor) -> float:
@@ -149,9 +167,6 @@ def relative(seen: Tensor, expected: Tensor) -> float:
     return float("inf") if not torch.isfinite(distance) else float(distance / size)
 
 
-def median_relative(seen: Tensor, expected: Tensor) -> float:
-    """Returns the median over the tokens of `relative`; of two it is the smaller one. Tensors are [tokens, ...]. It is
-    infinite if a number of either is not finite.
-    """
-    apart = torch.tensor([relative(*pair) for pair in zip(seen, expected, strict=True)])
-    return float("inf") if torch.isinf(apart).any() else float(apart.median())
+def relative_by_token(seen: Tensor, expected: Tensor) -> Tensor:
+    """Returns `relative` of each token, [tokens] float32. Tensors are [tokens, ...]."""
+    return torch.tensor([relative(*pair) for pair in zip(seen, expected, strict=True)])

@@ -22,7 +22,7 @@ import torch
 from baton_cpu.compiler.jit import Kernel
 from baton_cpu.compiler.kernel_cache import kept_in, kernels_dir, kernels_key
 from baton_cpu.program.builder import FusedDecoder, with_capture
-from baton_cpu.program.comparison import difference, head_difference, tolerance
+from baton_cpu.program.comparison import difference, head_difference, target_tolerance, tolerance
 from baton_cpu.program.eagle3_head import HeadPrograms
 from baton_cpu.program.forward import NUM_CALL_WORDS, FusedForward, FusedHead
 from baton_cpu.program.kernel.run import take_part
@@ -72,7 +72,7 @@ def fuse(
     forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
     try:
         apart = difference(model, forward, check=check)
-        if not apart <= tolerance(dtype, chooses_experts=model.chooses_experts):
+        if not apart <= target_tolerance(model):
             raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
         check()
         head = _compared_head(draft, of_head, model, log) if draft is not None and of_head else None

@@ -74,6 +74,7 @@ def packed_one_by_one(
 
 
 def _pack(weight: Tensor, target: Tensor, check: Callable[[], None]) -> None:
+    """Packs `weight` [outputs, inputs] into the panels of `target`. `check` is called between parts, and may raise."""
     num_outputs, num_inputs = weight.shape
     whole = num_outputs // PANEL_WIDTH
     steps = weight.contiguous().view(torch.int32)  # a step is moved as one number, several times faster than as two

@@ -79,8 +79,8 @@ def _num_items(call, fields):
         return (call[Call.NUM_TOKENS] + MAX_ROWS - 1) // MAX_ROWS
     if kind == Kind.EXPERTS_GATE:
         return fields[Field.NUM_PANELS] * most_blocks(call, fields)
-    if kind == Kind.EXPERTS_DOWN and call[Call.NUM_TOKENS]:
-        return fields[Field.NUM_PANELS]
+    if kind == Kind.EXPERTS_DOWN:
+        return fields[Field.NUM_PANELS] if call[Call.NUM_TOKENS] else np.int64(0)
     if kind == Kind.INPUT_NORM and call[Call.NUM_TOKENS] < MANY_TOKENS:
         return np.int64(0)
     return (call[Call.NUM_TOKENS] + ITEM_TOKENS - 1) // ITEM_TOKENS
@@ -96,6 +96,7 @@ def _panel_bytes(fields, like):
 
 @jit
 def _is_of_experts(kind):
+    """Returns whether an operation multiplies the rows of experts by their panels."""
     return kind == Kind.EXPERTS_GATE or kind == Kind.EXPERTS_DOWN
 
 
