@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.draft.head import DraftHead, DraftOutput, HeadProgram
+from common.model.forward_probe import differences
 from common.model.forward_program import ForwardProgram
 from common.model.target import TargetModel
 
@@ -18,8 +19,13 @@ _TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 another order than PyTorch, and so rounds differently.
 """
 
-_ROUTED_TOLERANCE = 0.2
-"""The largest difference of the median token that is accepted of a model in bfloat16 that chooses experts."""
+_EACH_LAYER, _MOST = 0.025, 0.2
+"""The largest difference of the median token that is accepted of a model in bfloat16 that chooses experts, for each of
+its layers and in all. Where two experts nearly tie, rounding chooses, and a token with another expert differs by 13% to
+41%. Later layers attend to it, so that the median token differs by more with each layer: by 1% after two layers, 12%
+after eight. A program that weights the experts wrongly differs by 20% after two layers already. docs/forwards.md has
+more of these figures.
+"""
 
 _COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40), (47, 20), (67, 1))
 """The forwards that are compared, as (tokens before, new tokens) of each of two rows: a window (a few new tokens), two
@@ -35,8 +41,9 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
     `relative`) of logits, states and KV in a few forwards. It is infinite if the program writes KV of other slots, or
     names another token than the one with its largest logit.
 
-    In bfloat16, rounding may change which experts a token gets. Of a model that chooses experts, it is then the median
-    over the tokens of all forwards.
+    In bfloat16, rounding may change which experts a token gets. If the model chooses experts, it is then the median
+    token of the forwards with as many new tokens that counts. Each number of new tokens is judged by itself, since
+    most tokens are a chunk's and would hide what is wrong in a step.
 
     `model` must still compute by its own modules. `check` is called between the forwards, and may raise.
     """
@@ -47,7 +54,12 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
     tables = torch.zeros((3, num_tokens), dtype=torch.int64)
     tables[1:] = torch.randperm(2 * num_tokens, generator=generator).view(2, num_tokens) + 1
     is_routed = _is_routed(model)
-    apart: dict[str, list[Tensor]] = {"logits": [], "kv": [], "states": []}
+    apart: dict[tuple[str, int], list[Tensor]] = {}
+
+    def compare(what: str, seen: Tensor, expected: Tensor) -> None:
+        each = differences(seen, expected) if is_routed else torch.tensor([relative(seen, expected)])
+        apart.setdefault((what, num_tokens), []).append(each)
+
     for prefix_len, num_tokens in _COMPARED:
         positions = torch.arange(prefix_len, prefix_len + num_tokens).repeat(2)
         batch = ForwardInput(
@@ -75,14 +87,15 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
             return float("inf")
         if not torch.equal(found.token_ids, logits.argmax(dim=-1)):
             return float("inf")
-        compare = relative_by_token if is_routed else relative
-        apart["logits"].append(torch.as_tensor(compare(logits, expected.logits)))
-        apart["kv"].append(torch.as_tensor(compare(written, kv.index_select(2, slots).movedim(2, 0))))
+        compare("logits", logits, expected.logits)
+        compare("kv", written, kv.index_select(2, slots).movedim(2, 0))
         if expected.hidden is not None:
             assert states is not None
-            apart["states"].append(torch.as_tensor(compare(states, expected.hidden)))
-    each = [torch.cat([part.flatten() for part in parts]) for parts in apart.values() if parts]
-    return max(float(part.median() if is_routed and part.isfinite().all() else part.max()) for part in each)
+            compare("states", states, expected.hidden)
+    joined = [torch.cat(parts) for parts in apart.values()]
+    if not all(part.isfinite().all() for part in joined):
+        return float("inf")
+    return max(float(part.median() if is_routed else part.max()) for part in joined)
 
 
 def head_difference(head: DraftHead, program: HeadProgram, *, captured_size: int, dtype: torch.dtype) -> float:
@@ -151,7 +164,8 @@ def tolerance(dtype: torch.dtype) -> float:
 
 def target_tolerance(model: TargetModel) -> float:
     """Returns the largest `difference` of a program that is accepted."""
-    return _ROUTED_TOLERANCE if _is_routed(model) else tolerance(model.dtype)
+    allowed = tolerance(model.dtype)
+    return max(allowed, min(_MOST, _EACH_LAYER * model.num_layers)) if _is_routed(model) else allowed
 
 
 def _is_routed(model: TargetModel) -> bool:
@@ -165,8 +179,3 @@ def relative(seen: Tensor, expected: Tensor) -> float:
     """
     distance, size = (seen.float() - expected.float()).norm(), expected.float().norm()
     return float("inf") if not torch.isfinite(distance) else float(distance / size)
-
-
-def relative_by_token(seen: Tensor, expected: Tensor) -> Tensor:
-    """Returns `relative` of each token, [tokens] float32. Tensors are [tokens, ...]."""
-    return torch.tensor([relative(*pair) for pair in zip(seen, expected, strict=True)])

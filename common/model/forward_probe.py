@@ -123,14 +123,21 @@ def check_forwards(target: TargetModel, unsplit: Unsplit, far: Sequence[Unsplit]
 
 
 def difference(seen: Tensor, expected: Tensor, *, share: float) -> float:
-    """Returns how much `seen` [N, ...] differs from `expected`, as a quantile over the N tokens.
+    """Returns how much `seen` [N, ...] differs from `expected`, as a quantile of `differences` over the N tokens.
 
-    Each token's difference is the norm of its deviation, divided by the norm of its expected values. `share` (0 to 1)
-    names the quantile: 0.5 is the median, 1 the largest difference.
+    `share` (0 to 1) names the quantile: 0.5 is the median, 1 the largest difference.
+    """
+    return float(differences(seen, expected).quantile(share))
+
+
+def differences(seen: Tensor, expected: Tensor) -> Tensor:
+    """Returns how much each token of `seen` [N, ...] differs from `expected`, [N] float32: the norm of its deviation,
+    divided by the norm of its expected values.
     """
     distances = (seen.float() - expected.float()).flatten(1).norm(dim=1)
     sizes = expected.float().flatten(1).norm(dim=1)
-    return float((distances / sizes.clamp_min(torch.finfo(torch.float32).tiny)).quantile(share))
+    each: Tensor = distances / sizes.clamp_min(torch.finfo(torch.float32).tiny)
+    return each
 
 
 class _Pool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from baton_cpu.program.builder import FusedDecoder, with_capture
-from baton_cpu.program.comparison import difference, relative_by_token
+from baton_cpu.program.comparison import difference
 from baton_cpu.program.fusing import fuse, new_forwards
 from baton_cpu.program.kernel.attending import PART_TOKENS
 from common.attention.backend import ForwardInput
@@ -254,12 +254,56 @@ def test_experts_beside_plain_layers_are_fused_too(tmp_path: Path) -> None:
     assert model._program is not None and model._program.close(5.0)
 
 
-def test_each_token_counts_where_rounding_may_choose_other_experts() -> None:
-    expected = torch.randn((3, 7), generator=torch.Generator().manual_seed(0))
-    seen = expected.clone()
-    seen[1] *= 1.5
-    seen[2, 3] = float("nan")
-    assert relative_by_token(seen, expected).tolist() == pytest.approx([0, 0.5, float("inf")])
+def test_experts_with_other_weights_are_not_used_in_bfloat16(tmp_path: Path) -> None:
+    """The two models differ only in whether the weights of a token's experts are divided by their sum."""
+    model, other = (
+        load_target(
+            save_tiny_model(tmp_path / str(adds_up), "qwen3_moe", num_experts_per_tok=4, norm_topk_prob=adds_up),
+            device="cpu",
+            dtype="bfloat16",
+            fuses=True,
+        )
+        for adds_up in (True, False)
+    )
+    model.new_decoder = other.new_decoder
+    with pytest.raises(StartupError, match="differ from the model's"):
+        fuse(model, num_threads=2, max_tokens=_MAX_TOKENS)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe", "olmoe"])
+def experts_in_bfloat16(request: pytest.FixtureRequest, tiny_model_dir) -> Iterator[TargetModel]:  # type: ignore[no-untyped-def]
+    model = load_target(tiny_model_dir(request.param), device="cpu", dtype="bfloat16", fuses=True)
+    assert fuse(model, num_threads=2, max_tokens=_MAX_TOKENS) < 0.02
+    assert model._program is not None
+    yield model
+    assert model._program.close(5.0)
+
+
+@pytest.mark.parametrize("num_new", [1, 5, 20, 40])
+def test_one_kind_of_forward_that_differs_is_told(experts_in_bfloat16: TargetModel, num_new: int) -> None:
+    """A step has few of the tokens that are compared. Its difference counts all the same."""
+    program = experts_in_bfloat16._program
+    assert program is not None
+
+    class Scaled(ForwardProgram):
+        def forward(self, batch: ForwardInput, *_: object, **__: object) -> ProgramOutput:
+            output = program.forward(batch)
+            return output._replace(logits=output.logits * (1.5 if len(batch.input_ids) == 2 * num_new else 1.0))
+
+    assert difference(experts_in_bfloat16, Scaled()) == pytest.approx(0.5, abs=0.02)
+
+
+def test_one_token_without_numbers_is_told(experts_in_bfloat16: TargetModel) -> None:
+    program = experts_in_bfloat16._program
+    assert program is not None
+
+    class Broken(ForwardProgram):
+        def forward(self, batch: ForwardInput, *_: object, **__: object) -> ProgramOutput:
+            output = program.forward(batch)
+            batch.kv[-1, :, batch.out_cache_loc[0]] = float("inf")
+            return output
+
+    assert difference(experts_in_bfloat16, Broken()) == float("inf")
 
 
 def test_no_rows_are_no_work(model: TargetModel, program: ForwardProgram) -> None:
