@@ -117,7 +117,11 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
     torch.set_num_threads(1)
     async with AsyncExitStack() as stack:
         lent = await LentMemory.opened(
-            shape.kv_transport, groups=[shape.layer_group], num_slots=shape.num_slots, is_on_host=True
+            shape.kv_transport,
+            groups=[shape.layer_group],
+            num_slots=shape.num_slots,
+            num_window_slots=0,
+            is_on_host=True,
         )
         stack.push_async_callback(lent.close)
         inbox: EngineInbox[Command] = EngineInbox()

@@ -320,7 +320,8 @@ class ScheduleRig:
         with mock.patch.object(forward_side, "new_worker", preset):
             return scheduler.DecodeEngine(
                 model=cast(
-                    TargetModel, SimpleNamespace(layer_group=groups[0], vocab_size=VOCAB_SIZE, attention=attention)
+                    TargetModel,
+                    SimpleNamespace(layer_group=groups[0], windows=(), vocab_size=VOCAB_SIZE, attention=attention),
                 ),
                 draft=cast(DraftHead, SimpleNamespace(layer_group=groups[1])) if spec_info else None,
                 depth=depth_of(spec_info, adapts=False),

@@ -42,7 +42,8 @@ class PrefixCounts:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's load at one time. `num_steps` counts the steps that launched or finished a forward.
+    """An engine's load at one time. `num_steps` counts the steps that launched or finished a forward. `window_slots`
+    maps the name of each layer group with a window to the states of its slots.
 
     On prefill, `num_uncomputed_tokens` counts the tokens of queued and running prompts that are still to be computed.
     On decode, `num_expected_cached` counts the tokens that prefill services were expected to have cached when rows were
@@ -57,6 +58,7 @@ class EngineLoad:
     num_running: int
     num_steps: int
     prefixes: PrefixCounts = PrefixCounts()
+    window_slots: Mapping[str, PoolCounts] = field(default_factory=dict)
     unsent_bytes: int = 0
     num_row_retries: int = 0
     num_retractions: int = 0

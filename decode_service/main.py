@@ -58,7 +58,7 @@ from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command, FinishReason
 from decode_service.schedule.local_prefill import local_chunk_tokens
-from decode_service.schedule.scheduler import DecodeEngine, Deliver
+from decode_service.schedule.scheduler import DecodeEngine, Deliver, tokens_in_flight
 from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
@@ -92,6 +92,12 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
     size = runtime.size_pool(
         settings,
         memory_beside_pool(settings, runtime, spec_info),
+        num_in_flight=tokens_in_flight(
+            num_step_slots=1 if spec_info is None else spec_info.num_slots,
+            max_chunk_tokens=local_chunk_tokens(
+                local_prefill_tokens=settings.max_short_prompt, prefill_fallback=settings.prefill_fallback
+            ),
+        ),
         tokens_ahead=0 if spec_info is None else spec_info.num_slots - 1,
     )
     inbox: EngineInbox[Command] = EngineInbox()

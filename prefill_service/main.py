@@ -37,7 +37,7 @@ from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.handoff_metrics import HandoffMetrics
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import BytesSent, Command, Event, FrameReady
-from prefill_service.schedule.scheduler import PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine, tokens_in_flight
 
 _log = structlog.get_logger(__name__)
 
@@ -57,12 +57,15 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
     """
     runtime = process.runtime
     check_chunks(settings, runtime.draft)
-    size = runtime.size_pool(settings, memory_beside_pool(settings, runtime))
+    size = runtime.size_pool(
+        settings, memory_beside_pool(settings, runtime), num_in_flight=tokens_in_flight(settings.chunk_tokens)
+    )
     async with AsyncExitStack() as outlives_the_engine:
         lent = await LentMemory.opened(
             settings.kv_transport,
             groups=runtime.fingerprint.layer_groups,
             num_slots=size.max_kv_tokens,
+            num_window_slots=size.max_window_tokens,
             is_on_host=runtime.device.torch_device.type == "cpu",
         )
         outlives_the_engine.push_async_callback(lent.close)

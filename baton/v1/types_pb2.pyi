@@ -26,13 +26,13 @@ class _ProtocolVersion:
 class _ProtocolVersionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProtocolVersion.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PROTOCOL_VERSION_UNSPECIFIED: _ProtocolVersion.ValueType  # 0
-    PROTOCOL_VERSION_CURRENT: _ProtocolVersion.ValueType  # 13
+    PROTOCOL_VERSION_CURRENT: _ProtocolVersion.ValueType  # 14
 
 class ProtocolVersion(_ProtocolVersion, metaclass=_ProtocolVersionEnumTypeWrapper):
     """The version of the handoff's contract. A release that changes its fields, here or in prefill.proto, raises it once."""
 
 PROTOCOL_VERSION_UNSPECIFIED: ProtocolVersion.ValueType  # 0
-PROTOCOL_VERSION_CURRENT: ProtocolVersion.ValueType  # 13
+PROTOCOL_VERSION_CURRENT: ProtocolVersion.ValueType  # 14
 Global___ProtocolVersion: _TypeAlias = ProtocolVersion  # noqa: Y015
 
 @_typing.final
@@ -443,8 +443,9 @@ class LayerGroup(_message.Message):
     NUM_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"target" or "draft" """
+    """"target", "target_" and a window's size, or "draft" """
     num_layers: _builtins.int
     num_planes: _builtins.int
     """2: keys and values"""
@@ -452,6 +453,8 @@ class LayerGroup(_message.Message):
     head_dim: _builtins.int
     dtype: _builtins.str
     """"float32", "bfloat16", "float16" """
+    window: _builtins.int
+    """each token attends only the last so many, itself among them; 0: all. The KV that is sent"""
     def __init__(
         self,
         *,
@@ -461,10 +464,11 @@ class LayerGroup(_message.Message):
         num_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        window: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "name", b"name", "num_heads", b"num_heads", "num_layers", b"num_layers", "num_planes", b"num_planes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "name", b"name", "num_heads", b"num_heads", "num_layers", b"num_layers", "num_planes", b"num_planes", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,11 +10,13 @@ The plan is passed through the model's keyword arguments, so no global variable 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from common.kv.window_slots import WindowKv
 
 ATTENTION_NAME = "baton"
 MAX_SPLIT_BYTES = 256 << 20
@@ -42,6 +44,8 @@ class ForwardInput:
 
     `tree_mask` [T, W] bool: for each new token, which of its row's last W tokens it attends, besides all earlier ones.
     All rows then have the same number of new tokens, at most W. None: each token attends those up to itself.
+
+    `windows` are the layers whose KV lies in slots of its own. `kv` has the other layers, in the same order.
     """
 
     input_ids: Tensor
@@ -56,6 +60,7 @@ class ForwardInput:
     kv: Tensor
     logits_rows: Tensor | None
     tree_mask: Tensor | None = None
+    windows: tuple[WindowKv, ...] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -126,6 +131,37 @@ class AttentionBackend(Protocol):
         """
 
     def plan(self, batch: ForwardInput) -> AttentionPlan: ...
+
+
+def plan_of(backend: AttentionBackend, batch: ForwardInput) -> AttentionPlan:
+    """Returns the plan of a forward. Layers are numbered as in the model, whatever group their KV belongs to."""
+    return _PlanOfGroups(backend, batch) if batch.windows else backend.plan(batch)
+
+
+class _PlanOfGroups(AttentionPlan):
+    """A forward's plan that consists of one for each group of layers."""
+
+    def __init__(self, backend: AttentionBackend, batch: ForwardInput) -> None:
+        self._places: dict[int, tuple[AttentionPlan, int]] = {}
+        for window in batch.windows:
+            plan = backend.plan(
+                replace(
+                    batch,
+                    out_cache_loc=window.slot_of[batch.out_cache_loc],
+                    req_to_token=window.req_to_token,
+                    kv=window.kv,
+                    windows=(),
+                )
+            )
+            self._places |= {layer: (plan, number) for number, layer in enumerate(window.layers)}
+        others = [layer for layer in range(len(self._places) + batch.kv.shape[0]) if layer not in self._places]
+        if others:
+            plan = backend.plan(replace(batch, windows=()))
+            self._places |= {layer: (plan, number) for number, layer in enumerate(others)}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        plan, number = self._places[layer]
+        return plan.attend(number, query, key, value, how)
 
 
 def paged_attention(

@@ -78,7 +78,7 @@ def compute_fingerprint(
         config_digest=config_digest(_read_config(directory)),
         target_weights_digest=weights_digest(model.files.weight_files, cache_dir),
         tokenizer_digest=_tokenizer_digest(model.files),
-        layer_groups=(model.layer_group,),
+        layer_groups=model.layer_groups,
     )
     model.files.check_unchanged()
     if draft is None:
@@ -88,7 +88,7 @@ def compute_fingerprint(
     files.check_unchanged()
     return replace(
         fingerprint,
-        layer_groups=(model.layer_group, draft.head.layer_group),
+        layer_groups=(*model.layer_groups, draft.head.layer_group),
         draft_weights_digest=_digest(part.encode() for part in parts),
         algorithm=draft.head.algorithm,
         seed_columns=seed_columns(draft.head, topk=draft.topk),

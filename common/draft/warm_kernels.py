@@ -44,7 +44,8 @@ def warm_kernels(
             if draft is None:
                 continue
             assert output.hidden is not None, "the target captures what the head reads"
-            window, hidden = replace(window, kv=pool.buffers[draft.layer_group.name]), draft.fuse(output.hidden)
+            window = replace(window, kv=pool.buffers[draft.layer_group.name], windows=())
+            hidden = draft.fuse(output.hidden)
             for layer in range(draft.layer_group.num_layers):
                 draft.forward(window, hidden, layer=layer)
 
@@ -90,6 +91,7 @@ def padding_forward(shape: KernelShape, pool: KvPool, group: str) -> ForwardInpu
         extend_lens=(num_new,),
         max_seq_len=shape.max_seq_len,
         kv=pool.buffers[group],
+        windows=pool.windows_beside(group),
         logits_rows=column(1, num_new - 1),
         tree_mask=torch.ones((num_new, num_new), dtype=torch.bool, device=table.device) if shape.has_mask else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 TARGET_GROUP = "target"
@@ -11,9 +12,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class LayerGroupSpec:
-    """The shape of the KV of one layer group: all layers of the target model, or all of the draft head.
+    """The shape of the KV of one layer group: the target model's layers that attend alike, or all of the draft head's.
 
-    `num_planes` is 2: keys and values. `dtype` is a key of DTYPE_BYTES.
+    `num_planes` is 2: keys and values. `dtype` is a key of DTYPE_BYTES. With `window` each token attends only the last
+    `window` tokens, itself among them, and the group has slots of its own for them (see WindowSlots). None: it attends
+    all earlier ones, and the group's slots are the pool's.
     """
 
     name: str
@@ -22,6 +25,7 @@ class LayerGroupSpec:
     num_heads: int
     head_dim: int
     dtype: str
+    window: int | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -37,6 +41,22 @@ class LayerGroupSpec:
     def token_bytes(self) -> int:
         """Bytes of one token's KV in all layers of the group."""
         return self.num_layers * self.layer_token_bytes
+
+
+def num_kept_before(groups: Iterable[LayerGroupSpec]) -> int:
+    """Returns how many tokens before a window are kept, given the groups of a pool.
+
+    A prefix is found one token before a prompt's end, and with a draft head as many tokens as the head has layers.
+    """
+    return max((group.num_layers for group in groups if group.name == DRAFT_GROUP), default=1)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLayers:
+    """The layers of a target model that attend the same window, in ascending order. They are one group."""
+
+    group: LayerGroupSpec
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

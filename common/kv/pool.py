@@ -8,13 +8,15 @@ With a prefix cache, `keep` gives slots of a row to a PrefixTree. From then on t
 them like every other row whose tokens begin in the same way. Slots of the tree that no row holds count as free: they
 are evicted when the free ones are used up.
 
+A layer group with a window has slots of its own, for the last tokens of each row (see window_slots.py).
+
 Only an engine's own thread calls this, except for `move_kv`, and for `populate`, which alone blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,12 +28,13 @@ from common.device.stream import Event, Stream
 from common.errors import StartupError
 from common.host.memory import require_room
 from common.host.untouched_memory import populate, untouched_zeros
-from common.kv.layer_group import LayerGroupSpec
+from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec, WindowLayers, num_kept_before
 from common.kv.prefix_tree import HeldPrefix, PrefixTree, num_same
 from common.kv.row_columns import LeaseState, RowColumns
 from common.kv.row_table import ReqToTokenPool
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
+from common.kv.window_slots import WindowKv, WindowSlots
 from common.load import PoolCounts, PrefixCounts
 
 __all__ = ["CacheKey", "KvPool", "LeaseState", "RowLease"]
@@ -55,8 +58,9 @@ class RowLease:
     """A row of the pool and its slots, lent to one request from `KvPool.reserve` until the row is reclaimed.
 
     `num_tokens` slots are reserved. The engine counts how many of them hold committed KV, as the request's `seq_len`.
-    The first `num_cached` of them had their KV already when the row was reserved. `prefix` is the part of the prefix
-    cache that the row holds; None if it uses no cache.
+    The first `num_cached` of them had their KV already when the row was reserved. `num_held` maps the name of each
+    layer group with a window to this number, or to 0. `prefix` is the part of the prefix cache that the row holds; None
+    if it uses no cache. `duplicates` are positions of it for which the row has slots of its own.
     """
 
     def __init__(
@@ -65,18 +69,17 @@ class RowLease:
         slots: Slots,
         columns: RowColumns,
         *,
-        generation: int = 0,
         prefix: HeldPrefix | None = None,
     ) -> None:
         """Makes the lease of `row`, and writes its `slots` and its state into `columns`, which all leases share.
 
-        The first slots are those of `prefix`. `generation` is the stamp that the other slots have in shared memory (see
-        `SharedPool.stamp`); 0 if the pool is not in shared memory.
+        The first slots are those of `prefix`.
         """
         self.row = row
-        self.generation = generation
         self.prefix = prefix
         self.num_cached = 0 if prefix is None else prefix.num_tokens
+        self.num_held: dict[str, int] = {}
+        self.duplicates: list[slice] = []
         self.is_damaged = False
         self._shared = [slice(0, self.num_cached)]  # positions whose slots belong to the prefix tree
         self._columns = columns
@@ -143,9 +146,12 @@ class KvPool:
     """The rows, the token slots and the KV of every layer group, allocated once at start-up.
 
     `buffers[group]` is [layers, planes, slots + 1, heads, head_dim]; slot 0 is padding. With `memory` the buffers lie
-    in that shared memory, which must have the same groups and `max_kv_tokens` slots; then rows cannot grow. Without it,
-    the operating system provides a CPU's memory when it is first used or populated. `prefixes` is an empty tree for the
+    in that shared memory, which must have the same groups and numbers of slots; then rows cannot grow. Without it, the
+    operating system provides a CPU's memory when it is first used or populated. `prefixes` is an empty tree for the
     prefix cache, or None to cache nothing. Raises StartupError if there is not enough memory.
+
+    `windows` are the target's layers that attend a window. Each of their groups has `max_window_tokens` slots, and a
+    row writes at most `num_in_flight` tokens past those that are known to be computed.
 
     `num_changes` grows when a row is released or reclaimed, and when the prefix cache gets KV. After that `reserve` may
     succeed where it could not before, or find more cached KV.
@@ -159,13 +165,19 @@ class KvPool:
         max_kv_tokens: int,
         max_tokens_per_row: int,
         torch_device: torch.device,
+        windows: Sequence[WindowLayers] = (),
+        max_window_tokens: int = 0,
+        num_in_flight: int = 0,
         memory: SharedPool | None = None,
         prefixes: PrefixTree | None = None,
     ) -> None:
+        target, *others = groups
+        groups = [target, *(layers.group for layers in windows), *others]
         self.groups = {group.name: group for group in groups}
         self._memory = memory
+        num_slots = {group.name: max_window_tokens if group.window else max_kv_tokens for group in groups}
         self.buffers = (
-            _new_buffers(groups, max_kv_tokens, torch_device)
+            _new_buffers(groups, num_slots, torch_device)
             if memory is None
             else {group.name: _view(memory, group) for group in groups}
         )
@@ -174,6 +186,28 @@ class KvPool:
         self._prefixes = PrefixTree(lookahead=0) if prefixes is None else prefixes  # without a cache it stays empty
         self._caches = prefixes is not None
         self._columns = RowColumns(max_rows + 1, max_tokens_per_row=max_tokens_per_row)
+        self.windows = {
+            group.name: WindowSlots(
+                window=group.window,
+                num_kept_before=num_kept_before(self.groups.values()),
+                num_slots=max_window_tokens,
+                num_in_flight=num_in_flight,
+                num_pool_slots=max_kv_tokens,
+                columns=self._columns,
+                torch_device=torch_device,
+            )
+            for group in groups
+            if group.window
+        }
+        self._target_windows = tuple(
+            WindowKv(
+                self.buffers[layers.group.name],
+                self.windows[layers.group.name].table,
+                self.windows[layers.group.name].slot_of,
+                layers.layers,
+            )
+            for layers in windows
+        )
         self.prefix_counts = PrefixCounts()
         self.num_changes = 0
         self._held: dict[int, RowLease] = {}
@@ -187,7 +221,7 @@ class KvPool:
         """
         if self._memory is None:
             for buffer in self.buffers.values():
-                if buffer.device.type == "cpu":
+                if buffer.device.type == "cpu" and buffer.numel():
                     populate(buffer, check)
 
     @property
@@ -217,17 +251,27 @@ class KvPool:
         return bool(self._quarantined)
 
     def reserve(
-        self, num_tokens: int, *, key: CacheKey | None = None, uses_cached: bool = True, num_spared: int = 0
+        self,
+        num_tokens: int,
+        *,
+        key: CacheKey | None = None,
+        uses_cached: bool = True,
+        num_spared: int = 0,
+        is_received: bool = False,
     ) -> RowLease | None:
         """Returns a row with slots for its first `num_tokens` tokens, or None if there are too few rows or slots.
 
         With `key` the row's first slots are those of its longest cached prefix, which leaves at least one token to
         compute. Without `uses_cached` it has no such slots, but it may `keep` its KV. `num_spared` slots must be left
-        after it.
+        after it. `is_received` means that the KV that is not cached comes from elsewhere, all of it. Then a cached
+        prefix can be used although groups with a window have lost it.
         """
         if self.rows.num_free == 0:
             return None
-        prefix = self._hold(key, num_tokens - 1 if uses_cached else 0)
+        if not all(window.may_promise(num_tokens, num_spared) for window in self.windows.values()):
+            return None
+        received = num_tokens if is_received else None
+        prefix = self._hold(key, num_tokens - 1 if uses_cached else 0, received=received)
         held = _NO_SLOTS if prefix is None else prefix.slots()
         slots = self._take(num_tokens - len(held), num_spared)
         if slots is None:
@@ -235,22 +279,35 @@ class KvPool:
             return None
         row = self.rows.take()
         assert row is not None
-        generation = 0 if self._memory is None else self._memory.stamp(slots)
+        if self._memory is not None:
+            self._memory.stamp(TARGET_GROUP, slots)
         slots = np.concatenate([held, slots])
         self.rows.write(row, 0, slots)
-        lease = RowLease(row, slots, self._columns, generation=generation, prefix=prefix)
+        lease = RowLease(row, slots, self._columns, prefix=prefix)
         self._held[row] = lease
+        for name, window in self.windows.items():
+            window.promise(np.array([row]), np.array([num_tokens]))
+            lease.num_held[name] = window.hold(row, lease.num_cached, received=received)
+        if is_received:
+            self.extend_windows(np.array([row]), np.array([num_tokens]))
         counts = self.prefix_counts
         self.prefix_counts = replace(
             counts, num_tokens=counts.num_tokens + num_tokens, num_found=counts.num_found + lease.num_cached
         )
         return lease
 
-    def num_cached(self, key: CacheKey | None) -> int:
-        """Returns how many tokens a row with `key` would find in the prefix cache now, one fewer than all at most."""
+    def num_cached(self, key: CacheKey | None, *, is_received: bool = False) -> int:
+        """Returns how many tokens a row with `key` would find in the prefix cache now, one fewer than all at most.
+
+        `is_received` is what `reserve` takes.
+        """
         if key is None:
             return 0
-        return min(self._prefixes.match(key.token_ids, key.namespace).num_tokens, len(key.token_ids) - 1)
+        prefix = self._prefixes.match(key.token_ids, key.namespace)
+        num_tokens = min(prefix.num_tokens, len(key.token_ids) - 1)
+        if not self.windows:
+            return num_tokens
+        return self._num_usable(prefix.slots()[:num_tokens], len(key.token_ids) if is_received else None)
 
     def num_common(self, key: CacheKey, other: CacheKey | None, *, at_least: int = 1) -> int:
         """Returns how many tokens of `key` would have their KV in the prefix cache if all KV of `other` were there.
@@ -279,6 +336,8 @@ class KvPool:
         """
         if lease.prefix is None or lease.is_damaged:
             return
+        for window in self.windows.values():
+            window.settle(lease.row, num_tokens)
         lookahead, start = self._prefixes.lookahead, lease.prefix.num_tokens
         stop = min(num_tokens, len(token_ids) - lookahead)
         if stop <= start:
@@ -286,10 +345,20 @@ class KvPool:
         self.num_changes += 1
         tokens, slots = token_ids[start : stop + lookahead], lease.slots[start:stop]
         num_there = self._prefixes.insert(lease.prefix, tokens, slots)
-        if num_there and lease.prefix.num_tokens == stop and self._memory is None and not lease.is_in_use:
-            self._adopt(lease, start, start + num_there)
-            num_there = 0
+        if num_there and lease.prefix.num_tokens == stop:
+            if self._may_adopt(lease, start, start + num_there):
+                self._adopt(lease, start, start + num_there)
+                num_there = 0
+            else:
+                lease.duplicates.append(slice(start, start + num_there))
         lease.share(slice(start + num_there, stop))
+
+    def _may_adopt(self, lease: RowLease, start: int, stop: int) -> bool:
+        assert lease.prefix is not None
+        if self._memory is not None or lease.is_in_use:
+            return False
+        kept = lease.prefix.slots()[start:stop]
+        return all(window.may_replace(kept) for window in self.windows.values())
 
     def _adopt(self, lease: RowLease, start: int, stop: int) -> None:
         """Frees the row's slots for the tokens [start, stop), and gives it the prefix tree's slots for them instead."""
@@ -297,7 +366,9 @@ class KvPool:
         own, slots = lease.slots[start:stop].copy(), lease.prefix.slots()[start:stop]
         self._columns.slots[lease.row, start:stop] = slots
         self.rows.write(lease.row, start, slots)
-        self._slots.give_back(own)
+        for window in self.windows.values():
+            window.replace(lease.row, start, own, slots)
+        self._give_back(own)
 
     def forget(self, lease: RowLease) -> None:
         """Makes the prefix cache forget everything that begins like the row's cached KV, because it may be damaged.
@@ -308,10 +379,28 @@ class KvPool:
         if lease.prefix is not None:
             self._prefixes.forget(lease.prefix)
 
-    def _hold(self, key: CacheKey | None, max_tokens: int) -> HeldPrefix | None:
+    def _hold(self, key: CacheKey | None, max_tokens: int, *, received: int | None) -> HeldPrefix | None:
         if key is None or not self._caches:
             return None
-        return self._prefixes.hold(key.token_ids, key.namespace, max_tokens)
+        prefix = self._prefixes.hold(key.token_ids, key.namespace, max_tokens)
+        if self.windows and (num_usable := self._num_usable(prefix.slots(), received)) < prefix.num_tokens:
+            self._prefixes.let_go(prefix)
+            prefix = self._prefixes.hold(key.token_ids, key.namespace, num_usable)
+        return prefix
+
+    def _num_usable(self, slots: Slots, received: int | None = None) -> int:
+        """Returns how much of a cached prefix, with `slots`, can be used in all groups that have a window.
+
+        If the other KV comes from elsewhere, `received` is the number of the row's tokens.
+        """
+        num_usable = len(slots)
+        while True:
+            slots = slots[:num_usable]
+            for window in self.windows.values():
+                num = window.num_usable(slots) if received is None else window.num_replaceable(slots, received)
+                num_usable = min(num_usable, num)
+            if num_usable == len(slots):
+                return num_usable
 
     def _let_go(self, prefix: HeldPrefix | None) -> None:
         if prefix is not None:
@@ -324,11 +413,36 @@ class KvPool:
         if num_slots + num_spared > self.num_free_slots:
             return None
         if (num_short := num_slots - self._slots.num_free) > 0:
-            self._slots.give_back(self._prefixes.evict(num_short))
+            self._give_back(self._prefixes.evict(num_short))
             self.prefix_counts = replace(self.prefix_counts, num_evicted=self.prefix_counts.num_evicted + num_short)
         return self._slots.take(num_slots)
 
-    def num_missing(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _give_back(self, slots: Slots) -> None:
+        for window in self.windows.values():
+            window.drop(slots)
+        self._slots.give_back(slots)
+
+    def lacks(
+        self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64], *, leaving: Iterable[RowLease] | None = None
+    ) -> bool:
+        """Returns whether too few slots are free to `grow` the rows. Shapes: rows, num_tokens [B].
+
+        With `leaving`, the slots of these rows count as free, and those of rows in quarantine too.
+        """
+        leases = [] if leaving is None else [*leaving, *self._quarantined.values()]
+        num_free = self.num_free_slots + self._num_coming(leases)
+        return int(self._missing(rows, num_tokens).sum()) > num_free or self._lacks_windows(rows, num_tokens, leases)
+
+    def _lacks_windows(
+        self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64], leaving: Sequence[RowLease] = ()
+    ) -> bool:
+        return any(
+            window.num_missing(rows, num_tokens)
+            > window.num_unpromised + window.num_promised(lease.row for lease in leaving)
+            for window in self.windows.values()
+        )
+
+    def _missing(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns how many slots `grow` would add to each of `rows` for `num_tokens`. Shapes: all [B]."""
         missing: NDArray[np.int64] = np.maximum(num_tokens - self._columns.num_slots[rows], 0)
         return missing
@@ -340,27 +454,69 @@ class KvPool:
         [B]. The rows must be held and distinct.
         """
         assert self._memory is None, "slots of a row that is lent are not added to"
-        missing = self.num_missing(rows, num_tokens)
+        if self._lacks_windows(rows, num_tokens):
+            return False
+        missing = self._missing(rows, num_tokens)
         slots = self._take(int(missing.sum()))
         if slots is None:
             return False
-        if not slots.size:
-            return True
         num_held = self._columns.num_slots[rows]
         positions = (num_held - missing.cumsum() + missing).repeat(missing) + np.arange(len(slots))
         rows_of_slots = rows.repeat(missing)
         self._columns.slots[rows_of_slots, positions] = slots
         self._columns.num_slots[rows] = num_held + missing
-        self.rows.write_each(rows_of_slots, positions, slots)
+        if slots.size:
+            self.rows.write_each(rows_of_slots, positions, slots)
+        for window in self.windows.values():
+            window.promise(rows, num_tokens)
+            window.extend(rows, num_tokens)
         return True
 
-    def move_kv(self, group_name: str, sources: Tensor, destinations: Tensor) -> None:
-        """Copies the KV of slots `sources` [N] to slots `destinations` [N], all reads before all writes.
+    def extend_windows(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> None:
+        """Prepares groups with a window for the KV of the rows' tokens up to `num_tokens`. Shapes: both [B].
+
+        `grow` does so by itself. The tokens of a row that follow its window must come with the next call.
+        """
+        for name, window in self.windows.items():
+            slots = window.extend(rows, num_tokens)
+            if self._memory is not None:
+                self._memory.stamp(name, slots)
+
+    def leave_behind(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64], *, at_least: int = 1) -> None:
+        """Notes that the rows' first `num_tokens` tokens are computed. Shapes: both [B]. The rows must be distinct.
+
+        Slots that a group with a window has for tokens that later ones do not attend may then be used for others. No
+        work that reads them may be left. Rows with fewer than `at_least` such tokens are left as they are.
+        """
+        for window in self.windows.values():
+            window.leave(rows, num_tokens, at_least=at_least)
+
+    def first_kept(self, group_name: str, num_tokens: int) -> int:
+        """Returns the first position whose KV a row of `num_tokens` has in this group. Both services keep the same."""
+        return self.windows[group_name].first_kept(num_tokens) if group_name in self.windows else 0
+
+    def windows_beside(self, group_name: str) -> tuple[WindowKv, ...]:
+        """Returns the KV of the layers with a window that a forward uses besides the KV of this group."""
+        return self._target_windows if group_name == TARGET_GROUP else ()
+
+    def slots_of(self, lease: RowLease, group_name: str, positions: slice) -> Slots:
+        """Returns the slots of a row's tokens in the buffer of a group. If it has a window, they must be in it."""
+        window = self.windows.get(group_name)
+        return lease.slots[positions] if window is None else window.slots(lease.row, positions)
+
+    def move_kv(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copies the target's KV of slots `sources` [N] to slots `destinations` [N], all reads before all writes.
 
         Unlike the other methods it runs on the forward stream, as part of a forward that uses the slots.
         """
-        kv = self.buffers[group_name]
-        kv.index_copy_(2, destinations, kv.index_select(2, sources))
+        for name, kv in self.buffers.items():
+            if name == DRAFT_GROUP:
+                continue
+            window = self.windows.get(name)
+            from_slots, to_slots = (
+                each if window is None else window.slot_of[each] for each in (sources, destinations)
+            )
+            kv.index_copy_(2, to_slots, kv.index_select(2, from_slots))
 
     def use_until(self, rows: NDArray[np.int64], event: Event, stream: Stream) -> None:
         """Notes that work on `stream` uses `rows` [B] until `event`. They are reclaimed only after that."""
@@ -382,13 +538,23 @@ class KvPool:
         done = [lease for lease in self._quarantined.values() if not lease.is_in_use]
         for lease in done:
             del self._quarantined[lease.row]
-            self._slots.give_back(lease.own_slots)
+            self._leave_windows(lease)
+            self._give_back(lease.own_slots)
             self._let_go(lease.prefix)
             lease.state = LeaseState.FREE
             self._columns.clear(lease.row)
             self.rows.give_back(lease.row)
         self.num_changes += len(done)
         return len(done)
+
+    def _leave_windows(self, lease: RowLease) -> None:
+        """Ends a row's windows. Where the prefix cache lacks KV of a window that the row has, the cache gets it."""
+        for window in self.windows.values():
+            window.release(lease.row)
+            if lease.prefix is not None and not lease.is_damaged:
+                kept = lease.prefix.slots()
+                for positions in lease.duplicates:
+                    window.inherit(lease.slots[positions], kept[positions])
 
     def row_counts(self) -> PoolCounts:
         """Returns how many rows are in each state."""
@@ -404,9 +570,15 @@ class KvPool:
         num_held = self._prefixes.num_slots - num_cached
         return replace(counts, running=counts.running + num_held, cached=num_cached)
 
-    def num_coming(self, leases: Iterable[RowLease]) -> int:
-        """Returns how many slots can be given to rows once `leases`, and the rows in quarantine, are reclaimed."""
-        leaving = [*leases, *self._quarantined.values()]
+    def window_counts(self) -> dict[str, PoolCounts]:
+        """Returns how many slots of each group with a window are in each state.
+
+        They are `running` in a row's window, and `cached` if only the prefix cache may still use their KV.
+        """
+        return {name: window.counts() for name, window in self.windows.items()}
+
+    def _num_coming(self, leaving: Sequence[RowLease]) -> int:
+        """Returns how many slots can be given to rows once these leases are reclaimed."""
         prefixes = [lease.prefix for lease in leaving if lease.prefix is not None]
         return sum(len(lease.own_slots) for lease in leaving) + self._prefixes.num_held_only_by(prefixes)
 
@@ -431,24 +603,29 @@ class KvPool:
         )
         self._columns.check_counts()
         self._prefixes.check()
+        for window in self.windows.values():
+            window.check(lease.row for lease in leases)
         for lease in leases:
             table = self.rows.req_to_token[lease.row, : lease.num_tokens].cpu().numpy()
             assert np.array_equal(table, lease.slots), f"row {lease.row}: the table disagrees with the lease"
 
 
-def _new_buffers(groups: Sequence[LayerGroupSpec], num_slots: int, torch_device: torch.device) -> dict[str, Tensor]:
-    num_bytes = sum(math.prod(_shape(group, num_slots)) * _dtype(group).itemsize for group in groups)
+def _new_buffers(
+    groups: Sequence[LayerGroupSpec], num_slots: Mapping[str, int], torch_device: torch.device
+) -> dict[str, Tensor]:
+    shapes = {group.name: _shape(group, num_slots[group.name]) for group in groups}
+    num_bytes = sum(math.prod(shapes[group.name]) * _dtype(group).itemsize for group in groups)
     try:
         if torch_device.type == "cpu":
             require_room(num_bytes)
-        return {group.name: _zeros(_shape(group, num_slots), _dtype(group), torch_device) for group in groups}
+        return {group.name: _zeros(shapes[group.name], _dtype(group), torch_device) for group in groups}
     except (OSError, OverflowError, torch.OutOfMemoryError) as error:
-        needed = f"{num_slots} tokens take {num_bytes / 2**30:,.1f} GiB on {torch_device}"
+        needed = f"{max(num_slots.values())} tokens take {num_bytes / 2**30:,.1f} GiB on {torch_device}"
         raise StartupError(f"max_kv_tokens: {needed}, which are not to be had: {error}") from error
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, torch_device: torch.device) -> Tensor:
-    if torch_device.type != "cpu":
+    if torch_device.type != "cpu" or not math.prod(shape):  # a model may have no layer that attends all tokens
         return torch.zeros(shape, dtype=dtype, device=torch_device)
     return untouched_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 

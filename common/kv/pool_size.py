@@ -7,9 +7,11 @@ a CPU   half of memory_share of the available memory, less the working memory: p
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,6 +25,8 @@ GPU_ROWS, CPU_ROWS = 256, 32
 CPU_TOKENS = 32768
 LEAST_TOKENS = 1024
 """The fewest tokens of a pool whose size is not set, unless the longest request is shorter."""
+_MOST_TOKENS = 1 << 40
+"""More tokens than any pool has."""
 _ROWS_PART = 4
 """The working memory of rows may take at most 1 / this of the memory left."""
 _LIBRARIES_BYTES = 512 << 20
@@ -34,6 +38,8 @@ SPLIT_BYTES = 256
 
 It is enough for 32 parts in float32, and attention heads that are together twice as wide as the hidden state.
 """
+INDEX_BYTES = 8
+"""Bytes that a group with a window takes for each slot of the pool beside KV."""
 LOGIT_BYTES = 4
 """Bytes of one logit, in float32."""
 _SAMPLED_LOGIT_BYTES = 32
@@ -70,15 +76,43 @@ class MemoryBeside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolBytes:
+    """The memory that a KV pool takes.
+
+    `token_bytes` is the KV of one token in all layer groups without a window, and `window_token_bytes` in those with
+    one. A row needs at most `row_window_tokens` slots in a group with a window; 0 if there is no such group.
+    """
+
+    token_bytes: int
+    window_token_bytes: int = 0
+    row_window_tokens: int = 0
+
+    def num_window_tokens(self, num_rows: int, num_tokens: int) -> int:
+        """Returns how many slots each group with a window has in a pool of this size, so that no row lacks any."""
+        return min(num_tokens, num_rows * self.row_window_tokens)
+
+    def of(self, num_rows: int, num_tokens: int) -> int:
+        """Returns the bytes of a pool of this size, with slot 0 of each group, which is padding."""
+        num_window_tokens = self.num_window_tokens(num_rows, num_tokens)
+        return (num_tokens + 1) * self.token_bytes + (num_window_tokens + 1) * self.window_token_bytes
+
+    def fitting(self, num_rows: int, num_bytes: int) -> int:
+        """Returns the most tokens of a pool of `num_rows` that takes at most `num_bytes`; 0 if none fits."""
+        return max(bisect_right(range(_MOST_TOKENS), num_bytes, key=partial(self.of, num_rows)) - 1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
     """The size of a KV pool.
 
-    One request has at most `max_context_tokens` tokens, which always fit the pool. `decided_by` names the setting or
+    One request has at most `max_context_tokens` tokens, which always fit the pool. Each layer group with a window has
+    slots for `max_window_tokens`; 0 if there is no such group. `decided_by` names the setting or
     other limit that decided `max_kv_tokens`.
     """
 
     max_rows: int
     max_kv_tokens: int
+    max_window_tokens: int
     max_context_tokens: int
     decided_by: str
 
@@ -86,14 +120,14 @@ class PoolSize:
 def size_pool(
     limits: PoolLimits,
     *,
-    token_bytes: int,
+    pool: PoolBytes,
     beside: MemoryBeside,
     memory: DeviceMemory | None,
     torch_device: torch.device,
 ) -> PoolSize:
     """Returns the size of the KV pool: as `limits` sets it, or as many rows and tokens as fit.
 
-    `token_bytes` is the KV of one token in all layer groups. `memory` is measured after the model is loaded. It is None
+    `pool` says what the pool takes. `memory` is measured after the model is loaded. It is None
     if it is not known, and then nothing is checked. Raises StartupError, which names the setting, if a size that
     `limits` sets does not fit, or if not even the smallest pool fits.
     """
@@ -106,22 +140,23 @@ def size_pool(
     if limits.max_kv_tokens is not None:
         max_kv_tokens, decided_by = limits.max_kv_tokens, "max_kv_tokens"
         if memory is not None:
-            _require_tokens(max_kv_tokens, token_bytes, beside.peak_bytes(max_rows), memory, torch_device)
+            _require_tokens(max_rows, max_kv_tokens, pool, beside.peak_bytes(max_rows), memory, torch_device)
     else:
         bounds = {"max_rows": max_rows * row_tokens}
         if is_host:
             bounds["the most on a CPU"] = CPU_TOKENS
         if memory is not None and left is not None:
             least = min(LEAST_TOKENS, row_tokens)
-            fitting = (left - beside.peak_bytes(max_rows)) // token_bytes - 1  # slot 0 is padding
+            fitting = pool.fitting(max_rows, left - beside.peak_bytes(max_rows))
             if fitting < least:
                 fitting = least
-                _require_one_request(least, token_bytes, beside.peak_bytes(max_rows), memory, limits, torch_device)
+                _require_one_request(max_rows, least, pool, beside.peak_bytes(max_rows), memory, limits, torch_device)
             bounds["memory_share"] = fitting
         decided_by, max_kv_tokens = min(bounds.items(), key=lambda bound: bound[1])
     return PoolSize(
         max_rows=max_rows,
         max_kv_tokens=max_kv_tokens,
+        max_window_tokens=pool.num_window_tokens(max_rows, max_kv_tokens),
         max_context_tokens=min(limits.context_tokens, max_kv_tokens),
         decided_by=decided_by,
     )
@@ -144,7 +179,7 @@ def room_beside_pool() -> Iterator[None]:
 
 
 def row_bytes(*, vocab_size: int, num_tokens: int) -> int:
-    """Returns the permanent bytes of one row: its sampling tables, and `num_tokens` entries of the token table."""
+    """Returns the permanent bytes of one row: its sampling tables, and `num_tokens` entries of token tables."""
     return 5 * vocab_size + 8 * num_tokens + _ROW_BYTES
 
 
@@ -186,14 +221,14 @@ def _require_rows(num_rows: int, beside: MemoryBeside, memory: DeviceMemory, tor
 
 
 def _require_tokens(
-    num_tokens: int, token_bytes: int, beside_bytes: int, memory: DeviceMemory, torch_device: torch.device
+    num_rows: int, num_tokens: int, pool: PoolBytes, beside_bytes: int, memory: DeviceMemory, torch_device: torch.device
 ) -> None:
     """Raises StartupError if the KV of `num_tokens` tokens is more than the free memory.
 
     `beside_bytes` is the memory needed besides the pool. The message subtracts it to say how many tokens would fit.
     """
-    if (needed := (num_tokens + 1) * token_bytes) > memory.free_bytes:
-        num_fitting = max(0, (memory.free_bytes - beside_bytes) // token_bytes - 1)
+    if (needed := pool.of(num_rows, num_tokens)) > memory.free_bytes:
+        num_fitting = pool.fitting(num_rows, memory.free_bytes - beside_bytes)
         raise StartupError(
             f"max_kv_tokens: {num_tokens} tokens take {_gib(needed)} on {torch_device}, and {_gib(memory.free_bytes)} "
             f"are left: {num_fitting} would fit"
@@ -201,8 +236,9 @@ def _require_tokens(
 
 
 def _require_one_request(
+    num_rows: int,
     num_tokens: int,
-    token_bytes: int,
+    pool: PoolBytes,
     beside_bytes: int,
     memory: DeviceMemory,
     limits: PoolLimits,
@@ -212,7 +248,7 @@ def _require_one_request(
 
     `beside_bytes`, the memory needed besides the pool, must fit too.
     """
-    if (needed := (num_tokens + 1) * token_bytes + beside_bytes) > memory.free_bytes:
+    if (needed := pool.of(num_rows, num_tokens) + beside_bytes) > memory.free_bytes:
         raise StartupError(
             f"memory_share: of {torch_device}'s memory {_gib(memory.free_bytes)} are left beside the model, and a pool "
             f"of {num_tokens} tokens, with what forwards take, needs {_gib(needed)}. Give this service more memory, or "

@@ -67,6 +67,10 @@ class Prefix(NamedTuple):
     node: Node
     num_in_node: int
 
+    def slots(self) -> Slots:
+        """Returns the slots that the tree has for the prefix, [num_tokens] int64: slots[i] holds the KV of token i."""
+        return _slots_to(self.node)[: self.num_tokens]
+
 
 class HeldPrefix:
     """A cached prefix that the tree keeps until `PrefixTree.let_go`. The first `num_tokens` positions belong to it."""
@@ -84,7 +88,7 @@ class HeldPrefix:
 
     def slots(self) -> Slots:
         """Returns the slots that the tree has for the prefix, [num_tokens] int64: slots[i] holds the KV of token i."""
-        return _joined([node.slots for node in self.node.path()][::-1])
+        return _slots_to(self.node)
 
 
 class PrefixTree:
@@ -352,6 +356,10 @@ class PrefixTree:
         del node.parent.children[node.key]
         del self._nodes[node.number]
         self._enqueue(node.parent)
+
+
+def _slots_to(node: Node) -> Slots:
+    return _joined([each.slots for each in node.path()][::-1])
 
 
 def _is_free_leaf(node: Node) -> bool:

@@ -25,7 +25,7 @@ class PoolTicket:
     """Says in which slots of the sender's pool a segment's KV lies. Token i lies in slot `slots[i]`.
 
     A slot still has the segment's KV as long as its stamp in the pool is at most `generation`: a pool makes a new and
-    larger stamp each time it gives slots to a row. Slots that the row found in the prefix cache have an older one.
+    larger stamp each time it gives slots to a row, and `generation` is the newest when the segment was lent.
     `number` identifies the segment when the receiver gives it back; a pool never uses one twice.
     """
 

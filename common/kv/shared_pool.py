@@ -8,10 +8,10 @@ with the last process that uses it, however that process ends. There are two way
   write to it (docs/security.md).
 
 Each slot has a stamp, a number that is new each time the slot is given to a row. A reader that finds a newer stamp
-knows that the slot was reused. The memory begins with a random secret: a decode service that sends it in a call shows
-that it can read the pool.
+knows that the slot was reused. Layer groups with a window have slots of their own. The memory begins with a random
+secret: a decode service that sends it in a call shows that it can read the pool.
 
-    | secret | number of slots | stamp of each slot ... | layer group | layer group ...
+    | secret | number of slots | number of a window group's slots | stamp of each slot ... | layer group ...
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from common.peer_text import peer_text
 
 SECRET_BYTES = 16
 NUMBER_BYTES = 8
-HEADER_BYTES = SECRET_BYTES + NUMBER_BYTES
+HEADER_BYTES = SECRET_BYTES + 2 * NUMBER_BYTES
 DIRECTORY = Path("/dev/shm")
 """The directory in which the sockets lie."""
 _PREFIX = "baton-kv-"
@@ -61,25 +61,38 @@ class PoolUnusable(Exception):
 class PoolLayout:
     """The layout of the shared memory: where the stamps and each layer group's KV lie.
 
-    A group's KV is [layers, planes, slots + 1, row_bytes] uint8; slot 0 is padding.
+    A group's KV is [layers, planes, slots + 1, row_bytes] uint8; slot 0 is padding. `num_slots` and `num_window_slots`
+    count the slots of groups without and with a window.
     """
 
-    def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int) -> None:
+    def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int, num_window_slots: int) -> None:
         self.num_slots = num_slots
         self.shapes = {
-            group.name: (group.num_layers, group.num_planes, num_slots + 1, group.row_bytes) for group in groups
+            group.name: (
+                group.num_layers,
+                group.num_planes,
+                (num_window_slots if group.window else num_slots) + 1,
+                group.row_bytes,
+            )
+            for group in groups
         }
+        self.stamp_starts = {group.name: HEADER_BYTES for group in groups}
+        """The start of the stamps of each group's slots, in bytes. Groups without a window share slots and stamps."""
         self.starts: dict[str, int] = {}
         """The start of each group, in bytes from the beginning of the memory."""
         end = HEADER_BYTES + (num_slots + 1) * NUMBER_BYTES
+        for group in groups:
+            if group.window:
+                self.stamp_starts[group.name] = end
+                end += (num_window_slots + 1) * NUMBER_BYTES
         for name, (num_layers, num_planes, num_rows, row_bytes) in self.shapes.items():
             self.starts[name] = -(-end // _PAGE_BYTES) * _PAGE_BYTES
             end = self.starts[name] + num_layers * num_planes * num_rows * row_bytes
         self.file_bytes = end
 
-    def stamps(self, memory: mmap.mmap) -> NDArray[np.uint64]:
-        """Returns the stamps of all slots, [slots + 1], as a view of `memory`."""
-        return np.frombuffer(memory, np.uint64, self.num_slots + 1, HEADER_BYTES)
+    def stamps(self, memory: mmap.mmap, name: str) -> NDArray[np.uint64]:
+        """Returns the stamps of all slots of the group `name`, [slots + 1], as a view of `memory`."""
+        return np.frombuffer(memory, np.uint64, self.shapes[name][2], self.stamp_starts[name])
 
     def group(self, memory: mmap.mmap, name: str) -> NDArray[np.uint8]:
         """Returns the KV of the group `name`, [layers, planes, slots + 1, row_bytes], as a view of `memory`."""
@@ -87,12 +100,15 @@ class PoolLayout:
         return np.frombuffer(memory, np.uint8, int(np.prod(shape)), self.starts[name]).reshape(shape)
 
 
-def split_header(header: bytes) -> tuple[bytes, int]:
-    """Returns the pool's secret and its number of slots, from the first HEADER_BYTES of its memory.
+def split_header(header: bytes) -> tuple[bytes, int, int]:
+    """Returns the pool's secret and its numbers of slots, as PoolLayout takes them, from the first HEADER_BYTES of its
+    memory.
 
     The secret is random bytes. A reader sends them to the pool's owner, to show that it can read the pool.
     """
-    return header[:SECRET_BYTES], int.from_bytes(header[SECRET_BYTES:HEADER_BYTES], "little")
+    numbers_at = (SECRET_BYTES, SECRET_BYTES + NUMBER_BYTES)
+    num_slots, num_window_slots = (int.from_bytes(header[at : at + NUMBER_BYTES], "little") for at in numbers_at)
+    return header[:SECRET_BYTES], num_slots, num_window_slots
 
 
 class SharedPool:
@@ -101,17 +117,25 @@ class SharedPool:
     Not thread-safe. The memory lives as long as an object refers to it.
     """
 
-    def __init__(self, *, groups: Sequence[LayerGroupSpec], num_slots: int, directory: Path | None = DIRECTORY) -> None:
+    def __init__(
+        self,
+        *,
+        groups: Sequence[LayerGroupSpec],
+        num_slots: int,
+        num_window_slots: int = 0,
+        directory: Path | None = DIRECTORY,
+    ) -> None:
         """Creates the memory, and a socket in `directory` that gives it to readers (none if `directory` is None).
 
-        Raises OSError if there is not enough memory, or the operating system is not Linux.
+        `num_slots` and `num_window_slots` count the slots of groups without and with a window. Raises OSError if there
+        is not enough memory, or the operating system is not Linux.
         """
         if sys.platform != "linux":
             raise OSError(errno.ENOSYS, f"not known of {sys.platform}")
         self.file = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._door: _Door | None = None
         try:
-            layout = PoolLayout(groups, num_slots)
+            layout = PoolLayout(groups, num_slots, num_window_slots)
             require_room(layout.file_bytes)
             os.posix_fallocate(self.file, 0, layout.file_bytes)  # else a lack of memory later would be a SIGBUS
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEAL)
@@ -122,10 +146,12 @@ class SharedPool:
             self.close()
             raise
         self.secret = secrets.token_bytes(SECRET_BYTES)
-        memory[:HEADER_BYTES] = self.secret + num_slots.to_bytes(NUMBER_BYTES, "little")
+        numbers = (number.to_bytes(NUMBER_BYTES, "little") for number in (num_slots, num_window_slots))
+        memory[:HEADER_BYTES] = self.secret + b"".join(numbers)
         self.groups = {group.name: layout.group(memory, group.name) for group in groups}
-        """The KV of each group, [layers, planes, num_slots + 1, row_bytes] uint8, zeros at first."""
-        self._stamps = layout.stamps(memory)
+        """The KV of each group, [layers, planes, slots + 1, row_bytes] uint8, zeros at first."""
+        self.num_slots = num_slots
+        self._stamps = {group.name: layout.stamps(memory, group.name) for group in groups}
         self._num_stamped = 0
         self._num_tickets = 0
 
@@ -134,28 +160,22 @@ class SharedPool:
         """The name of the socket, or "" if there is none."""
         return "" if self._door is None else self._door.name
 
-    @property
-    def num_slots(self) -> int:
-        return len(self._stamps) - 1
+    def stamp(self, group_name: str, slots: Sequence[int] | Slots) -> None:
+        """Gives all `slots` of a group the same new stamp. Call it when a row gets these slots.
 
-    def stamp(self, slots: Sequence[int] | Slots) -> int:
-        """Gives all `slots` the same new stamp, and returns it. Call it when a row gets these slots.
-
-        A reader that still reads them for an earlier row notices the change.
+        A reader that still reads them for an earlier row notices the change. Groups without a window share stamps.
         """
         self._num_stamped += 1
-        self._stamps[np.asarray(slots)] = self._num_stamped
-        return self._num_stamped
+        self._stamps[group_name][np.asarray(slots)] = self._num_stamped
 
-    def lend(self, group_name: str, layers: slice, slots: Sequence[int] | Slots, generation: int) -> SharedKv:
+    def lend(self, group_name: str, layers: slice, slots: Sequence[int] | Slots) -> SharedKv:
         """Returns the KV of a group's `layers` in a row's `slots`, with a new ticket, for a receiver to read.
 
-        `generation` is the stamp that the row's own slots got when it was reserved. Slots from the prefix cache have
-        older stamps.
+        The row must hold the slots now: every stamp that is newer than this call says that they were reused.
         """
         self._num_tickets += 1
-        ticket = PoolTicket(tuple(np.asarray(slots).tolist()), generation, self._num_tickets)
-        return SharedKv(ticket, self.groups[group_name][layers], self._stamps)
+        ticket = PoolTicket(tuple(np.asarray(slots).tolist()), self._num_stamped, self._num_tickets)
+        return SharedKv(ticket, self.groups[group_name][layers], self._stamps[group_name])
 
     def close(self) -> None:
         """Closes the socket, so that there are no new readers. Present readers keep the memory. A second call does
@@ -286,25 +306,20 @@ class MappedPool:
                 os.close(file)
         except (OSError, ValueError) as error:
             raise PoolUnusable(f"{name} cannot be mapped: {error}") from error
-        self.secret, num_slots = split_header(memory[:HEADER_BYTES])
-        layout = PoolLayout(groups, num_slots)
+        self.secret, self.num_slots, num_window_slots = split_header(memory[:HEADER_BYTES])
+        layout = PoolLayout(groups, self.num_slots, num_window_slots)
         if layout.file_bytes != len(memory):
             raise PoolUnusable(f"{name} has {len(memory)} bytes instead of {layout.file_bytes}")
         self._groups = {group.name: layout.group(memory, group.name) for group in groups}
-        self._stamps = layout.stamps(memory)
-
-    @property
-    def num_slots(self) -> int:
-        return len(self._stamps) - 1
+        self._stamps = {group.name: layout.stamps(memory, group.name) for group in groups}
 
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | None:
         """Returns the KV of a segment: the layers `layers` of a group, in the ticket's slots.
 
         Returns None if the pool has no such slots. Does not check whether the slots still belong to the segment's row.
         """
-        if not ticket.is_of(self.num_slots):
-            return None
-        return SharedKv(ticket, self._groups[group_name][layers], self._stamps)
+        stamps = self._stamps[group_name]
+        return SharedKv(ticket, self._groups[group_name][layers], stamps) if ticket.is_of(len(stamps) - 1) else None
 
 
 def sweep(directory: Path = DIRECTORY) -> int:

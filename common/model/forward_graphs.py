@@ -140,6 +140,7 @@ class _RecordedForward:
             extend_lens=None if shape.is_decode else (num_tokens,) * num_rows,
             max_seq_len=like.req_to_token.shape[1],
             kv=like.kv,
+            windows=like.windows,
             logits_rows=None,
             tree_mask=None
             if like.tree_mask is None

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.errors import UnsupportedModel
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.window_slots import WindowKv
 from common.model.model_files import one_line
 from common.model.target import TargetModel
 
@@ -146,13 +148,17 @@ class _Pool:
     def __init__(self, target: TargetModel, name: str, *, num_rows: int) -> None:
         self._target = target
         self._name = name
-        device, group = target.torch_device, target.layer_group
-        self._kv = torch.zeros(
-            (group.num_layers, group.num_planes, 1 + num_rows * NUM_TOKENS, group.num_heads, group.head_dim),
-            dtype=target.dtype,
-            device=device,
-        )
+        device, num_slots = target.torch_device, 1 + num_rows * NUM_TOKENS
         self._table = torch.zeros((1 + num_rows, NUM_TOKENS), dtype=torch.int64, device=device)
+
+        def zeros(group: LayerGroupSpec) -> Tensor:
+            shape = (group.num_layers, group.num_planes, num_slots, group.num_heads, group.head_dim)
+            return torch.zeros(shape, dtype=target.dtype, device=device)
+
+        self._kv, same_slots = zeros(target.layer_group), torch.arange(num_slots, device=device)
+        self._windows = tuple(
+            WindowKv(zeros(window.group), self._table, same_slots, window.layers) for window in target.windows
+        )
         self._table[1:] = 1 + torch.arange(num_rows * NUM_TOKENS, device=device).view(NUM_TOKENS, num_rows).T
         is_narrowed = target.torch_device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
         self._tolerance = (
@@ -169,13 +175,22 @@ class _Pool:
         """
         logits = self._forward(what, parts)
         for row, (unsplit, start, stop) in parts.items():
-            kv = self._kv.index_select(2, self._table[row, start:stop])
+            slots = self._table[row, start:stop]
             of_row, logits = logits[: stop - start], logits[stop - start :]
             for layer in range(self._target.num_layers):
                 for index, plane in enumerate(("keys", "values")):
                     expected = unsplit.kv[layer, index, start:stop]
-                    self._compare(f"{plane} of layer {layer}", layer, kv[layer, index], expected, what)
+                    seen = self._kv_of(layer)[index, slots]
+                    self._compare(f"{plane} of layer {layer}", layer, seen, expected, what)
             self._compare("logits", self._target.num_layers, of_row, unsplit.logits[start:stop], what)
+
+    def _kv_of(self, layer: int) -> Tensor:
+        others = list(range(self._target.num_layers))
+        for window in self._windows:
+            if layer in window.layers:
+                return window.kv[window.layers.index(layer)]
+            others = [each for each in others if each not in window.layers]
+        return self._kv[others.index(layer)]
 
     def _compare(self, where: str, layer: int, seen: Tensor, expected: Tensor, what: str) -> None:
         allowed = self._tolerance.most if self._routes and layer > 0 else self._tolerance.of_layer(layer)
@@ -209,6 +224,7 @@ class _Pool:
             extend_lens=None if is_decode else lens,
             max_seq_len=max(seq_lens),
             kv=self._kv,
+            windows=self._windows,
             logits_rows=None if is_decode else torch.arange(sum(lens), device=device).flip(0),
         )
         try:

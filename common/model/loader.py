@@ -13,7 +13,7 @@ from common.attention.backend import ATTENTION_NAME
 from common.attention.choice import AttentionKind, new_attention, overlaps_kernels
 from common.cpu_engine import cpu_engine
 from common.errors import UnsupportedModel
-from common.kv.layer_group import TARGET_GROUP, LayerGroupSpec
+from common.kv.layer_group import TARGET_GROUP, LayerGroupSpec, WindowLayers
 from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
 from common.model.model_files import (
@@ -29,7 +29,7 @@ from common.model.model_files import (
     refuse_broken_links,
 )
 from common.model.target import TargetModel
-from common.model.traits import PROBE_NAME, check_config, probe_attention
+from common.model.traits import PROBE_NAME, AttentionShape, check_config, probe_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -116,17 +116,12 @@ def target_of(
             engine.optimize_modules(model)
     elif torch_device.type != "cpu" and optimizes_modules and attention == "kernels":
         _use_gpu_kernels(model, torch_device)
+    group, windows = _layer_groups(shape, dtype)
     target = TargetModel(
         model=model,
         backend=backend,
-        layer_group=LayerGroupSpec(
-            name=TARGET_GROUP,
-            num_layers=shape.num_layers,
-            num_planes=2,
-            num_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-        ),
+        layer_group=group,
+        windows=windows,
         hidden_size=sizes["hidden_size"],
         vocab_size=sizes["vocab_size"],
         max_context_tokens=sizes["max_position_embeddings"],
@@ -138,6 +133,27 @@ def target_of(
     )
     check_forwards(target, unsplit, far, name=name)
     return target
+
+
+def _layer_groups(shape: AttentionShape, dtype: str) -> tuple[LayerGroupSpec, tuple[WindowLayers, ...]]:
+    """Returns the group of the layers that attend all tokens, and one for the layers of each window."""
+    layers_of: dict[int | None, list[int]] = {None: []}
+    for layer, window in enumerate(shape.windows):
+        layers_of.setdefault(window, []).append(layer)
+    groups = {
+        window: LayerGroupSpec(
+            name=TARGET_GROUP if window is None else f"{TARGET_GROUP}_{window}",
+            num_layers=len(layers),
+            num_planes=2,
+            num_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            window=window,
+        )
+        for window, layers in layers_of.items()
+    }
+    full = groups.pop(None)
+    return full, tuple(WindowLayers(group, tuple(layers_of[window])) for window, group in groups.items())
 
 
 def _size(config: Any, key: str, name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, LayerAttention
+from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, LayerAttention, plan_of
 from common.errors import UnsupportedModel
-from common.kv.layer_group import LayerGroupSpec
+from common.kv.layer_group import LayerGroupSpec, WindowLayers
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram, NewProgram, OnLayerKv
 from common.model.model_files import ModelFiles
@@ -67,8 +68,10 @@ class Target(Protocol):
 
 
 class TargetModel:
-    """A decoder-only model whose KV is stored in a pool shaped by `layer_group`.
+    """A decoder-only model.
 
+    `layer_group` is the shape of the KV of layers that attend all tokens, and `windows` are the layers that attend a
+    window.
     `attention` is the attention backend of its layers. `new_decoder` compiles the model into a ForwardProgram; it is
     None if no program is wanted, or none supports the model. It keeps the original weights in memory: set it to None
     when it is no longer needed. `files` are the files that the model was loaded from. `eos_token_ids` are the ids that
@@ -83,6 +86,7 @@ class TargetModel:
         model: nn.Module,
         backend: AttentionBackend,
         layer_group: LayerGroupSpec,
+        windows: tuple[WindowLayers, ...] = (),
         hidden_size: int,
         vocab_size: int,
         max_context_tokens: int,
@@ -97,6 +101,7 @@ class TargetModel:
         self._model = model
         self.attention = backend
         self.layer_group = layer_group
+        self.windows = windows
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
@@ -139,7 +144,20 @@ class TargetModel:
 
     @property
     def num_layers(self) -> int:
-        return self.layer_group.num_layers
+        return self.layer_group.num_layers + sum(len(window.layers) for window in self.windows)
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroupSpec, ...]:
+        return (self.layer_group, *(window.group for window in self.windows))
+
+    def parts_of(self, layers: range) -> list[tuple[LayerGroupSpec, range]]:
+        """Returns which layers of each layer group are the model's `layers`, for each group, with its empty ranges."""
+        parts, num_before = [], (layers.start, layers.stop)
+        for window in self.windows:
+            within = range(bisect_left(window.layers, layers.start), bisect_left(window.layers, layers.stop))
+            parts.append((window.group, within))
+            num_before = (num_before[0] - within.start, num_before[1] - within.stop)
+        return [(self.layer_group, range(*num_before)), *parts]
 
     @property
     def chooses_experts(self) -> bool:
@@ -216,7 +234,7 @@ class TargetModel:
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=every_token if batch.logits_rows is None else batch.logits_rows,
-            attention_plan=_ToldPlan(self.attention.plan(batch), on_layer or self._count_layer, on_layer_kv or {}),
+            attention_plan=_ToldPlan(plan_of(self.attention, batch), on_layer or self._count_layer, on_layer_kv or {}),
             **({} if self._capture is None else {"captured_states": states}),
         )
         return TargetOutput(output.logits[0].float(), self._ordered(states))

@@ -78,9 +78,12 @@ def _unsupported_trait(config: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The shape of the attention in each layer. `num_heads` counts query heads."""
+    """The shape of the attention in each layer. `num_heads` counts query heads.
 
-    num_layers: int
+    `windows` has the window of each layer, or None for a layer that attends all earlier tokens.
+    """
+
+    windows: tuple[int | None, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -97,6 +100,7 @@ class _Probe:
         self.layers: list[tuple[int, int, int, int]] = []
         self.queries: list[Tensor] = []
         self.kv: list[Tensor] = []
+        self.windows: list[int | None] = []
         self.trait: str | None = None
 
     def observe(
@@ -107,6 +111,7 @@ class _Probe:
             self._refuse("an attention layer without an index")
             return
         self.queries.append(query[0].transpose(0, 1))
+        self.windows.append(keywords.get("sliding_window"))
         self.layers.append((layer, query.shape[1], key.shape[1], key.shape[3]))
         if key.shape == value.shape:
             self.kv.append(torch.stack([key[0], value[0]]).transpose(1, 2))
@@ -250,7 +255,9 @@ def probe_attention(
     shapes = {tuple(shape) for _, *shape in probe.layers}
     if len(shapes) != 1:
         raise refused("layers with different attention shapes")
-    shape = AttentionShape(num_layers, *shapes.pop())
+    context = model.config.max_position_embeddings
+    windows = tuple(None if window is None or window >= context else window for window in probe.windows)
+    shape = AttentionShape(windows, *shapes.pop())
     _check_rotated_share(model, shape.head_dim, name)
     model.set_attn_implementation("eager")
     logits = forward(tokens)

@@ -46,18 +46,21 @@ class AwaitedKv:
         return not self.source.brings_kv or self.source.num_kept_tokens >= self.num_tokens
 
 
-def awaited_kv(pool: KvPool, key: CacheKey | None, sources: Iterable[KvSource]) -> AwaitedKv | None:
+def awaited_kv(
+    pool: KvPool, key: CacheKey | None, sources: Iterable[KvSource], *, is_received: bool = False
+) -> AwaitedKv | None:
     """Returns the KV that a prompt with `key` should wait for before it gets a row, or None if it should not wait.
 
     It waits for the source that brings the most KV that the cache lacks now, if that is the KV of at least a quarter of
     the prompt's tokens; if several bring as much, for the first of them. A source whose common KV is in the cache
     already is not waited for. Some sources put all their KV into the cache at their end. Such a source is waited for
     only if the KV that this prompt saves is at least as much as the KV that it cannot use. All `sources` must hold a
-    row. A waiting prompt holds none, so no two prompts wait for each other.
+    row. A waiting prompt holds none, so no two prompts wait for each other. `is_received` is what `KvPool.reserve`
+    takes.
     """
     if key is None:
         return None
-    num_known = pool.num_cached(key)
+    num_known = pool.num_cached(key, is_received=is_received)
     best, num_wanted = None, num_known + math.ceil(len(key.token_ids) * _WORTH_WAITING)
     for source in sources:
         if (other := source.cache_key) is None:

@@ -176,6 +176,7 @@ class ChunkBatch(Generic[PromptT]):
         leases = [chunk.prompt.lease for chunk in chunks]
         rows = [lease.row for lease in leases if lease is not None]
         assert len(rows) == len(chunks), "a prompt that computes holds a row"
+        pool.extend_windows(np.array(rows), np.array([chunk.stop for chunk in chunks]))
         stops = list(itertools.accumulate(chunk.num_tokens for chunk in chunks))
         num_ahead = num_draft_layers - 1
         entries = tuple(i for i, chunk in enumerate(chunks) if chunk.is_last)
@@ -199,6 +200,7 @@ class ChunkBatch(Generic[PromptT]):
             extend_lens=tuple(chunk.num_tokens for chunk in chunks),
             max_seq_len=max(chunk.stop for chunk in chunks),
             kv=pool.buffers[layer_group],
+            windows=pool.windows_beside(layer_group),
             logits_rows=tensor([*(stops[i] - 1 for i in entries), *scored_places]),
         )
         return cls(

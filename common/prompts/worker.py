@@ -109,7 +109,7 @@ class PromptWorker:
         are called during the launch.
         """
         computed: Cell[Computed] = Cell()
-        layers = _ranges(self._model.layer_group.num_layers, layers_per_event) if layers_per_event else []
+        layers = _ranges(self._model.num_layers, layers_per_event) if layers_per_event else []
 
         @torch.inference_mode()
         def forward(milestones: Sequence[Callable[[], None]]) -> None:
@@ -117,7 +117,7 @@ class PromptWorker:
             if meanwhile is not None and not self._device.runs_pieces_beside:
                 reached = {
                     layer: partial(_each, [*([reached[layer]] if layer in reached else ()), meanwhile.layer_launched])
-                    for layer in range(self._model.layer_group.num_layers)
+                    for layer in range(self._model.num_layers)
                 }
             output = self._model.forward(batch.forward_input, on_layer_kv=reached)
             num_drawn = len(batch.sampled_entries)
@@ -164,7 +164,7 @@ class PromptWorker:
         last = logits_rows[: len(batch.sampled_entries)]
         return extend_draft(
             draft,
-            replace(batch.forward_input, kv=self._pool.buffers[draft.layer_group.name]),
+            replace(batch.forward_input, kv=self._pool.buffers[draft.layer_group.name], windows=()),
             captured,
             next_tokens=NextTokens(
                 following.ids.index_copy(0, following.places[last], first_token_ids), following.places

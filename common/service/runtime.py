@@ -27,7 +27,19 @@ from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.host.cores import num_compute_threads
-from common.kv.pool_size import SPLIT_BYTES, MemoryBeside, PoolLimits, PoolSize, forward_bytes, row_bytes, size_pool
+from common.kv.layer_group import num_kept_before
+from common.kv.pool_size import (
+    INDEX_BYTES,
+    SPLIT_BYTES,
+    MemoryBeside,
+    PoolBytes,
+    PoolLimits,
+    PoolSize,
+    forward_bytes,
+    row_bytes,
+    size_pool,
+)
+from common.kv.window_slots import row_slots
 from common.model.loader import load_target
 from common.model.model_files import model_faults
 from common.model.target import TargetModel
@@ -80,13 +92,19 @@ class Runtime:
         counts = {"target": self.model.forward_counts}
         return counts if self.draft is None else {**counts, "draft": self.draft.forward_counts}
 
-    def size_pool(self, settings: ServiceSettings, beside: MemoryBeside, *, tokens_ahead: int = 0) -> PoolSize:
+    def size_pool(
+        self, settings: ServiceSettings, beside: MemoryBeside, *, num_in_flight: int, tokens_ahead: int = 0
+    ) -> PoolSize:
         """Returns the number of rows and tokens of the KV pool, and logs them.
 
         `beside` is the memory that the service needs besides the pool. A row gets slots for `tokens_ahead` more tokens
-        than a request may have. Raises StartupError if memory is short.
+        than a request may have, and `num_in_flight` is what KvPool takes. Raises StartupError if memory is short.
         """
-        memory, token_bytes = self.device.memory(), sum(group.token_bytes for group in self.fingerprint.layer_groups)
+        memory = self.device.memory()
+        groups = self.fingerprint.layer_groups
+        windows = [group for group in groups if group.window]
+        token_bytes = sum(group.token_bytes for group in groups if not group.window)
+        num_kept = num_kept_before(groups)
         limits = PoolLimits(
             max_rows=settings.max_rows,
             max_kv_tokens=settings.max_kv_tokens,
@@ -94,14 +112,19 @@ class Runtime:
             context_tokens=self.context_tokens,
             tokens_ahead=tokens_ahead,
         )
-        size = size_pool(
-            limits, token_bytes=token_bytes, beside=beside, memory=memory, torch_device=self.device.torch_device
+        pool = PoolBytes(
+            token_bytes=token_bytes + len(windows) * INDEX_BYTES,
+            window_token_bytes=sum(group.token_bytes for group in windows),
+            row_window_tokens=max(
+                (row_slots((group.window or 0) + num_kept, num_in_flight) for group in windows), default=0
+            ),
         )
+        size = size_pool(limits, pool=pool, beside=beside, memory=memory, torch_device=self.device.torch_device)
         _log.info(
             "pool_sized",
             **asdict(size),
             token_bytes=token_bytes,
-            pool_bytes=(size.max_kv_tokens + 1) * token_bytes,
+            pool_bytes=pool.of(size.max_rows, size.max_kv_tokens),
             bytes_beside=beside.peak_bytes(size.max_rows),
             free_bytes=None if memory is None else memory.free_bytes,
             memory_share=settings.memory_share,
@@ -133,6 +156,7 @@ class EngineArguments(TypedDict):
     draw_kernels: DrawKernels | None
     max_rows: int
     max_kv_tokens: int
+    max_window_tokens: int
     max_context_tokens: int
     overlap: bool
     prefix_cache: bool
@@ -148,6 +172,7 @@ def engine_arguments(settings: ServiceSettings, runtime: Runtime, size: PoolSize
         draw_kernels=runtime.draw_kernels,
         max_rows=size.max_rows,
         max_kv_tokens=size.max_kv_tokens,
+        max_window_tokens=size.max_window_tokens,
         max_context_tokens=size.max_context_tokens,
         overlap=settings.uses(FastPath.OVERLAP),
         prefix_cache=settings.uses(FastPath.PREFIX_CACHE),
@@ -181,7 +206,8 @@ def memory_beside(
     for `tokens_ahead` more tokens than a request may have.
     """
     model = runtime.model
-    each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=runtime.context_tokens + tokens_ahead)
+    num_entries = (runtime.context_tokens + tokens_ahead) * (1 + len(model.windows))
+    each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=num_entries)
 
     def peak_bytes(num_rows: int) -> int:
         memory = step(num_rows)

@@ -76,6 +76,11 @@ class _LoadCollector(Collector):
         yield from self._forwards()
         yield _pool("baton_rows", "Request rows by state.", load.rows)
         yield _pool("baton_kv_slots", "KV token slots by state.", load.slots)
+        windows = GaugeMetricFamily("baton_window_slots", "Slots of windows by state.", labels=["group", "state"])
+        for group, counts in load.window_slots.items():
+            for state in ("free", "running", "cached"):
+                windows.add_metric([group, state], getattr(counts, state))
+        yield windows
         yield GaugeMetricFamily("baton_queued_requests", "Requests without a row.", value=load.num_queued)
         yield GaugeMetricFamily("baton_running_requests", "Requests in the running batch.", value=load.num_running)
         yield GaugeMetricFamily("baton_unsent_kv_bytes", "KV not yet written to a receiver.", value=load.unsent_bytes)

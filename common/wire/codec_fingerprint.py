@@ -31,6 +31,7 @@ def encode_fingerprint(fingerprint: Fingerprint) -> types_pb2.Fingerprint:
                 num_heads=group.num_heads,
                 head_dim=group.head_dim,
                 dtype=group.dtype,
+                window=group.window or 0,
             )
             for group in fingerprint.layer_groups
         ],
@@ -66,6 +67,7 @@ def decode_fingerprint(message: types_pb2.Fingerprint) -> Fingerprint:
                 num_heads=group.num_heads,
                 head_dim=group.head_dim,
                 dtype=group.dtype,
+                window=group.window or None,
             )
             for group in message.layer_groups
         ),

@@ -65,7 +65,7 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
         "prompt_len",
         f"{message.prompt_len} is not in 1..{len(message.token_ids)}, the number of token_ids",
     )
-    held = set(message.num_held_tokens.values())
+    held = {num for num in message.num_held_tokens.values() if num}
     require(len(held) <= 1, "num_held_tokens", "differs between layer groups")
     num_tokens = len(message.token_ids)
     require(message.HasField("sampling"), "sampling", "is absent")

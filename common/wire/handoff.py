@@ -53,8 +53,9 @@ class HandoffRow:
     There are such tokens if the decode engine gave up the request's KV (a retraction) or the client resumed the request
     after its stream had broken. `attempt` is the number of the request's handoff, counted from 0. `num_held_tokens`
     has a pair (layer group, n) for each group: the decode engine has the KV of the first n tokens already, and it is
-    not sent. n is the same for all groups, and less than the number of tokens. If it has none, there are no pairs. With
-    `max_tokens` 0 the decode engine needs no KV, and n may be the number of tokens.
+    not sent. n is less than the number of tokens, and the same for all groups, except that it may be 0 for a group with
+    a window. If it has none, there are no pairs. With `max_tokens` 0 the decode engine needs no KV, and n may be the
+    number of tokens.
 
     `cache_salt` names the namespace of the prefix cache that the row uses; "" is the common one. If it is None, the row
     neither uses cached KV nor leaves any.
@@ -73,8 +74,15 @@ class HandoffRow:
 
     @property
     def num_held(self) -> int:
-        """The number of the row's first tokens whose KV is not sent, because the decode engine has it."""
+        """The number of the row's first tokens whose KV is not sent, because the decode engine has it.
+
+        Of groups with a window it may have none: see `num_held_of`.
+        """
         return max((num_tokens for _, num_tokens in self.num_held_tokens), default=0)
+
+    def num_held_of(self, group_name: str) -> int:
+        """Returns the number of the row's first tokens whose KV of a layer group the decode engine has."""
+        return dict(self.num_held_tokens).get(group_name, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,7 +227,7 @@ class SpeculativeWorker(ABC):
             sampled = _along(path, sampled, batch, num_nodes)
             slots = batch.out_cache_loc.view(num_rows, -1)  # the KV of accepted nodes goes to where their positions are
             sources, destinations = slots.gather(1, path), slots[:, : path.shape[1]]
-            self._pool.move_kv(self._model.layer_group.name, sources.flatten(), destinations.flatten())
+            self._pool.move_kv(sources.flatten(), destinations.flatten())
         tokens = sampled.token_ids.view(num_rows, -1)
         if batch.sampling.penalised.size:
             is_accepted = torch.arange(tokens.shape[1], device=tokens.device) < accept_lens.unsqueeze(1)

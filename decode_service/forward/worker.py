@@ -227,6 +227,7 @@ def window_input(
         extend_lens=None if is_decode else (num_tokens,) * num_rows,
         max_seq_len=int(prefix_lens_cpu.max(initial=0)) + num_tokens,
         kv=pool.buffers[group],
+        windows=pool.windows_beside(group),
         logits_rows=None,
         tree_mask=None if tree_mask is None else tree_mask.flatten(0, 1),
     )

@@ -48,10 +48,10 @@ class NixlPool:
 
         The object owns `process` from now on, and ends it.
         """
-        self.secret, num_slots = split_header(header)
+        self.secret, num_slots, num_window_slots = split_header(header)
         self._has_failed = False
         self._address = address
-        self._layout = PoolLayout(groups, num_slots)
+        self._layout = PoolLayout(groups, num_slots, num_window_slots)
         self._process = process
         self._staging = staging
         self._turn = asyncio.Lock()
@@ -126,19 +126,20 @@ class NixlPool:
 
         Returns None if the pool has no such slots. `layers` is a range of the group's layers.
         """
-        if not ticket.is_of(self.num_slots):
+        _, num_planes, num_rows, row_bytes = self._layout.shapes[group_name]
+        if not ticket.is_of(num_rows - 1):
             return None
         starts, lengths = (np.array(runs, np.uint64) for runs in runs_of(ticket.slots))
-        _, num_planes, num_rows, row_bytes = self._layout.shapes[group_name]
         planes = [
             layer * num_planes + plane for layer, plane in product(range(layers.start, layers.stop), range(num_planes))
         ]
+        stamps_at = self._address + self._layout.stamp_starts[group_name]
         bases = self._address + self._layout.starts[group_name] + np.array(planes, np.uint64) * num_rows * row_bytes
         return RemoteKv(
             ticket,
             shape=(layers.stop - layers.start, num_planes, len(ticket.slots), row_bytes),
             kv=_ranges(bases, starts, lengths, row_bytes),
-            stamps=_ranges(np.array([self._address + HEADER_BYTES], np.uint64), starts, lengths, NUMBER_BYTES),
+            stamps=_ranges(np.array([stamps_at], np.uint64), starts, lengths, NUMBER_BYTES),
         )
 
     async def fetch(self, remote: RemoteKv) -> SharedKv:

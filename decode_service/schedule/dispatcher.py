@@ -130,7 +130,6 @@ class PrefillDispatcher:
         self._look_again_s = 0.0  # when the queue is looked at even if nothing has changed
         self._call_numbers = itertools.count()
         self.num_row_retries = 0
-        self._token_bytes = sum(group.token_bytes for group in pool.groups.values())
         self.held_bytes = 0  # KV that was not sent for rows that have landed, because it was here
         self.num_expected_cached = 0  # tokens that replicas were expected to have cached when rows were handed to them
 
@@ -222,7 +221,7 @@ class PrefillDispatcher:
         for freed in landed.freed:
             self._post(freed)
         for part in landed.ready:
-            self.held_bytes += sum(req.num_held_tokens for req in part.reqs) * self._token_bytes
+            self.held_bytes += sum(map(self._held_bytes, part.reqs))
         ready = (*landed.ready, *local.ready)
         for part in ready:
             for req in part.reqs:
@@ -264,7 +263,7 @@ class PrefillDispatcher:
                     if not self._may_start_younger:
                         break
                     continue
-            if (awaited := self._begin_to_wait(req)) is not None:
+            if (awaited := self._begin_to_wait(req, stays_home=stays_home)) is not None:
                 spared.add(len(req.token_ids) - awaited.num_tokens)
                 continue
             lease = self._reserve(req, spared, stays_home=stays_home)
@@ -343,13 +342,14 @@ class PrefillDispatcher:
         """The most tokens that all short prompts computed here may have left, together."""
         return self._local.max_chunk_tokens if self.is_degraded else self._local_prefill_tokens
 
-    def _begin_to_wait(self, req: Request) -> AwaitedKv | None:
+    def _begin_to_wait(self, req: Request, *, stays_home: bool) -> AwaitedKv | None:
         """Makes the request wait if much of its KV is on its way for another request. Returns the KV that it waits for,
-        or None if it does not wait.
+        or None if it does not wait. `stays_home` means that this service computes the prompt itself.
         """
         req.awaited = None
         if self._pool.num_free_rows:
-            req.awaited = awaited_kv(self._pool, req.usable_key, self._lives.bringing_kv)
+            is_received = req.needs_kv and not stays_home
+            req.awaited = awaited_kv(self._pool, req.usable_key, self._lives.bringing_kv, is_received=is_received)
         return req.awaited
 
     @property
@@ -358,6 +358,16 @@ class PrefillDispatcher:
         shorter.
         """
         return self._replicas.none_ready_since_s is None or self._local.num_short_left < self._max_short_tokens
+
+    def _held_bytes(self, req: Request) -> int:
+        """Returns the size of the KV that was not sent for a request, because it was here."""
+        if not req.needs_kv:
+            return 0
+        num_tokens = len(req.token_ids)
+        return sum(
+            group.token_bytes * max(0, req.num_unsent(name) - self._pool.first_kept(name, num_tokens))
+            for name, group in self._pool.groups.items()
+        )
 
     def _reserve(self, req: Request, spared: _Spared, *, stays_home: bool) -> RowLease | None:
         """Reserves a row for `req`, with slots for the KV that it will have here. Returns None if too few are free.
@@ -374,7 +384,7 @@ class PrefillDispatcher:
         if not stays_home:
             if not req.needs_kv:
                 return self._pool.reserve(0, num_spared=num_spared)
-            return self._pool.reserve(len(req.token_ids), key=req.cache_key, num_spared=num_spared)
+            return self._pool.reserve(len(req.token_ids), key=req.cache_key, num_spared=num_spared, is_received=True)
         uses_cached = not req.is_scored
         return self._pool.reserve(len(req.token_ids), key=req.cache_key, uses_cached=uses_cached, num_spared=num_spared)
 
@@ -393,7 +403,7 @@ class PrefillDispatcher:
                     choice_index=req.choice_index,
                     deadline_unix_ms=req.deadline_unix_ms,
                     traceparent=req.traceparent,
-                    num_held_tokens=tuple((name, req.num_unsent_tokens) for name in sorted(self._pool.groups)),
+                    num_held_tokens=tuple((name, req.num_unsent(name)) for name in sorted(self._pool.groups)),
                     cache_salt=req.namespace,
                 )
             )

@@ -214,14 +214,16 @@ class LandingZone:
                 req=req,
                 replica=replica,
                 lease=req.lease,
-                missing={
-                    name: np.tile(np.arange(len(req.token_ids)) >= req.num_unsent_tokens, (group.num_layers, 1))
-                    for name, group in self._pool.groups.items()
-                },
+                missing={name: self._expected(req, group) for name, group in self._pool.groups.items()},
                 received_bytes=dict.fromkeys(self._pool.groups, 0),
                 scope=Scope(f"landing {req.request_id}"),
             )
         self._calls[call_id] = _Call(replica, rows)
+
+    def _expected(self, req: Request, group: LayerGroupSpec) -> NDArray[np.bool_]:
+        """Returns which KV of a group is sent for a request, [layers, tokens]."""
+        first = max(req.num_unsent(group.name), self._pool.first_kept(group.name, len(req.token_ids)))
+        return np.tile(np.arange(len(req.token_ids)) >= first, (group.num_layers, 1))
 
     def request_of(self, call_id: str, index: int) -> Request | None:
         row = self._row(call_id, index)
@@ -393,7 +395,7 @@ class LandingZone:
         missing[layers, tokens] = False
         row.received_bytes[segment.layer_group] += segment.num_bytes
         row.req.kv_bytes += segment.num_bytes
-        return row.lease.slots[tokens]
+        return self._pool.slots_of(row.lease, segment.layer_group, tokens)
 
     def _copy_in(self, segment: KvSegment, slots: Slots) -> None:
         group = self._pool.groups[segment.layer_group]

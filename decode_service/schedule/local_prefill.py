@@ -231,6 +231,7 @@ class LocalPrefill:
             return Collected(lost=tuple(LostRow(chunk.prompt.req, error, is_retryable=True) for chunk in chunks))
         for chunk in chunks:
             self._pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
+            self._pool.leave_behind(np.array([chunk.prompt.lease.row]), np.array([chunk.stop]))
         scored: tuple[tuple[Request, PromptLogprobs], ...] = ()
         if (scores := launched.computed.get().scores) is not None:
             each = launched.batch.prompt_logprobs(scores)

@@ -245,10 +245,11 @@ class Request:
         """Whether the prompt's KV is used after prefill. It is not if the request generates no token."""
         return self.sampling.max_tokens > 0
 
-    @property
-    def num_unsent_tokens(self) -> int:
-        """The number of the request's first tokens whose KV the replica does not send."""
-        return self.num_held_tokens if self.needs_kv else len(self.token_ids)
+    def num_unsent(self, group_name: str) -> int:
+        """Returns the number of the request's first tokens whose KV of a layer group the replica does not send."""
+        if not self.needs_kv:
+            return len(self.token_ids)
+        return 0 if self.lease is None else self.lease.num_held.get(group_name, self.lease.num_cached)
 
     def leave_row(self) -> None:
         """Adds the output since the request entered its row to `past_ids`. Call it when the request leaves that row."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.kv.pool import KvPool
+from common.kv.pool import KvPool, RowLease
 from decode_service.messages import Phase
 from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.request import Request
@@ -33,8 +33,7 @@ class Retraction:
         will free enough when it ends, it retracts no more and returns False: the step must not be launched now.
         """
         while not running.prepare_for_decode(self._pool):
-            shortage = running.num_slots_needed(self._pool) - self._pool.num_free_slots
-            if self._num_coming(running) >= shortage:
+            if not self._pool.lacks(running.rows, running.wanted_tokens(), leaving=self._leaving_with(running)):
                 return False
             self._retract_youngest(running)
         return True
@@ -49,14 +48,14 @@ class Retraction:
             if req.phase is Phase.RETRACTING:
                 self._lives.enter(req, Phase.QUEUE, was_retracted=True)
 
-    def _num_coming(self, running: ScheduleBatch) -> int:
-        """Returns how many slots become free when the forward in flight ends."""
+    def _leaving_with(self, running: ScheduleBatch) -> list[RowLease]:
+        """Returns the rows that are released when the forward in flight ends."""
         held = set(map(id, running.reqs))
-        return self._pool.num_coming(
+        return [
             req.lease
             for req in self._lives.requests.values()
             if req.lease is not None and RULES[req.phase].place is Place.ROWS and id(req) not in held
-        )
+        ]
 
     def _retract_youngest(self, running: ScheduleBatch) -> None:
         """Retracts the youngest request that holds slots, whether its prompt is being computed or it is running."""

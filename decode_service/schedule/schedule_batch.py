@@ -168,10 +168,6 @@ class ScheduleBatch:
         """The number of slots that the next step writes for each entry, past its committed KV."""
         return 1 if self.spec_info is None else self.spec_info.num_slots
 
-    def num_slots_needed(self, pool: KvPool) -> int:
-        """Returns how many slots `prepare_for_decode` would take from the pool."""
-        return int(pool.num_missing(self.rows, self.wanted_tokens()).sum())
-
     def prepare_for_decode(self, pool: KvPool) -> bool:
         """Reserves the slots that the next step writes and sets `out_cache_loc`, each entry's slots in order of
         position.
@@ -261,7 +257,7 @@ def depth_within(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> Spe
         return None
     num_wanted = batch.batch_size - len(batch.undrafted)
     batch.spec_info = depth.choose(draft_lag=batch.draft_lag, num_wanted=num_wanted, num_forced=batch.num_forced)
-    if batch.num_slots_needed(pool) > pool.num_free_slots:
+    if pool.lacks(batch.rows, batch.wanted_tokens()):
         return batch.spec_info.at_depth(0)
     return batch.spec_info
 

@@ -66,6 +66,8 @@ from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
 
 _STEP_TIMEOUT_S = 300.0
+_LEFT_TOGETHER = 16
+"""A row's tokens leave its windows in groups of at least this many, because each group costs time."""
 _IDLE_WAIT_S = 0.5
 _WAITING_WAIT_S = 0.05
 
@@ -109,6 +111,15 @@ class Outbox:
         return events
 
 
+def tokens_in_flight(*, num_step_slots: int, max_chunk_tokens: int) -> int:
+    """Returns how many tokens of a row are at most written past those that are known to be computed.
+
+    A step writes at most `num_step_slots`. While one is launched, another is in flight, and the tokens of one more have
+    not left the row's windows. A chunk of a prompt is never in flight with another one.
+    """
+    return max(_LEFT_TOGETHER + 3 * num_step_slots, max_chunk_tokens)
+
+
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
@@ -131,6 +142,7 @@ class DecodeEngine:
         device: Device,
         max_rows: int,
         max_kv_tokens: int,
+        max_window_tokens: int | None = None,
         max_context_tokens: int,
         draw_kernels: DrawKernels | None = None,
         draft: DraftHead | None = None,
@@ -166,10 +178,16 @@ class DecodeEngine:
         self._num_ahead = levels[-1].num_slots - 1 if levels else 0
         self._max_forced = levels[-1].num_steps if levels else 0
         lookahead = draft.layer_group.num_layers if draft else 0
+        max_chunk_tokens = local_chunk_tokens(
+            local_prefill_tokens=local_prefill_tokens, prefill_fallback=prefill_fallback
+        )
         self.pool = KvPool(
             groups=[model.layer_group, *([draft.layer_group] if draft else [])],
+            windows=model.windows,
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
+            max_window_tokens=max_window_tokens or max_kv_tokens,
+            num_in_flight=tokens_in_flight(num_step_slots=1 + self._num_ahead, max_chunk_tokens=max_chunk_tokens),
             max_tokens_per_row=max_context_tokens + self._num_ahead,
             torch_device=device.torch_device,
             prefixes=PrefixTree(lookahead) if prefix_cache else None,
@@ -211,9 +229,7 @@ class DecodeEngine:
             pool=self.pool,
             sampling_state=forward_side.sampling_state,
             stream=forward_side.stream,
-            max_chunk_tokens=local_chunk_tokens(
-                local_prefill_tokens=local_prefill_tokens, prefill_fallback=prefill_fallback
-            ),
+            max_chunk_tokens=max_chunk_tokens,
         )
         self.lives = Lives(
             pool=self.pool,
@@ -330,6 +346,7 @@ class DecodeEngine:
         return EngineLoad(
             rows=self.pool.row_counts(),
             slots=self.pool.slot_counts(),
+            window_slots=self.pool.window_counts(),
             num_queued=self._dispatcher.num_waiting,
             num_running=self._running.batch_size,
             num_steps=self._num_steps,
@@ -562,6 +579,9 @@ class DecodeEngine:
             for i in np.flatnonzero(self._taker.still_held(begun)).tolist():
                 self._fail(begun.reqs[i], EngineFault(f"a decode step failed: {failure.__cause__}"))
             return
+        is_held = self._taker.still_held(begun)
+        num_computed = begun.batch.seq_lens_cpu - begun.batch.num_tokens + 1  # at least; the next step reads from there
+        self.pool.leave_behind(begun.rows[is_held], num_computed[is_held], at_least=_LEFT_TOGETHER)
         self._taker.take(step, ahead)
         self._retraction.requeue_left()
         spec_info, speculation = begun.batch.spec_info, step.speculation

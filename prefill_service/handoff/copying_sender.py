@@ -175,13 +175,13 @@ class CopyingSender(PieceSender):
         pool = self._pool.buffers[piece.group.name]
         layers = pool[piece.layers]
         values = into.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
-        if (run := run_of(piece.slots)) is not None:
+        slots = self._pool.slots_of(piece.lease, piece.group.name, piece.tokens)
+        if (run := run_of(slots)) is not None:
             values.copy_(layers[:, :, run], non_blocking=True)
         elif layers.device.type == "cpu":
-            torch.index_select(layers, 2, torch.tensor(piece.slots), out=values)
+            torch.index_select(layers, 2, torch.from_numpy(slots), out=values)
         else:
-            slots = self._device.to_device(torch.tensor(piece.slots))
-            values.copy_(layers.index_select(2, slots), non_blocking=True)
+            values.copy_(layers.index_select(2, self._device.to_device(torch.from_numpy(slots))), non_blocking=True)
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
         self._unsent_bytes += num_bytes - self._unsent.pop(call_id, 0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from common.device.stream import raise_if_device_failed
+from common.kv.pool import KvPool
 from common.kv.shared_kv import MAX_LENT_BYTES
 from common.kv.shared_pool import SharedPool
 from prefill_service.handoff.piece import Piece, PieceSender, SentPiece
@@ -16,8 +17,10 @@ from prefill_service.prompt import Prompt
 class LendingSender(PieceSender):
     """Sends pieces of KV by lending them. A piece needs the pool until the receiver has given it back."""
 
-    def __init__(self, memory: SharedPool) -> None:
+    def __init__(self, pool: KvPool, memory: SharedPool) -> None:
+        """Creates a sender that lends the KV of `pool`, which lies in `memory`."""
         super().__init__(max_segment_bytes=MAX_LENT_BYTES)
+        self._pool = pool
         self._memory = memory
         self._queued: deque[Piece] = deque()
         self._lent: dict[int, Prompt] = {}
@@ -28,7 +31,8 @@ class LendingSender(PieceSender):
 
     def poll(self) -> Iterator[SentPiece]:
         for piece in self._written():
-            shared = self._memory.lend(piece.group.name, piece.layers, piece.slots, piece.lease.generation)
+            slots = self._pool.slots_of(piece.lease, piece.group.name, piece.tokens)
+            shared = self._memory.lend(piece.group.name, piece.layers, slots)
             self._lent[shared.ticket.number] = piece.prompt
             yield SentPiece(piece.prompt, replace(piece.segment, shared=shared), None)
 

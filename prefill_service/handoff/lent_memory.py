@@ -26,7 +26,13 @@ class LentMemory:
 
     @classmethod
     async def opened(
-        cls, transport: KvTransport, *, groups: Sequence[LayerGroupSpec], num_slots: int, is_on_host: bool
+        cls,
+        transport: KvTransport,
+        *,
+        groups: Sequence[LayerGroupSpec],
+        num_slots: int,
+        num_window_slots: int,
+        is_on_host: bool,
     ) -> LentMemory:
         """Creates the memory for `transport`, and removes memory that killed processes left behind.
 
@@ -42,7 +48,12 @@ class LentMemory:
             return cls(None)
         try:
             sweep()
-            pool = SharedPool(groups=groups, num_slots=num_slots, directory=None if transport == "nixl" else DIRECTORY)
+            pool = SharedPool(
+                groups=groups,
+                num_slots=num_slots,
+                num_window_slots=num_window_slots,
+                directory=None if transport == "nixl" else DIRECTORY,
+            )
         except OSError as error:
             tell("kv_over_grpc", reason=str(error))
             return cls(None)

@@ -8,22 +8,26 @@ from dataclasses import dataclass, replace
 
 from common.device.stream import Event
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.pool import RowLease
-from common.kv.slot_allocator import Slots
+from common.kv.pool import KvPool, RowLease
 from common.prompts.chunk_batch import Chunk
 from common.wire.handoff import KvSegment
 from prefill_service.prompt import Prompt
 
 
-def sent_tokens(chunk: Chunk[Prompt]) -> range:
-    """Returns the tokens whose KV is sent with a chunk: those up to its end that the receiver does not hold.
+def first_sent(prompt: Prompt, pool: KvPool, group_name: str) -> int:
+    """Returns the first token of a prompt whose KV of a layer group is sent: the receiver lacks it, and will use it."""
+    return max(prompt.row.num_held_of(group_name), pool.first_kept(group_name, prompt.num_tokens))
+
+
+def sent_tokens(chunk: Chunk[Prompt], first: int) -> range:
+    """Returns the tokens whose KV is sent with a chunk: those up to its end from the token `first` on.
 
     A prompt's first chunk is sent together with the KV that the prefix cache had.
     """
     lease = chunk.prompt.lease
     assert lease is not None
     start = 0 if chunk.start == lease.num_cached else chunk.start
-    return range(max(start, chunk.prompt.num_held), chunk.stop)
+    return range(max(start, first), chunk.stop)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +53,8 @@ class Piece:
         return self.group.layer_token_bytes * self.num_layers * self.num_tokens
 
     @property
-    def slots(self) -> Slots:
-        return self.lease.slots[self.token_start : self.token_start + self.num_tokens]
+    def tokens(self) -> slice:
+        return slice(self.token_start, self.token_start + self.num_tokens)
 
     @property
     def layers(self) -> slice:

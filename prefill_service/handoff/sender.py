@@ -8,7 +8,7 @@ chunk launched ──▶ pieces queued ──budget──▶ copied to the host 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from common.device.stream import Device, Event, OnEvent
 from common.kv.layer_group import LayerGroupSpec
@@ -18,7 +18,7 @@ from common.prompts.chunk_batch import Chunk
 from common.wire.handoff import NewFramedKv
 from prefill_service.handoff.copying_sender import CopyingSender
 from prefill_service.handoff.lending_sender import LendingSender
-from prefill_service.handoff.piece import Piece, PieceSender, SentPiece, sent_tokens
+from prefill_service.handoff.piece import Piece, PieceSender, SentPiece, first_sent, sent_tokens
 from prefill_service.messages import BytesSent, SegmentsReturned
 from prefill_service.prompt import Prompt
 
@@ -59,7 +59,7 @@ class KvSender:
             new_framed_kv=new_framed_kv,
             on_event=on_event,
         )
-        self._lending = None if memory is None else LendingSender(memory)
+        self._lending = None if memory is None else LendingSender(pool, memory)
         self._of_call: dict[str, PieceSender] = {}
         self._num_forwards = 0
         self._num_ended = 0
@@ -142,30 +142,30 @@ class KvSender:
         chunks: Sequence[Chunk[Prompt]],
         computed: Event,
         *,
-        layers_written: Mapping[str, Sequence[tuple[range, Event]]],
+        queued: Collection[str],
     ) -> None:
-        """Queues the KV of a forward's chunks, to be sent once it is written. Call it once for each forward, in order.
+        """Queues the rest of the KV of a forward's chunks, to be sent after the event `computed`, the forward's end.
 
-        The layer groups are queued in the order in which the forward writes them. A group in `layers_written` is sent
-        range by range, each after its own event; leave out ranges that were given to `queue_layers`. Any other group is
-        sent after the event `computed`, the forward's end. One range of all chunks comes before the next range, so that
-        one chunk's last layers do not delay another's first ones.
+        `queued` names the layer groups whose layers were all given to `queue_layers`. Call it once for each forward, in
+        order.
         """
         for name, group in self._pool.groups.items():
-            for layers, written in layers_written.get(name, [(range(group.num_layers), computed)]):
-                self.queue_layers(chunks, group, layers, written)
+            if name not in queued:
+                self.queue_layers(chunks, group, range(group.num_layers), computed)
         self._num_forwards += 1
 
     def queue_layers(
         self, chunks: Sequence[Chunk[Prompt]], group: LayerGroupSpec, layers: range, written: Event
     ) -> None:
-        """Queues a range of layers of a forward's chunks, to be sent after the event `written`.
+        """Queues a range of a group's layers of a forward's chunks, to be sent after the event `written`.
 
         It may be called while the forward is still being launched. `queue`, called after the launch, queues the other
-        layers.
+        groups. One range of all chunks comes before the next range, so that one chunk's last layers do not delay
+        another's first ones.
         """
         for chunk in chunks:
-            if not (tokens := sent_tokens(chunk)):
+            first = first_sent(chunk.prompt, self._pool, group.name)
+            if not (layers and (tokens := sent_tokens(chunk, first))):
                 continue
             prompt = chunk.prompt
             assert prompt.lease is not None

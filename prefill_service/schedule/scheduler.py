@@ -15,6 +15,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
 from common.device.stream import NOT_YET, Device, Scope, WakeUp, naming_a_lost_device, raise_if_device_failed
@@ -73,6 +75,11 @@ class StepInFlight:
     launched_s: float
 
 
+def tokens_in_flight(chunk_tokens: int) -> int:
+    """Returns how many tokens of a row are at most written past those that are known to be computed: two chunks."""
+    return 2 * chunk_tokens
+
+
 class PrefillEngine:
     """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
 
@@ -95,6 +102,7 @@ class PrefillEngine:
         device: Device,
         max_rows: int,
         max_kv_tokens: int,
+        max_window_tokens: int | None = None,
         max_context_tokens: int,
         draw_kernels: DrawKernels | None = None,
         draft: DraftHead | None = None,
@@ -117,7 +125,7 @@ class PrefillEngine:
         shared_pool: SharedPool | None = None,
         new_framed_kv: NewFramedKv | None = None,
     ) -> None:
-        self._layer_group = model.layer_group
+        self._model = model
         self._early_sending = early_sending
         self._num_draft_layers = draft.layer_group.num_layers if draft else 1
         assert chunk_tokens >= self._num_draft_layers, "a prompt's last chunk has a token for every layer of the head"
@@ -138,8 +146,11 @@ class PrefillEngine:
         self._max_tokens_per_row = min(max_context_tokens, max_kv_tokens)
         self.pool = KvPool(
             groups=[model.layer_group, *([draft.layer_group] if draft else [])],
+            windows=model.windows,
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
+            max_window_tokens=max_window_tokens or max_kv_tokens,
+            num_in_flight=tokens_in_flight(chunk_tokens),
             max_tokens_per_row=max_context_tokens,
             torch_device=device.torch_device,
             memory=shared_pool,
@@ -227,6 +238,7 @@ class PrefillEngine:
         return EngineLoad(
             rows=self.pool.row_counts(),
             slots=self.pool.slot_counts(),
+            window_slots=self.pool.window_counts(),
             num_queued=self._lives.num_in(PromptPhase.QUEUED),
             num_running=self._lives.num_in(PromptPhase.COMPUTING),
             num_steps=self._num_steps,
@@ -352,7 +364,7 @@ class PrefillEngine:
         batch = ChunkBatch.of(
             chunks,
             pool=self.pool,
-            layer_group=self._layer_group.name,
+            layer_group=self._model.layer_group.name,
             vocab_size=self._sampling_state.vocab_size,
             num_draft_layers=self._num_draft_layers,
         )
@@ -364,7 +376,7 @@ class PrefillEngine:
             for prompt in unseeded:
                 del self._unseeded[prompt]
         layers_per_event = self._layers_per_event(chunks)
-        meanwhile = _Sending(partial(self._sender.queue_layers, chunks, self._layer_group), self._send_while_launching)
+        meanwhile = _Sending(partial(self._queue_layers, chunks), self._send_while_launching)
         for chunk in chunks:  # while they are launched, what has ended may give its KV to the cache
             assert chunk.prompt.lease is not None
             chunk.prompt.lease.use_until(NOT_YET, stream)
@@ -374,13 +386,17 @@ class PrefillEngine:
             assert chunk.prompt.lease is not None
             chunk.prompt.lease.use_until(step.end, stream)
             chunk.prompt.num_launched_tokens = chunk.stop
-        layers_written = launched.layers_written[meanwhile.num_queued :]
-        self._sender.queue(
-            chunks, step.end, layers_written={self._layer_group.name: layers_written} if layers_per_event else {}
-        )
+        for layers, written in launched.layers_written[meanwhile.num_queued :]:
+            self._queue_layers(chunks, layers, written)
+        queued = {group.name for group, _ in self._model.parts_of(range(self._model.num_layers))}
+        self._sender.queue(chunks, step.end, queued=queued if layers_per_event else set())
         if meanwhile.error is not None:
             raise meanwhile.error
         return step
+
+    def _queue_layers(self, chunks: Sequence[Chunk[Prompt]], layers: range, written: StreamEvent) -> None:
+        for group, part in self._model.parts_of(layers):
+            self._sender.queue_layers(chunks, group, part, written)
 
     def _may_go_on(self, prompt: Prompt) -> bool:
         """Returns whether the prompt's next chunk may be computed: what it gives to send has room in the send budget.
@@ -413,8 +429,8 @@ class PrefillEngine:
         """
         if not self._early_sending:
             return 0
-        num_tokens = max(len(sent_tokens(chunk)) for chunk in chunks)
-        return self._sender.layers_per_segment(self._layer_group, num_tokens) if num_tokens else 0
+        num_tokens = max(len(sent_tokens(chunk, chunk.prompt.num_held)) for chunk in chunks)
+        return self._sender.layers_per_segment(self._model.layer_group, num_tokens) if num_tokens else 0
 
     def _finish_done(self) -> None:
         while self._in_flight and self._in_flight[0].end.is_done():
@@ -445,6 +461,7 @@ class PrefillEngine:
         for chunk in step.batch.chunks:
             if chunk.prompt.phase is PromptPhase.COMPUTING and chunk.prompt.lease is not None:
                 self.pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
+                self.pool.leave_behind(np.array([chunk.prompt.lease.row]), np.array([chunk.stop]))
                 chunk.prompt.num_kept_tokens = chunk.stop
         self._outbox += _traced_chunks(step.batch, start_s=start_s, end_s=now_s)
         self._post_prompt_logprobs(step)
@@ -481,8 +498,7 @@ class PrefillEngine:
                 continue
             self._lives.enter(prompt, PromptPhase.SENDING)
             by_call.setdefault(prompt.call_id, []).append(place)
-        groups = list(self.pool.groups.values())
-        columns = first_tokens(batch, computed, list(by_call.values()), groups=groups, now_s=self._clock())
+        columns = first_tokens(batch, computed, list(by_call.values()), pool=self.pool, now_s=self._clock())
         self._outbox += map(FrameReady, by_call, columns)
 
     # ---- sending ------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_the_depth_of_drafts_adapts_unless_it_is_told_not_to(
     monkeypatch.setattr(decode_main, "DecodeEngine", make)
     monkeypatch.setattr(decode_main, "speculation_of", lambda settings, draft: SpecInfo(2, 2, 1))
     process = Process(instance_id="a", runtime=MagicMock(), registry=CollectorRegistry())
-    size = PoolSize(max_rows=4, max_kv_tokens=256, max_context_tokens=128, decided_by="the test")
+    size = PoolSize(max_rows=4, max_kv_tokens=256, max_window_tokens=0, max_context_tokens=128, decided_by="the test")
     with pytest.raises(Made) as made:
         decode_main.new_engine(DecodeSettings(adaptive_depth=adapts), process, size, on_step=lambda stats: None)
     assert isinstance(made.value.args[0], kind)

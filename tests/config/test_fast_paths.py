@@ -38,7 +38,7 @@ from decode_service.main import new_engine
 from prefill_service import main as prefill_main
 from tests.support.services_here import free_address, serving_here
 
-SIZE = PoolSize(max_rows=4, max_kv_tokens=256, max_context_tokens=128, decided_by="the test")
+SIZE = PoolSize(max_rows=4, max_kv_tokens=256, max_window_tokens=0, max_context_tokens=128, decided_by="the test")
 BOTH = [PrefillSettings, DecodeSettings]
 
 

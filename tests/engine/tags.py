@@ -21,9 +21,9 @@ from common.attention.backend import ForwardInput
 from common.attention.torch_attention import TorchAttention
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Mask, mask_of, num_words
-from common.kv.layer_group import LayerGroupSpec
+from common.kv.layer_group import LayerGroupSpec, WindowLayers
 from common.model.forward_program import OnLayerKv
-from common.model.target import TargetOutput
+from common.model.target import TargetModel, TargetOutput
 from common.sampling.operators import sample
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
@@ -185,6 +185,10 @@ class TagModel:
     """A stand-in for TargetModel, with its attributes, that computes with tags."""
 
     layer_group = GROUP
+    windows: tuple[WindowLayers, ...] = ()
+    num_layers = TargetModel.num_layers
+    layer_groups = TargetModel.layer_groups
+    parts_of = TargetModel.parts_of
     vocab_size = VOCAB_SIZE
     max_context_tokens = CONTEXT_TOKENS
     eos_token_ids: tuple[int, ...] = ()

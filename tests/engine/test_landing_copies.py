@@ -44,7 +44,12 @@ def test_a_segment_lands_in_its_rows_slots(
     assert lease is not None
     zone = LandingZone(device=device, pool=pool, vocab_size=9, nontemporal_copies=nontemporal_copies)
     req = SimpleNamespace(
-        request_id="a", lease=lease, token_ids=[1] * NUM_TOKENS, num_attempts=1, kv_bytes=0, num_unsent_tokens=0
+        request_id="a",
+        lease=lease,
+        token_ids=[1] * NUM_TOKENS,
+        num_attempts=1,
+        kv_bytes=0,
+        num_unsent=lambda group_name: 0,
     )
     payload = np.random.default_rng(1).integers(0, 256, num_layers * GROUP.layer_token_bytes * NUM_TOKENS, np.uint8)
     zone.open("call", "replica", [cast(Request, req)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,9 +19,7 @@ LENT, READ = "shared_memory.lent", "shared_memory.read"
 def disturb_shared_memory(injector: Injector) -> None:
     lend, is_current = SharedPool.lend, SharedKv.is_current
 
-    def faulty_lend(
-        self: SharedPool, group_name: str, layers: slice, slots: Sequence[int], generation: int
-    ) -> SharedKv:
+    def faulty_lend(self: SharedPool, group_name: str, layers: slice, slots: Sequence[int]) -> SharedKv:
         if (fault := injector.visit(LENT)) is not None:
             match fault.action:
                 case Action.STALL:
@@ -30,8 +29,9 @@ def disturb_shared_memory(injector: Injector) -> None:
                 case (
                     _
                 ):  # a ticket from before the slots were reused: their stamps are newer, and their KV is another row's
-                    slots, generation = np.roll(slots, 1), 0
-        return lend(self, group_name, layers, slots, generation)
+                    lent = lend(self, group_name, layers, np.roll(slots, 1))
+                    return replace(lent, ticket=replace(lent.ticket, generation=0))
+        return lend(self, group_name, layers, slots)
 
     def late_is_current(self: SharedKv) -> bool:
         if (fault := injector.visit(READ)) is not None:

@@ -77,7 +77,7 @@ class Models:
             architecture="qwen3_moe",
             context_weight=0.05,
             mlp_weight=0.05,
-            sliding_window=24,
+            sliding_window=36,  # above the shorter prompts, of which others then share all, and below all contexts
             use_sliding_window=True,
         )
         target = save_quantized_model(directory / "target", "fp8-blocks", source)
@@ -221,6 +221,7 @@ def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bo
         drafted = load_drafted(models.target.directory, models.heads[shape_name])
         options = PairOptions(
             decode_tokens=_DECODE_TOKENS,
+            decode_window_tokens=4 * _DECODE_TOKENS,
             chunk_tokens=_CHUNK_TOKENS,
             local_prefill_tokens=_LOCAL_PREFILL_TOKENS,
             shares_memory=True,

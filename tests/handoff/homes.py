@@ -199,7 +199,8 @@ class LentSegments:
         layers = slice(segment.layer_start, segment.layer_start + segment.num_layers)
         into = self.pool.groups[segment.layer_group][layers, :, slots.start : slots.stop]
         into[:] = np.frombuffer(segment.payload, np.uint8).reshape(into.shape)
-        shared = self.pool.lend(segment.layer_group, layers, slots, self.pool.stamp(slots))
+        self.pool.stamp(segment.layer_group, slots)
+        shared = self.pool.lend(segment.layer_group, layers, slots)
         return replace(segment, payload=b"", shared=shared)
 
 

@@ -174,7 +174,7 @@ def bad_library(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
 
 async def test_a_service_that_is_to_offer_it_and_cannot_does_not_start(bad_library: str) -> None:
     with pytest.raises(StartupError, match=f"kv_transport: NIXL: {bad_library}"):
-        await LentMemory.opened("nixl", groups=GROUPS, num_slots=64, is_on_host=True)
+        await LentMemory.opened("nixl", groups=GROUPS, num_slots=64, num_window_slots=0, is_on_host=True)
 
 
 def test_a_receiver_without_it_gets_kv_over_grpc_and_says_so_and_when_it_tries_again(
@@ -201,7 +201,9 @@ async def test_the_setting_decides_who_can_read_the_pool_which_is_nobody_on_a_gp
     transport: KvTransport, is_on_host: bool, has_name: bool | None
 ) -> None:
     with capture_logs() as logs:
-        lent = await LentMemory.opened(transport, groups=GROUPS, num_slots=64, is_on_host=is_on_host)
+        lent = await LentMemory.opened(
+            transport, groups=GROUPS, num_slots=64, num_window_slots=0, is_on_host=is_on_host
+        )
     assert (None if lent.pool is None else bool(lent.pool.name)) == has_name
     assert lent.nixl_offer() is None
     level = "info" if transport == "auto" else "warning"
@@ -215,7 +217,7 @@ async def test_where_there_is_no_shared_memory_kv_goes_over_grpc(
 ) -> None:
     monkeypatch.setattr(lent_memory, "DIRECTORY", tmp_path / "not there")
     with capture_logs() as logs:
-        lent = await LentMemory.opened(transport, groups=GROUPS, num_slots=64, is_on_host=True)
+        lent = await LentMemory.opened(transport, groups=GROUPS, num_slots=64, num_window_slots=0, is_on_host=True)
     assert lent.pool is None
     ((event, told),) = [(line["event"], line["log_level"]) for line in logs]
     assert (event, told) == ("kv_over_grpc", level)

@@ -41,7 +41,7 @@ def opened(peers: NixlPeers) -> Iterator[NixlPool]:
 
 def remote(pool: NixlPool, lent: LentSegments, slots: tuple[int, ...]) -> RemoteKv:
     """Returns the remote KV of two layers in these slots. `lent` lends it, and it is to be read through `pool`."""
-    shared = lent.pool.lend("target", slice(1, 3), slots, lent.pool.stamp(slots))
+    shared = lent.pool.lend("target", slice(1, 3), slots)
     remote = pool.read("target", slice(1, 3), shared.ticket)
     assert remote is not None
     return remote
@@ -61,7 +61,7 @@ def test_what_is_read_is_the_writers_kv_in_the_order_of_its_tokens(
 
 def test_what_another_row_has_by_now_is_not_current(peers: NixlPeers, opened: NixlPool) -> None:
     stale = remote(opened, peers.lent, (5, 6, 7))
-    peers.lent.pool.stamp((7,))
+    peers.lent.pool.stamp("target", (7,))
     assert not peers.loop.run(opened.fetch(stale)).is_current
 
 

@@ -21,7 +21,7 @@ from common.device.cpu import CpuDevice
 from common.device.errors import PieceFailed
 from common.device.stream import DeviceMemory
 from common.errors import StartupError
-from common.kv.pool_size import LEAST_TOKENS, MemoryBeside, PoolLimits, PoolSize, room_beside_pool, size_pool
+from common.kv.pool_size import LEAST_TOKENS, MemoryBeside, PoolBytes, PoolLimits, PoolSize, room_beside_pool, size_pool
 from common.service.runtime import open_runtime
 from decode_service import main as decode_main
 from decode_service.forward.recording import recorded_bytes
@@ -42,7 +42,7 @@ NOTHING = MemoryBeside(row_bytes=1, peak_bytes=lambda num_rows: num_rows)
 
 def beside(kind: type[DecodeSettings | PrefillSettings], *, spec_info: SpecInfo | None = None, **options: Any) -> Any:
     """Returns the memory that a service with this model needs in addition to its pool, on a GPU that records graphs."""
-    model = SimpleNamespace(vocab_size=VOCAB, hidden_size=4096, dtype=torch.bfloat16, torch_device=GPU)
+    model = SimpleNamespace(vocab_size=VOCAB, hidden_size=4096, dtype=torch.bfloat16, torch_device=GPU, windows=())
     draft = None if spec_info is None else SimpleNamespace(capture=SimpleNamespace(num_states=3))
     runtime: Any = SimpleNamespace(
         model=model, draft=draft, device=SimpleNamespace(graphs="there are"), context_tokens=CONTEXT
@@ -62,7 +62,11 @@ def sized(
     **limits: Any,
 ) -> PoolSize:
     return size_pool(
-        replace(LIMITS, **limits), token_bytes=token_bytes, beside=beside, memory=memory, torch_device=device
+        replace(LIMITS, **limits),
+        pool=PoolBytes(token_bytes=token_bytes),
+        beside=beside,
+        memory=memory,
+        torch_device=device,
     )
 
 
@@ -165,7 +169,9 @@ def test_where_nobody_says_what_there_is_the_pool_is_as_on_a_large_host() -> Non
 @pytest.mark.parametrize("memory", [CARD, host(GIB // 8), None], ids=["plenty", "little", "unknown"])
 def test_what_a_setting_says_is_taken(memory: DeviceMemory | None) -> None:
     size = sized(memory, device=CPU, max_rows=7, max_kv_tokens=130)
-    assert size == PoolSize(max_rows=7, max_kv_tokens=130, max_context_tokens=130, decided_by="max_kv_tokens")
+    assert size == PoolSize(
+        max_rows=7, max_kv_tokens=130, max_window_tokens=0, max_context_tokens=130, decided_by="max_kv_tokens"
+    )
 
 
 def test_no_more_tokens_than_all_rows_can_hold() -> None:
@@ -251,7 +257,7 @@ def test_a_service_says_what_it_takes_and_why(
     else:
         service = decode_main.memory_beside_pool(settings, runtime, None)
     with capture_logs() as logs:
-        size = runtime.size_pool(settings, service)
+        size = runtime.size_pool(settings, service, num_in_flight=64)
     (told,) = logs
     assert told["event"] == "pool_sized" and told["max_kv_tokens"] == size.max_kv_tokens < 32768
     assert (told["max_rows"], told["decided_by"], told["free_bytes"]) == (size.max_rows, "memory_share", 32 << 20)
@@ -272,7 +278,9 @@ def test_an_engine_that_there_is_no_room_for_beside_its_pool_is_refused_by_the_s
     def take_too_much(**_: Any) -> None:
         raise error
 
-    size = PoolSize(max_rows=2, max_kv_tokens=64, max_context_tokens=64, decided_by="max_kv_tokens")
+    size = PoolSize(
+        max_rows=2, max_kv_tokens=64, max_window_tokens=0, max_context_tokens=64, decided_by="max_kv_tokens"
+    )
     process: Any = SimpleNamespace(
         runtime=SimpleNamespace(draft=None, draw_kernels=None, model=None, device=None, timeline=None)
     )
@@ -290,3 +298,27 @@ def test_memory_that_is_short_while_forwards_are_recorded_is_told_as_that() -> N
         raise PieceFailed("recording") from torch.OutOfMemoryError("no room")
     with pytest.raises(PieceFailed), room_beside_pool():
         raise PieceFailed("recording") from RuntimeError("operation not permitted")
+
+
+@pytest.mark.parametrize(("max_rows", "num_tokens", "num_window_tokens"), [(2, 1000, 200), (64, 1000, 1000)])
+def test_groups_with_a_window_have_slots_for_all_rows_or_for_all_tokens(
+    max_rows: int, num_tokens: int, num_window_tokens: int
+) -> None:
+    pool = PoolBytes(token_bytes=1000, window_token_bytes=3000, row_window_tokens=100)
+    num_bytes = (num_tokens + 1) * 1000 + (num_window_tokens + 1) * 3000
+    assert pool.of(max_rows, num_tokens) == num_bytes
+    assert (pool.fitting(max_rows, num_bytes), pool.fitting(max_rows, num_bytes - 1)) == (num_tokens, num_tokens - 1)
+    size = size_pool(
+        replace(LIMITS, max_rows=max_rows, max_kv_tokens=num_tokens),
+        pool=pool,
+        beside=NOTHING,
+        memory=None,
+        torch_device=GPU,
+    )
+    assert size.max_window_tokens == num_window_tokens
+
+
+def test_layers_with_windows_alone_leave_the_number_of_tokens_to_other_limits() -> None:
+    pool = PoolBytes(token_bytes=0, window_token_bytes=3000, row_window_tokens=100)
+    assert pool.fitting(2, 1 << 20) > 1 << 30
+    assert pool.fitting(2, 1000) == 0

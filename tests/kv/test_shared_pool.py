@@ -11,7 +11,8 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_what_the_pool_holds_the_reader_finds_by_its_ticket(shared_pool: SharedP
         values = torch.randn(group.num_layers, 2, 5, group.num_heads, group.head_dim).to(pool.buffers[name].dtype)
         pool.buffers[name][:, :, torch.tensor(lease.slots)] = values
         layers = slice(group.num_layers - 1, group.num_layers)
-        lent = shared_pool.lend(name, layers, lease.slots[1:4], lease.generation)
+        lent = shared_pool.lend(name, layers, lease.slots[1:4])
         read = mapped_from(tmp_path, shared_pool.name).read(name, layers, lent.ticket)
         assert read is not None and read.is_current
         assert read.num_bytes == lent.num_bytes == 3 * group.layer_token_bytes
@@ -92,7 +93,7 @@ def test_only_who_has_mapped_it_knows_its_secret(shared_pool: SharedPool, tmp_pa
 
 
 def test_the_reader_cannot_write(shared_pool: SharedPool, tmp_path: Path) -> None:
-    ticket = PoolTicket((1,), shared_pool.stamp([1]), 1)
+    ticket = shared_pool.lend("target", slice(0, 3), [1]).ticket
     read = mapped_from(tmp_path, shared_pool.name).read("target", slice(0, 3), ticket)
     assert read is not None
     for array in (read.layers, read.stamps):
@@ -111,7 +112,7 @@ def test_slots_of_another_row_are_not_current_and_until_then_they_are(
     pool = kv_pool(shared_pool)
     lease = pool.reserve(3)
     assert lease is not None
-    lent = shared_pool.lend("target", slice(0, 3), lease.slots, lease.generation)
+    lent = shared_pool.lend("target", slice(0, 3), lease.slots)
     read = mapped_from(tmp_path, shared_pool.name).read("target", slice(0, 3), lent.ticket)
     assert read is not None
     pool.release(lease)
@@ -130,11 +131,28 @@ def test_a_ticket_of_slots_that_are_none_leads_nowhere(
     assert mapped.read("target", slice(0, 3), PoolTicket((1, NUM_SLOTS), 1, 1)) is not None
 
 
-def test_no_two_tickets_have_a_number_and_no_two_rows_a_generation(shared_pool: SharedPool) -> None:
-    generations = [shared_pool.stamp([1, 2]) for _ in range(3)]
-    assert len({0, *generations}) == 4, "0 is that of slots that were nobody's yet"
-    lent = [shared_pool.lend("target", slice(0, 1), [1], generation) for generation in (*generations, generations[0])]
-    assert len({each.ticket.number for each in lent}) == 4
+def test_no_two_tickets_have_a_number_and_slots_of_another_row_have_a_newer_stamp(shared_pool: SharedPool) -> None:
+    lent = []
+    for _ in range(3):
+        shared_pool.stamp("target", [1, 2])
+        lent += [shared_pool.lend("target", slice(0, 1), [1]) for _ in range(2)]
+    assert len({each.ticket.number for each in lent}) == 6
+    assert [each.is_current for each in lent] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_group_with_a_window_has_slots_and_stamps_of_its_own(tmp_path: Path, reused: bool) -> None:
+    groups = [*GROUPS, replace(GROUPS[0], name="target_4", window=4)]
+    with closing(SharedPool(groups=groups, num_slots=NUM_SLOTS, num_window_slots=3, directory=tmp_path)) as lender:
+        lender.groups["target_4"][:, :, 3] = 5
+        lender.stamp("target_4", [3])
+        lent = lender.lend("target_4", slice(0, 1), [3])
+        lender.stamp("target_4" if reused else "target", [3])
+        mapped = MappedPool(lender.name, groups=groups, directory=tmp_path)
+        read = mapped.read("target_4", slice(0, 1), lent.ticket)
+        assert read is not None and read.is_current is not reused
+        assert set(read.layers[:, :, 3].ravel().tolist()) == {5} and read.layers.shape[2] == 4
+        assert mapped.read("target_4", slice(0, 1), PoolTicket((4,), 9, 9)) is None, "4 exists in the others only"
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60))
@@ -263,7 +281,7 @@ def leave_behind(directory: Path) -> Path:
 def test_it_asks_for_room_before_it_takes_any(
     tmp_path: Path, num_missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_available = PoolLayout(GROUPS, NUM_SLOTS).file_bytes - num_missing
+    num_available = PoolLayout(GROUPS, NUM_SLOTS, 0).file_bytes - num_missing
     monkeypatch.setattr("common.host.memory.available_bytes", lambda: num_available)
     with pytest.raises(OSError, match="are available") if num_missing else nullcontext():
         SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=tmp_path).close()
@@ -293,7 +311,7 @@ def test_a_directory_whose_path_is_longer_than_a_sockets_may_be_will_do(tmp_path
 
 def test_a_closed_pool_leaves_no_file_and_its_readers_their_memory(shared_pool: SharedPool, tmp_path: Path) -> None:
     shared_pool.groups["draft"][:, :, 4] = 7
-    lent = shared_pool.lend("draft", slice(0, 1), [4], shared_pool.stamp([4]))
+    lent = shared_pool.lend("draft", slice(0, 1), [4])
     read = mapped_from(tmp_path, shared_pool.name).read("draft", slice(0, 1), lent.ticket)
     shared_pool.close()
     assert list(tmp_path.iterdir()) == []
@@ -303,7 +321,7 @@ def test_a_closed_pool_leaves_no_file_and_its_readers_their_memory(shared_pool: 
 def hold_a_pool(directory: Path, pipe: Connection) -> None:
     shared_pool = SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=directory)
     shared_pool.groups["draft"][:, :, 4] = 7
-    pipe.send((shared_pool.name, shared_pool.stamp([4])))
+    pipe.send((shared_pool.name, shared_pool.lend("draft", slice(0, 1), [4]).ticket.generation))
     signal.pause()
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.window_slots import WindowKv
 from common.model.target import TargetModel
 
 MAX_TOKENS = 256
@@ -19,21 +21,26 @@ class PagedModel:
     """
 
     def __init__(self, model: TargetModel, *, num_rows: int, scattered: bool = True) -> None:
-        group = model.layer_group
         num_slots = 2 * num_rows * MAX_TOKENS + 1
         self._model = model
-        self._kv = torch.full(
-            (group.num_layers, group.num_planes, num_slots, group.num_heads, group.head_dim),
-            float("nan"),
-            dtype=model.dtype,
-        )
-        self._kv[:, :, 0] = 0
+
+        def new_kv(group: LayerGroupSpec) -> Tensor:
+            shape = (group.num_layers, group.num_planes, num_slots, group.num_heads, group.head_dim)
+            kv = torch.full(shape, float("nan"), dtype=model.dtype)
+            kv[:, :, 0] = 0
+            return kv
+
+        self._kv = new_kv(model.layer_group)
         numbers = torch.arange(1, num_slots)
         if scattered:
             numbers = numbers[torch.randperm(num_slots - 1, generator=torch.Generator().manual_seed(5))]
         self._owned = numbers[: num_rows * MAX_TOKENS].view(num_rows, MAX_TOKENS)
         stale = numbers[num_rows * MAX_TOKENS :].view(num_rows, MAX_TOKENS)
         self._table = torch.cat([torch.zeros((1, MAX_TOKENS), dtype=torch.int64), stale])
+        self._windows = tuple(
+            WindowKv(new_kv(window.group), self._table, torch.arange(num_slots), window.layers)
+            for window in model.windows
+        )
         self.lens = dict.fromkeys(range(1, num_rows + 1), 0)
 
     def extend(self, chunks: dict[int, Sequence[int]], *, logits_rows: Sequence[int] | None = None) -> Tensor:
@@ -84,6 +91,7 @@ class PagedModel:
                 extend_lens=extend_lens,
                 max_seq_len=max_seq_len or max(seq_lens),
                 kv=self._kv,
+                windows=self._windows,
                 logits_rows=logits_rows,
             )
         ).logits

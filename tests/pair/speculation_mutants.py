@@ -174,7 +174,7 @@ def accepted_without_its_parent(patch: pytest.MonkeyPatch) -> None:
 
 
 def kv_of_the_path_not_moved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KvPool, "move_kv", lambda self, group_name, sources, destinations: None)
+    patch.setattr(KvPool, "move_kv", lambda self, sources, destinations: None)
 
 
 def verify_mask_is_causal(patch: pytest.MonkeyPatch) -> None:

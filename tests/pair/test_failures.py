@@ -376,9 +376,10 @@ def test_slots_in_shared_memory_used_again_before_they_were_read_cost_a_retry_an
             return [frame]
         slots = range(1, 1 + frame.num_tokens)
         layers = slice(frame.layer_start, frame.layer_start + frame.num_layers)
-        shared = memory.lend(frame.layer_group, layers, slots, memory.stamp(slots))
+        memory.stamp(frame.layer_group, slots)
+        shared = memory.lend(frame.layer_group, layers, slots)
         reused.append(replace(frame, payload=b"", shared=shared))
-        memory.stamp([2])
+        memory.stamp(frame.layer_group, [2])
         return [*reused]
 
     pair = make_pair(model, PairOptions(chunk_tokens=16))

@@ -358,7 +358,7 @@ def one_token_fewer_is_held(patch: pytest.MonkeyPatch) -> None:
 
 def nothing_is_waited_for(patch: pytest.MonkeyPatch) -> None:
     for module in (dispatcher, prefill_scheduler):
-        patch.setattr(module, "awaited_kv", lambda pool, key, sources: None)
+        patch.setattr(module, "awaited_kv", lambda pool, key, sources, is_received=False: None)
 
 
 def cached_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:

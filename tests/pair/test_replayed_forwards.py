@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for
     runtime = SimpleNamespace(
         model=target, draft=None, draw_kernels=None, device=RecordingCpuDevice(), timeline=Timeline()
     )
-    size = PoolSize(max_rows=2, max_kv_tokens=64, max_context_tokens=64, decided_by="the test")
+    size = PoolSize(max_rows=2, max_kv_tokens=64, max_window_tokens=0, max_context_tokens=64, decided_by="the test")
     process = Process(instance_id="here", runtime=cast(Runtime, runtime), registry=CollectorRegistry())
     with pytest.raises(StartupError, match=r"^cuda_graphs: .*stream is capturing"):
         decode_main.new_engine(DecodeSettings(), process, size, on_step=lambda stats: None)

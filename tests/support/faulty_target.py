@@ -24,6 +24,7 @@ class FaultyTarget(TargetModel):
         self.attention = sound.attention
         self.forward_counts = sound.forward_counts
         self.layer_group = sound.layer_group
+        self.windows = sound.windows
         self.hidden_size = sound.hidden_size
         self.vocab_size = sound.vocab_size
         self.max_context_tokens = sound.max_context_tokens

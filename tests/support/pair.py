@@ -77,8 +77,10 @@ class PairOptions:
 
     prefill_rows: int = 16
     prefill_tokens: int = 2048
+    prefill_window_tokens: int | None = None
     decode_rows: int = 16
     decode_tokens: int = 2048
+    decode_window_tokens: int | None = None
     context_tokens: int = 512
     chunk_tokens: int = 64
     max_batch_tokens: int = 256
@@ -219,6 +221,7 @@ class InProcessPair:
             draw_kernels=draw_kernels or new_draw_kernels("kernels", torch_device=device.torch_device),
             max_rows=options.decode_rows,
             max_kv_tokens=options.decode_tokens,
+            max_window_tokens=options.decode_window_tokens,
             max_context_tokens=options.context_tokens,
             draft=draft,
             depth=(options.depth or depth_of(options.spec_info, adapts=options.adapts_depth)) if draft else None,
@@ -244,14 +247,20 @@ class InProcessPair:
         options = self._options
         memory: SharedPool | None = None
         if options.shares_memory:
-            groups = [part.layer_group for part in (model, self._prefill_draft) if part is not None]
-            memory = SharedPool(groups=groups, num_slots=options.prefill_tokens, directory=None)
+            draft = self._prefill_draft
+            memory = SharedPool(
+                groups=[*model.layer_groups, *([draft.layer_group] if draft else [])],
+                num_slots=options.prefill_tokens,
+                num_window_slots=options.prefill_window_tokens or options.prefill_tokens,
+                directory=None,
+            )
         engine = new_prefill_engine(
             model,
             device,
             draw_kernels=self._prefill_draw_kernels or new_draw_kernels("kernels", torch_device=device.torch_device),
             max_rows=options.prefill_rows,
             max_kv_tokens=options.prefill_tokens,
+            max_window_tokens=options.prefill_window_tokens,
             max_context_tokens=options.context_tokens,
             draft=self._prefill_draft,
             draft_topk=options.draft_topk,

@@ -57,6 +57,7 @@ LAYER_GROUP_CHANGES: dict[str, object] = {
     "num_heads": 99,
     "head_dim": 99,
     "dtype": "float16",
+    "window": 99,
 }
 
 

@@ -261,7 +261,7 @@ def half_landed_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dispatcher, "awaited_kv", lambda pool, key, sources: None)
+    patch.setattr(dispatcher, "awaited_kv", lambda pool, key, sources, is_received: None)
 
 
 def sources_are_waited_for_for_ever(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,143 @@
+"""Tests that layers with a window have slots for it alone, and that this changes no token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from common.kv.slot_allocator import Slots
+from common.kv.window_slots import WindowSlots
+from common.model.loader import load_target
+from common.model.target import TargetModel
+from common.sampling.params import ResolvedSampling
+from common.wire.handoff import Frame, KvSegment
+from tests.support.models import save_tiny_model
+from tests.support.pair import InProcessPair, MakePair, PairOptions
+from tests.support.reference import generate_greedily
+
+WINDOW, GROUP = 24, "target_24"
+CHUNK_TOKENS = 64
+FAMILIES = ["mistral, windows", "gemma3_text"]
+"""One in which all layers have a window, and one in which some have."""
+
+
+def greedy(num_tokens: int) -> ResolvedSampling:
+    return ResolvedSampling(seed=0, temperature=0.0, max_tokens=num_tokens)
+
+
+class Watched:
+    """The most slots that the rows of both services had for windows, and the bytes that were sent for each group."""
+
+    def __init__(self, pair: InProcessPair) -> None:
+        self._pools = {"decode": pair.decode.pool, "prefill": pair.prefill.pool}
+        self.most_held = dict.fromkeys(self._pools, 0)
+        self.num_bytes: Counter[str] = Counter()
+        pair.tamper = self._count
+
+    def _count(self, frame: Frame) -> Sequence[Frame]:
+        if isinstance(frame, KvSegment):
+            self.num_bytes[frame.layer_group] += frame.num_bytes
+        return (frame,)
+
+    def note(self) -> bool:
+        for name, pool in self._pools.items():
+            self.most_held[name] = max(self.most_held[name], pool.windows[GROUP].counts().running)
+        return False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slots_and_bytes_of_windows_stay_the_same_while_a_context_grows_to_8000_tokens(
+    family: str, make_pair: MakePair, tmp_path: Path
+) -> None:
+    directory = save_tiny_model(tmp_path / "model", family, max_position_embeddings=8192)
+    model = load_target(directory, device="cpu", dtype="float32")
+    prompt, num_new = [4 + 37 * place % 250 for place in range(7300)], 700
+    options = PairOptions(prefill_tokens=8192, decode_tokens=8192, context_tokens=8192, chunk_tokens=CHUNK_TOKENS)
+    pair = make_pair(model, options)
+    watched = Watched(pair)
+    outcome = pair.submit("long", prompt, greedy(num_new))
+    pair.run(until=lambda: watched.note() or outcome.has_ended, bound_s=300)
+    assert outcome.token_ids == generate_greedily(directory, prompt, num_new).token_ids
+    window = model.windows[0].group
+    assert watched.num_bytes[GROUP] == WINDOW * window.token_bytes
+    assert watched.num_bytes["target"] == len(prompt) * model.layer_group.token_bytes
+    for name, num_in_flight in {"decode": 16 + 3, "prefill": 2 * CHUNK_TOKENS}.items():
+        assert WINDOW <= watched.most_held[name] <= WINDOW + 1 + num_in_flight, name
+    assert pair.decode.pool.windows[GROUP].row_slots == WINDOW + 1 + 16 + 3
+    pair.settle()
+    for pool in (pair.decode.pool, pair.prefill.pool):
+        pool.check_conservation()
+        assert pool.windows[GROUP].counts().running == 0
+
+
+def serve_twice(
+    family: str, make_pair: MakePair, directory: Path, *, window_tokens: int, debug_checks: bool = True
+) -> InProcessPair:
+    """Serves requests that share prefixes, twice, and compares their tokens with those of transformers."""
+    shared = [4 + 31 * place % 250 for place in range(50)]
+    prompts = [
+        [*shared[: (12, 50 - number)[number > 3]], *range(40 + 3 * number, 46 + 4 * number)] for number in range(8)
+    ]
+    options = PairOptions(
+        decode_tokens=2048,
+        decode_window_tokens=window_tokens,
+        prefill_window_tokens=max(window_tokens, WINDOW + 2 * 16),
+        chunk_tokens=16,
+        local_prefill_tokens=8,
+        debug_checks=debug_checks,
+    )
+    pair = make_pair(load_target(directory, device="cpu", dtype="float32"), options)
+    for attempt in range(2):
+        outcomes = [
+            pair.submit(f"{attempt}-{number}", prompt, greedy(40), cache_salt="")
+            for number, prompt in enumerate(prompts)
+        ]
+        pair.run(bound_s=120)
+        for outcome, prompt in zip(outcomes, prompts, strict=True):
+            assert outcome.token_ids == generate_greedily(directory, prompt, 40).token_ids, "other tokens"
+    return pair
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("window_tokens", [80, 2048])
+def test_requests_that_share_prefixes_and_lack_slots_get_the_same_tokens(
+    family: str, window_tokens: int, make_pair: MakePair, tiny_model_dir: Callable[[str], Path]
+) -> None:
+    """With few slots, prefixes lose their windows all the time, and rows wait or are retracted for lack of slots."""
+    pair = serve_twice(family, make_pair, tiny_model_dir(family), window_tokens=window_tokens)
+    assert pair.decode.pool.prefix_counts.num_found > 0 and pair.prefill.pool.prefix_counts.num_found > 0
+    assert (pair.decode.load().num_retractions > 0) == (window_tokens == 80)
+
+
+@pytest.mark.parametrize("broken", ["freed too early", "a stale translation", "a prefix without its window"])
+def test_what_would_read_other_tokens_kv_gives_other_tokens(
+    broken: str, tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, write = WindowSlots.leave, WindowSlots._write
+
+    def leave_early(self: WindowSlots, rows: Slots, num_tokens: Slots, *, at_least: int = 1) -> None:
+        leave(self, rows, num_tokens + WINDOW // 2, at_least=at_least)
+        self.drop(self._owner[(self._num_users == 0) & (self._owner != 0)])
+
+    def write_less(self: WindowSlots, rows: Slots, positions: Slots, slots: Slots) -> None:
+        write(self, rows[:-1], positions[:-1], slots[:-1])
+
+    if broken == "freed too early":
+        monkeypatch.setattr(WindowSlots, "leave", leave_early)
+    elif broken == "a stale translation":
+        monkeypatch.setattr(WindowSlots, "_write", write_less)
+    else:
+        monkeypatch.setattr(WindowSlots, "num_usable", lambda self, slots: len(slots))
+    pairs: list[InProcessPair] = []
+
+    def make_pair(model: TargetModel, options: PairOptions) -> InProcessPair:
+        pairs.append(InProcessPair(model, options=options))
+        return pairs[-1]
+
+    family = FAMILIES[1]
+    with pytest.raises(AssertionError, match="other tokens"):
+        serve_twice(family, make_pair, tiny_model_dir(family), window_tokens=80, debug_checks=False)
+    pairs[-1].close()
