@@ -571,10 +571,7 @@ class KvPool:
         return replace(counts, running=counts.running + num_held, cached=num_cached)
 
     def window_counts(self) -> dict[str, PoolCounts]:
-        """Returns how many slots of each group with a window are in each state.
-
-        They are `running` in a row's window, and `cached` if only the prefix cache may still use their KV.
-        """
+        """Returns how many slots of each group with a window are in each state (see `WindowSlots.counts`)."""
         return {name: window.counts() for name, window in self.windows.items()}
 
     def _num_coming(self, leaving: Sequence[RowLease]) -> int:

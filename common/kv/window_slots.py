@@ -93,10 +93,16 @@ class WindowSlots:
         return self.num_slots - self._num_promised
 
     def counts(self) -> PoolCounts:
-        """Returns how many slots are in a row's window (`running`), free, and neither (`cached`)."""
-        num_free, num_held = self._free.num_free, int(np.count_nonzero(self._num_users))
+        """Returns how many slots are in a row's window (`running`), and promised to a row beside these (`reserved`).
+
+        The others are `free`. They may have KV that the prefix cache finds.
+        """
+        num_held = int(np.count_nonzero(self._num_users))
         return PoolCounts(
-            total=self.num_slots, free=num_free, running=num_held, cached=self.num_slots - num_free - num_held
+            total=self.num_slots,
+            free=self.num_unpromised,
+            reserved=self._num_promised - num_held,
+            running=num_held,
         )
 
     def num_missing(self, rows: Slots, num_tokens: Slots) -> int:

@@ -78,7 +78,7 @@ class _LoadCollector(Collector):
         yield _pool("baton_kv_slots", "KV token slots by state.", load.slots)
         windows = GaugeMetricFamily("baton_window_slots", "Slots of windows by state.", labels=["group", "state"])
         for group, counts in load.window_slots.items():
-            for state in ("free", "running", "cached"):
+            for state in ("free", "reserved", "running"):
                 windows.add_metric([group, state], getattr(counts, state))
         yield windows
         yield GaugeMetricFamily("baton_queued_requests", "Requests without a row.", value=load.num_queued)

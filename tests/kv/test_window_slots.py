@@ -230,7 +230,7 @@ def test_what_all_rows_have_left_is_found_until_its_slots_are_needed() -> None:
     end(pool, computed(pool, range(1, 9)))
     assert pool.num_cached(key_of(range(1, 10))) == 8
     assert pool.num_cached(key_of([1, 2, 3, 4, 9, 9])) == 4, "in its middle too"
-    assert window.counts().free == 4
+    assert window._free.num_free == 4
     end(pool, computed(pool, range(20, 28)))  # takes them, and the four that were left first
     assert pool.num_cached(key_of([1, 2, 3, 4, 9, 9])) == 0
     assert pool.num_cached(key_of(range(1, 10))) == 8, "its end is still there"

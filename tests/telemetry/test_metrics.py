@@ -38,7 +38,7 @@ LOAD = EngineLoad(
     num_uncomputed_tokens=12,
     num_expected_cached=13,
     held_bytes=14,
-    window_slots={"target_24": PoolCounts(total=18, free=5, running=6, cached=7)},
+    window_slots={"target_24": PoolCounts(total=18, free=5, reserved=7, running=6)},
 )
 
 
@@ -55,7 +55,7 @@ def test_pools_are_what_the_engine_says_when_asked(registry: CollectorRegistry) 
     assert {state: registry.get_sample_value("baton_rows", {"state": state}) for state in states} == states
     assert registry.get_sample_value("baton_kv_slots", {"state": "running"}) == 4
     windows = [registry.get_sample_value("baton_window_slots", {"group": "target_24", "state": s}) for s in states]
-    assert windows == [5, None, None, 6, None]
+    assert windows == [5, 7, None, 6, None]
     assert registry.get_sample_value("baton_queued_requests") == 5
     assert registry.get_sample_value("baton_unsent_kv_bytes") == 11
     assert registry.get_sample_value("baton_row_retries_total") == 2
