@@ -62,7 +62,7 @@ def prompts_all_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 def cached_tokens_are_left_to_compute(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KvPool, "num_cached", lambda self, key: 0)
+    patch.setattr(KvPool, "num_cached", lambda self, key, is_received=False: 0)
 
 
 def long_prompts_begin_together(patch: pytest.MonkeyPatch) -> None:
