@@ -22,7 +22,11 @@ from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, RunningPair, 
 
 WORKLOAD = Workload(prompt_tokens=60, new_tokens=150)
 ENDLESS = 3000
-GRACE_S = 0.3
+SEED = 6
+"""A seed with which operators and fused forwards draw the same tokens of an endless stream. With 5 the 171st token
+nearly ties: a service that has just started, and computes with operators, draws another one than the others do.
+"""
+GRACE_S = 1.0
 """The grace period in seconds. It is so short that streams are cut."""
 
 
@@ -87,7 +91,7 @@ def frozen(services: Sequence[ServiceProcess]) -> Iterator[None]:
 
 def endless(client: Client) -> EventStream:
     """Returns a stream that has delivered something and will not end soon by itself."""
-    stream = client.generate(token_ids=[10, 11], max_tokens=ENDLESS, ignore_eos=True, seed=5, timeout_s=BOUND_S)
+    stream = client.generate(token_ids=[10, 11], max_tokens=ENDLESS, ignore_eos=True, seed=SEED, timeout_s=BOUND_S)
     next(event for event in stream if isinstance(event, Delta))
     return stream
 
@@ -159,7 +163,7 @@ def test_a_draining_decode_service_cuts_what_is_left_with_its_reason_and_the_res
         generated_token_ids=progress.generated_token_ids,
     )
     whole = other.complete(
-        token_ids=[10, 11], max_tokens=len(progress.generated_token_ids) + num_left, ignore_eos=True, seed=5
+        token_ids=[10, 11], max_tokens=len(progress.generated_token_ids) + num_left, ignore_eos=True, seed=SEED
     )
     assert (*progress.generated_token_ids, *rest.token_ids) == whole.token_ids
     assert rest.usage == whole.usage
@@ -180,7 +184,7 @@ def test_a_killed_decode_service_loses_only_its_own_streams_and_prefill_frees_th
     assert others.errors == []
     for stream in (lost, *handed_over):
         assert isinstance(error_of(stream), errors.Unavailable)
-    assert lost.progress.seed == 5 and lost.progress.generated_token_ids
+    assert lost.progress.seed == SEED and lost.progress.generated_token_ids
     wait_until(lambda: all(is_empty(prefill.load()) for prefill in pair.prefills), about=pair.prefill_load)
     start(pair, [victim])
 
