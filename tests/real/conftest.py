@@ -22,6 +22,8 @@ ONE_THREAD = ("--num-threads=1",)
 for each other need a core each.
 """
 Prompts = list[tuple[str, list[int]]]
+_LEFT_TO_PARITY = {"long_log", "long_module", "long_tale"}
+"""Long prompts that `make parity` serves in all its configurations. Here one long prompt is enough."""
 SIZES: dict[str, Any] = {
     "chunk_tokens": 64,
     "max_batch_tokens": 512,
@@ -46,7 +48,7 @@ def reference(model_dir: Path) -> Reference:
 
 @pytest.fixture(scope="session")
 def prompts(reference: Reference) -> Prompts:
-    return [(prompt.name, reference.prompt_ids(prompt)) for prompt in PROMPTS]
+    return [(prompt.name, reference.prompt_ids(prompt)) for prompt in PROMPTS if prompt.name not in _LEFT_TO_PARITY]
 
 
 @pytest.fixture(scope="session")
@@ -63,4 +65,4 @@ def check(reference: Reference, prompts: Prompts, outputs: dict[str, list[int]])
         print(divergence)
     assert all(divergence.is_tie for divergence in divergences)
     assert len(divergences) <= max(1, num_tokens * MAX_TIES_PER_TOKEN)
-    assert num_tokens > 24 * NEW_TOKENS / 2, "too little was generated to prove anything"
+    assert num_tokens > len(prompts) * NEW_TOKENS / 2, "too little was generated to prove anything"
