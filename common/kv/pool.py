@@ -59,8 +59,9 @@ class RowLease:
 
     `num_tokens` slots are reserved. The engine counts how many of them hold committed KV, as the request's `seq_len`.
     The first `num_cached` of them had their KV already when the row was reserved. `num_held` maps the name of each
-    layer group with a window to this number, or to 0. `prefix` is the part of the prefix cache that the row holds; None
-    if it uses no cache. `duplicates` are positions of it for which the row has slots of its own.
+    layer group with a window to `num_cached` if the row found that KV there too, and else to 0. `prefix` is the part of
+    the prefix cache that the row holds; None if it uses no cache. `duplicates` are positions of it for which the row
+    has slots of its own.
     """
 
     def __init__(
@@ -551,10 +552,12 @@ class KvPool:
         """Ends a row's windows. Where the prefix cache lacks KV of a window that the row has, the cache gets it."""
         for window in self.windows.values():
             window.release(lease.row)
-            if lease.prefix is not None and not lease.is_damaged:
-                kept = lease.prefix.slots()
-                for positions in lease.duplicates:
-                    window.inherit(lease.slots[positions], kept[positions])
+        if lease.prefix is None or lease.is_damaged or not lease.duplicates or not self.windows:
+            return
+        kept = lease.prefix.slots()
+        for window in self.windows.values():
+            for positions in lease.duplicates:
+                window.inherit(lease.slots[positions], kept[positions])
 
     def row_counts(self) -> PoolCounts:
         """Returns how many rows are in each state."""

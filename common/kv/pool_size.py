@@ -106,8 +106,8 @@ class PoolSize:
     """The size of a KV pool.
 
     One request has at most `max_context_tokens` tokens, which always fit the pool. Each layer group with a window has
-    slots for `max_window_tokens`; 0 if there is no such group. `decided_by` names the setting or
-    other limit that decided `max_kv_tokens`.
+    slots for `max_window_tokens`; 0 if there is no such group. `decided_by` names the setting or other limit that
+    decided `max_kv_tokens`.
     """
 
     max_rows: int
@@ -127,9 +127,9 @@ def size_pool(
 ) -> PoolSize:
     """Returns the size of the KV pool: as `limits` sets it, or as many rows and tokens as fit.
 
-    `pool` says what the pool takes. `memory` is measured after the model is loaded. It is None
-    if it is not known, and then nothing is checked. Raises StartupError, which names the setting, if a size that
-    `limits` sets does not fit, or if not even the smallest pool fits.
+    `pool` says what the pool takes. `memory` is measured after the model is loaded. It is None if it is not known, and
+    then nothing is checked. Raises StartupError, which names the setting, if a size that `limits` sets does not fit, or
+    if not even the smallest pool fits.
     """
     is_host = torch_device.type == "cpu"
     left = None if memory is None else _left_bytes(memory, limits.memory_share, is_host=is_host)

@@ -66,7 +66,6 @@ class PoolLayout:
     """
 
     def __init__(self, groups: Sequence[LayerGroupSpec], num_slots: int, num_window_slots: int) -> None:
-        self.num_slots = num_slots
         self.shapes = {
             group.name: (
                 group.num_layers,
@@ -306,8 +305,8 @@ class MappedPool:
                 os.close(file)
         except (OSError, ValueError) as error:
             raise PoolUnusable(f"{name} cannot be mapped: {error}") from error
-        self.secret, self.num_slots, num_window_slots = split_header(memory[:HEADER_BYTES])
-        layout = PoolLayout(groups, self.num_slots, num_window_slots)
+        self.secret, num_slots, num_window_slots = split_header(memory[:HEADER_BYTES])
+        layout = PoolLayout(groups, num_slots, num_window_slots)
         if layout.file_bytes != len(memory):
             raise PoolUnusable(f"{name} has {len(memory)} bytes instead of {layout.file_bytes}")
         self._groups = {group.name: layout.group(memory, group.name) for group in groups}

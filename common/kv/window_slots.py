@@ -71,7 +71,7 @@ class WindowSlots:
         self.window = window
         self.num_slots = num_slots
         self._num_kept_before = num_kept_before
-        self.row_slots = row_slots(window + num_kept_before, num_in_flight)
+        self.row_slots = row_slots(window, num_kept_before=num_kept_before, num_in_flight=num_in_flight)
         self.table = torch.zeros((num_rows, num_tokens), dtype=torch.int64, device=torch_device)
         self.slot_of = torch.zeros(num_pool_slots + 1, dtype=torch.int64, device=torch_device)
         self._places = self.table.view(-1)
@@ -93,11 +93,12 @@ class WindowSlots:
         return self.num_slots - self._num_promised
 
     def counts(self) -> PoolCounts:
-        """Returns how many slots are in a row's window (`running`), and promised to a row beside these (`reserved`).
+        """Returns how many slots rows have in their windows (`running`), and are promised beside these (`reserved`).
 
-        The others are `free`. They may have KV that the prefix cache finds.
+        A slot that rows share counts for each of them. The others are `free`: they may have KV that the prefix cache
+        finds.
         """
-        num_held = int(np.count_nonzero(self._num_users))
+        num_held = int((self._stops - self._starts).sum())  # each step reads it: no pass over the slots
         return PoolCounts(
             total=self.num_slots,
             free=self.num_unpromised,
@@ -177,7 +178,8 @@ class WindowSlots:
             return 0
         self._stops[row] = start + len(slots)
         self._num_users[slots] += 1
-        self._write(np.full(len(slots), row), np.arange(start, num_cached), slots)
+        on_device = upload_array(slots, self.table.device)
+        self._write(np.full(len(slots), row), np.arange(start, num_cached), on_device)
         return num_cached
 
     def extend(self, rows: Slots, num_tokens: Slots) -> Slots:
@@ -195,9 +197,9 @@ class WindowSlots:
         slots, owners = self._take(len(rows)), self._columns.slots[rows, positions]
         self._slot_of[owners], self._owner[slots], self._num_users[slots] = slots, owners, 1
         self._is_settled[slots] = False
-        self._write(rows, positions, slots)
-        device = self.slot_of.device
-        self.slot_of.index_copy_(0, upload_array(owners, device), upload_array(slots, device))
+        on_device = upload_array(slots, self.slot_of.device)
+        self._write(rows, positions, on_device)
+        self.slot_of.index_copy_(0, upload_array(owners, self.slot_of.device), on_device)
         return slots
 
     def leave(self, rows: Slots, num_tokens: Slots, *, at_least: int = 1) -> None:
@@ -246,7 +248,8 @@ class WindowSlots:
         positions = positions[(positions >= self._starts[row]) & (positions < self._stops[row])]
         self._num_users[others[positions - start]] += 1
         self._let_go(slots[positions - start])
-        self._write(np.full(len(positions), row), positions, others[positions - start])
+        on_device = upload_array(others[positions - start], self.table.device)
+        self._write(np.full(len(positions), row), positions, on_device)
 
     def inherit(self, own: Slots, kept: Slots) -> None:
         """Gives the slots here of `own` [N] to `kept` [N], where these have no KV here and none is on its way.
@@ -302,9 +305,9 @@ class WindowSlots:
         """Returns [num_slots] free slots. If too few are free, the slots that are idle longest become free first."""
         if (num_short := num_slots - self._free.num_free) > 0:
             idle = np.flatnonzero((self._num_users == 0) & (self._owner != PADDING_SLOT))
-            num_evicted = min(max(num_short, self.num_slots // _EVICTED_SHARE), len(idle))
-            longest = idle[np.argsort(self._left_at[idle], kind="stable")[:num_evicted]]
-            self.drop(self._owner[longest])
+            if num_evicted := min(max(num_short, self.num_slots // _EVICTED_SHARE), len(idle)):
+                longest = idle[np.argpartition(self._left_at[idle], num_evicted - 1)[:num_evicted]]
+                self.drop(self._owner[longest])
         slots = self._free.take(num_slots)
         assert slots is not None, "the promises exceed the slots"
         return slots
@@ -314,16 +317,17 @@ class WindowSlots:
         self._owner[slots] = PADDING_SLOT
         self._free.give_back(slots)
 
-    def _write(self, rows: Slots, positions: Slots, slots: Slots) -> None:
-        if slots.size:
-            device = self.table.device
-            places = upload_array(rows * self.table.shape[1] + positions, device)
-            self._places.index_copy_(0, places, upload_array(slots, device))
+    def _write(self, rows: Slots, positions: Slots, slots: Tensor) -> None:
+        """Writes slots[i], on the device, into row rows[i] of the table, at position positions[i]. Shapes: all [N]."""
+        width = self.table.shape[1]
+        assert positions.max(initial=0) < width, "written beside its row"
+        if rows.size:
+            self._places.index_copy_(0, upload_array(rows * width + positions, self.table.device), slots)
 
 
-def row_slots(window: int, num_in_flight: int) -> int:
-    """Returns how many slots one row needs at most: its window, and the tokens that steps in flight write."""
-    return window + num_in_flight
+def row_slots(window: int, *, num_kept_before: int, num_in_flight: int) -> int:
+    """Returns how many slots one row needs at most: its window, what is kept before it, and the tokens in flight."""
+    return window + num_kept_before + num_in_flight
 
 
 def _each(rows: Slots, starts: Slots, stops: Slots) -> tuple[Slots, Slots]:

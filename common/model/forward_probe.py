@@ -185,12 +185,9 @@ class _Pool:
             self._compare("logits", self._target.num_layers, of_row, unsplit.logits[start:stop], what)
 
     def _kv_of(self, layer: int) -> Tensor:
-        others = list(range(self._target.num_layers))
-        for window in self._windows:
-            if layer in window.layers:
-                return window.kv[window.layers.index(layer)]
-            others = [each for each in others if each not in window.layers]
-        return self._kv[others.index(layer)]
+        buffers = (self._kv, *(window.kv for window in self._windows))
+        parts = self._target.parts_of(range(layer, layer + 1))
+        return next(kv[part.start] for kv, (_, part) in zip(buffers, parts, strict=True) if part)
 
     def _compare(self, where: str, layer: int, seen: Tensor, expected: Tensor, what: str) -> None:
         allowed = self._tolerance.most if self._routes and layer > 0 else self._tolerance.of_layer(layer)

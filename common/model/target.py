@@ -71,13 +71,12 @@ class TargetModel:
     """A decoder-only model.
 
     `layer_group` is the shape of the KV of layers that attend all tokens, and `windows` are the layers that attend a
-    window.
-    `attention` is the attention backend of its layers. `new_decoder` compiles the model into a ForwardProgram; it is
-    None if no program is wanted, or none supports the model. It keeps the original weights in memory: set it to None
-    when it is no longer needed. `files` are the files that the model was loaded from. `eos_token_ids` are the ids that
-    end the model's output. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps hidden states after
-    the final norm to logits. Any thread may call `prepare`, at any time: the engine thread prepares steps while the
-    forward stream computes prompts. Run one forward at a time.
+    window. `attention` is the attention backend of its layers. `new_decoder` compiles the model into a ForwardProgram;
+    it is None if no program is wanted, or none supports the model. It keeps the original weights in memory: set it to
+    None when it is no longer needed. `files` are the files that the model was loaded from. `eos_token_ids` are the ids
+    that end the model's output. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps hidden states
+    after the final norm to logits. Any thread may call `prepare`, at any time: the engine thread prepares steps while
+    the forward stream computes prompts. Run one forward at a time.
     """
 
     def __init__(
@@ -151,7 +150,10 @@ class TargetModel:
         return (self.layer_group, *(window.group for window in self.windows))
 
     def parts_of(self, layers: range) -> list[tuple[LayerGroupSpec, range]]:
-        """Returns which layers of each layer group are the model's `layers`, for each group, with its empty ranges."""
+        """Returns each layer group with the range of its own layers that are among `layers`, which may be empty.
+
+        `layers` are numbered as in the model.
+        """
         parts, num_before = [], (layers.start, layers.stop)
         for window in self.windows:
             within = range(bisect_left(window.layers, layers.start), bisect_left(window.layers, layers.stop))

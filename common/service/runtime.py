@@ -103,6 +103,7 @@ class Runtime:
         memory = self.device.memory()
         groups = self.fingerprint.layer_groups
         windows = [group for group in groups if group.window]
+        largest = max((group.window for group in groups if group.window), default=0)
         token_bytes = sum(group.token_bytes for group in groups if not group.window)
         num_kept = num_kept_before(groups)
         limits = PoolLimits(
@@ -115,9 +116,9 @@ class Runtime:
         pool = PoolBytes(
             token_bytes=token_bytes + len(windows) * INDEX_BYTES,
             window_token_bytes=sum(group.token_bytes for group in windows),
-            row_window_tokens=max(
-                (row_slots((group.window or 0) + num_kept, num_in_flight) for group in windows), default=0
-            ),
+            row_window_tokens=row_slots(largest, num_kept_before=num_kept, num_in_flight=num_in_flight)
+            if largest
+            else 0,
         )
         size = size_pool(limits, pool=pool, beside=beside, memory=memory, torch_device=self.device.torch_device)
         _log.info(

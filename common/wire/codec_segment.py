@@ -19,9 +19,6 @@ from common.wire.handoff import HandoffRow, KvSegment
 class ReadablePool(Protocol):
     """The KV pool of another process, from which this process can read. It has the fingerprint's layer groups."""
 
-    @property
-    def num_slots(self) -> int: ...
-
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | RemoteKv | None:
         """Returns where the KV of a segment lies: the `layers` of a group, in the ticket's slots. It copies nothing.
 
@@ -114,5 +111,5 @@ def _shared(
     require(sum(lengths) == num_tokens, "kv_segment.ticket", f"has {sum(lengths)} slots instead of {num_tokens}")
     shared = pool.read(group_name, layers, PoolTicket(slots_of(starts, lengths), message.generation, message.number))
     if shared is None:
-        raise ProtocolError("kv_segment.ticket", f"is of slots that are not of the pool's {pool.num_slots}")
+        raise ProtocolError("kv_segment.ticket", f"is of slots that {group_name} does not have in the pool")
     return shared

@@ -76,7 +76,7 @@ class HandoffRow:
     def num_held(self) -> int:
         """The number of the row's first tokens whose KV is not sent, because the decode engine has it.
 
-        Of groups with a window it may have none: see `num_held_of`.
+        It may have none of a group with a window: see `num_held_of`.
         """
         return max((num_tokens for _, num_tokens in self.num_held_tokens), default=0)
 

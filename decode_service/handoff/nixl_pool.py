@@ -87,10 +87,6 @@ class NixlPool:
         finally:
             staging.close()
 
-    @property
-    def num_slots(self) -> int:
-        return self._layout.num_slots
-
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Counts as a use of the pool while the block runs: until its end the pool can be read, even if it is retired

@@ -579,9 +579,10 @@ class DecodeEngine:
             for i in np.flatnonzero(self._taker.still_held(begun)).tolist():
                 self._fail(begun.reqs[i], EngineFault(f"a decode step failed: {failure.__cause__}"))
             return
-        is_held = self._taker.still_held(begun)
-        num_computed = begun.batch.seq_lens_cpu - begun.batch.num_tokens + 1  # at least; the next step reads from there
-        self.pool.leave_behind(begun.rows[is_held], num_computed[is_held], at_least=_LEFT_TOGETHER)
+        if self.pool.windows:
+            is_held = self._taker.still_held(begun)
+            num_computed = begun.batch.seq_lens_cpu - begun.batch.num_tokens + 1  # at least: the next step reads on
+            self.pool.leave_behind(begun.rows[is_held], num_computed[is_held], at_least=_LEFT_TOGETHER)
         self._taker.take(step, ahead)
         self._retraction.requeue_left()
         spec_info, speculation = begun.batch.spec_info, step.speculation

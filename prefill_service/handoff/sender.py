@@ -137,13 +137,7 @@ class KvSender:
 
     # ---- forwards -------------------------------------------------------------------------------------------------
 
-    def queue(
-        self,
-        chunks: Sequence[Chunk[Prompt]],
-        computed: Event,
-        *,
-        queued: Collection[str],
-    ) -> None:
+    def queue(self, chunks: Sequence[Chunk[Prompt]], computed: Event, *, queued: Collection[str]) -> None:
         """Queues the rest of the KV of a forward's chunks, to be sent after the event `computed`, the forward's end.
 
         `queued` names the layer groups whose layers were all given to `queue_layers`. Call it once for each forward, in

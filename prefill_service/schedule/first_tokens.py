@@ -27,8 +27,8 @@ def first_tokens(
 ) -> list[PrebuiltBatch]:
     """Returns one PrebuiltBatch for each Handoff call in `calls`.
 
-    A call is given as the indices of its prompts in `batch.sampled_entries`. `pool` has the KV that is
-    sent. `now_s` is the time by the engine's clock.
+    A call is given as the indices of its prompts in `batch.sampled_entries`. `pool` has the KV that is sent. `now_s` is
+    the time by the engine's clock.
     """
     prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
     logprobs = unpack_logprobs(computed.sampled, batch.sampling)[:, 0].tolist()

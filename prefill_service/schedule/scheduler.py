@@ -388,8 +388,8 @@ class PrefillEngine:
             chunk.prompt.num_launched_tokens = chunk.stop
         for layers, written in launched.layers_written[meanwhile.num_queued :]:
             self._queue_layers(chunks, layers, written)
-        queued = {group.name for group, _ in self._model.parts_of(range(self._model.num_layers))}
-        self._sender.queue(chunks, step.end, queued=queued if layers_per_event else set())
+        queued = {group.name for group in self._model.layer_groups} if layers_per_event else set[str]()
+        self._sender.queue(chunks, step.end, queued=queued)
         if meanwhile.error is not None:
             raise meanwhile.error
         return step

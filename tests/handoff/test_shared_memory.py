@@ -215,8 +215,8 @@ def test_a_ticket_that_leads_nowhere_breaks_the_protocol(pair: Pair) -> None:
         ([1], [SEGMENT_TOKENS, 1], "has 1 starts and 2 lengths of runs for 32 tokens"),
         ([1] * 33, [1] * 33, "has 33 starts and 33 lengths of runs for 32 tokens"),
         ([1, 2], [SEGMENT_TOKENS, 0], "has runs that are none"),
-        ([0], [SEGMENT_TOKENS], "is of slots that are not of the pool's 256"),
-        ([2**32 - 1], [SEGMENT_TOKENS], "is of slots that are not of the pool's 256"),
+        ([0], [SEGMENT_TOKENS], "is of slots that target does not have in the pool"),
+        ([2**32 - 1], [SEGMENT_TOKENS], "is of slots that target does not have in the pool"),
     ],
 )
 def test_a_ticket_is_checked_field_by_field(pair: Pair, starts: list[int], lengths: list[int], match: str) -> None:
@@ -242,7 +242,7 @@ def test_a_damaged_ticket_is_seen_by_the_checksum(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "match"),
     [
-        (MAX_LENT_BYTES // TARGET.token_bytes, "is of slots that are not of the pool's 256"),
+        (MAX_LENT_BYTES // TARGET.token_bytes, "is of slots that target does not have in the pool"),
         (MAX_LENT_BYTES // TARGET.token_bytes + 1, f"is of {MAX_LENT_BYTES + TARGET.token_bytes} bytes, over"),
     ],
 )

@@ -116,19 +116,21 @@ def test_requests_that_share_prefixes_and_lack_slots_get_the_same_tokens(
 def test_what_would_read_other_tokens_kv_gives_other_tokens(
     broken: str, tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave, write = WindowSlots.leave, WindowSlots._write
+    leave, extend = WindowSlots.leave, WindowSlots.extend
 
     def leave_early(self: WindowSlots, rows: Slots, num_tokens: Slots, *, at_least: int = 1) -> None:
         leave(self, rows, num_tokens + WINDOW // 2, at_least=at_least)
         self.drop(self._owner[(self._num_users == 0) & (self._owner != 0)])
 
-    def write_less(self: WindowSlots, rows: Slots, positions: Slots, slots: Slots) -> None:
-        write(self, rows[:-1], positions[:-1], slots[:-1])
+    def extend_stale(self: WindowSlots, rows: Slots, num_tokens: Slots) -> Slots:
+        slots = extend(self, rows, num_tokens)
+        self.table[rows[-1], num_tokens[-1] - 1] = 0
+        return slots
 
     if broken == "freed too early":
         monkeypatch.setattr(WindowSlots, "leave", leave_early)
     elif broken == "a stale translation":
-        monkeypatch.setattr(WindowSlots, "_write", write_less)
+        monkeypatch.setattr(WindowSlots, "extend", extend_stale)
     else:
         monkeypatch.setattr(WindowSlots, "num_usable", lambda self, slots: len(slots))
     pairs: list[InProcessPair] = []
