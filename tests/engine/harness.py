@@ -17,6 +17,7 @@ from common.attention.backend import ForwardInput
 from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 from common.device.stream import Scope, Stream
 from common.errors import BatonError, RowFailure
+from common.kv.layer_group import WindowLayers
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetOutput
 from common.sampling.params import ResolvedSampling
@@ -105,7 +106,8 @@ class Outcome:
 class Handoff:
     """A row whose KV the engine has requested from prefill, and which the test has not delivered yet.
 
-    The engine holds the KV of the first `num_held` tokens already.
+    The engine holds the KV of the first `num_held` tokens already, but may have none in a group with a window:
+    `num_held_of` has the number for each layer group.
     """
 
     call_id: str
@@ -113,19 +115,23 @@ class Handoff:
     token_ids: tuple[int, ...]
     prompt_len: int
     sampling: ResolvedSampling
-    num_held: int
+    num_held_of: dict[str, int]
     cache_salt: str | None
 
+    @property
+    def num_held(self) -> int:
+        return self.num_held_of[GROUP.name]
 
-def _halves(row: int, group: str, kv: NDArray[np.float32], num_held: int) -> list[KvSegment]:
-    """Returns the KV of one layer group, `kv` of all tokens, as two segments that leave out the first `num_held`
-    tokens.
+
+def _halves(row: int, group: str, kv: NDArray[np.float32], first: int) -> list[KvSegment]:
+    """Returns the KV of one layer group, `kv` of all tokens, as two segments that leave out the tokens before
+    `first`.
     """
     num_layers, num_tokens = kv.shape[0], kv.shape[2]
-    middle = (num_held + num_tokens) // 2
+    middle = (first + num_tokens) // 2
     return [
         KvSegment(row, group, 0, num_layers, start, stop - start, kv[:, :, start:stop].tobytes())
-        for start, stop in ((middle, num_tokens), (num_held, middle))
+        for start, stop in ((middle, num_tokens), (first, middle))
         if stop > start
     ]
 
@@ -158,9 +164,11 @@ class ScriptedEngine:
         delivers: bool = False,
         local_prefill_tokens: int = 0,
         prefill_fallback: bool = False,
+        windows: tuple[WindowLayers, ...] = (),
+        max_window_tokens: int = 0,
     ) -> None:
         self.device = device or ScriptedDevice()
-        self.model = TagModel()
+        self.model = TagModel(windows)
         self.head = (head or TagHead()) if spec_info else None
         self._spec_info = spec_info
         self.delivered: list[Event] = []
@@ -170,6 +178,7 @@ class ScriptedEngine:
             self.device,
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
+            max_window_tokens=max_window_tokens,
             max_context_tokens=CONTEXT_TOKENS,
             draft=self.head,
             depth=depth or depth_of(spec_info, adapts=False),
@@ -244,14 +253,16 @@ class ScriptedEngine:
         """
         handoff = self.handoffs.pop(request_id)
         first = oracle(handoff.token_ids, 1, handoff.sampling)
-        kv = {GROUP.name: kv_of(handoff.token_ids)}
+        kv = {group.name: kv_of(handoff.token_ids) for group in self.model.layer_groups}
         if self._spec_info is not None:
             kv[DRAFT.name] = draft_kv_of([*handoff.token_ids[1:], *first])
+        num_tokens, pool = len(handoff.token_ids), self.engine.pool
+        starts = {name: max(held, pool.first_kept(name, num_tokens)) for name, held in handoff.num_held_of.items()}
         prebuilt = PrebuiltBatch(
             rows=np.array([handoff.row]),
             seq_lens=np.array([len(handoff.token_ids)]),
             first_token_ids=np.array(first),
-            bytes_sent={name: np.array([group_kv[:, :, handoff.num_held :].nbytes]) for name, group_kv in kv.items()},
+            bytes_sent={name: np.array([group_kv[:, :, starts[name] :].nbytes]) for name, group_kv in kv.items()},
             queue_s=np.zeros(1),
             compute_s=np.zeros(1),
             num_cached_tokens=np.array([num_cached]),
@@ -261,7 +272,7 @@ class ScriptedEngine:
         segments = [
             segment
             for name in sorted(kv, key=lambda name: name == last)
-            for segment in _halves(handoff.row, name, kv[name], handoff.num_held)
+            for segment in _halves(handoff.row, name, kv[name], starts[name])
         ]
         frames: list[Frame] = [segments[0], prebuilt, *segments[1:]]
         self._answer(handoff, *frames)
@@ -351,10 +362,13 @@ class ScriptedEngine:
             case StartHandoff(call_id, _, rows):
                 self._open_rows[call_id] = len(rows)
                 for index, row in enumerate(rows):
-                    held = {num_tokens for _, num_tokens in row.num_held_tokens}
-                    assert len(held) == 1, f"layer groups hold different tokens: {row.num_held_tokens}"
+                    held = dict(row.num_held_tokens)
+                    most_held = held[GROUP.name]
+                    for name, num_tokens in held.items():
+                        may_lack = name in self.engine.pool.windows and not num_tokens
+                        assert num_tokens == most_held or may_lack, f"layer groups hold different tokens: {held}"
                     self.handoffs[row.request_id] = Handoff(
-                        call_id, index, row.token_ids, row.prompt_len, row.sampling, held.pop(), row.cache_salt
+                        call_id, index, row.token_ids, row.prompt_len, row.sampling, held, row.cache_salt
                     )
             case Tokens():
                 for request_id, token_ids, _ in event.each():

@@ -25,7 +25,7 @@ from common.sampling.operators import propose, propose_branches
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
 from decode_service.speculate.spec_info import SpecInfo
-from tests.engine.tags import VOCAB_SIZE, forced_after, is_argmax, logits_of, next_of, oracle, read_slots
+from tests.engine.tags import VOCAB_SIZE, attended, forced_after, is_argmax, logits_of, next_of, oracle
 
 DRAFT = LayerGroupSpec(name=DRAFT_GROUP, num_layers=1, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
 
@@ -83,8 +83,9 @@ class TagHead:
             own = draft_kv_of([0] * position + [token])[:, :, position]
             batch.kv[:, :, slot] = torch.from_numpy(own)
         outputs = []
-        for position, slots, state in zip(positions, read_slots(batch), hidden.tolist(), strict=True):
-            guess = self._guess(batch.kv[:, :, slots].numpy(), position, [int(value) for value in state])
+        for position, (row, columns), state in zip(positions, attended(batch), hidden.tolist(), strict=True):
+            kv = batch.kv[:, :, batch.req_to_token[row, columns]].numpy()
+            guess = self._guess(kv, position, [int(value) for value in state])
             outputs.append([guess, position, state[2]])
         return torch.tensor(outputs, dtype=torch.float32)
 

@@ -2,14 +2,15 @@
 
 A token's KV is a tag of the token and its position. The model writes its input's tag, and chooses the next token by a
 hash of its input and of all tags it reads through the row's table. So any stale, missing or foreign read gives another
-token than `oracle`, which computes sequentially and without slots, rows, batches or streams.
+token than `oracle`, which computes sequentially and without slots, rows, batches or streams. A model with a window
+reads the last tags a second time, through the window's table, and chooses the same tokens if both reads agree.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -31,10 +32,12 @@ from common.sampling.state import RowSeed, SamplingBatch, SamplingState
 VOCAB_SIZE = 1021
 CONTEXT_TOKENS = 64
 GROUP = LayerGroupSpec(name="target", num_layers=2, num_planes=2, num_heads=1, head_dim=2, dtype="float32")
+WINDOW = WindowLayers(replace(GROUP, name="target_3", window=3), (2, 3))
 
 _VALUES_PER_TOKEN = GROUP.num_layers * GROUP.num_planes * GROUP.head_dim
 _WEIGHTS = np.random.default_rng(7).integers(1, 1 << 62, size=(2 * CONTEXT_TOKENS, _VALUES_PER_TOKEN))
 _HIGH_BITS = 20
+_WINDOW_TOKENS = WINDOW.group.window or 0
 
 
 def kv_of(token_ids: Sequence[int]) -> NDArray[np.float32]:
@@ -150,25 +153,37 @@ def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling
     return sequence[len(token_ids) :]
 
 
-def read_slots(batch: ForwardInput) -> list[list[int]]:
-    """Returns, for each token of the forward, the slots of the positions it attends to, in order of position."""
+def attended(batch: ForwardInput) -> list[tuple[int, list[int]]]:
+    """Returns, for each token of the forward, its row and the columns of the row's tables that it attends to, in order
+    of position.
+    """
+    rows, seq_lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
     if batch.extend_lens is None:
-        rows = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
-        return [batch.req_to_token[row, :seq_len].tolist() for row, seq_len in rows]
-    attended = []
+        return [(row, list(range(seq_len))) for row, seq_len in zip(rows, seq_lens, strict=True)]
+    places = []
     start = 0
-    for row, seq_len, extend_len in zip(
-        batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), batch.extend_lens, strict=True
-    ):
-        slots = batch.req_to_token[row, :seq_len]
+    for row, seq_len, extend_len in zip(rows, seq_lens, batch.extend_lens, strict=True):
         if batch.tree_mask is None:
-            masks = torch.ones((extend_len, extend_len), dtype=torch.bool).tril()
+            masks = np.tri(extend_len, dtype=np.bool_)
         else:
-            masks = batch.tree_mask[start : start + extend_len]
+            masks = np.array(batch.tree_mask[start : start + extend_len].tolist(), np.bool_)
         num_before = seq_len - masks.shape[1]
-        attended += [[*slots[:num_before].tolist(), *slots[num_before:][mask].tolist()] for mask in masks]
+        places += [(row, [*range(num_before), *(num_before + np.flatnonzero(mask)).tolist()]) for mask in masks]
         start += extend_len
-    return attended
+    return places
+
+
+def _read(batch: ForwardInput, row: int, columns: list[int]) -> NDArray[np.float32]:
+    """Returns the KV of the tokens in these columns of a row: [layers, planes, tokens, heads, head_dim].
+
+    If a window's KV differs from the other, values are returned that are in neither.
+    """
+    kv = batch.kv[:, :, batch.req_to_token[row, columns]].numpy()
+    for window in batch.windows:
+        last = columns[-_WINDOW_TOKENS:]
+        in_window = window.kv[:, :, window.req_to_token[row, last]].numpy()
+        kv[:, :, -len(last) :] += 3 * (in_window - kv[:, :, -len(last) :])
+    return kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +200,6 @@ class TagModel:
     """A stand-in for TargetModel, with its attributes, that computes with tags."""
 
     layer_group = GROUP
-    windows: tuple[WindowLayers, ...] = ()
     num_layers = TargetModel.num_layers
     layer_groups = TargetModel.layer_groups
     parts_of = TargetModel.parts_of
@@ -197,7 +211,8 @@ class TagModel:
     torch_device = torch.device("cpu")
     attention = TorchAttention()
 
-    def __init__(self) -> None:
+    def __init__(self, windows: tuple[WindowLayers, ...] = ()) -> None:
+        self.windows = windows
         self.forwards: list[SeenForward] = []
         self.fails_next = self.fails_to_prepare = False
         self.on_forward: Callable[[ForwardInput], None] = lambda batch: None
@@ -220,15 +235,18 @@ class TagModel:
         seen = SeenForward(tokens, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), references)
         self.forwards.append(seen)
         self.on_forward(batch)
-        for token, position, slot in zip(tokens, positions, batch.out_cache_loc.tolist(), strict=True):
-            own = kv_of([0] * position + [token])[:, :, position]
-            batch.kv[:, :, slot] = torch.from_numpy(own)
+        written = [(batch.kv, batch.out_cache_loc)]
+        written += [(window.kv, window.slot_of[batch.out_cache_loc]) for window in batch.windows]
+        for kv, slots in written:
+            for token, position, slot in zip(tokens, positions, slots.tolist(), strict=True):
+                own = kv_of([0] * position + [token])[:, :, position]
+                kv[:, :, slot] = torch.from_numpy(own)
         for tell in (on_layer_kv or {}).values():
             tell()
         logits, states = [], []
-        for token, position, slots in zip(tokens, positions, read_slots(batch), strict=True):
-            kv = batch.kv[:, :, slots].numpy()
-            logits.append(logits_of(choose(kv, token)))
-            states.append([token, position, (int(kv[0, 0, 0, 0, 0]) - 1) // 512])
+        for token, position, (row, columns) in zip(tokens, positions, attended(batch), strict=True):
+            tags = _read(batch, row, columns)
+            logits.append(logits_of(choose(tags, token)))
+            states.append([token, position, (int(tags[0, 0, 0, 0, 0]) - 1) // 512])
         wanted = torch.stack(logits) if batch.logits_rows is None else torch.stack(logits)[batch.logits_rows]
         return TargetOutput(wanted, torch.tensor(states, dtype=torch.float32))

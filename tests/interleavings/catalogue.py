@@ -17,6 +17,7 @@ from tests.engine.mutants import (
     rows,
     speculation,
     tokens,
+    windows,
 )
 from tests.engine.mutants.kinds import Mutant
 from tests.engine.speculating import CHAIN, TREE
@@ -96,6 +97,23 @@ _constrained_stopped = Scenario(scenarios.constrained_and_stopped, 2, 60)
 _constrained_short = Scenario(scenarios.constrained_when_short, 2, 5, headroom_tokens=1)
 _constrained_chunk = Scenario(scenarios.constrained_in_a_chunk, 2, 24, headroom_tokens=1, local_prefill_tokens=4)
 
+_windows = Scenario(scenarios.windows_beside_an_abort, 3, 60, headroom_tokens=1, max_window_tokens=12)
+_windows_tree = Scenario(scenarios.windows_beside_an_abort, 3, 80, TREE, headroom_tokens=1, max_window_tokens=46)
+_windows_at_once = Scenario(
+    scenarios.windows_beside_an_abort, 3, 60, headroom_tokens=1, max_window_tokens=12, at_once=True
+)
+_windows_back = Scenario(scenarios.windows_lost_and_got_back, 2, 24, headroom_tokens=1, max_window_tokens=14)
+_windows_back_local = Scenario(
+    scenarios.windows_lost_and_got_back, 2, 24, headroom_tokens=1, max_window_tokens=14, local_prefill_tokens=4
+)
+_windows_back_chain = Scenario(
+    scenarios.windows_lost_and_got_back, 2, 60, CHAIN, headroom_tokens=1, max_window_tokens=20, local_prefill_tokens=4
+)
+_windows_cancelled = PrefillScenario(prefill_scenarios.windows_beside_a_cancellation, 2, 16, 2, max_window_tokens=10)
+_windows_cancelled_at_once = PrefillScenario(
+    prefill_scenarios.windows_beside_a_cancellation, 2, 16, max_window_tokens=10, at_once=True
+)
+
 EXHAUSTIVE: dict[AnyScenario, int] = {
     _relay: 2,
     Scenario(scenarios.one_request, 1, 16): 7,
@@ -172,6 +190,14 @@ LARGE: tuple[AnyScenario, ...] = (
     Scenario(scenarios.constrained_and_aborted, 1, 24, CHAIN, lags=True),
     _constrained_stopped,
     _constrained_short,
+    _windows,
+    _windows_tree,
+    _windows_at_once,
+    _windows_back,
+    _windows_back_local,
+    _windows_back_chain,
+    _windows_cancelled,
+    _windows_cancelled_at_once,
 )
 
 CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
@@ -244,6 +270,16 @@ CAUGHT_BY: tuple[tuple[Mutant, AnyScenario, str], ...] = (
         _constrained_stopped,
         "a race for .*token table|not conserved|decoded wrongly",
     ),
+    (windows.tokens_leave_a_window_too_early, _windows, "decoded wrongly"),
+    (windows.tokens_leave_a_window_too_early, _windows_cancelled_at_once, "first token .* is wrong"),
+    (windows.tokens_never_leave_a_window, _windows, "a row takes more than it was promised"),
+    (windows.windows_end_with_their_requests, _windows, "a race for .*kv of target_3"),
+    (windows.stale_translation, _windows, "a race for .*window's slots"),
+    (windows.stale_translation, _windows_cancelled, "a race for .*window's slots"),
+    (windows.prefix_is_used_without_its_window, _windows_back_local, "decoded wrongly|counted wrongly"),
+    (windows.kv_is_found_before_it_is_there, _windows_back, "decoded wrongly"),
+    (windows.drafts_move_without_their_windows, _windows_tree, "decoded wrongly"),
+    (windows.promises_are_not_counted, _windows, "more slots are promised than there are"),
 )
 """(mutant, scenario, symptom): with the mutant, some order of the scenario fails with a message that matches the
 symptom.
@@ -278,6 +314,10 @@ SOME_ORDER_HAS: dict[AnyScenario, frozenset[str]] = {
     _replica_lost: frozenset({RETRIED, REUSED, COMPUTED_HERE}),
     _constrained_short: frozenset({RETRACTED}),
     _constrained_chunk: frozenset({REUSED, COMPUTED_HERE, LAUNCHED_BESIDE_A_CHUNK}),
+    _windows: frozenset({RETRACTED}),
+    _windows_back: frozenset({REUSED}),
+    _windows_back_local: frozenset({REUSED, COMPUTED_HERE}),
+    _windows_back_chain: frozenset({REUSED, COMPUTED_HERE, LAUNCHED_BEFORE_DRAFT_EXTEND}),
 }
 """For each scenario, what at least one of its orders must show. This proves that the engine does not simply wait for
 everything: an engine that does would be right in every order too.

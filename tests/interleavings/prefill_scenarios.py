@@ -14,7 +14,7 @@ import numpy as np
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import KvSegment, PrebuiltBatch, RowFailed
 from prefill_service.messages import BytesSent, CallDone, CancelCallRows, Command, Event, FrameReady, OpenCall
-from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of, oracle
+from tests.engine.tags import CONTEXT_TOKENS, GROUP, WINDOW, TagModel, kv_of, oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.scenarios import EVICTED, INBOX, REUSED, SALT, shared_by
 from tests.support.engines import handoff_rows, new_prefill_engine
@@ -26,15 +26,20 @@ _MAX_STEPS = 400
 @dataclass(slots=True)
 class _Row:
     token_ids: tuple[int, ...]
-    sent: list[tuple[int, int]] = field(default_factory=list)  # (layer, token)
+    first_wanted: dict[str, int]
+    """The first token of each layer group that is to be sent."""
+    sent: list[tuple[str, int, int]] = field(default_factory=list)  # (layer group, layer, token)
     first_token: int | None = None
     is_cancelled: bool = False
-    num_held: int = 0
 
     @property
     def is_complete(self) -> bool:
-        wanted = list(product(range(GROUP.num_layers), range(self.num_held, len(self.token_ids))))
-        return self.first_token is not None and sorted(self.sent) == wanted
+        wanted = [
+            (group, layer, token)
+            for group, first in self.first_wanted.items()
+            for layer, token in product(range(GROUP.num_layers), range(first, len(self.token_ids)))
+        ]
+        return self.first_token is not None and sorted(self.sent) == sorted(wanted)
 
 
 class ExploredPrefill:
@@ -42,12 +47,15 @@ class ExploredPrefill:
     and cancel its rows.
     """
 
-    def __init__(self, device: ExploredDevice, *, max_rows: int, max_kv_tokens: int, budget_tokens: int) -> None:
+    def __init__(
+        self, device: ExploredDevice, *, max_rows: int, max_kv_tokens: int, max_window_tokens: int, budget_tokens: int
+    ) -> None:
         self.engine = new_prefill_engine(
-            TagModel(),
+            TagModel((WINDOW,) if max_window_tokens else ()),
             device,
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
+            max_window_tokens=max_window_tokens,
             max_context_tokens=CONTEXT_TOKENS,
             chunk_tokens=2,
             max_batch_tokens=4,
@@ -66,10 +74,14 @@ class ExploredPrefill:
 
     def open(self, *prompts: tuple[int, ...], cache_salt: str | None = None, num_held: int = 0) -> None:
         """Opens the call with a row for each prompt. The decode service holds the first `num_held` tokens of each."""
-        self.rows = [_Row(prompt, num_held=num_held) for prompt in prompts]
+        pool = self.engine.pool
+        self.rows = [
+            _Row(prompt, {name: max(num_held, pool.first_kept(name, len(prompt))) for name in pool.groups})
+            for prompt in prompts
+        ]
+        held = tuple((name, num_held) for name in pool.groups)
         rows = [
-            replace(row, cache_salt=cache_salt, num_held_tokens=((GROUP.name, num_held),))
-            for row in handoff_rows(prompts, self._sampling)
+            replace(row, cache_salt=cache_salt, num_held_tokens=held) for row in handoff_rows(prompts, self._sampling)
         ]
         self._posted.append(OpenCall("call", tuple(rows)))
 
@@ -141,13 +153,13 @@ class ExploredPrefill:
         right = kv_of(row.token_ids)[layers.start : layers.stop, :, tokens.start : tokens.stop]
         sent = np.frombuffer(segment.payload, np.float32).reshape(right.shape)
         assert np.array_equal(sent, right), f"wrong KV was sent of row {segment.row}, {tokens}"
-        row.sent += product(layers, tokens)
+        row.sent += product([segment.layer_group], layers, tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillScenario:
     """A scenario of a prefill engine of the given size. `budget_tokens` limits the tokens whose KV may be unsent at
-    any time.
+    any time. With `max_window_tokens` the model has layers with a window, and that many slots for them.
     """
 
     body: Body
@@ -156,12 +168,16 @@ class PrefillScenario:
     budget_tokens: int = 64
     lags: bool = False
     at_once: bool = False
+    max_window_tokens: int = 0
 
     @property
     def name(self) -> str:
         lagging = "-lagging" if self.lags else ""
         at_once = "-at_once" if self.at_once else ""
-        return f"prefill-{self.body.__name__}-{self.max_rows}_rows-{self.budget_tokens}_budget{lagging}{at_once}"
+        window = f"-{self.max_window_tokens}_window_slots" if self.max_window_tokens else ""
+        return (
+            f"prefill-{self.body.__name__}-{self.max_rows}_rows-{self.budget_tokens}_budget{lagging}{at_once}{window}"
+        )
 
     def program(self, device: ExploredDevice) -> None:
         """Runs the scenario on the device, as a Program (explorer.py)."""
@@ -170,7 +186,11 @@ class PrefillScenario:
         if self.at_once:
             device.run_pieces_at_once()
         prefill = ExploredPrefill(
-            device, max_rows=self.max_rows, max_kv_tokens=self.max_kv_tokens, budget_tokens=self.budget_tokens
+            device,
+            max_rows=self.max_rows,
+            max_kv_tokens=self.max_kv_tokens,
+            max_window_tokens=self.max_window_tokens,
+            budget_tokens=self.budget_tokens,
         )
         with device.exploring(shared_by(prefill.engine.pool, prefill.engine._sampling_state)):
             self.body(prefill)
@@ -219,4 +239,12 @@ def kept_beside_a_cancellation(prefill: ExploredPrefill) -> None:
     The other prompt needs those slots.
     """
     prefill.open((1, 2, 3, 4), (7, 8, 9, 5), cache_salt=SALT)
+    prefill.cancel_some_time(0)
+
+
+def windows_beside_a_cancellation(prefill: ExploredPrefill) -> None:
+    """Tokens of prompts leave their windows between chunks. A prompt is cancelled at any time, perhaps while the KV of
+    its window is copied out of the pool. The other prompt needs those slots.
+    """
+    prefill.open((1, 2, 3, 4, 5, 6, 7), (7, 8, 9, 5, 6, 4), cache_salt=SALT)
     prefill.cancel_some_time(0)

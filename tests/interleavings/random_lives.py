@@ -10,15 +10,18 @@ from functools import partial
 
 import numpy as np
 
+from common.kv.window_slots import row_slots
 from common.sampling.params import ResolvedSampling
+from decode_service.schedule.scheduler import tokens_in_flight
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.speculating import CHAIN, TREE
-from tests.engine.tags import TAG_GRAMMAR, oracle
+from tests.engine.tags import TAG_GRAMMAR, WINDOW, oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.scenarios import (
     BOOTSTRAPPED_BEFORE_DRAFT_EXTEND,
     COMPUTED_HERE,
     EVICTED,
+    FALLBACK_CHUNK_TOKENS,
     LAUNCHED_BEFORE_DRAFT_EXTEND,
     LAUNCHED_BESIDE_A_CHUNK,
     NOT_READY,
@@ -28,6 +31,7 @@ from tests.interleavings.scenarios import (
     REUSED,
     ExploredEngine,
     Scenario,
+    tokens_leave_one_by_one,
 )
 
 NAMES = "abcd"
@@ -79,7 +83,8 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Life:
     """The requests of a life and the engine's sizes. `spare_slots` are slots beyond those that the longest request
-    needs when it runs alone. `replica` is one of REPLICAS.
+    needs when it runs alone. `replica` is one of REPLICAS. If `spare_window_slots` is a number, the model has layers
+    with a window, and that many slots for them beyond those that one row needs.
     """
 
     requests: tuple[Request, ...]
@@ -90,6 +95,7 @@ class Life:
     lags: bool
     local_prefill_tokens: int
     replica: str
+    spare_window_slots: int | None
 
     @classmethod
     def draw(cls, numbers: random.Random) -> Life:
@@ -102,9 +108,12 @@ class Life:
             lags=numbers.choice([True, False]),
             local_prefill_tokens=numbers.choice([0, 0, 2, 4]),
             replica=numbers.choice(REPLICAS),
+            spare_window_slots=None,
         )
         return replace(
-            life, requests=tuple(replace(each, is_constrained=numbers.random() < 0.25) for each in life.requests)
+            life,
+            requests=tuple(replace(each, is_constrained=numbers.random() < 0.25) for each in life.requests),
+            spare_window_slots=numbers.choice([None, None, 0, 6]),
         )
 
     def prompts(self) -> list[tuple[int, ...]]:
@@ -136,8 +145,18 @@ class Life:
             headroom_tokens=1,
             local_prefill_tokens=self.local_prefill_tokens,
             prefill_fallback=self.replica != "stays",
+            max_window_tokens=self._max_window_tokens(1 + num_ahead),
             replicas=NOT_READY if self.replica == "comes late" else READY,
         ).program(device)
+
+    def _max_window_tokens(self, num_step_slots: int) -> int:
+        if self.spare_window_slots is None:
+            return 0
+        chunk_tokens = max(self.local_prefill_tokens, FALLBACK_CHUNK_TOKENS)
+        with tokens_leave_one_by_one():
+            in_flight = tokens_in_flight(num_step_slots=num_step_slots, max_chunk_tokens=chunk_tokens)
+        assert WINDOW.group.window is not None
+        return row_slots(WINDOW.group.window, num_kept_before=1, num_in_flight=in_flight) + self.spare_window_slots
 
     def _body(self, prompts: list[tuple[int, ...]], engine: ExploredEngine) -> None:
         if self.replica != "stays":

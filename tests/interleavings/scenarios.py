@@ -7,6 +7,7 @@ So any value read too early, too late or from another request shows as a wrong t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from decode_service.messages import (
     StartHandoff,
     Tokens,
 )
-from decode_service.schedule import dispatcher, local_prefill
+from decode_service.schedule import dispatcher, local_prefill, scheduler
 from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
@@ -42,7 +43,7 @@ from tests.engine.harness import REPLICA, ScriptedEngine
 from tests.engine.relay_rig import make_batch, make_relay
 from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected
 from tests.engine.tag_head import DRAFT
-from tests.engine.tags import TAG_GRAMMAR, oracle
+from tests.engine.tags import TAG_GRAMMAR, WINDOW, oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.footprint import Shared
 
@@ -239,6 +240,11 @@ class ExploredEngine(ScriptedEngine):
             self._explored.idle()
 
 
+def tokens_leave_one_by_one() -> AbstractContextManager[object]:
+    """Lets tokens leave a window one by one within the block, and not in groups."""
+    return mock.patch.object(scheduler, "_LEFT_TOGETHER", 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A scenario: `body` submits requests to an engine of the given size, and the engine's whole life is explored.
@@ -247,7 +253,9 @@ class Scenario:
     Python code runs when it is enqueued (launch_order.py). `headroom_tokens` is the number of slots that admission
     leaves free for each row; with few of them, requests soon have to be retracted. A prompt with at most
     `local_prefill_tokens` left to compute is computed in the decode service. With `prefill_fallback` the decode service
-    computes all prompts while no replica is ready, in chunks of at most FALLBACK_CHUNK_TOKENS tokens.
+    computes all prompts while no replica is ready, in chunks of at most FALLBACK_CHUNK_TOKENS tokens. With
+    `max_window_tokens` the model has layers with a window, and that many slots for them. Tokens then leave a window one
+    by one.
     """
 
     body: Body
@@ -261,6 +269,7 @@ class Scenario:
     headroom_tokens: int = dispatcher._HEADROOM_TOKENS
     local_prefill_tokens: int = 0
     prefill_fallback: bool = False
+    max_window_tokens: int = 0
     replicas: ReplicasChanged = READY
 
     @property
@@ -276,6 +285,7 @@ class Scenario:
             "frames": self.frames_come_apart,
             f"{self.local_prefill_tokens}_local": self.local_prefill_tokens > 0,
             "fallback": self.prefill_fallback,
+            f"{self.max_window_tokens}_window_slots": self.max_window_tokens > 0,
         }
         return "-".join(part for part, is_there in parts.items() if is_there)
 
@@ -285,7 +295,11 @@ class Scenario:
             device.lag_schedule_side()
         if self.at_once:
             device.run_pieces_at_once()
-        with mock.patch.object(local_prefill, "_FALLBACK_CHUNK_TOKENS", FALLBACK_CHUNK_TOKENS):
+        with (
+            mock.patch.object(local_prefill, "_FALLBACK_CHUNK_TOKENS", FALLBACK_CHUNK_TOKENS),
+            mock.patch.object(dispatcher, "_HEADROOM_TOKENS", self.headroom_tokens),
+            tokens_leave_one_by_one(),
+        ):
             engine = ExploredEngine(
                 device,
                 max_rows=self.max_rows,
@@ -296,13 +310,12 @@ class Scenario:
                 local_prefill_tokens=self.local_prefill_tokens,
                 prefill_fallback=self.prefill_fallback,
                 replicas=self.replicas,
+                windows=(WINDOW,) if self.max_window_tokens else (),
+                max_window_tokens=self.max_window_tokens,
             )
-        with (
-            mock.patch.object(dispatcher, "_HEADROOM_TOKENS", self.headroom_tokens),
-            device.exploring(_shared_by_decode(engine.engine)),
-        ):
-            self.body(engine)
-            engine.live()
+            with device.exploring(_shared_by_decode(engine.engine)):
+                self.body(engine)
+                engine.live()
         device.check_no_races()
         load = engine.engine.load()
         if load.num_row_retries:
@@ -328,6 +341,8 @@ class Scenario:
         draft less, or retract a request.
         """
         if self.spec_info is None:
+            return False
+        if any(window.num_slots < self.max_rows * window.row_slots for window in engine.engine.pool.windows.values()):
             return False
         needs = sorted(len(each.prompt) + each.sampling.max_tokens for each in engine.outcomes.values())
         return sum(needs[-self.max_rows :]) + self.max_rows * self.spec_info.num_slots <= self.max_kv_tokens
@@ -367,6 +382,9 @@ def shared_by(pool: KvPool, *holders: object) -> Iterator[Shared]:
     for name, buffer in pool.buffers.items():
         yield Shared(f"kv of {name}", buffer, 2)
     yield Shared("token table", pool.rows.req_to_token, is_written_by_host_alone=True)
+    for window in pool.windows.values():
+        yield Shared("window's table", window.table, is_written_by_host_alone=True)
+        yield Shared("window's slots", window.slot_of, is_written_by_host_alone=True)
     for holder in holders:
         tensors = {name: value for name, value in _attributes(holder).items() if isinstance(value, Tensor)}
         for name, value in tensors.items():
@@ -585,3 +603,29 @@ def continued_beside_a_replica_lost(engine: ExploredEngine) -> None:
     engine.submit("a", [1, 2, 3, 4, 5, 6, 7], 2, cache_salt=SALT)
     engine.submit("b", [1, 2, 3, 4, 5, 6, 8], 3, cache_salt=SALT)
     engine.lose_replica_some_time(returns=True)
+
+
+def windows_beside_an_abort(engine: ExploredEngine) -> None:
+    """Tokens leave the windows of requests, and others take their slots. One request is aborted at any time. The last
+    one, whose KV is handed over, may need slots of its window.
+    """
+    engine.submit("a", [1, 2], 9)
+    engine.submit("b", [5, 6, 7], 8)
+    engine.submit("c", [8, 9, 10, 11], 3)
+    engine.abort_some_time("b", after_tokens=2)
+
+
+def windows_lost_and_got_back(engine: ExploredEngine) -> None:
+    """A request leaves its KV, and another one takes most slots of its windows. Then two requests come together that
+    use what is left: one of them is aborted at any time, even while it gets the window again.
+    """
+    prompt = [1, 2, 3, 4, 5, 6]
+
+    def come_together() -> None:
+        engine.submit("c", prompt, 3, cache_salt=SALT)
+        engine.submit("d", prompt, 3, cache_salt=SALT)
+        engine.abort_some_time("c")
+
+    engine.submit("a", prompt, 4, cache_salt=SALT)
+    engine.follow("a", lambda: engine.submit("b", [7, 8], 8))
+    engine.follow("b", come_together)

@@ -1,0 +1,96 @@
+"""Mutants of the slots of windows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.kv.pool import KvPool, RowLease
+from common.kv.slot_allocator import Slots
+from common.kv.window_slots import WindowSlots
+
+
+def _free_idle_slots_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Frees a slot as soon as its token is in no window. The cache then finds less, and nothing becomes wrong."""
+    let_go = WindowSlots._let_go
+
+    def mutant(self: WindowSlots, slots: Slots) -> None:
+        let_go(self, slots)
+        self.drop(self._owner[slots[self._num_users[slots] == 0]])
+
+    patch.setattr(WindowSlots, "_let_go", mutant)
+
+
+def tokens_leave_a_window_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Frees the slots of tokens that are behind the window of a later token, and still in that of the next one."""
+    _free_idle_slots_at_once(patch)
+    leave_behind = KvPool.leave_behind
+
+    def mutant(self: KvPool, rows: NDArray[np.int64], num_tokens: NDArray[np.int64], *, at_least: int = 1) -> None:
+        leave_behind(self, rows, num_tokens + 3, at_least=at_least)
+
+    patch.setattr(KvPool, "leave_behind", mutant)
+
+
+def tokens_never_leave_a_window(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KvPool, "leave_behind", lambda *_, **__: None)
+
+
+def windows_end_with_their_requests(patch: pytest.MonkeyPatch) -> None:
+    """Ends a row's windows when its request ends, and not when no work uses the row any more."""
+    release = KvPool.release
+
+    def mutant(self: KvPool, lease: RowLease) -> None:
+        if lease.is_held:
+            for window in self.windows.values():
+                window.release(lease.row)
+        release(self, lease)
+
+    patch.setattr(KvPool, "release", mutant)
+
+
+def stale_translation(patch: pytest.MonkeyPatch) -> None:
+    """Writes a new token's slot into its row's table, but does not note that the pool's slot has another one here."""
+    extend = WindowSlots.extend
+
+    def mutant(self: WindowSlots, rows: Slots, num_tokens: Slots) -> Slots:
+        before = self.slot_of.clone()
+        slots = extend(self, rows, num_tokens)
+        is_reused = before > 0
+        self.slot_of[is_reused] = before[is_reused]
+        return slots
+
+    patch.setattr(WindowSlots, "extend", mutant)
+
+
+def prefix_is_used_without_its_window(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WindowSlots, "num_usable", lambda self, slots: len(slots))
+
+
+def kv_is_found_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
+    """Lets the prefix cache find a token's KV as soon as it has a slot."""
+    extend = WindowSlots.extend
+
+    def mutant(self: WindowSlots, rows: Slots, num_tokens: Slots) -> Slots:
+        slots = extend(self, rows, num_tokens)
+        self._is_settled[slots] = True
+        return slots
+
+    patch.setattr(WindowSlots, "extend", mutant)
+
+
+def drafts_move_without_their_windows(patch: pytest.MonkeyPatch) -> None:
+    """Moves accepted drafts' KV to their places in the groups without a window only."""
+
+    def mutant(self: KvPool, sources: Tensor, destinations: Tensor) -> None:
+        kv = self.buffers["target"]
+        kv.index_copy_(2, destinations, kv.index_select(2, sources))
+
+    patch.setattr(KvPool, "move_kv", mutant)
+
+
+def promises_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """Admits rows whatever other rows were promised."""
+    patch.setattr(WindowSlots, "may_promise", lambda self, num_tokens, num_spared: True)
