@@ -33,7 +33,7 @@ _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
 }
 _MAX_REASON_BYTES = 1024
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:

@@ -20,6 +20,7 @@ from baton_cpu.compiler.jit import Kernel, exp, jit, prefetch
 from baton_cpu.compiler.kernel_cache import compiled
 from baton_cpu.compiler.numbers import NumberFormat, number_format, read, rounded
 from common.attention.backend import AttentionPlan, ForwardInput, KernelShape, LayerAttention
+from common.attention.fp8_kv import FP8_BITS
 from common.attention.torch_attention import ExtendPlan
 
 _TOKENS_AHEAD = 16
@@ -30,15 +31,20 @@ MAX_QUERIES = 32  # in a row: with more, gathering its KV once costs less than r
 
 class PagedCpuAttention:
     """An AttentionBackend whose kernel reads the KV pool in place. All layers of the model must have `num_heads` query
-    heads over `num_kv_heads` KV heads, each of `head_dim` numbers.
+    heads over `num_kv_heads` KV heads, each of `head_dim` numbers. The pool is of `dtype`, or with `fp8_kv` in FP8.
 
     Decode and verify forwards gather no copies of KV, and a short request does not wait for a long one in the same
-    batch. Constructing one loads the kernel from disk or compiles it, which takes a second or two, more on slow CPUs.
+    batch. Constructing one loads the kernels from disk or compiles them, a second or two each, more on slow CPUs.
     """
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, fp8_kv: bool = False
+    ) -> None:
         self._numbers = number_format(dtype)
-        self._kernel = _compiled(num_kv_heads, num_heads // num_kv_heads, head_dim, dtype)
+        self._kernels = {
+            kv_dtype: _compiled(num_kv_heads, num_heads // num_kv_heads, head_dim, dtype, kv_dtype)
+            for kv_dtype in (dtype, *((FP8_BITS,) if fp8_kv else ()))
+        }
 
     follows_lengths = True
 
@@ -48,15 +54,16 @@ class PagedCpuAttention:
     def plan(self, batch: ForwardInput) -> AttentionPlan:
         if max(batch.extend_lens or (1,), default=1) > MAX_QUERIES:
             return ExtendPlan(batch)
-        return _PagedPlan(batch, self._kernel, self._numbers)
+        return _PagedPlan(batch, self._kernels[batch.kv.dtype], self._numbers)
 
 
 class _PagedPlan:
     def __init__(self, batch: ForwardInput, kernel: Kernel, numbers: NumberFormat) -> None:
         self._kernel = kernel
         self._array = numbers.array
+        self._kv_array = number_format(batch.kv.dtype).array
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
-        self._kv = self._array(batch.kv)
+        self._kv = self._kv_array(batch.kv)
         self._max_seq_len = batch.max_seq_len
         columns = (batch.out_cache_loc, batch.req_to_token, batch.req_pool_indices, batch.seq_lens)
         self._rows = [column.to(torch.int64).contiguous().numpy() for column in columns]
@@ -74,8 +81,8 @@ class _PagedPlan:
         sinks = np.empty(0, np.float32) if how.sinks is None else how.sinks.detach().float().numpy()
         self._kernel(
             array(query),
-            array(key),
-            array(value),
+            self._kv_array(key),
+            self._kv_array(value),
             self._kv[layer],
             *self._rows,
             self._starts,
@@ -152,11 +159,11 @@ def capped(score, softcap):
 
 
 @cache
-def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dtype) -> Kernel:
-    """Returns the compiled attention kernel for heads of one shape and a KV pool of `dtype`. `num_shared` query heads
-    share a KV head. The shape is part of the code, so that loops over it become vector code.
+def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Kernel:
+    """Returns the compiled attention kernel for heads of one shape, queries of `dtype` and a KV pool of `kv_dtype`.
+    `num_shared` query heads share a KV head. The shape is part of the code, so that loops over it become vector code.
     """
-    token_bytes = num_kv_heads * head_dim * dtype.itemsize
+    token_bytes = num_kv_heads * head_dim * kv_dtype.itemsize
 
     def attend(
         queries,
@@ -276,13 +283,13 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
                         for d in range(head_dim):
                             outputs[first + m, h * num_shared + g, d] = rounded(output[h, m, g, d], outputs)
 
-    numpy_dtype = number_format(dtype).numpy_dtype
-    heads = np.zeros((1, num_kv_heads * num_shared, head_dim), numpy_dtype)
-    token = np.zeros((1, num_kv_heads, head_dim), numpy_dtype)
-    kv = np.zeros((2, 1, num_kv_heads, head_dim), numpy_dtype)
+    kv_numpy_dtype = number_format(kv_dtype).numpy_dtype
+    heads = np.zeros((1, num_kv_heads * num_shared, head_dim), number_format(dtype).numpy_dtype)
+    token = np.zeros((1, num_kv_heads, head_dim), kv_numpy_dtype)
+    kv = np.zeros((2, 1, num_kv_heads, head_dim), kv_numpy_dtype)
     index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     starts, attended = np.arange(2), np.ones((1, 1), np.bool_)
     one, sinks = index + 1, np.empty(0, np.float32)
     rows, masks = (index, table, index, one, starts), (attended, index, one)
     arguments = heads, token, token, kv, *rows, *masks, 1, 1.0, 0.0, sinks, heads.copy()
-    return compiled(attend, arguments, name=f"attention-{num_kv_heads}-{num_shared}-{head_dim}-{dtype}")
+    return compiled(attend, arguments, name=f"attention-{num_kv_heads}-{num_shared}-{head_dim}-{dtype}-{kv_dtype}")

@@ -39,8 +39,12 @@ __all__ = [
 ]
 
 
-def new_attention(*, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> AttentionBackend:
-    return PagedCpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+def new_attention(
+    *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, fp8_kv: bool
+) -> AttentionBackend:
+    return PagedCpuAttention(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, fp8_kv=fp8_kv
+    )
 
 
 @torch.inference_mode()

@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.kernel_variants import Variant
 from common.attention.backend import ForwardInput, KernelShape, LayerAttention
+from common.attention.fp8_kv import FP8_BITS
 from common.attention.triton_attention import HeadShape, Tiles, TritonAttention
 from common.attention.triton_kernels import attend
 from common.device.triton_launch import Launch
@@ -118,11 +119,13 @@ def attention_launches(
     num_slots: int = 4096,
     overlaps: bool = False,
     has_all: bool = False,
+    fp8_kv: bool = False,
 ) -> list[Launch]:
     """Returns the kernel launches of attention in one layer, over a pool of `num_slots`.
 
-    With `has_all` the layer has a window, a soft cap and sinks. `overlaps` says whether the device starts a kernel
-    before the previous one ends. Raises StartupError if the kernels do not support such heads.
+    With `has_all` the layer has a window, a soft cap and sinks. With `fp8_kv` the pool is in FP8. `overlaps` says
+    whether the device starts a kernel before the previous one ends. Raises StartupError if the kernels do not support
+    such heads.
     """
     launches: list[Launch] = []
     backend = TritonAttention(heads, shared_bytes=shared_bytes, overlaps=overlaps, launch=launches.append)
@@ -130,7 +133,7 @@ def attention_launches(
     def empty(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    num_new = shape.num_new
+    num_new, kv_dtype = shape.num_new, FP8_BITS if fp8_kv else heads.dtype
     batch = ForwardInput(
         input_ids=empty(num_new),
         positions=empty(num_new),
@@ -141,14 +144,12 @@ def attention_launches(
         prefix_lens=(0,),
         extend_lens=(num_new,),
         max_seq_len=shape.max_seq_len,
-        kv=empty(1, 2, num_slots, heads.num_kv_heads, heads.head_dim, dtype=heads.dtype),
+        kv=empty(1, 2, num_slots, heads.num_kv_heads, heads.head_dim, dtype=kv_dtype),
         logits_rows=None,
         tree_mask=empty(num_new, num_new, dtype=torch.bool) if shape.has_mask else None,
     )
-    query, key, value = (
-        empty(num_new, num, heads.head_dim, dtype=heads.dtype)
-        for num in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
-    )
+    query = empty(num_new, heads.num_heads, heads.head_dim, dtype=heads.dtype)
+    key, value = (empty(num_new, heads.num_kv_heads, heads.head_dim, dtype=kv_dtype) for _ in range(2))
     how = LayerAttention(1.0)
     if has_all:
         how = LayerAttention(1.0, window=512, softcap=50.0, sinks=empty(heads.num_heads, dtype=heads.dtype))
@@ -157,7 +158,13 @@ def attention_launches(
 
 
 def compiled(
-    variant: Variant, capability: int, dtype: torch.dtype, *, num_shared: int = 0, head_dim: int = 0
+    variant: Variant,
+    capability: int,
+    dtype: torch.dtype,
+    *,
+    num_shared: int = 0,
+    head_dim: int = 0,
+    fp8_kv: bool = False,
 ) -> Compiled:
     kernel = variant.compile(capability)
     num_registers, spilled_bytes = _resources(kernel.asm["cubin"])
@@ -174,6 +181,7 @@ def compiled(
     if variant.kernel is multiply:
         words = [f"{constants['NUM_OUTPUTS']} of {constants['NUM_INPUTS']}"]
     words += [word for name, word in _WORDS.items() if constants.get(name)]
+    words += ["KV in FP8"] if fp8_kv else []
     return Compiled(
         capability=capability,
         kernel=variant.kernel.name,
@@ -202,11 +210,16 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def attention_kernels(
-    capability: int, heads: HeadShape, shapes: list[KernelShape] | None = None, *, has_all: bool = False
+    capability: int,
+    heads: HeadShape,
+    shapes: list[KernelShape] | None = None,
+    *,
+    has_all: bool = False,
+    fp8_kv: bool = False,
 ) -> Iterator[Compiled | StartupError]:
     """Compiles each attention kernel for these heads once. Yields the StartupError instead if the heads are refused.
 
-    `has_all` is that of `attention_launches`.
+    `has_all` and `fp8_kv` are those of `attention_launches`.
     """
     limit = SHARED_BYTES[capability]
     try:
@@ -215,13 +228,15 @@ def attention_kernels(
         launches = [
             launch
             for shape in wanted
-            for launch in attention_launches(heads, shape, limit, overlaps=overlaps, has_all=has_all)
+            for launch in attention_launches(heads, shape, limit, overlaps=overlaps, has_all=has_all, fp8_kv=fp8_kv)
         ]
     except StartupError as error:
         yield error
         return
     for variant in dict.fromkeys(Variant.of(launch) for launch in launches):
-        yield compiled(variant, capability, heads.dtype, num_shared=heads.num_shared, head_dim=heads.head_dim)
+        yield compiled(
+            variant, capability, heads.dtype, num_shared=heads.num_shared, head_dim=heads.head_dim, fp8_kv=fp8_kv
+        )
 
 
 def sampling_launches(vocab_size: int, draft_vocab_size: int) -> list[Launch]:
@@ -298,6 +313,8 @@ def few() -> Iterator[Compiled | StartupError]:
         yield list(attention_kernels(capability, heads, [prompt]))[-1]
     for capability, heads, shape in ((80, narrow, prompt), (90, wide, tree)):
         yield list(attention_kernels(capability, heads, [shape], has_all=True))[1]
+    for capability, heads, shape in ((80, narrow, prompt), (90, llama, decode), (100, wide, tree)):
+        yield from attention_kernels(capability, heads, [shape], has_all=True, fp8_kv=True)
     small, shared = HeadShape(32, 8, 16, torch.bfloat16), HeadShape(71, 1, 64, torch.float32)
     yield from layer_kernels(80, replace(LLAMA_8B, dtype=torch.float32))
     yield from layer_kernels(90, LLAMA_8B)
@@ -315,6 +332,7 @@ def every(head_sizes: Sequence[int]) -> Iterator[Compiled | StartupError]:
         if heads[2] in head_sizes:
             yield from attention_kernels(capability, HeadShape(*heads, dtype))
             yield from attention_kernels(capability, HeadShape(*heads, dtype), has_all=True)
+            yield from attention_kernels(capability, HeadShape(*heads, dtype), has_all=True, fp8_kv=True)
 
 
 def main() -> None:

@@ -52,10 +52,10 @@ class CpuEngine(Protocol):
         """
 
     def new_attention(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, fp8_kv: bool
     ) -> AttentionBackend:
         """Returns the attention backend for layers with `num_heads` query heads over `num_kv_heads` KV heads of
-        `head_dim`.
+        `head_dim`. It takes pools of `dtype`, and with `fp8_kv` also pools in FP8.
 
         It compiles kernels, which takes seconds.
         """

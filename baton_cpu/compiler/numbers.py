@@ -1,7 +1,7 @@
 """Reads and rounds numbers of a model's dtype in kernels for CPUs.
 
-On CPUs numba knows neither bfloat16 nor float16. Kernels therefore get the bits of such tensors: uint16 for bfloat16,
-int16 for float16.
+On CPUs numba knows neither bfloat16 nor float16 nor FP8. Kernels therefore get the bits of such tensors: uint16 for
+bfloat16, int16 for float16, uint8 for FP8 (e4m3), which PyTorch has as uint8 too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NumberFormat(NamedTuple):
 
 
 def number_format(dtype: torch.dtype) -> NumberFormat:
-    """Returns the form in which kernels get tensors of `dtype`: float32, bfloat16 or float16."""
+    """Returns the form in which kernels get tensors of `dtype`: float32, bfloat16, float16, or the bits of FP8."""
     return _FORMATS[dtype]
 
 
@@ -50,6 +50,7 @@ _FORMATS = {
     torch.float32: NumberFormat(torch.float32, torch.float32, np.float32),
     torch.bfloat16: NumberFormat(torch.bfloat16, torch.uint16, np.uint16),
     torch.float16: NumberFormat(torch.float16, torch.int16, np.int16),
+    torch.uint8: NumberFormat(torch.uint8, torch.uint8, np.uint8),
 }
 
 
@@ -97,16 +98,28 @@ to even where two are as near, as PyTorch does. A NaN stays a NaN.
 
 
 def widened(builder: Any, kind: types.Type, element: Any) -> Any:
-    """Generates code that turns an element of numba's type `kind` (float32, uint16 for bfloat16 or int16 for float16)
-    into a float32. `element` and the result are LLVM values. `builder` is llvmlite's IRBuilder, which the code is added
-    to.
+    """Generates code that turns an element of numba's type `kind` (float32, uint16 for bfloat16, int16 for float16 or
+    uint8 for FP8) into a float32. `element` and the result are LLVM values. `builder` is llvmlite's IRBuilder, which
+    the code is added to.
     """
     if kind == types.float32:
         return element
     if kind == types.uint16:
         return builder.bitcast(builder.shl(builder.zext(element, _BITS), _BITS(16)), _FLOAT)
+    if kind == types.uint8:
+        return _widened_fp8(builder, builder.zext(element, _BITS))
     assert kind == types.int16, kind
     return builder.fpext(builder.bitcast(element, ir.HalfType()), _FLOAT)
+
+
+def _widened_fp8(builder: Any, bits: Any) -> Any:
+    """Moves exponent and fraction to their places in a float32, whose exponents begin 120 lower. A NaN stays one."""
+    size = builder.and_(bits, _BITS(0x7F))
+    moved = builder.fmul(builder.bitcast(builder.shl(size, _BITS(20)), _FLOAT), _FLOAT(2.0**120))
+    sign = builder.shl(builder.and_(bits, _BITS(0x80)), _BITS(24))
+    signed = builder.or_(builder.bitcast(moved, _BITS), sign)
+    is_nan = builder.icmp_unsigned("==", size, _BITS(0x7F))
+    return builder.bitcast(builder.select(is_nan, _BITS(0x7FC00000), signed), _FLOAT)
 
 
 def narrowed(builder: Any, kind: types.Type, number: Any) -> Any:

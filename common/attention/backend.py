@@ -10,7 +10,7 @@ The plan is passed through the model's keyword arguments, so no global variable 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -39,7 +39,8 @@ class ForwardInput:
     `prefix_lens` and `extend_lens` count each row's earlier and new tokens. Both are None in a decode forward, which
     has one new token per row (T == B).
 
-    `kv` [layers, 2, slots, heads, head_dim]: the pool. Its slot 0 is padding and holds finite numbers. `logits_rows`
+    `kv` [layers, 2, slots, heads, head_dim]: the pool. Its slot 0 is padding and holds finite numbers. It is in the
+    model's dtype, or has the bits of FP8 (see fp8_kv.py). `logits_rows`
     [R] int64: the indices (0 .. T-1) of the tokens whose logits are wanted; None for all.
 
     `tree_mask` [T, W] bool: for each new token, which of its row's last W tokens it attends, besides all earlier ones.
@@ -103,8 +104,8 @@ class AttentionPlan(Protocol):
 
         With a tree mask, the mask selects among the row's last tokens instead. `how` says which tokens a window leaves,
         and how scores become weights. Shapes: query [T, heads, head_dim]; key, value [T, kv_heads, head_dim]; returns
-        [T, heads, head_dim]. Reads only slot 0 and the rows' own slots. What lies in slots behind the windows of all
-        queries of a row, even NaN, changes nothing.
+        [T, heads, head_dim]. `key` and `value` have the pool's dtype. Reads only slot 0 and the rows' own slots. What
+        lies in slots behind the windows of all queries of a row, even NaN, changes nothing.
         """
 
 
@@ -131,37 +132,6 @@ class AttentionBackend(Protocol):
         """
 
     def plan(self, batch: ForwardInput) -> AttentionPlan: ...
-
-
-def plan_of(backend: AttentionBackend, batch: ForwardInput) -> AttentionPlan:
-    """Returns the plan of a forward. Layers are numbered as in the model, whatever group their KV belongs to."""
-    return _PlanOfGroups(backend, batch) if batch.windows else backend.plan(batch)
-
-
-class _PlanOfGroups(AttentionPlan):
-    """A forward's plan that consists of one for each group of layers."""
-
-    def __init__(self, backend: AttentionBackend, batch: ForwardInput) -> None:
-        self._places: dict[int, tuple[AttentionPlan, int]] = {}
-        for window in batch.windows:
-            plan = backend.plan(
-                replace(
-                    batch,
-                    out_cache_loc=window.slot_of[batch.out_cache_loc],
-                    req_to_token=window.req_to_token,
-                    kv=window.kv,
-                    windows=(),
-                )
-            )
-            self._places |= {layer: (plan, number) for number, layer in enumerate(window.layers)}
-        others = [layer for layer in range(len(self._places) + batch.kv.shape[0]) if layer not in self._places]
-        if others:
-            plan = backend.plan(replace(batch, windows=()))
-            self._places |= {layer: (plan, number) for number, layer in enumerate(others)}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
-        plan, number = self._places[layer]
-        return plan.attend(number, query, key, value, how)
 
 
 def paged_attention(

@@ -41,10 +41,13 @@ def new_attention(
     head_dim: int,
     dtype: torch.dtype,
     torch_device: torch.device,
+    fp8_kv: bool = False,
     shared_bytes: Callable[[torch.device], int] = shared_bytes_of,
     overlaps: Callable[[torch.device], bool] = overlaps_kernels,
 ) -> AttentionBackend:
     """Returns a backend for layers with `num_heads` query heads over `num_kv_heads` key and value heads of `head_dim`.
+
+    It takes pools of `dtype`, and with `fp8_kv` also pools in FP8.
 
     `shared_bytes` and `overlaps` are called to ask for properties of a CUDA device; a test may replace them.
     Raises StartupError if the backend cannot serve these heads, or cannot be compiled.
@@ -54,7 +57,9 @@ def new_attention(
     if torch_device.type == "cpu":
         if (engine := cpu_engine(torch_device)) is None:
             return TorchAttention()
-        return engine.new_attention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+        return engine.new_attention(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, fp8_kv=fp8_kv
+        )
     _check_compiler()
     from common.attention.triton_attention import HeadShape, TritonAttention
 

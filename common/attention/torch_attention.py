@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.attention.backend import AttentionPlan, ForwardInput, KernelShape, LayerAttention
+from common.attention.fp8_kv import widened
 
 _PADDING_SLOT = 0
 _MAX_SCORE_BYTES = 64 << 20
@@ -80,9 +81,13 @@ class _WindowPlan:
         _write(kv, self._batch.out_cache_loc, key, value)
         num_kv_heads, head_dim = key.shape[1:]
         if how.window not in self._gathered:
-            self._gathered[how.window] = self._gather(how.window)
+            self._gathered[how.window] = self._gather(how.window, query.dtype)
         gathered = self._gathered[how.window]
-        tokens = kv.index_select(1, gathered.slots).view(2, self._num_rows, -1, *kv.shape[2:]).transpose(2, 3)
+        tokens = (
+            widened(kv.index_select(1, gathered.slots), query.dtype)
+            .view(2, self._num_rows, -1, *kv.shape[2:])
+            .transpose(2, 3)
+        )
         grouped = query.view(self._num_rows, self._num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         num_shared = grouped.shape[2]
         mask = gathered.mask.repeat(1, 1, num_shared, 1)
@@ -93,8 +98,11 @@ class _WindowPlan:
         by_query: Tensor = output.unflatten(2, (num_shared, -1)).permute(0, 3, 1, 2, 4)
         return by_query.reshape(query.shape)
 
-    def _gather(self, window: int | None) -> _Gathered:
-        """Returns the tokens that layers with this window read: all of a row, or its last ones that may be needed."""
+    def _gather(self, window: int | None, dtype: torch.dtype) -> _Gathered:
+        """Returns the tokens that layers with this window read: all of a row, or its last ones that may be needed.
+
+        The mask is of `dtype`.
+        """
         batch = self._batch
         num_last = self._num_queries if batch.tree_mask is None else batch.tree_mask.shape[1]
         num_tokens = batch.max_seq_len if window is None else min(batch.max_seq_len, window + num_last - 1)
@@ -109,7 +117,7 @@ class _WindowPlan:
             allowed = in_window(allowed, window)
             held = allowed.any(1)
             slots = self._row_slots.gather(1, places.where(held, 0))
-        mask = _additive_mask(allowed, batch.kv.dtype).unsqueeze(1)
+        mask = _additive_mask(allowed, dtype).unsqueeze(1)
         return _Gathered(slots.where(held, _PADDING_SLOT).flatten(), mask)
 
 
@@ -205,18 +213,19 @@ class ExtendPlan:
         _write(kv, self._batch.out_cache_loc, key, value)
         outputs: list[Tensor] = []
         if how.window not in self._cut:
-            self._cut[how.window] = self._rows(how.window)
+            self._cut[how.window] = self._rows(how.window, query.dtype)
         for row in self._cut[how.window]:
             if row.slots is None:
                 keys, values = key[row.start : row.stop], value[row.start : row.stop]
             else:
                 keys, values = kv.index_select(1, row.slots)
+            keys, values = widened(keys, query.dtype), widened(values, query.dtype)
             is_causal = row.mask is None and row.slots is None
             outputs.append(_attend_row(query[row.start : row.stop], keys, values, how, row.mask, is_causal=is_causal))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _rows(self, window: int | None) -> list[_Extend]:
-        """Returns what each row reads in layers with this window."""
+    def _rows(self, window: int | None, dtype: torch.dtype) -> list[_Extend]:
+        """Returns what each row reads in layers with this window. Masks are of `dtype`."""
         batch = self._batch
         assert batch.prefix_lens is not None and batch.extend_lens is not None
         rows: list[_Extend] = []
@@ -230,12 +239,12 @@ class ExtendPlan:
             slots = self._slots[row, seq_len - num_read : seq_len] if num_read > num_new else None
             if tree_mask is not None:
                 attended = _attended_of_tree(num_read, tree_mask, window)
-                mask: Tensor | None = _additive_mask(attended, batch.kv.dtype)
+                mask: Tensor | None = _additive_mask(attended, dtype)
                 slots = None if slots is None else slots.where(attended.any(0), _PADDING_SLOT)
             else:
                 shape = (num_read - num_new, num_new)
                 if shape not in masks:
-                    masks[shape] = _causal_mask(*shape, window, like=batch.kv)
+                    masks[shape] = _causal_mask(*shape, window, dtype=dtype, device=batch.kv.device)
                 mask = masks[shape]
             rows.append(_Extend(start, stop, slots, mask))
             start = stop
@@ -247,7 +256,7 @@ def attend_prompt(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention
 
     Shapes: query [T, heads, head_dim]; key, value [T, kv_heads, head_dim]; returns [T, heads, head_dim].
     """
-    mask = _causal_mask(0, query.shape[0], how.window, like=key)
+    mask = _causal_mask(0, query.shape[0], how.window, dtype=key.dtype, device=key.device)
     return _attend_row(query, key, value, how, mask, is_causal=mask is None)
 
 
@@ -273,21 +282,23 @@ def _attend_row(
     return output.permute(2, 0, 1, 3).reshape(num_queries, -1, head_dim)
 
 
-def _causal_mask(num_before: int, num_new: int, window: int | None, *, like: Tensor) -> Tensor | None:
+def _causal_mask(
+    num_before: int, num_new: int, window: int | None, *, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
     """Returns an additive causal mask [num_new, num_before + num_new], or None if the operator needs none.
 
     It needs none for a single new token, which attends all tokens, nor for new tokens only, where the operator's own
-    `is_causal` masks correctly. A window may need one for these. The mask has the dtype and the device of `like`.
+    `is_causal` masks correctly. A window may need one for these.
     """
     is_limited = window is not None and window < num_before + num_new
     if not is_limited and (num_before == 0 or num_new == 1):
         return None
-    positions = torch.arange(num_before + num_new, device=like.device)
+    positions = torch.arange(num_before + num_new, device=device)
     last = positions[num_before:].unsqueeze(1)
     attended = positions <= last
     if window is not None:
         attended &= positions > last - window
-    return _additive_mask(attended, like.dtype)
+    return _additive_mask(attended, dtype)
 
 
 def _attended_of_tree(num_tokens: int, tree_mask: Tensor, window: int | None) -> Tensor:

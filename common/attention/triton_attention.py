@@ -25,6 +25,7 @@ from torch import Tensor
 
 from common.attention import triton_kernels
 from common.attention.backend import MAX_SPLIT_BYTES, AttentionPlan, ForwardInput, KernelShape, LayerAttention
+from common.attention.fp8_kv import FP8_BITS
 from common.attention.torch_attention import in_window
 from common.device.triton_launch import Launch, Launcher
 from common.device.upload import upload
@@ -63,11 +64,20 @@ class Tiles:
         return loaded + sums + self.query_block * self.token_block * 4 + _KEPT_BYTES
 
     @classmethod
-    def of(cls, num_pairs: int, num_shared: int, dim_block: int, itemsize: int, shared_bytes: int) -> Tiles | None:
+    def of(
+        cls,
+        num_pairs: int,
+        num_shared: int,
+        dim_block: int,
+        itemsize: int,
+        shared_bytes: int,
+        *,
+        fp8_kv: bool = False,
+    ) -> Tiles | None:
         """Chooses tiles for rows that have at most `num_pairs` (query, head) pairs for each KV head.
 
         `num_shared` query heads share a KV head. `dim_block` is the size of a head, rounded up to a power of two, and
-        `itemsize` the bytes of a number.
+        `itemsize` the bytes of a number. With `fp8_kv` the pool's numbers are widened in registers.
 
         Returns None if no tile fits into `shared_bytes` or into registers. If a tile is known to spill registers, this
         chooses a smaller tile, or more warps. Products of float32 are computed one by one, and need the most registers.
@@ -78,16 +88,17 @@ class Tiles:
         query_block = max(fewest, min(most, _power_of_two(num_pairs)))
         num_sums = query_block * dim_block
         if itemsize == 2:
-            token_block = 64 if row_bytes <= 256 and query_block <= 64 else 32
+            token_block = 64 if row_bytes <= 256 and query_block <= (32 if fp8_kv else 64) else 32
             num_stages = 2 if row_bytes <= 512 else 1
             most_of_four_warps = 64 if dim_block == 64 else 32  # smaller heads' scores spill with a mask
             is_large = row_bytes > 512 or query_block > most_of_four_warps or num_sums > 64 * 64
+            is_large |= fp8_kv and num_sums >= 32 * 128
             num_warps = 8 if is_large else 4
         else:
-            token_block = 32 if num_sums <= 64 * 64 else _MIN_BLOCK
+            token_block = 32 if num_sums <= 64 * 64 and not fp8_kv else _MIN_BLOCK
             num_stages = 2 if query_block == _MIN_BLOCK and row_bytes <= 1024 else 1
             num_warps = 8 if query_block > _MIN_BLOCK or row_bytes > 256 else 4
-            if query_block > 32 and num_sums > 64 * 128:
+            if query_block > 32 and num_sums > 64 * (64 if fp8_kv else 128):
                 num_warps = 16
             if query_block > 64 and num_sums > 64 * 128:
                 return None  # it spilled with any number of warps
@@ -160,14 +171,14 @@ class TritonAttention:
         ]
         return [*shapes, *(replace(shape, has_mask=True) for shape in shapes)] if with_masks else shapes
 
-    def tiles(self, max_new: int) -> Tiles:
-        """Returns the tiles for a forward whose rows have at most `max_new` new tokens.
+    def tiles(self, max_new: int, *, fp8_kv: bool = False) -> Tiles:
+        """Returns the tiles for a forward whose rows have at most `max_new` new tokens. `fp8_kv`: the pool is in FP8.
 
         Raises StartupError if no tiles fit the device.
         """
         heads, itemsize = self._heads, self._heads.dtype.itemsize
         num_pairs = max_new * heads.num_shared
-        tiles = Tiles.of(num_pairs, heads.num_shared, heads.dim_block, itemsize, self._shared_bytes)
+        tiles = Tiles.of(num_pairs, heads.num_shared, heads.dim_block, itemsize, self._shared_bytes, fp8_kv=fp8_kv)
         if tiles is None:
             raise StartupError(
                 f"attention: kernels for heads of {heads.head_dim} numbers, {heads.num_shared} to one of K and V, in "
@@ -213,7 +224,7 @@ class _PagedPlan:
         self._num_rows = batch.req_pool_indices.shape[0]
         extend_lens = batch.extend_lens or (1,) * self._num_rows
         self._max_new = max(extend_lens, default=1)
-        self._tiles = backend.tiles(self._max_new)
+        self._tiles = backend.tiles(self._max_new, fp8_kv=batch.kv.dtype == FP8_BITS)
         self._starts = _starts(extend_lens, batch.seq_lens.device)
         self._extend_lens = extend_lens
         self._split_bytes = backend.split_bytes

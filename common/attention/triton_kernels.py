@@ -68,6 +68,21 @@ def _tanh(x):  # type: ignore[no-untyped-def]
     return tl.where(x < 0.0, -size, size)
 
 
+@device_function
+def _widened(numbers, like):  # type: ignore[no-untyped-def]
+    """Returns numbers of the pool in the dtype of `like`. Those of uint8 are the bits of FP8 (e4m3).
+
+    Exponent and fraction go to their places in a float16, whose exponents begin 8 lower.
+    """
+    if numbers.dtype == tl.uint8:
+        wide = numbers.to(tl.uint16)
+        size = wide & 0x7F
+        half = (((wide & 0x80) << 8) | (size << 7)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where(size == 0x7F, float("nan"), half).to(like.dtype)
+    else:
+        return numbers
+
+
 @kernel(
     fixed=(
         "kv",
@@ -179,8 +194,8 @@ def attend(  # type: ignore[no-untyped-def]
             t = start + tl.arange(0, TOKEN_BLOCK)
             is_token = t < end
             slot = tl.load(table + t, mask=is_token, other=0).to(tl.int64) * slot_stride
-            k = tl.load(kv_of_head + slot[None, :] + dim[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
-            scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+            k = tl.load(kv_of_head + slot[None, :] + dim[:, None], mask=is_token[None, :] & is_dim[:, None], other=0)
+            scores = tl.dot(q, _widened(k, q), input_precision="ieee") * scale_log2
             if HAS_SOFTCAP:
                 scores = softcap_log2 * _tanh(scores / softcap_log2)
             if HAS_MASK:
@@ -204,9 +219,10 @@ def attend(  # type: ignore[no-untyped-def]
             v = tl.load(
                 kv_of_head + plane_stride + slot[:, None] + dim[None, :],
                 mask=is_token[:, None] & is_dim[None, :],
-                other=0.0,
+                other=0,
             )
-            weighted = weighted * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            v = _widened(v, q)
+            weighted = weighted * faded[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
             largest = new_largest
         weighted = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
         num_heads = tl.num_programs(1) * NUM_SHARED

@@ -77,7 +77,9 @@ class ServiceSettings(ProcessSettings):
     device: DeviceName = "cpu"
     """cpu, cuda or cuda:N."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Number type of weights and KV; both services need the same value."""
+    """Number type of weights, and of KV unless kv_dtype says otherwise; both services need the same value."""
+    kv_dtype: Literal["auto", "unquantized", "fp8_e4m3"] = "auto"
+    """Number type of KV: FP8, or that of dtype ("unquantized"); "auto": FP8 if the model has scales for it."""
     attention: Literal["kernels", "torch"] = "kernels"
     """Kernels made for the device, or PyTorch's operators: the reference, and slower."""
     tf32: bool = False

@@ -33,6 +33,10 @@ class GraphedHead(DraftHead):
         return self._head.layer_group
 
     @property
+    def dtype(self) -> str:
+        return self._head.dtype
+
+    @property
     def capture(self) -> HiddenCapture:
         return self._head.capture
 

@@ -38,6 +38,7 @@ class DraftHead(Protocol):
 
     Call its methods from one thread at a time. On CUDA they only enqueue work.
 
+    - `dtype`: the name of the dtype of hidden states and logits.
     - `layer_group`: the shape of the head's KV. It has one layer for all draft steps, or layer i for step i.
     - `capture`: which hidden states of the target the head reads.
     - `token_ids` [Vd] int64, ascending: the target's token id of each draft logit. Vd is the size of the head's
@@ -49,6 +50,9 @@ class DraftHead(Protocol):
     @property
     def algorithm(self) -> str:
         """The algorithm's name: `eagle`, `eagle3` or `mtp`."""
+
+    @property
+    def dtype(self) -> str: ...
 
     @property
     def layer_group(self) -> LayerGroupSpec: ...

@@ -60,8 +60,10 @@ def load_draft(
         device=torch_device,
     )
     of_programs = checkpoint.untaken()
-    head = _make(HeadParts(checkpoint, target, files, dtype, attention), spec)
+    kv_dtype = target.layer_group.dtype
+    head = _make(HeadParts(checkpoint, target, files, dtype, kv_dtype, attention), spec)
     checkpoint.finish()
+    fuses = fuses and kv_dtype == dtype
     if fuses and isinstance(spec, Eagle3Spec) and (engine := cpu_engine(torch_device)) is not None:
         head.new_programs = engine.new_head_programs(of_programs, spec, target)
     return head

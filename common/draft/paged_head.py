@@ -11,12 +11,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput
 from common.attention.choice import AttentionKind, new_attention
+from common.attention.forward_plan import plan_of
 from common.draft.checkpoint import Checkpoint
 from common.draft.head import DraftOutput, HeadProgram, output_of
 from common.draft.kernels import Kernels, Op, Rotation, kernels_for
 from common.draft.spec import BlockSpec
 from common.errors import DraftMismatch
-from common.kv.layer_group import DRAFT_GROUP, LayerGroupSpec
+from common.kv.layer_group import DRAFT_GROUP, KV_FP8, LayerGroupSpec
 from common.model.capture import HiddenCapture
 from common.model.forward_program import NewProgram
 from common.model.model_files import ModelFiles
@@ -28,13 +29,14 @@ from common.telemetry.forward_counts import ForwardCounts
 class HeadParts:
     """The sources from which a head is built: its checkpoint and files, and the target whose parts it shares.
 
-    `dtype` is the name of the target's dtype.
+    `dtype` is the name of the target's dtype, and `kv_dtype` that of the target's KV.
     """
 
     checkpoint: Checkpoint
     target: TargetModel
     files: ModelFiles
     dtype: str
+    kv_dtype: str
     attention: AttentionKind
 
     @property
@@ -68,13 +70,14 @@ class PagedHead(ABC):
         self.files = parts.files
         self.new_programs: NewProgram | None = None
         self.algorithm = algorithm
+        self.dtype = parts.dtype
         self.layer_group = LayerGroupSpec(
             name=DRAFT_GROUP,
             num_layers=num_layers,
             num_planes=2,
             num_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            dtype=parts.dtype,
+            dtype=parts.kv_dtype,
         )
         self.capture = capture
         self.hidden_size = spec.hidden_size
@@ -88,6 +91,7 @@ class PagedHead(ABC):
             head_dim=spec.head_dim,
             dtype=parts.target.dtype,
             torch_device=parts.target.torch_device,
+            fp8_kv=parts.kv_dtype == KV_FP8,
         )
         self._rope = LlamaRotaryEmbedding(spec.rope).to(parts.target.torch_device)
         self._program: HeadProgram | None = None
@@ -137,7 +141,7 @@ class PagedHead(ABC):
     def _prepare(self, batch: ForwardInput, hidden: Tensor) -> tuple[Rotation, AttentionPlan]:
         """Returns the batch's rotary embedding, in the dtype of `hidden`, and its attention plan."""
         rotation: Rotation = self._rope(hidden, batch.positions.unsqueeze(0))
-        return rotation, self.attention.plan(batch)
+        return rotation, plan_of(self.attention, batch)
 
 
 def read_embedding(parts: HeadParts, name: str, hidden_size: int) -> Op:

@@ -47,7 +47,7 @@ def seed_columns(head: DraftHead, *, topk: int) -> tuple[SeedColumnSpec, ...]:
     num_layers = head.layer_group.num_layers
     if num_layers > 1:
         return (SeedColumnSpec(TOPK_INDEX, "int64", (num_layers,)),)
-    hidden_states = SeedColumnSpec(HIDDEN_STATES, head.layer_group.dtype, (head.hidden_size,))
+    hidden_states = SeedColumnSpec(HIDDEN_STATES, head.dtype, (head.hidden_size,))
     if topk == 1:
         return (SeedColumnSpec(TOPK_INDEX, "int64", (1,)), hidden_states)
     return (SeedColumnSpec(TOPK_INDEX, "int64", (topk,)), SeedColumnSpec(TOPK_P, "float32", (topk,)), hidden_states)

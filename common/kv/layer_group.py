@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 TARGET_GROUP = "target"
 DRAFT_GROUP = "draft"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_FP8 = "float8_e4m3fn"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, KV_FP8: 1}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroupSpec:
     """The shape of the KV of one layer group: the target model's layers that attend alike, or all of the draft head's.
 
-    `num_planes` is 2: keys and values. `dtype` is a key of DTYPE_BYTES. With `window` each token attends only the last
-    `window` tokens, itself among them, and the group has slots of its own for them (see WindowSlots). None: it attends
-    all earlier ones, and the group's slots are the pool's.
+    `num_planes` is 2: keys and values. `dtype` is a key of DTYPE_BYTES; the pool has the bits of KV_FP8, as uint8. With
+    `window` each token attends only the last `window` tokens, itself among them, and the group has slots of its own for
+    them (see WindowSlots). None: it attends all earlier ones, and the group's slots are the pool's.
     """
 
     name: str

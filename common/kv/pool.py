@@ -28,7 +28,7 @@ from common.device.stream import Event, Stream
 from common.errors import StartupError
 from common.host.memory import require_room
 from common.host.untouched_memory import populate, untouched_zeros
-from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec, WindowLayers, num_kept_before
+from common.kv.layer_group import DRAFT_GROUP, KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers, num_kept_before
 from common.kv.prefix_tree import HeldPrefix, PrefixTree, num_same
 from common.kv.row_columns import LeaseState, RowColumns
 from common.kv.row_table import ReqToTokenPool
@@ -635,12 +635,12 @@ def _shape(group: LayerGroupSpec, num_slots: int) -> tuple[int, ...]:
 
 
 def _dtype(group: LayerGroupSpec) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, group.dtype)
+    dtype: torch.dtype = torch.uint8 if group.dtype == KV_FP8 else getattr(torch, group.dtype)
     return dtype
 
 
 def _view(memory: SharedPool, group: LayerGroupSpec) -> Tensor:
-    values = torch.from_numpy(memory.groups[group.name]).view(getattr(torch, group.dtype))
+    values = torch.from_numpy(memory.groups[group.name]).view(_dtype(group))
     shape = (*values.shape[:3], group.num_heads, group.head_dim)
     return values.view(shape)
 

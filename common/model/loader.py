@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from common.attention.backend import ATTENTION_NAME
 from common.attention.choice import AttentionKind, new_attention, overlaps_kernels
+from common.attention.fp8_kv import KvScale
 from common.cpu_engine import cpu_engine
 from common.errors import UnsupportedModel
-from common.kv.layer_group import TARGET_GROUP, LayerGroupSpec, WindowLayers
+from common.kv.layer_group import KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers
 from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
 from common.model.model_files import (
     ModelFiles,
     check_finite,
     check_vocabulary,
+    kv_scales,
     load_causal_lm,
     model_faults,
     read_config,
@@ -31,6 +33,11 @@ from common.model.model_files import (
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, AttentionShape, check_config, probe_attention
 
+KvDtype = Literal["auto", "unquantized", "fp8_e4m3"]
+""""auto": FP8 if the checkpoint has scales for it, else the model's dtype. "unquantized": the model's dtype.
+
+"fp8_e4m3": FP8, with the checkpoint's scales, or 1 if it has none.
+"""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -39,12 +46,13 @@ def load_target(
     *,
     device: str,
     dtype: str,
+    kv_dtype: KvDtype = "auto",
     attention: AttentionKind = "kernels",
     fuses: bool = False,
     optimizes_modules: bool = True,
 ) -> TargetModel:
     """Loads the model in `directory`, with weights in `dtype` (a key of DTYPES), on `device`. `attention` is the kind
-    of its attention backend (see choice.py).
+    of its attention backend (see choice.py). With KV in FP8 the model is not fused.
 
     If the model's class is known: `fuses` prepares it, on a CPU, to be compiled into one program; `optimizes_modules`
     replaces its modules by fewer and faster ones. Raises UnsupportedModel, naming the trait, for a model that is not
@@ -60,6 +68,7 @@ def load_target(
     if tokenizer is not None:
         check_vocabulary(directory, tokenizer, vocab_size)
     files = read_model_files(directory, versions)
+    scales = None if kv_dtype == "unquantized" else kv_scales(files, config)
     model = load_causal_lm(files, config, DTYPES[dtype], attention=PROBE_NAME)
     return target_of(
         model,
@@ -67,6 +76,8 @@ def load_target(
         name=directory.name,
         device=device,
         dtype=dtype,
+        kv_dtype=KV_FP8 if kv_dtype == "fp8_e4m3" or scales is not None else dtype,
+        kv_scales=scales,
         eos_token_ids=eos_token_ids,
         attention=attention,
         fuses=fuses,
@@ -81,6 +92,8 @@ def target_of(
     files: ModelFiles | None = None,
     device: str,
     dtype: str,
+    kv_dtype: str | None = None,
+    kv_scales: tuple[KvScale, ...] | None = None,
     eos_token_ids: tuple[int, ...] = (),
     attention: AttentionKind = "kernels",
     fuses: bool = False,
@@ -89,7 +102,8 @@ def target_of(
     """Turns a loaded causal language model into a target. `model` is changed, and can only be used through the target.
 
     `files` are the files that it was loaded from, and `eos_token_ids` the ids that end its output. `dtype` (a key of
-    DTYPES) is the type of its weights. The last three arguments mean what they mean for `load_target`. The target is
+    DTYPES) is the type of its weights, and `kv_dtype` that of
+    its KV, by default the same. The last three arguments mean what they mean for `load_target`. The target is
     checked with a short prompt before it is returned (see forward_probe.py). Raises UnsupportedModel, naming the trait,
     if the model cannot be served.
     """
@@ -101,6 +115,7 @@ def target_of(
     check_finite(model, name=name)
     shape, unsplit, far = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
+    kv_dtype = kv_dtype or dtype
     backend = new_attention(
         attention,
         num_heads=shape.num_heads,
@@ -108,20 +123,22 @@ def target_of(
         head_dim=shape.head_dim,
         dtype=DTYPES[dtype],
         torch_device=torch_device,
+        fp8_kv=kv_dtype == KV_FP8,
     )
     new_decoder = None
     if (engine := cpu_engine(torch_device)) is not None:
-        new_decoder = engine.new_decoder(model) if fuses else None
+        new_decoder = engine.new_decoder(model) if fuses and kv_dtype == dtype else None
         if optimizes_modules:
             engine.optimize_modules(model)
     elif torch_device.type != "cpu" and optimizes_modules and attention == "kernels":
         _use_gpu_kernels(model, torch_device)
-    group, windows = _layer_groups(shape, dtype)
+    group, windows = _layer_groups(shape, kv_dtype)
     target = TargetModel(
         model=model,
         backend=backend,
         layer_group=group,
         windows=windows,
+        kv_scales=kv_scales,
         hidden_size=sizes["hidden_size"],
         vocab_size=sizes["vocab_size"],
         max_context_tokens=sizes["max_position_embeddings"],
@@ -135,7 +152,7 @@ def target_of(
     return target
 
 
-def _layer_groups(shape: AttentionShape, dtype: str) -> tuple[LayerGroupSpec, tuple[WindowLayers, ...]]:
+def _layer_groups(shape: AttentionShape, kv_dtype: str) -> tuple[LayerGroupSpec, tuple[WindowLayers, ...]]:
     """Returns the group of the layers that attend all tokens, and one for the layers of each window."""
     layers_of: dict[int | None, list[int]] = {None: []}
     for layer, window in enumerate(shape.windows):
@@ -147,7 +164,7 @@ def _layer_groups(shape: AttentionShape, dtype: str) -> tuple[LayerGroupSpec, tu
             num_planes=2,
             num_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            dtype=dtype,
+            dtype=kv_dtype,
             window=window,
         )
         for window, layers in layers_of.items()

@@ -31,6 +31,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 
+from common.attention.fp8_kv import KvScale
 from common.errors import BatonError, StartupError, UnsupportedModel
 from common.model.quantization import QUANTIZATION, Quantization, read_quantization
 from common.model.stored_tensor import WEIGHT_DTYPES, StoredTensor
@@ -191,6 +192,16 @@ def _refuse_changed_weights(directory: Path, raw: Mapping[str, Any]) -> None:
             )
     if (directory / _ADAPTER).exists():
         raise UnsupportedModel(f"{directory.name}/{_ADAPTER}: an adapter is not supported; merge it into its model")
+
+
+def kv_scales(files: ModelFiles, config: Any) -> tuple[KvScale, ...] | None:
+    """Reads the scales that the checkpoint has for KV in FP8, one for each layer. Returns None if it has none."""
+    name = files.directory.name
+    quantization = _quantization(name, getattr(config, QUANTIZATION, None))
+    if quantization is None or not quantization.has_kv_scales:
+        return None
+    with model_faults(name):
+        return quantization.kv_scales(files.tensors, num_layers=config.num_hidden_layers)
 
 
 def _quantization(name: str, settings: object) -> Quantization | None:

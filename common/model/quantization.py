@@ -6,11 +6,14 @@ with it as with any other model. Activations are not quantised, whatever the che
 
 `read_quantization` reads the config. `Quantization.dense` checks the parts of every quantised weight, and returns the
 tensors of the model that they make, which model_files.py then checks as it checks any model's tensors.
+
+A checkpoint may also say that KV is kept in FP8. `Quantization.kv_scales` reads the scales of each layer for that.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -18,6 +21,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from common.attention.fp8_kv import KvScale
 from common.errors import UnsupportedModel
 from common.model.stored_tensor import WEIGHT_DTYPES, StoredTensor
 from common.peer_text import peer_text
@@ -26,6 +30,9 @@ QUANTIZATION = "quantization_config"
 _FP8, _INT8, _PACKED = "F8_E4M3", "I8", "I32"
 _SCALE_DTYPES = (*WEIGHT_DTYPES, "F8_E8M0")
 _BITS_OF_PACKED = 32
+_KV_SCALE = re.compile(r"\blayers\.(\d+)\..*\b([kv])_scale$")
+_KV_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+"""The scheme of KV that is served: FP8, with a scale for all keys and one for all values of a layer."""
 _LIBRARIES = {
     "aqlm": "aqlm",
     "auto-round": "auto-round",
@@ -64,7 +71,8 @@ class Quantization:
     `settings` are transformers' settings for loading them. `numbers`, `scale`, `zero_point` and `shape` are the last
     names of the tensors that a weight's parts have; the last two are None if there is no such part. `dtype` is the type
     of the numbers, of `num_bits` each, as safetensors names it. `cuts_tiles` says whether a tile may reach over a
-    weight's edge. `unused` are names of tensors for activations, which are not read.
+    weight's edge. `unused` are names of tensors for activations, which are not read. `has_kv_scales` says whether the
+    checkpoint has scales for KV in FP8.
     """
 
     settings: Mapping[str, Any]
@@ -77,6 +85,7 @@ class Quantization:
     zero_point: str | None = None
     shape: str | None = None
     unused: tuple[str, ...] = ()
+    has_kv_scales: bool = False
 
     def loaded(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those of the stored `tensors`, of which each is a slice of a file, that transformers has to load.
@@ -87,7 +96,7 @@ class Quantization:
         return {
             name: stored[...].float() if parts[name] == self.scale else stored
             for name, stored in tensors.items()
-            if parts[name] not in self.unused
+            if parts[name] not in self.unused and not self._is_kv_scale(name)
         }
 
     def dense(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -99,7 +108,7 @@ class Quantization:
         if not modules:
             directory = next(iter(tensors.values())).file.parent
             raise UnsupportedModel(f"{directory.name}: none of its weights is quantised as {QUANTIZATION} says")
-        dense = dict(tensors)
+        dense = {name: stored for name, stored in tensors.items() if not self._is_kv_scale(name)}
         for module in modules:
             parts = self._parts(module, tensors)
             shape = self._shape(module, parts)
@@ -111,6 +120,35 @@ class Quantization:
                 raise _refused(dense[weight], f"{weight} is {module}.{self.numbers} again")
             dense[weight] = replace(parts[self.numbers], shape=shape, dtype="F32")
         return dense
+
+    def kv_scales(self, tensors: Mapping[str, StoredTensor], *, num_layers: int) -> tuple[KvScale, ...]:
+        """Reads the scales of each layer's keys and values.
+
+        Raises UnsupportedModel, naming the tensor, if one is missing, or is not a single positive number.
+        """
+        scales: dict[tuple[int, str], float] = {}
+        for name, stored in tensors.items():
+            if not self._is_kv_scale(name):
+                continue
+            found = _KV_SCALE.search(name)
+            assert found is not None
+            key = int(found[1]), found[2]
+            if key in scales or key[0] >= num_layers:
+                raise _refused(stored, f"{name} is one more than the {num_layers} layers have")
+            with safe_open(str(stored.file), framework="pt") as file:
+                values = file.get_tensor(name).flatten().float().tolist()
+            if len(values) != 1 or not 0 < values[0] < math.inf:
+                raise _refused(stored, f"{name} is {values[:4]}, and has to be one positive number")
+            scales[key] = values[0]
+        for layer in range(num_layers):
+            for part in ("k", "v"):
+                if (layer, part) not in scales:
+                    directory = next(iter(tensors.values())).file.parent
+                    raise UnsupportedModel(f"{directory.name}: layer {layer} has no {part}_scale for its KV")
+        return tuple(KvScale(scales[layer, "k"], scales[layer, "v"]) for layer in range(num_layers))
+
+    def _is_kv_scale(self, name: str) -> bool:
+        return self.has_kv_scales and _KV_SCALE.search(name) is not None
 
     def _quantized_modules(self, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
         for name, stored in tensors.items():
@@ -242,18 +280,24 @@ def _compressed_tensors(settings: dict[str, Any], place: str) -> Quantization:
         )
     from compressed_tensors.quantization import QuantizationConfig
 
-    for key in ("kv_cache_scheme", "transform_config"):
-        if settings.get(key):
-            raise UnsupportedModel(f"{place}.{key} is not supported")
+    if settings.get("transform_config"):
+        raise UnsupportedModel(f"{place}.transform_config is not supported")
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise UnsupportedModel(f"{place}.sparsity_config: sparse weights are not supported")
-    groups = QuantizationConfig.model_validate(settings).model_dump(mode="json")["config_groups"]
+    validated = QuantizationConfig.model_validate(settings).model_dump(mode="json")
+    groups, kv = validated["config_groups"], validated["kv_cache_scheme"]
+    for key, served in () if kv is None else _KV_SCHEME.items():
+        if kv[key] != served:
+            raise UnsupportedModel(
+                f"{place}.kv_cache_scheme.{key} is {peer_text(repr(kv[key]))}, and has to be {served!r}"
+            )
     schemes = [
         _scheme(group, settings.get("format"), f"{place}.config_groups.{name}") for name, group in groups.items()
     ]
     if not schemes or any(scheme != schemes[0] for scheme in schemes):
         raise UnsupportedModel(f"{place}.config_groups: {len(schemes)} different schemes, and one is supported")
-    return replace(schemes[0], settings={**settings, "dequantize": True})
+    settings = {**settings, "dequantize": True, "kv_cache_scheme": None}
+    return replace(schemes[0], settings=settings, has_kv_scales=kv is not None)
 
 
 def _scheme(group: dict[str, Any], model_format: Any, place: str) -> Quantization:

@@ -247,6 +247,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             directory,
             device=settings.device,
             dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
             attention=settings.attention,
             fuses=settings.fuses_forwards,
             optimizes_modules=settings.uses(FastPath.OPTIMIZED_MODULES),

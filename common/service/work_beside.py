@@ -105,7 +105,9 @@ def new_fusing(
     if model.new_decoder is None:
         if draft is not None:
             draft.new_programs = None
-        _log.info("fused_forward_unavailable", reason="the model's class, dtype or sizes are not known to it")
+        _log.info(
+            "fused_forward_unavailable", reason="the model's class, dtype, sizes or KV in FP8 are not known to it"
+        )
         return None
     return partial(_fuse_logged, engine, model, draft, num_threads, max_tokens)
 

@@ -67,6 +67,7 @@ class TagHead:
     layer_group = DRAFT
     capture = HiddenCapture(final=True)
     hidden_size = 3
+    dtype = "float32"
     token_ids = _IDS
     feeds_target_hidden = False
 

@@ -9,7 +9,7 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 
 FEATURES = (
-    *("windows", "experts", "quantised weights"),
+    *("windows", "experts", "quantised weights", "KV in FP8"),
     *("prefix reuse", "local prompts", "retraction", "no overlap"),
     *("chains of drafts", "trees of drafts", "draft heads of several layers"),
     *("grammars", "log-probabilities", "several choices"),

@@ -32,7 +32,7 @@ _NUM_REQUESTS, _NUM_CHOICES = 9, 3
 _CHUNK_TOKENS, _LOCAL_PREFILL_TOKENS = 16, 12
 _DECODE_TOKENS = 128
 """Slots of the decode service: too few for all requests at once, so that some are retracted."""
-_OF_MODEL = frozenset({"windows", "experts", "quantised weights"})
+_OF_MODEL = frozenset({"windows", "experts", "quantised weights", "KV in FP8"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def _of_outcomes(outcomes: Mapping[str, Outcome]) -> Outputs:
 
 def expected_outputs(models: Models) -> Outputs:
     """Returns the outputs of a plain pair: without a head, caches and overlap, one request at a time."""
-    target = load_target(models.target.directory, device="cpu", dtype="float32")
+    target = load_target(models.target.directory, device="cpu", dtype="float32", kv_dtype="fp8_e4m3")
     with pairs_that_keep_all() as make_pair:
         pair = make_pair(target, PairOptions(overlap=False, prefill_caches=False, decode_caches=False))
         for each in asked():
@@ -218,7 +218,7 @@ def expected_outputs(models: Models) -> Outputs:
 def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bool) -> list[Used]:
     with pairs_that_keep_all() as make_pair:
         shape = SHAPES[shape_name]
-        drafted = load_drafted(models.target.directory, models.heads[shape_name])
+        drafted = load_drafted(models.target.directory, models.heads[shape_name], kv_dtype="fp8_e4m3")
         options = PairOptions(
             decode_tokens=_DECODE_TOKENS,
             decode_window_tokens=4 * _DECODE_TOKENS,
@@ -270,6 +270,7 @@ def _run_services(models: Models, shape_name: str, expected: Outputs, kind: Call
             kind=kind,
             shared_args=(
                 f"--draft={models.heads[shape_name]}",
+                "--kv-dtype=fp8_e4m3",
                 *topk,
                 *(() if overlap else ("--disabled-fast-paths=overlap",)),
             ),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.attention.backend import LayerAttention
+from common.attention.fp8_kv import to_fp8
 from common.attention.torch_attention import TorchAttention
 from tests.model.attention_rows import Rows
 
@@ -60,6 +61,19 @@ def test_a_layer_says_how_tokens_attend(lens: str, layer: str, num_masked: int, 
     if num_masked:
         rows = rows.with_drafts(num_masked) if lens == "verify" else rows
     rows.check(rows.attend(rows.triton(), how), rows.attend(TorchAttention(), how), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_masked", [0, 9])
+@pytest.mark.parametrize("lens", ROWS)
+def test_kv_may_be_in_fp8(lens: str, num_masked: int, dtype: torch.dtype) -> None:
+    rows = Rows.of(ROWS[lens], heads=(14, 2), head_dim=64, dtype=dtype, device="cuda")
+    rows = rows.with_drafts(num_masked) if num_masked and lens == "verify" else rows
+    (output, kv), (expected, expected_kv) = (
+        rows.with_kv(to_fp8).attend(backend) for backend in (rows.triton(), TorchAttention())
+    )
+    torch.testing.assert_close(output, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    assert torch.equal(kv, expected_kv) and not torch.equal(kv, rows.with_kv(to_fp8).batch.kv)
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,6 +95,11 @@ class Rows:
         itself = torch.arange(num_masked - num_new, num_masked).repeat(num_rows)
         mask[torch.arange(len(mask)), itself] = True
         return replace(self, batch=replace(self.batch, tree_mask=mask.to(self.query.device)))
+
+    def with_kv(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        """Returns the rows with changed keys and values, those in the pool and the new ones."""
+        batch = replace(self.batch, kv=change(self.batch.kv))
+        return replace(self, batch=batch, key=change(self.key), value=change(self.value))
 
     def triton(self, launch: Launcher = Launch.run) -> TritonAttention:
         """Returns the GPU's attention backend for these heads."""

@@ -1,5 +1,5 @@
 """Tests of what a layer says of its attention: windows, soft caps and sinks. All backends share this contract, for new
-tokens that follow each other and for drafts.
+tokens that follow each other and for drafts, and for KV in FP8.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from baton_cpu.attention import PagedCpuAttention
 from common.attention import torch_attention
 from common.attention.backend import AttentionBackend, LayerAttention
+from common.attention.fp8_kv import to_fp8, widened
 from common.attention.torch_attention import TorchAttention
 from tests.model.attention_rows import LAYER, Rows
 
@@ -44,7 +45,9 @@ def backend_of(name: str, rows: Rows) -> AttentionBackend:
     return (
         TorchAttention()
         if name == "torch"
-        else PagedCpuAttention(num_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=HEAD_DIM, dtype=rows.query.dtype)
+        else PagedCpuAttention(
+            num_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=HEAD_DIM, dtype=rows.query.dtype, fp8_kv=True
+        )
     )
 
 
@@ -97,10 +100,14 @@ def without_what_is_behind(rows: Rows, how: LayerAttention) -> Rows:
     return replace(rows, batch=replace(rows.batch, kv=kv))
 
 
-def check(backend: str, rows: Rows, how: LayerAttention) -> None:
+def check(backend: str, rows: Rows, how: LayerAttention, *, fp8: bool = False) -> None:
+    if fp8:
+        rows = rows.with_kv(lambda kv: widened(to_fp8(kv), kv.dtype))
     expected, tolerance = expected_output(rows, how), TOLERANCES[rows.query.dtype]
     if how.window is not None:
         rows = without_what_is_behind(rows, how)
+    if fp8:
+        rows = rows.with_kv(to_fp8)
     output, _ = rows.attend(backend_of(backend, rows), how)
     assert output.dtype == rows.query.dtype
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
@@ -121,6 +128,42 @@ def test_a_layer_says_how_tokens_attend(backend: str, dtype: torch.dtype, lens: 
 def test_it_says_so_of_drafts_too(backend: str, lens: str, num_masked: int, layer: str) -> None:
     rows = {**ROWS, "decode behind drafts": ((3, 1), (150, 1)), "many drafts": ((0, 33), (20, 33))}[lens]
     check(backend, Rows.of(rows, heads=HEADS, head_dim=HEAD_DIM).with_drafts(num_masked), LAYERS[layer])
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype"), [("sinks", torch.float32), ("all of them", torch.float32), ("all of them", torch.bfloat16)]
+)
+@pytest.mark.parametrize("num_masked", [0, 5])
+@pytest.mark.parametrize("lens", ROWS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kv_may_be_in_fp8(backend: str, lens: str, num_masked: int, dtype: torch.dtype, layer: str) -> None:
+    rows = Rows.of(ROWS[lens], heads=HEADS, head_dim=HEAD_DIM, dtype=dtype)
+    rows = rows.with_drafts(num_masked) if num_masked and lens == "verify" else rows
+    check(backend, rows, LAYERS[layer], fp8=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_number_of_fp8_is_read_as_itself(backend: str) -> None:
+    """Each row attends one token alone, so its output is the token's value."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers.where(numbers & 0x7F != 0x7F, 0).view(-1, HEADS[1], 2)  # without the NaNs
+    rows = Rows.of(((0, 1),) * len(numbers), heads=HEADS, head_dim=HEAD_DIM)
+    values = numbers.repeat(1, 1, HEAD_DIM // 2)
+    rows = replace(rows.with_kv(to_fp8), value=values)
+    output, kv = rows.attend(backend_of(backend, rows))
+    assert torch.equal(output[:, :: HEADS[0] // HEADS[1]], widened(values, torch.float32))
+    assert torch.equal(kv[LAYER, 1, rows.batch.out_cache_loc], values)
+
+
+def test_numbers_are_rounded_to_the_nearest_and_what_is_no_number_stays_none() -> None:
+    numbers = torch.tensor([0.0, 17.1, 448.0, 1e6, -1e6, 2.0**-9, 2.0**-11, math.inf, -math.inf, math.nan])
+    rounded = torch.tensor([0.0, 18.0, 448.0, 448.0, -448.0, 2.0**-9, 0.0, math.nan, math.nan, math.nan])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        given = numbers.to(dtype)
+        seen, expected = widened(to_fp8(given), torch.float32), rounded.where(given.isfinite(), math.nan)
+        assert torch.equal(seen.nan_to_num(7), expected.nan_to_num(7))
+    scaled = widened(to_fp8(numbers, 0.5), torch.float32)
+    assert torch.equal(scaled[:3], torch.tensor([0.0, 36.0, 448.0])) and scaled.isnan().sum() == 3
 
 
 @pytest.mark.parametrize("layer", ["a soft cap", "sinks", "all of them"])

@@ -23,7 +23,7 @@ from common.errors import UnsupportedModel
 from common.model.loader import load_model, load_target
 from common.wire.fingerprint import first_difference
 from tests.support.models import random_model, save_tiny_model
-from tests.support.quantized import FORMATS, QuantizedModel, save_quantized_model
+from tests.support.quantized import FORMATS, QuantizedModel, save_kv_scales, save_quantized_model
 
 LAYER = "model.layers.0.mlp.up_proj"
 Change = Callable[[dict[str, Any]], object]
@@ -135,7 +135,16 @@ CONFIGS: dict[str, tuple[str, Change, str]] = {
     "blocks-of-nothing": ("fp8-blocks", settings(weight_block_size=[0, 32]), r"weight_block_size is \[0, 32\]"),
     "other-floats": ("fp8-blocks", settings(fmt="e5m2"), "quantization_config.fmt is 'e5m2'"),
     "experts-of-4-bits": ("fp8-blocks", settings(expert_dtype="fp4"), "quantization_config.expert_dtype is 'fp4'"),
-    "quantised-kv": (W4, settings(kv_cache_scheme={"num_bits": 8}), "quantization_config.kv_cache_scheme is not"),
+    "integers-as-kv": (
+        W4,
+        settings(kv_cache_scheme={"num_bits": 8}),
+        "kv_cache_scheme.type is 'int', and has to be 'f",
+    ),
+    "scales-of-kv-at-run-time": (
+        W4,
+        settings(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": True}),
+        "kv_cache_scheme.dynamic is True, and has to be False",
+    ),
     "rotations": (W4, settings(transform_config={"config_groups": {"R1": {}}}), "transform_config is not supported"),
     "sparse": (W4, settings(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: sparse weights"),
     "other-storage": (W4, settings(format="nvfp4-pack-quantized"), "group_0: .* 4 bits and format 'nvfp4-pack-quantiz"),
@@ -163,6 +172,32 @@ def replaced(part: str, new: Callable[[Tensor], Tensor]) -> Change:
 
 def absent(part: str) -> Change:
     return lambda tensors: tensors.pop(f"{LAYER}.{part}")
+
+
+KV_SCALE = "model.layers.1.self_attn.v_scale"
+KV_SCALES: dict[str, tuple[Change, str]] = {
+    "none": (lambda tensors: tensors.pop(KV_SCALE), "layer 1 has no v_scale for its KV"),
+    "of-a-layer-that-is-not-there": (
+        lambda tensors: tensors.update({KV_SCALE.replace("1", "2"): torch.ones(1)}),
+        "layers.2.self_attn.v_scale is one more than the 2 layers have",
+    ),
+    "of-each-head": (lambda tensors: tensors.update({KV_SCALE: torch.ones(2)}), rf"{KV_SCALE} is \[1.0, 1.0\]"),
+    "zero": (lambda tensors: tensors.update({KV_SCALE: torch.zeros(1)}), rf"{KV_SCALE} is \[0.0\]"),
+    "infinite": (lambda tensors: tensors.update({KV_SCALE: torch.tensor([torch.inf])}), rf"{KV_SCALE} is \[inf\]"),
+}
+
+
+@pytest.mark.parametrize("case", KV_SCALES)
+def test_scales_of_kv_that_are_wrong_are_named(
+    case: str, quantized: Callable[[str], QuantizedModel], tmp_path: Path
+) -> None:
+    model = quantized("compressed-tensors-fp8")
+    with_scales = QuantizedModel(tmp_path / "quantized", model.whole_dir)
+    shutil.copytree(model.directory, with_scales.directory)
+    save_kv_scales(with_scales.directory, [(1.0, 1.0)] * 2)
+    change, named = KV_SCALES[case]
+    message = refusal(with_scales, tmp_path, tensors=change)
+    assert re.search(named, message), message
 
 
 TENSORS: dict[str, tuple[str, Change, str]] = {

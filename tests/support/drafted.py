@@ -13,7 +13,7 @@ import pytest
 
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
-from common.model.loader import load_target
+from common.model.loader import KvDtype, load_target
 from common.model.target import TargetModel
 from tests.support.pair import InProcessPair, Outcome
 
@@ -47,8 +47,8 @@ class Drafted:
     head: PagedHead
 
 
-def load_drafted(target_dir: Path, head_dir: Path, *, fuses: bool = False) -> Drafted:
-    target = load_target(target_dir, device="cpu", dtype="float32", fuses=fuses)
+def load_drafted(target_dir: Path, head_dir: Path, *, fuses: bool = False, kv_dtype: KvDtype = "auto") -> Drafted:
+    target = load_target(target_dir, device="cpu", dtype="float32", kv_dtype=kv_dtype, fuses=fuses)
     head = load_draft(head_dir, target=target, device="cpu", dtype="float32", fuses=fuses)
     target.capture_hidden(head.capture)
     return Drafted(target_dir, head_dir, target, head)

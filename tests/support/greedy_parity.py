@@ -24,11 +24,13 @@ def prompts(vocab_size: int = 260) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def reference(directory: Path, vocab_size: int, num_tokens: int) -> list[list[int]]:
+def reference(directory: Path, vocab_size: int, num_tokens: int, attention: str | None = None) -> list[list[int]]:
     """Returns `generate`'s greedy tokens for every prompt. Raises AssertionError where the two best choices nearly
     tie.
+
+    `attention` names an implementation that transformers knows.
     """
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention).eval()
     outputs = []
     for prompt in prompts(vocab_size):
         ids = torch.tensor([prompt])
@@ -58,8 +60,9 @@ def check_tokens_equal_generate(
     num_tokens: int = NEW_TOKENS,
     alone_step: int = 1,
     min_together: int = 8,
+    attention: str | None = None,
 ) -> None:
-    """Asserts that the pair's greedy tokens equal `generate`'s.
+    """Asserts that the pair's greedy tokens equal `generate`'s, with the `attention` of this name.
 
     With `crowd` all prompts run together, and at least `min_together` rows must have shared a step. Otherwise every
     `alone_step`-th prompt runs alone, one after the other.
@@ -77,7 +80,7 @@ def check_tokens_equal_generate(
     if crowd:
         pair.finish_prefill()  # the rest is merged in one step, among those that came before
     pair.run()
-    wanted = reference(model_dir, vocab_size, num_tokens)
+    wanted = reference(model_dir, vocab_size, num_tokens, attention)
     for number in numbers:
         assert pair.outcomes[str(number)].token_ids == wanted[number], f"prompt {number}"
     if crowd:

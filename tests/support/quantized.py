@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,18 @@ def save_quantized_model(directory: Path, kind: str, source: Path) -> QuantizedM
     config["quantization_config"] = quantized_format.config
     (model.directory / "config.json").write_text(json.dumps(config))
     return model
+
+
+def save_kv_scales(directory: Path, scales: Sequence[tuple[float, float]]) -> None:
+    """Adds scales of each layer's keys and values, for KV in FP8, to a model saved as compressed-tensors."""
+    stored = load_file(directory / "model.safetensors")
+    for layer, each in enumerate(scales):
+        for part, scale in zip("kv", each, strict=True):
+            stored[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor([scale])
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def _tiled(weight: Tensor, rows: int, columns: int) -> Tensor:
