@@ -75,7 +75,7 @@ def compute_fingerprint(
     assert model.files is not None, "a model that was not loaded from files has no fingerprint"
     fingerprint = Fingerprint(
         protocol_version=protocol_version,
-        config_digest=config_digest(_read_config(directory)),
+        config_digest=config_digest(_read_config(directory), rotation=model.rotation),
         target_weights_digest=weights_digest(model.files.weight_files, cache_dir),
         tokenizer_digest=_tokenizer_digest(model.files),
         layer_groups=model.layer_groups,
@@ -100,16 +100,17 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def config_digest(config: dict[str, Any]) -> str:
+def config_digest(config: dict[str, Any], *, rotation: str = "") -> str:
     """Returns a digest of a config, without the keys that do not affect KV.
 
     The digest begins with the version of transformers, because transformers fills in absent fields and contains the
-    model's code.
+    model's code. `rotation` follows, the name of the rotation that the served context chose (see rotation.py).
     """
     is_free = _rope_types(config.get("rope_parameters")) | _rope_types(config.get("rope_scaling")) <= _WITHOUT_LIMIT
     left_out = _WITHOUT_EFFECT_ON_KV | ({_CONTEXT_LIMIT} if is_free else set())
     kept = {key: value for key, value in config.items() if key not in left_out}
-    return f"transformers-{transformers.__version__}-{_digest([json.dumps(kept, sort_keys=True).encode()])}"
+    digest = _digest([json.dumps(kept, sort_keys=True).encode()])
+    return "-".join(part for part in ("transformers", transformers.__version__, rotation, digest) if part)
 
 
 def _rope_types(rope: object) -> set[object]:

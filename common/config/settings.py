@@ -93,7 +93,7 @@ class ServiceSettings(ProcessSettings):
     memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
     """If max_kv_tokens is unset: the share of the device's memory to use."""
     max_context_tokens: Positive | None = None
-    """Caps prompt plus output below what the model allows."""
+    """Most tokens of prompt plus output, as far as the model allows; unset: what the model allows."""
     engine_stall_timeout_s: Seconds = 60.0
     """If the engine makes no progress for this long, the process ends."""
     disabled_fast_paths: FastPaths = ()

@@ -30,6 +30,7 @@ from common.model.model_files import (
     read_versions,
     refuse_broken_links,
 )
+from common.model.rotation import fix_rotation
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, AttentionShape, check_config, probe_attention
 
@@ -47,12 +48,16 @@ def load_target(
     device: str,
     dtype: str,
     kv_dtype: KvDtype = "auto",
+    max_context_tokens: int | None = None,
     attention: AttentionKind = "kernels",
     fuses: bool = False,
     optimizes_modules: bool = True,
 ) -> TargetModel:
     """Loads the model in `directory`, with weights in `dtype` (a key of DTYPES), on `device`. `attention` is the kind
     of its attention backend (see choice.py). With KV in FP8 the model is not fused.
+
+    The longest sequence that will be computed has `max_context_tokens`, or as many as the model allows if that is
+    fewer, or if it is None. Models whose rope follows a length are rotated by it (see rotation.py).
 
     If the model's class is known: `fuses` prepares it, on a CPU, to be compiled into one program; `optimizes_modules`
     replaces its modules by fewer and faster ones. Raises UnsupportedModel, naming the trait, for a model that is not
@@ -61,7 +66,7 @@ def load_target(
     refuse_broken_links(directory)
     versions = read_versions(directory)
     end_tokens = read_end_tokens(directory)
-    config = _served_config(directory)
+    config, rotation = _served_config(directory, max_context_tokens)
     vocab_size = _size(config, "vocab_size", directory.name)
     tokenizer = read_tokenizer(directory)
     eos_token_ids = end_token_ids(directory, end_tokens, tokenizer, vocab_size=vocab_size)
@@ -78,6 +83,8 @@ def load_target(
         dtype=dtype,
         kv_dtype=KV_FP8 if kv_dtype == "fp8_e4m3" or scales is not None else dtype,
         kv_scales=scales,
+        max_context_tokens=max_context_tokens,
+        rotation=rotation,
         eos_token_ids=eos_token_ids,
         attention=attention,
         fuses=fuses,
@@ -94,6 +101,8 @@ def target_of(
     dtype: str,
     kv_dtype: str | None = None,
     kv_scales: tuple[KvScale, ...] | None = None,
+    max_context_tokens: int | None = None,
+    rotation: str = "",
     eos_token_ids: tuple[int, ...] = (),
     attention: AttentionKind = "kernels",
     fuses: bool = False,
@@ -102,8 +111,8 @@ def target_of(
     """Turns a loaded causal language model into a target. `model` is changed, and can only be used through the target.
 
     `files` are the files that it was loaded from, and `eos_token_ids` the ids that end its output. `dtype` (a key of
-    DTYPES) is the type of its weights, and `kv_dtype` that of
-    its KV, by default the same. The last three arguments mean what they mean for `load_target`. The target is
+    DTYPES) is the type of its weights, `kv_dtype` that of its KV, by default the same, and `rotation` what
+    `fix_rotation` returned for its config. The other arguments mean what they mean for `load_target`. The target is
     checked with a short prompt before it is returned (see forward_probe.py). Raises UnsupportedModel, naming the trait,
     if the model cannot be served.
     """
@@ -133,6 +142,7 @@ def target_of(
     elif torch_device.type != "cpu" and optimizes_modules and attention == "kernels":
         _use_gpu_kernels(model, torch_device)
     group, windows = _layer_groups(shape, kv_dtype)
+    context = sizes["max_position_embeddings"]
     target = TargetModel(
         model=model,
         backend=backend,
@@ -141,7 +151,8 @@ def target_of(
         kv_scales=kv_scales,
         hidden_size=sizes["hidden_size"],
         vocab_size=sizes["vocab_size"],
-        max_context_tokens=sizes["max_position_embeddings"],
+        max_context_tokens=min(context, max_context_tokens or context),
+        rotation=rotation,
         eos_token_ids=eos_token_ids,
         dtype=DTYPES[dtype],
         torch_device=torch_device,
@@ -195,13 +206,14 @@ def load_model(directory: Path, *, dtype: torch.dtype, attention: str) -> tuple[
     """
     refuse_broken_links(directory)
     versions = read_versions(directory)
-    config = _served_config(directory)
+    config, _ = _served_config(directory, None)
     files = read_model_files(directory, versions)
     return files, load_causal_lm(files, config, dtype, attention=attention)
 
 
-def _served_config(directory: Path) -> Any:
+def _served_config(directory: Path, max_context_tokens: int | None) -> tuple[Any, str]:
+    """Returns the config with which the model in `directory` is built, and what `fix_rotation` returned for it."""
     config = read_config(directory)
     with model_faults(f"{directory.name}/config.json"):
         check_config(config, name=directory.name)
-    return config
+        return config, fix_rotation(config, max_context_tokens=max_context_tokens)

@@ -76,7 +76,8 @@ class TargetModel:
     window. `kv_scales` has one for each layer, for KV in FP8; without it all are 1. `attention` is the backend of the
     layers. `new_decoder` compiles the model into a ForwardProgram; it is None if no program is wanted, or none
     supports the model. It keeps the original weights in memory: set it to None when it is no longer needed. `files` are
-    the files that the model was loaded from. `eos_token_ids` are the ids that end the model's output.
+    the files that the model was loaded from. `max_context_tokens` is the longest context that is served, and `rotation`
+    names the rotation that it chose (see rotation.py). `eos_token_ids` are the ids that end the model's output.
     `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps hidden states after the final norm to
     logits. Any thread may call `prepare`, at any time: the engine thread prepares steps while the forward stream
     computes prompts. Run one forward at a time.
@@ -93,6 +94,7 @@ class TargetModel:
         hidden_size: int,
         vocab_size: int,
         max_context_tokens: int,
+        rotation: str = "",
         eos_token_ids: tuple[int, ...],
         dtype: torch.dtype,
         torch_device: torch.device,
@@ -109,6 +111,7 @@ class TargetModel:
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
+        self.rotation = rotation
         self.eos_token_ids = eos_token_ids
         self.dtype = dtype
         self.torch_device = torch_device

@@ -29,7 +29,6 @@ PROBE_NAME, _MASKED_PROBE_NAME = "baton_probe", "baton_probe_with_masks"
 _ALIBI_MODEL_TYPES = ("bloom", "mpt")
 _TOLERANCE = 1e-3  # for forwards that compute the same with the same kernels
 _MAX_KEYS = 1 << 16
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ATTENTION_KEYWORDS = {
     "sinks": "attention sinks of another form",
     "position_bias": "an attention position bias",
@@ -67,12 +66,13 @@ def _unsupported_trait(config: Any) -> str | None:
     if value("attention_chunk_size") is not None:
         return "chunked attention"
     rope = value("rope_parameters") or {}
-    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # one, or one per layer type
+    of_layer_types = [part for part in rope.values() if isinstance(part, dict)]
+    if of_layer_types and "rope_type" in rope:
+        return "rope of its own for a type of layers, where the model rotates all layers alike,"
+    for each in (rope, *of_layer_types):
         rope_type = each.get("rope_type", "default")
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             return f"rope of the unknown type {rope_type!r}"
-        if rope_type in _LENGTH_DEPENDENT_ROPE:
-            return f"rope of type {rope_type}, which rotates by the longest sequence of a forward,"
     return None
 
 

@@ -65,9 +65,9 @@ _log = structlog.get_logger(__name__)
 class Runtime:
     """Everything that was loaded for a service: model, draft head, device and the like.
 
-    `directory` is the model's directory. `context_tokens` is the longest context that model and settings allow.
-    `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is the background work that compiles forwards
-    into programs, None if there is none. `populates` says whether the KV pool's memory is allocated in the background.
+    `directory` is the model's directory. `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is the
+    background work that compiles forwards into programs, None if there is none. `populates` says whether the KV pool's
+    memory is allocated in the background.
     """
 
     directory: Path
@@ -78,7 +78,6 @@ class Runtime:
     timeline: Timeline
     fingerprint: Fingerprint
     architecture: str
-    context_tokens: int
     populates: bool
     fusing: Work | None
     beside: WorkBeside
@@ -110,7 +109,7 @@ class Runtime:
             max_rows=settings.max_rows,
             max_kv_tokens=settings.max_kv_tokens,
             memory_share=settings.memory_share,
-            context_tokens=self.context_tokens,
+            context_tokens=self.model.max_context_tokens,
             tokens_ahead=tokens_ahead,
         )
         pool = PoolBytes(
@@ -207,7 +206,7 @@ def memory_beside(
     for `tokens_ahead` more tokens than a request may have.
     """
     model = runtime.model
-    num_entries = (runtime.context_tokens + tokens_ahead) * (1 + len(model.windows))
+    num_entries = (model.max_context_tokens + tokens_ahead) * (1 + len(model.windows))
     each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=num_entries)
 
     def peak_bytes(num_rows: int) -> int:
@@ -248,13 +247,13 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             device=settings.device,
             dtype=settings.dtype,
             kv_dtype=settings.kv_dtype,
+            max_context_tokens=settings.max_context_tokens,
             attention=settings.attention,
             fuses=settings.fuses_forwards,
             optimizes_modules=settings.uses(FastPath.OPTIMIZED_MODULES),
         )
     with model_faults(settings.draft):
         head, draft = _load_draft(settings, model) if settings.draft else (None, None)
-    bounds = (model.max_context_tokens, settings.max_context_tokens)
     fingerprint = compute_fingerprint(directory, model, protocol_version=PROTOCOL_VERSION, draft=draft)
     fusing = None
     if settings.fuses_forwards and engine is not None:
@@ -277,7 +276,6 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         populates=settings.uses(FastPath.PREFAULTED_POOL),
         fusing=fusing,
         beside=WorkBeside(),
-        context_tokens=min(bound for bound in bounds if bound is not None),
     )
 
 

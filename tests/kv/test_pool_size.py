@@ -42,11 +42,16 @@ NOTHING = MemoryBeside(row_bytes=1, peak_bytes=lambda num_rows: num_rows)
 
 def beside(kind: type[DecodeSettings | PrefillSettings], *, spec_info: SpecInfo | None = None, **options: Any) -> Any:
     """Returns the memory that a service with this model needs in addition to its pool, on a GPU that records graphs."""
-    model = SimpleNamespace(vocab_size=VOCAB, hidden_size=4096, dtype=torch.bfloat16, torch_device=GPU, windows=())
-    draft = None if spec_info is None else SimpleNamespace(capture=SimpleNamespace(num_states=3))
-    runtime: Any = SimpleNamespace(
-        model=model, draft=draft, device=SimpleNamespace(graphs="there are"), context_tokens=CONTEXT
+    model = SimpleNamespace(
+        vocab_size=VOCAB,
+        hidden_size=4096,
+        max_context_tokens=CONTEXT,
+        dtype=torch.bfloat16,
+        torch_device=GPU,
+        windows=(),
     )
+    draft = None if spec_info is None else SimpleNamespace(capture=SimpleNamespace(num_states=3))
+    runtime: Any = SimpleNamespace(model=model, draft=draft, device=SimpleNamespace(graphs="there are"))
     settings: Any = kind(**options)
     if kind is PrefillSettings:
         return prefill_main.memory_beside_pool(settings, runtime)

@@ -412,8 +412,8 @@ CONFIG_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
     ),
     "theta-told-twice": (config(rope_theta=77.0), "rope_theta is 77.0, and rope_parameters.rope_theta is 10000.0"),
     "rope-by-kind-of-layer": (
-        config(rope_parameters={"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
-        "rope of type dynamic",
+        config(rope_parameters={"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+        "rope of its own for a type of layers",
     ),
     "a-part-of-a-head-that-llama-rotates-whole": (
         config(partial_rotary_factor=0.5),

@@ -25,7 +25,6 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED_CONFIGS: dict[str, tuple[Any, str]] = {
     "llama4": (hf.Llama4TextConfig(**SMALL, attention_chunk_size=8), "a layer of type chunked_attention"),
     "mamba": (hf.MambaConfig(), "a layer of type linear_attention"),
@@ -35,7 +34,6 @@ REFUSED_CONFIGS: dict[str, tuple[Any, str]] = {
     "llava": (hf.LlavaConfig(), "a multi-modal architecture"),
     "bloom": (hf.BloomConfig(), "ALiBi attention"),
     "falcon": (hf.FalconConfig(alibi=True), "ALiBi attention"),
-    "llama": (hf.LlamaConfig(**SMALL, rope_parameters=DYNAMIC_ROPE), "rope of type dynamic"),
     "gpt2_of_8_tokens": (hf.GPT2Config(n_positions=8), "a context of 8 tokens"),
     "bidirectional_llama": (hf.LlamaConfig(**SMALL, is_causal=False), "non-causal attention"),
 }

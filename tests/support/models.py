@@ -84,7 +84,7 @@ def save_tiny_model(directory: Path, architecture: str, *, seed: int = 0, **conf
     tie.
     """
     config = _config(architecture, **config_changes)
-    return _save(directory, random_model(config, seed), config.vocab_size)
+    return save_model(directory, random_model(config, seed), config.vocab_size)
 
 
 def save_last_token_model(
@@ -117,7 +117,14 @@ def save_last_token_model(
         model.lm_head.weight.mul_(logits_std / logits.std())
         noise = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(seed + 1))
         model.lm_head.weight.add_(noise * model.lm_head.weight.std() * disturbance)
-    return _save(directory, model, vocab_size)
+    return save_model(directory, model, vocab_size)
+
+
+def save_model(directory: Path, model: Any, vocab_size: int) -> Path:
+    """Saves a transformers model, with the tokenizer of `make_tokenizer` for its vocabulary. Returns `directory`."""
+    model.save_pretrained(str(directory))
+    make_tokenizer(vocab_size).save_pretrained(str(directory))
+    return directory
 
 
 def next_token_logits(directory: Path) -> Tensor:
@@ -182,9 +189,3 @@ def _next_token_logits(model: Any) -> Tensor:
     tokens = torch.arange(model.config.vocab_size).unsqueeze(1)
     logits: Tensor = model(tokens, use_cache=False).logits
     return logits[:, 0]
-
-
-def _save(directory: Path, model: Any, vocab_size: int) -> Path:
-    model.save_pretrained(str(directory))
-    make_tokenizer(vocab_size).save_pretrained(str(directory))
-    return directory
