@@ -15,7 +15,10 @@ from typing import Any
 import gguf
 import numpy as np
 
-FREQUENCY_FACTORS = "rope_freqs.weight"
+_FREQUENCY_FACTORS = "rope_freqs.weight"
+_SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_FACTORS = (_FREQUENCY_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)
+"""Tensors with the divisors of the rope frequencies, which are no weights of a model."""
 _MISSING: Any = object()
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -180,10 +183,10 @@ def read_values(tensor: gguf.ReaderTensor) -> np.ndarray:
         raise RefusedFile(f"the tensor {tensor.name} is of type {kind}, which is not supported") from error
 
 
-def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarray | None) -> dict[str, Any]:
+def config_fields(keys: Metadata, tensors: Tensors, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Returns `model_type` and the other fields of the model's config, as transformers names them.
 
-    `frequency_factors` are the file's divisors of the rope frequencies, or None if it has none. Raises RefusedFile for
+    `factors` has those of ROPE_FACTORS that the file has. Raises RefusedFile for
     an unknown architecture.
     """
     build = _ARCHITECTURES.get(keys.architecture)
@@ -197,10 +200,12 @@ def config_fields(keys: Metadata, tensors: Tensors, frequency_factors: np.ndarra
     num_blocks = len({name.split(".")[1] for name in tensors.shapes if name.startswith("blk.")})
     if num_layers != num_blocks:
         raise keys.refuse(f"{keys.architecture}.block_count", f"layers, where the file has tensors of {num_blocks}")
-    if fields["model_type"] in _WITHOUT_FREQUENCY_FACTORS and frequency_factors is not None:
-        raise RefusedFile(f"the tensor {FREQUENCY_FACTORS} is not supported for {keys.architecture}")
+    is_phi3 = fields["model_type"] == "phi3"
+    for name in factors:
+        if fields["model_type"] in _WITHOUT_FREQUENCY_FACTORS or (name != _FREQUENCY_FACTORS and not is_phi3):
+            raise RefusedFile(f"the tensor {name} is not supported for {keys.architecture}")
     if fields["model_type"] != "gpt2":
-        fields["rope_parameters"] = _rope_of_layers(keys, fields, _rope(keys, fields, frequency_factors))
+        fields["rope_parameters"] = _rope_of_layers(keys, fields, _rope(keys, fields, factors))
     return {
         "tie_word_embeddings": "output.weight" not in tensors.shapes,
         **fields,
@@ -411,7 +416,7 @@ def _rope_of_layers(keys: Metadata, fields: dict[str, Any], rope: dict[str, Any]
     return rope
 
 
-def _rope(keys: Metadata, fields: dict[str, Any], frequency_factors: np.ndarray | None) -> dict[str, Any]:
+def _rope(keys: Metadata, fields: dict[str, Any], factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     head_dim, prefix = fields["head_dim"], f"{keys.architecture}.rope"
     num_rotated = keys.count("rope.dimension_count", head_dim)
     rope: dict[str, Any] = {"rope_theta": keys.positive("rope.freq_base", 10000.0)}
@@ -422,7 +427,13 @@ def _rope(keys: Metadata, fields: dict[str, Any], frequency_factors: np.ndarray 
     factor = keys.own("rope.scaling.factor", float, None)
     original = keys.own("rope.scaling.original_context_length", int, None)
     scales = factor not in (None, 0.0, 1.0)
-    kind = keys.own("rope.scaling.type", str, "linear" if scales else "none")
+    has_lengths = _SHORT_FACTORS in factors or _LONG_FACTORS in factors
+    kind = keys.own("rope.scaling.type", str, "linear" if scales else "longrope" if has_lengths else "none")
+    if has_lengths:
+        if kind != "longrope" or scales or _FREQUENCY_FACTORS in factors:
+            raise keys.refuse(f"{prefix}.scaling.type", f"beside the tensors {_SHORT_FACTORS} and {_LONG_FACTORS}")
+        return {**rope, **_longrope(keys, fields, factors, num_rotated)}
+    frequency_factors = factors.get(_FREQUENCY_FACTORS)
     if kind not in ("none", "linear", "yarn"):
         raise keys.refuse(f"{prefix}.scaling.type", "is not supported")
     if kind == "none":
@@ -431,10 +442,10 @@ def _rope(keys: Metadata, fields: dict[str, Any], frequency_factors: np.ndarray 
         if frequency_factors is None:
             return {"rope_type": "default", **rope}
         if num_rotated != head_dim:
-            raise RefusedFile(f"{FREQUENCY_FACTORS}: not supported for a part of a head's dimensions")
+            raise RefusedFile(f"{_FREQUENCY_FACTORS}: not supported for a part of a head's dimensions")
         return _llama3_rope(frequency_factors, head_dim, rope["rope_theta"], original)
     if frequency_factors is not None:
-        raise keys.refuse(f"{prefix}.scaling.type", f"beside the tensor {FREQUENCY_FACTORS}")
+        raise keys.refuse(f"{prefix}.scaling.type", f"beside the tensor {_FREQUENCY_FACTORS}")
     if factor is None or not 1.0 <= factor < math.inf:
         raise keys.refuse(f"{prefix}.scaling.factor", f"is no factor of {kind} rope")
     rope = {"rope_type": kind, "factor": factor, **rope}
@@ -450,6 +461,28 @@ def _rope(keys: Metadata, fields: dict[str, Any], frequency_factors: np.ndarray 
     }
 
 
+def _longrope(
+    keys: Metadata, fields: dict[str, Any], factors: Mapping[str, np.ndarray], num_rotated: int
+) -> dict[str, Any]:
+    """Returns the rope parameters of Phi-3 that are of type longrope.
+
+    The config has the original length in `fields` too, because Phi-3 reads it there.
+    """
+    for name in (_SHORT_FACTORS, _LONG_FACTORS):
+        values = factors.get(name)
+        if values is None or values.shape != (num_rotated // 2,) or not (values > 0).all():
+            raise RefusedFile(f"{name}: not {num_rotated // 2} factors above 0")
+    original = keys.count("rope.scaling.original_context_length")
+    fields["original_max_position_embeddings"] = original
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors[_SHORT_FACTORS].tolist(),
+        "long_factor": factors[_LONG_FACTORS].tolist(),
+        "original_max_position_embeddings": original,
+        "attention_factor": keys.positive("rope.scaling.attn_factor", 1.0),
+    }
+
+
 def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int | None) -> dict[str, Any]:
     """Returns rope parameters of type llama3 with which transformers divides frequency i by `factors[i]`.
 
@@ -462,7 +495,7 @@ def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if factors.shape != (head_dim // 2,) or not np.all(np.isfinite(factors)) or factors.min() < 1.0:
-        raise RefusedFile(f"{FREQUENCY_FACTORS}: not {head_dim // 2} factors of 1 or more")
+        raise RefusedFile(f"{_FREQUENCY_FACTORS}: not {head_dim // 2} factors of 1 or more")
     factors = factors.astype(np.float64)
     if factors.max() == 1.0:
         return {"rope_type": "default", "rope_theta": theta}
@@ -486,7 +519,7 @@ def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int
         computed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
         if np.allclose(computed.numpy(), 2 * math.pi * per_token / factors, rtol=2e-6, atol=0.0):
             return rope
-    raise RefusedFile(f"{FREQUENCY_FACTORS}: these factors are not those of a rope of type llama3")
+    raise RefusedFile(f"{_FREQUENCY_FACTORS}: these factors are not those of a rope of type llama3")
 
 
 def _band(per_token: np.ndarray, kept: np.ndarray) -> tuple[float, float] | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gguf
 
-from common.gguf.config import FREQUENCY_FACTORS, Metadata, RefusedFile, Tensors, config_fields, read_values
+from common.gguf.config import ROPE_FACTORS, Metadata, RefusedFile, Tensors, config_fields, read_values
 
 
 def convert_gguf(path: Path, out_dir: Path, dtype: str) -> None:
@@ -25,8 +25,8 @@ def convert_gguf(path: Path, out_dir: Path, dtype: str) -> None:
     stored = {tensor.name: tensor for tensor in reader.tensors}
     _check_file(keys)
     tensors = Tensors({name: tuple(int(size) for size in reversed(one.shape)) for name, one in stored.items()})
-    factors = stored.pop(FREQUENCY_FACTORS, None)
-    fields = config_fields(keys, tensors, None if factors is None else read_values(factors).reshape(-1))
+    factors = {name: read_values(stored.pop(name)).reshape(-1) for name in ROPE_FACTORS if name in stored}
+    fields = config_fields(keys, tensors, factors)
     keys.refuse_unknown(f"{keys.architecture}.")
 
     import torch  # these take seconds to import, and most unsupported files are refused above

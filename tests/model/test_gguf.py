@@ -102,12 +102,15 @@ def converted(tmp_path: Path, file: GgufFile, *, kind: Any = None, dtype: str = 
     return tmp_path / "out"
 
 
-def check_parity(directory: Path, source: Any) -> None:
+def check_parity(directory: Path, source: Any, *, max_context_tokens: int | None = None) -> None:
     """Asserts that the logits of a prompt in two chunks equal the source model's."""
     source.set_attn_implementation("eager")
     with torch.inference_mode():
         expected = source(torch.tensor([PROMPT]), use_cache=False).logits[0, -1]
-    paged = PagedModel(load_target(directory, device="cpu", dtype="float32", optimizes_modules=False), num_rows=1)
+    target = load_target(
+        directory, device="cpu", dtype="float32", max_context_tokens=max_context_tokens, optimizes_modules=False
+    )
+    paged = PagedModel(target, num_rows=1)
     paged.extend({1: PROMPT[:4]})
     torch.testing.assert_close(paged.extend({1: PROMPT[4:]})[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -282,6 +285,28 @@ def test_frequency_factors_are_the_rope_they_were_written_from(
     check_parity(converted(tmp_path, file), source)
 
 
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("named", [False, True])
+def test_longrope_of_phi3_has_its_factors_and_its_scale(
+    tmp_path: Path, is_long: bool, share: float, named: bool
+) -> None:
+    original = len(PROMPT) - 1 if is_long else len(PROMPT)
+    num_factors = int(8 * share)
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * i for i in range(num_factors)],
+        "long_factor": [2.0 + 3.0 * i for i in range(num_factors)],
+        "partial_rotary_factor": share,
+        **THETA,
+    }
+    source = source_model("phi3", rope_parameters=rope, original_max_position_embeddings=original)
+    file = gguf_of(source)
+    file = file.changed({"{arch}.rope.scaling.type": "longrope"} if named else {})
+    context = source.config.max_position_embeddings if is_long else original
+    check_parity(converted(tmp_path, file), source, max_context_tokens=context)
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "BF16", "F16"])
 def test_quantised_tensors_are_what_their_blocks_say(tmp_path: Path, kind: str) -> None:
     source, quant = source_model("llama"), gguf.GGMLQuantizationType[kind]
@@ -344,6 +369,7 @@ REFUSED_EVERYWHERE: dict[str, Any] = {
     "tokenizer.chat_template": 1,
     "tokenizer.huggingface.json": "{}",
 }
+LENGTHS = ("rope_factors_short.weight", "rope_factors_long.weight")
 REFUSED_WITH_ROTATION: dict[str, Any] = {
     "{arch}.rope.dimension_count": 64,
     "{arch}.rope.freq_base": 0.0,
@@ -495,7 +521,15 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path, model_type: str, file
         ("gpt_oss", {"blk.0.attn_sinks.weight": np.zeros(3, np.float32)}, "blk.0.attn_sinks.weight has the shape"),
         ("gpt_oss", {"blk.0.ffn_down_exps.weight": np.zeros(64, np.float32)}, "blk.0.ffn_down_exps.weight has the"),
         ("gpt_oss", {"blk.0.ffn_up_exps.bias": np.zeros((4, 95), np.float32)}, "blk.0.ffn_up_exps.bias has the shape"),
-        ("phi3", {"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_long.weight"),
+        ("phi3", {"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_short.weight"),
+        ("phi3", dict.fromkeys(LENGTHS, np.ones(7, np.float32)), "rope_factors_short.weight: not 8 factors above 0"),
+        ("phi3", dict.fromkeys(LENGTHS, np.zeros(8, np.float32)), "rope_factors_short.weight: not 8 factors above 0"),
+        ("phi3", dict.fromkeys(LENGTHS, np.ones(8, np.float32)), "phi3.rope.scaling.original_context_length"),
+        (
+            "phi3",
+            dict.fromkeys((*LENGTHS, "rope_freqs.weight"), np.ones(8, np.float32)),
+            "phi3.rope.scaling.type",
+        ),
         ("qwen2", {"blk.1.attn_output.bias": np.zeros(64, np.float32)}, "blk.1.attn_output.bias"),
         ("qwen3", {"blk.0.ffn_gate_exps.weight": np.zeros((4, 32, 64), np.float32)}, "blk.0.ffn_gate_exps.weight"),
         ("mixtral", {"blk.0.ffn_up_exps.weight": np.zeros((3, 96, 64), np.float32)}, "blk.0.ffn_"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,7 @@ def _own_keys(config: Any) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope["rope_theta"]),
         **_window_keys(config),
+        **_longrope_keys(config, rope),
     }
     if config.model_type == "starcoder2":
         return keys | {"attention.layer_norm_epsilon": config.norm_epsilon}
@@ -117,6 +119,18 @@ def _own_keys(config: Any) -> dict[str, Any]:
     if hasattr(config, "shared_expert_intermediate_size"):
         keys |= {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
     return keys
+
+
+def _longrope_keys(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns what llama.cpp's converter writes for Phi-3. It names no scaling type."""
+    if rope["rope_type"] != "longrope":
+        return {}
+    original = config.original_max_position_embeddings
+    scale = config.max_position_embeddings / original
+    return {
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": math.sqrt(1 + math.log(scale) / math.log(original)),
+    }
 
 
 def _window_keys(config: Any) -> dict[str, Any]:
@@ -164,6 +178,9 @@ def _tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
         gguf_name = names.get_name(stem)
         assert gguf_name is not None, name
         tensors[f"{gguf_name}.{suffix}"] = _as_stored(model, architecture, name, tensor).contiguous().numpy()
+    for kind in ("short", "long"):
+        if factors := getattr(model.config, "rope_parameters", {}).get(f"{kind}_factor"):
+            tensors[f"rope_factors_{kind}.weight"] = np.array(factors, dtype=np.float32)
     return tensors
 
 
