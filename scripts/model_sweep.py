@@ -97,6 +97,8 @@ _SMALL: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 320,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -127,6 +129,7 @@ class Outcome:
 def _configs(model_type: str) -> dict[str, dict[str, Any]]:
     """Returns small configs of this architecture by variant: with its own features, and plain."""
     defaults = transformers.CONFIG_MAPPING[model_type]()
+    defaults.allow_global_per_layer_attribute_access = True  # else asking for a field that differs between layers fails
     derived = {name for name, member in inspect.getmembers(type(defaults)) if isinstance(member, property)}
     has = [name for name in (*_SMALL, *_PLAIN) if name not in derived and hasattr(defaults, name)]
     small = {name: _SMALL[name] for name in has if name in _SMALL}

@@ -10,7 +10,7 @@ The plan is passed through the model's keyword arguments, so no global variable 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -132,6 +132,56 @@ class AttentionBackend(Protocol):
         """
 
     def plan(self, batch: ForwardInput) -> AttentionPlan: ...
+
+
+class AttentionOfGroups(AttentionBackend):
+    """The attention of a model whose layers belong to several groups.
+
+    `full` is the backend of the layers that attend all tokens, and `windows` has the one of each group with a window,
+    in the order of ForwardInput.windows. Groups of one shape may share a backend.
+    """
+
+    def __init__(self, full: AttentionBackend, windows: Sequence[AttentionBackend]) -> None:
+        self._full = full
+        self._windows = tuple(windows)
+
+    @property
+    def follows_lengths(self) -> bool:
+        return all(backend.follows_lengths for backend in (self._full, *self._windows))
+
+    def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
+        backends = (self._full, *self._windows)
+        return list(dict.fromkeys(shape for each in backends for shape in each.kernel_shapes(with_masks=with_masks)))
+
+    def plan(self, batch: ForwardInput) -> AttentionPlan:
+        """Returns the plan of a forward. Layers are numbered as in the model, whatever group their KV belongs to."""
+        return _PlanOfGroups(self._full, self._windows, batch)
+
+
+class _PlanOfGroups(AttentionPlan):
+    """A forward's plan that consists of one for each group of layers."""
+
+    def __init__(self, full: AttentionBackend, windows: Sequence[AttentionBackend], batch: ForwardInput) -> None:
+        self._places: dict[int, tuple[AttentionPlan, int]] = {}
+        for backend, window in zip(windows, batch.windows, strict=True):
+            plan = backend.plan(
+                replace(
+                    batch,
+                    out_cache_loc=window.slot_of[batch.out_cache_loc],
+                    req_to_token=window.req_to_token,
+                    kv=window.kv,
+                    windows=(),
+                )
+            )
+            self._places |= {layer: (plan, number) for number, layer in enumerate(window.layers)}
+        others = [layer for layer in range(len(self._places) + batch.kv.shape[0]) if layer not in self._places]
+        if others:
+            plan = full.plan(replace(batch, windows=()))
+            self._places |= {layer: (plan, number) for number, layer in enumerate(others)}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        plan, number = self._places[layer]
+        return plan.attend(number, query, key, value, how)
 
 
 def paged_attention(

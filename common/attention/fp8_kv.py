@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.attention.backend import AttentionPlan, LayerAttention
+from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, KernelShape, LayerAttention
 
 FP8_BITS = torch.uint8
 """The dtype of a pool, and of keys and values, in FP8."""
@@ -43,12 +43,29 @@ def widened(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers.view(torch.float8_e4m3fn).to(dtype) if numbers.dtype == FP8_BITS else numbers
 
 
-class Fp8Plan(AttentionPlan):
-    """A plan for a pool in FP8: it rounds new keys and values, and takes the scales into account.
+class Fp8Attention(AttentionBackend):
+    """Attention of a model whose KV may be in FP8: it rounds new keys and values, and takes the scales into account.
 
-    `plan` is the backend's, and `scales` has one for each layer. Without it all scales are 1.
+    `backend` attends what the pool has. `scales` has one for each layer; without it all scales are 1.
     """
 
+    def __init__(self, backend: AttentionBackend, scales: Sequence[KvScale] | None = None) -> None:
+        self._backend = backend
+        self._scales = scales
+
+    @property
+    def follows_lengths(self) -> bool:
+        return self._backend.follows_lengths
+
+    def kernel_shapes(self, *, with_masks: bool = False) -> Sequence[KernelShape]:
+        return self._backend.kernel_shapes(with_masks=with_masks)
+
+    def plan(self, batch: ForwardInput) -> AttentionPlan:
+        plan = self._backend.plan(batch)
+        return _Fp8Plan(plan, self._scales) if batch.kv.dtype == FP8_BITS else plan
+
+
+class _Fp8Plan(AttentionPlan):
     def __init__(self, plan: AttentionPlan, scales: Sequence[KvScale] | None) -> None:
         self._plan = plan
         self._scales = scales

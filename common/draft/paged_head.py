@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput
+from common.attention.backend import AttentionPlan, ForwardInput
 from common.attention.choice import AttentionKind, new_attention
-from common.attention.forward_plan import plan_of
+from common.attention.fp8_kv import Fp8Attention
 from common.draft.checkpoint import Checkpoint
 from common.draft.head import DraftOutput, HeadProgram, output_of
 from common.draft.kernels import Kernels, Op, Rotation, kernels_for
@@ -84,7 +84,7 @@ class PagedHead(ABC):
         self.token_ids = token_ids
         self.feeds_target_hidden = feeds_target_hidden
         self._kernels: Kernels = kernels_for(parts.target.torch_device)
-        self.attention: AttentionBackend = new_attention(
+        attention = new_attention(
             parts.attention,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -93,6 +93,7 @@ class PagedHead(ABC):
             torch_device=parts.target.torch_device,
             fp8_kv=parts.kv_dtype == KV_FP8,
         )
+        self.attention = Fp8Attention(attention) if parts.kv_dtype == KV_FP8 else attention
         self._rope = LlamaRotaryEmbedding(spec.rope).to(parts.target.torch_device)
         self._program: HeadProgram | None = None
         self.forward_counts = ForwardCounts()
@@ -141,7 +142,7 @@ class PagedHead(ABC):
     def _prepare(self, batch: ForwardInput, hidden: Tensor) -> tuple[Rotation, AttentionPlan]:
         """Returns the batch's rotary embedding, in the dtype of `hidden`, and its attention plan."""
         rotation: Rotation = self._rope(hidden, batch.positions.unsqueeze(0))
-        return rotation, plan_of(self.attention, batch)
+        return rotation, self.attention.plan(batch)
 
 
 def read_embedding(parts: HeadParts, name: str, hidden_size: int) -> Op:

@@ -72,12 +72,13 @@ _TF32_TOLERANCE = _TOLERANCES[torch.float16]
 class Unsplit:
     """The forward of a whole prompt by transformers itself, as the reference to compare with.
 
-    Shapes: token_ids [N], the first at position `start`; kv [layers, 2, N, heads, head_dim]; logits [N, vocab] float32.
+    Shapes: token_ids [N], the first at position `start`; kv of each layer [2, N, heads, head_dim]; logits [N, vocab]
+    float32.
     """
 
     start: int
     token_ids: Tensor
-    kv: Tensor
+    kv: tuple[Tensor, ...]
     logits: Tensor
 
 
@@ -179,7 +180,7 @@ class _Pool:
             of_row, logits = logits[: stop - start], logits[stop - start :]
             for layer in range(self._target.num_layers):
                 for index, plane in enumerate(("keys", "values")):
-                    expected = unsplit.kv[layer, index, start:stop]
+                    expected = unsplit.kv[layer][index, start:stop]
                     seen = self._kv_of(layer)[index, slots]
                     self._compare(f"{plane} of layer {layer}", layer, seen, expected, what)
             self._compare("logits", self._target.num_layers, of_row, unsplit.logits[start:stop], what)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from common.attention.backend import ATTENTION_NAME
+from common.attention.backend import ATTENTION_NAME, AttentionBackend, AttentionOfGroups
 from common.attention.choice import AttentionKind, new_attention, overlaps_kernels
-from common.attention.fp8_kv import KvScale
+from common.attention.fp8_kv import Fp8Attention, KvScale
 from common.cpu_engine import cpu_engine
 from common.errors import UnsupportedModel
 from common.kv.layer_group import KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers
@@ -32,7 +35,7 @@ from common.model.model_files import (
 )
 from common.model.rotation import fix_rotation
 from common.model.target import TargetModel
-from common.model.traits import PROBE_NAME, AttentionShape, check_config, probe_attention
+from common.model.traits import PROBE_NAME, LayerShape, check_config, probe_attention
 
 KvDtype = Literal["auto", "unquantized", "fp8_e4m3"]
 """"auto": FP8 if the checkpoint has scales for it, else the model's dtype. "unquantized": the model's dtype.
@@ -122,18 +125,26 @@ def target_of(
         raise UnsupportedModel(f"{name}: an architecture that cannot select logits is not supported")
     model = model.to(torch_device).eval().requires_grad_(False)
     check_finite(model, name=name)
-    shape, unsplit, far = probe_attention(model, name=name, torch_device=torch_device)
+    shapes, unsplit, far = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
-    kv_dtype = kv_dtype or dtype
-    backend = new_attention(
-        attention,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=DTYPES[dtype],
-        torch_device=torch_device,
-        fp8_kv=kv_dtype == KV_FP8,
-    )
+    layers_of, kv_dtype = _layers_of(shapes), kv_dtype or dtype
+
+    @cache
+    def backend_of(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
+        return new_attention(
+            attention,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=DTYPES[dtype],
+            torch_device=torch_device,
+            fp8_kv=kv_dtype == KV_FP8,
+        )
+
+    full, *of_windows = (backend_of(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in layers_of)
+    backend: AttentionBackend = AttentionOfGroups(full, of_windows) if of_windows else full
+    if kv_dtype == KV_FP8:
+        backend = Fp8Attention(backend, kv_scales)
     new_decoder = None
     if (engine := cpu_engine(torch_device)) is not None:
         new_decoder = engine.new_decoder(model) if fuses and kv_dtype == dtype else None
@@ -141,14 +152,14 @@ def target_of(
             engine.optimize_modules(model)
     elif torch_device.type != "cpu" and optimizes_modules and attention == "kernels":
         _use_gpu_kernels(model, torch_device)
-    group, windows = _layer_groups(shape, kv_dtype)
+    group, *window_groups = (_layer_group(shape, len(layers), kv_dtype) for shape, layers in layers_of.items())
+    window_layers = list(layers_of.values())[1:]
     context = sizes["max_position_embeddings"]
     target = TargetModel(
         model=model,
         backend=backend,
         layer_group=group,
-        windows=windows,
-        kv_scales=kv_scales,
+        windows=tuple(map(WindowLayers, window_groups, window_layers)),
         hidden_size=sizes["hidden_size"],
         vocab_size=sizes["vocab_size"],
         max_context_tokens=min(context, max_context_tokens or context),
@@ -163,25 +174,25 @@ def target_of(
     return target
 
 
-def _layer_groups(shape: AttentionShape, kv_dtype: str) -> tuple[LayerGroupSpec, tuple[WindowLayers, ...]]:
-    """Returns the group of the layers that attend all tokens, and one for the layers of each window."""
-    layers_of: dict[int | None, list[int]] = {None: []}
-    for layer, window in enumerate(shape.windows):
-        layers_of.setdefault(window, []).append(layer)
-    groups = {
-        window: LayerGroupSpec(
-            name=TARGET_GROUP if window is None else f"{TARGET_GROUP}_{window}",
-            num_layers=len(layers),
-            num_planes=2,
-            num_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=kv_dtype,
-            window=window,
-        )
-        for window, layers in layers_of.items()
+def _layers_of(shapes: Sequence[LayerShape]) -> dict[LayerShape, tuple[int, ...]]:
+    """Returns the layers of each shape. Those that attend all tokens come first, and may be none."""
+    full = next((shape for shape in shapes if shape.window is None), replace(shapes[0], window=None))
+    return {
+        shape: tuple(layer for layer, each in enumerate(shapes) if each == shape)
+        for shape in dict.fromkeys((full, *shapes))
     }
-    full = groups.pop(None)
-    return full, tuple(WindowLayers(group, tuple(layers_of[window])) for window, group in groups.items())
+
+
+def _layer_group(shape: LayerShape, num_layers: int, kv_dtype: str) -> LayerGroupSpec:
+    return LayerGroupSpec(
+        name=TARGET_GROUP if shape.window is None else f"{TARGET_GROUP}_{shape.window}",
+        num_layers=num_layers,
+        num_planes=2,
+        num_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=kv_dtype,
+        window=shape.window,
+    )
 
 
 def _size(config: Any, key: str, name: str) -> int:

@@ -150,7 +150,7 @@ def read_config(directory: Path) -> Any:
     _check_sizes(raw.get, place)  # before transformers computes with them
     with model_faults(place):
         config: Any = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
-        _check_sizes(partial(getattr, config), place)
+        _check_sizes(partial(_size_of, config), place)
         _refuse_unread(raw, config, place)
     config.return_dict = True  # a forward returns named outputs by default
     return config
@@ -345,6 +345,13 @@ def _check_type(raw: Mapping[str, Any], place: str) -> None:
 
 def _torch_dtype(name: str) -> object:
     return getattr(torch, name.removeprefix("torch."), None)
+
+
+def _size_of(config: Any, key: str, default: None = None) -> Any:
+    """Returns a field of a config, or the list of each layer's if it differs between layers."""
+    if config.is_heterogeneous:
+        return [getattr(layer, key, default) for layer in config.per_layer_config]
+    return getattr(config, key, default)
 
 
 def _check_sizes(get: Callable[[str, None], Any], place: str) -> None:
@@ -633,10 +640,10 @@ def _check_counts(files: ModelFiles, config: Any) -> None:
     num_tensors = len(files.tensors)
     largest = max(max(stored.shape, default=0) for stored in files.tensors.values())
     counts = {key: value for key, value in config.to_dict().items() if _COUNT.match(key)}
-    sizes = {key: getattr(config, key, None) for key in _SIZES if key != "max_position_embeddings"}
+    sizes = {key: _size_of(config, key) for key in _SIZES if key != "max_position_embeddings"}
     for key, value in {**sizes, **counts}.items():
         most = max(num_tensors, _MANY_LAYERS) if "layer" in key else max(num_tensors, largest, _LARGE)
-        if isinstance(value, int) and value > most:
+        if any(isinstance(each, int) and each > most for each in (value if isinstance(value, list) else [value])):
             raise UnsupportedModel(
                 f"{files.directory.name}/{CONFIG}: {key} is {value}, and the weight files have {num_tensors} tensors"
                 f" of at most {largest} rows or columns"

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, LayerAttention
-from common.attention.forward_plan import plan_of
-from common.attention.fp8_kv import KvScale
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec, WindowLayers
 from common.model.capture import HiddenCapture
@@ -73,14 +71,13 @@ class TargetModel:
     """A decoder-only model.
 
     `layer_group` is the shape of the KV of layers that attend all tokens, and `windows` are the layers that attend a
-    window. `kv_scales` has one for each layer, for KV in FP8; without it all are 1. `attention` is the backend of the
-    layers. `new_decoder` compiles the model into a ForwardProgram; it is None if no program is wanted, or none
-    supports the model. It keeps the original weights in memory: set it to None when it is no longer needed. `files` are
-    the files that the model was loaded from. `max_context_tokens` is the longest context that is served, and `rotation`
-    names the rotation that it chose (see rotation.py). `eos_token_ids` are the ids that end the model's output.
-    `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps hidden states after the final norm to
-    logits. Any thread may call `prepare`, at any time: the engine thread prepares steps while the forward stream
-    computes prompts. Run one forward at a time.
+    window. `attention` is the attention backend of its layers. `new_decoder` compiles the model into a ForwardProgram;
+    it is None if no program is wanted, or none supports the model. It keeps the original weights in memory: set it to
+    None when it is no longer needed. `files` are the files that the model was loaded from. `max_context_tokens` is the
+    longest context that is served, and `rotation` names the rotation that it chose (see rotation.py). `eos_token_ids`
+    are the ids that end the model's output. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps
+    hidden states after the final norm to logits. Any thread may call `prepare`, at any time: the engine thread prepares
+    steps while the forward stream computes prompts. Run one forward at a time.
     """
 
     def __init__(
@@ -90,7 +87,6 @@ class TargetModel:
         backend: AttentionBackend,
         layer_group: LayerGroupSpec,
         windows: tuple[WindowLayers, ...] = (),
-        kv_scales: tuple[KvScale, ...] | None = None,
         hidden_size: int,
         vocab_size: int,
         max_context_tokens: int,
@@ -107,7 +103,6 @@ class TargetModel:
         self.attention = backend
         self.layer_group = layer_group
         self.windows = windows
-        self.kv_scales = kv_scales
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
@@ -244,9 +239,7 @@ class TargetModel:
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=every_token if batch.logits_rows is None else batch.logits_rows,
-            attention_plan=_ToldPlan(
-                plan_of(self.attention, batch, self.kv_scales), on_layer or self._count_layer, on_layer_kv or {}
-            ),
+            attention_plan=_ToldPlan(self.attention.plan(batch), on_layer or self._count_layer, on_layer_kv or {}),
             **({} if self._capture is None else {"captured_states": states}),
         )
         return TargetOutput(output.logits[0].float(), self._ordered(states))

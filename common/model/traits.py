@@ -8,9 +8,9 @@ layer calls its attention, so an unknown architecture is judged by its behaviour
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,8 @@ def _unsupported_trait(config: Any) -> str | None:
             return f"a layer of type {layer_type}"
     if value("attention_chunk_size") is not None:
         return "chunked attention"
+    if value("num_kv_shared_layers"):
+        return "KV that layers share (num_kv_shared_layers)"
     rope = value("rope_parameters") or {}
     of_layer_types = [part for part in rope.values() if isinstance(part, dict)]
     if of_layer_types and "rope_type" in rope:
@@ -77,13 +79,13 @@ def _unsupported_trait(config: Any) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """The shape of the attention in each layer. `num_heads` counts query heads.
+class LayerShape:
+    """The shape of the attention in one layer. `num_heads` counts query heads.
 
-    `windows` has the window of each layer, or None for a layer that attends all earlier tokens.
+    `window` is None for a layer that attends all earlier tokens.
     """
 
-    windows: tuple[int | None, ...]
+    window: int | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -97,10 +99,10 @@ class _Probe:
 
     def __init__(self, num_tokens: int | None = None) -> None:
         self._num_tokens = num_tokens
-        self.layers: list[tuple[int, int, int, int]] = []
+        self.layers: list[int] = []
+        self.shapes: list[LayerShape] = []
         self.queries: list[Tensor] = []
         self.kv: list[Tensor] = []
-        self.windows: list[int | None] = []
         self.trait: str | None = None
 
     def observe(
@@ -111,8 +113,8 @@ class _Probe:
             self._refuse("an attention layer without an index")
             return
         self.queries.append(query[0].transpose(0, 1))
-        self.windows.append(keywords.get("sliding_window"))
-        self.layers.append((layer, query.shape[1], key.shape[1], key.shape[3]))
+        self.layers.append(layer)
+        self.shapes.append(LayerShape(keywords.get("sliding_window"), query.shape[1], key.shape[1], key.shape[3]))
         if key.shape == value.shape:
             self.kv.append(torch.stack([key[0], value[0]]).transpose(1, 2))
         else:
@@ -215,13 +217,14 @@ class _ToldPast(DynamicCache):
 @torch.inference_mode()
 def probe_attention(
     model: Any, *, name: str, torch_device: torch.device
-) -> tuple[AttentionShape, Unsplit, list[Unsplit]]:
+) -> tuple[tuple[LayerShape, ...], Unsplit, list[Unsplit]]:
     """Observes how each layer of the model attends, and computes reference forwards with transformers alone.
 
-    Returns the shape of the attention, the reference forward of a short prompt, and one reference forward that begins
-    at each position that `far_positions` returns. `model` must be set to the attention implementation PROBE_NAME;
-    afterwards it is set to another one. Raises UnsupportedModel, naming the trait, unless each layer calls attention
-    exactly once, each token attends to all tokens up to itself, and all layers have the same shape.
+    Returns the shape of each layer's attention, the reference forward of a short prompt, and one reference forward that
+    begins at each position that `far_positions` returns. `model` must be set to the attention implementation
+    PROBE_NAME; afterwards it is set to another one. Raises UnsupportedModel, naming the trait, unless each layer calls
+    attention exactly once, each token attends to all tokens up to itself or to a window of them, and layers that attend
+    alike have the same shape.
     """
 
     def refused(trait: str) -> UnsupportedModel:
@@ -249,16 +252,17 @@ def probe_attention(
     if probe.trait is not None:
         raise refused(probe.trait)
     num_layers = model.config.num_hidden_layers
-    if [layer for layer, *_ in probe.layers] != list(range(num_layers)):
+    if probe.layers != list(range(num_layers)):
         order = " out of order" if len(probe.layers) == num_layers else ""
         raise refused(f"attention in {len(probe.layers)} of {num_layers} layers{order}")
-    shapes = {tuple(shape) for _, *shape in probe.layers}
-    if len(shapes) != 1:
-        raise refused("layers with different attention shapes")
     context = model.config.max_position_embeddings
-    windows = tuple(None if window is None or window >= context else window for window in probe.windows)
-    shape = AttentionShape(windows, *shapes.pop())
-    _check_rotated_share(model, shape.head_dim, name)
+    shapes = tuple(
+        replace(shape, window=None) if shape.window is not None and shape.window >= context else shape
+        for shape in probe.shapes
+    )
+    if len(set(shapes)) != len({shape.window for shape in shapes}):
+        raise refused("layers that attend alike with different attention shapes")
+    _check_rotated_share(model, {shape.head_dim for shape in shapes}, name)
     model.set_attn_implementation("eager")
     logits = forward(tokens)
     if not bool(torch.isfinite(logits).all()):
@@ -272,7 +276,7 @@ def probe_attention(
         far = [
             _compute_far(forward, model, tokens[:NUM_FAR_TOKENS], start, name) for start in far_positions(model.config)
         ]
-    return shape, Unsplit(0, tokens, torch.stack(probe.kv), logits), far
+    return shapes, Unsplit(0, tokens, tuple(probe.kv), logits), far
 
 
 def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, start: int, name: str) -> Unsplit:
@@ -289,14 +293,13 @@ def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, sta
     forward(tokens, attention_probe=told, position_ids=positions)
     if own.trait is not None or told.trait is not None:
         raise UnsupportedModel(f"{name}: {own.trait or told.trait} is not supported")
-    kv, told_kv = torch.stack(own.kv), torch.stack(told.kv)
     pairs = [
         pair
         for layer in range(len(own.kv))
         for pair in (
             ("queries", layer, own.queries[layer], told.queries[layer]),
-            ("keys", layer, kv[layer, 0], told_kv[layer, 0]),
-            ("values", layer, kv[layer, 1], told_kv[layer, 1]),
+            ("keys", layer, own.kv[layer][0], told.kv[layer][0]),
+            ("values", layer, own.kv[layer][1], told.kv[layer][1]),
         )
     ]
     for plane, layer, expected, seen in pairs:
@@ -306,7 +309,7 @@ def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, sta
                 f"{name}: {type(model).__name__} computes something else at position {start} of a prompt than when it"
                 f" is told this position: {plane} of layer {layer} differ by {apart:.2g}; it cannot be served"
             )
-    return Unsplit(start, tokens, kv, logits)
+    return Unsplit(start, tokens, tuple(own.kv), logits)
 
 
 @contextmanager
@@ -334,15 +337,15 @@ def _checked_tables(model: nn.Module, says: str) -> Iterator[None]:
             hook.remove()
 
 
-def _check_rotated_share(model: Any, head_dim: int, name: str) -> None:
-    """Raises UnsupportedModel if rotary embedding rotates a different share of `head_dim` than the config states."""
+def _check_rotated_share(model: Any, head_dims: Set[int], name: str) -> None:
+    """Raises UnsupportedModel if rotary embedding rotates a different share of the heads than the config states."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     shares = {key: rope.get(key, getattr(model.config, key, None)) for key in ROTATED_SHARES}
     rotated = {2 * buffer.numel() for buffer_name, buffer in model.named_buffers() if buffer_name.endswith("inv_freq")}
     for key, share in shares.items():
-        expected = 0 if share is None else int(head_dim * share)
-        if share is not None and rotated and rotated != {expected + expected % 2}:
+        expected = set() if share is None else {int(head_dim * share) for head_dim in head_dims}
+        if share is not None and rotated and rotated != {each + each % 2 for each in expected}:
             raise UnsupportedModel(
                 f"{name}/{CONFIG}: {key} is {share}, and {type(model).__name__} rotates {max(rotated)} of a head's"
-                f" {head_dim} numbers"
+                f" {max(head_dims)} numbers"
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.attention.backend import AttentionBackend
+from common.attention.backend import AttentionBackend, AttentionOfGroups
 from common.attention.choice import AttentionKind, new_attention, new_draw_kernels
 from common.attention.torch_attention import TorchAttention
 from common.attention.triton_attention import TritonAttention
@@ -41,6 +41,17 @@ def choose(
         shared_bytes=lambda device: shared_bytes,
         overlaps=lambda device: False,
     )
+
+
+def test_kernels_of_all_groups_are_compiled_and_each_shape_once() -> None:
+    shapes = AttentionOfGroups(choose("torch"), [choose(), choose(head_dim=256)]).kernel_shapes()
+    assert shapes and sorted(shapes, key=str) == sorted(choose().kernel_shapes(), key=str)
+
+
+@pytest.mark.parametrize("kinds", [("kernels", "torch"), ("torch", "kernels"), ("kernels", "kernels")])
+def test_attention_follows_lengths_if_that_of_all_groups_does(kinds: tuple[AttentionKind, AttentionKind]) -> None:
+    full, of_window = map(choose, kinds)
+    assert AttentionOfGroups(full, [of_window]).follows_lengths == ("torch" not in kinds)
 
 
 def check_kernels_are_refused(named: str) -> None:

@@ -130,6 +130,15 @@ def test_rounding_refuses_nothing(initializer_range: float, dtype: str) -> None:
     assert served(llama(initializer_range=initializer_range, num_hidden_layers=12), dtype).num_layers == 12
 
 
+def test_layers_that_attend_alike_with_keys_of_different_shapes_are_refused() -> None:
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    attention.k_proj, attention.v_proj = (nn.Linear(64, 16, bias=False) for _ in range(2))
+    attention.num_key_value_groups = 4
+    with pytest.raises(UnsupportedModel, match="different attention shapes"):
+        served(model)
+
+
 def test_tokens_that_read_their_neighbours_are_seen() -> None:
     model = llama(initializer_range=0.1)
 

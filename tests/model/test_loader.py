@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,24 @@ def test_the_layer_group_is_the_shape_of_the_models_kv(tiny_target: Callable[[st
         name="target", num_layers=2, num_planes=2, num_heads=2, head_dim=32, dtype="float32"
     )
     assert (model.vocab_size, model.max_context_tokens, model.eos_token_ids) == (VOCAB_SIZE, 4096, (END_ID,))
+
+
+def test_layers_with_a_window_have_a_group_with_a_shape_of_their_own(
+    tiny_target: Callable[[str], TargetModel],
+) -> None:
+    full = LayerGroupSpec(name="target", num_layers=1, num_planes=2, num_heads=1, head_dim=32, dtype="float32")
+    of_window = replace(full, name="target_24", num_heads=2, head_dim=16, window=24)
+    assert tiny_target("gemma4_text").layer_groups == (full, of_window)
+
+
+@pytest.mark.parametrize("head_dim", [3_000_000, 0])
+def test_a_size_of_a_single_layer_that_cannot_be_is_refused(head_dim: int, tmp_path: Path) -> None:
+    file = save_tiny_model(tmp_path, "gemma4_text") / "config.json"
+    config = json.loads(file.read_text())
+    config["per_layer_config"]["1"]["head_dim"] = head_dim
+    file.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=rf"config\.json: head_dim is .*{head_dim}"):
+        load_target(tmp_path, device="cpu", dtype="float32")
 
 
 def with_end_tokens(

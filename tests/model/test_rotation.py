@@ -79,6 +79,15 @@ CONFIGS: dict[str, Any] = {
         max_position_embeddings=ORIGINAL,
         rope_parameters={"full_attention": dict(DYNAMIC), "sliding_attention": {"rope_type": "default", **THETA}},
     ),
+    "dynamic in full layers with larger heads": hf.Gemma4TextConfig(
+        **SMALL,
+        layer_types=BY_LAYER["layer_types"],
+        sliding_window=24,
+        global_head_dim=32,
+        hidden_size_per_layer_input=0,
+        max_position_embeddings=ORIGINAL,
+        rope_parameters={"full_attention": dict(DYNAMIC), "sliding_attention": {"rope_type": "default", **THETA}},
+    ),
 }
 
 

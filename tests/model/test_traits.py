@@ -34,6 +34,10 @@ REFUSED_CONFIGS: dict[str, tuple[Any, str]] = {
     "llava": (hf.LlavaConfig(), "a multi-modal architecture"),
     "bloom": (hf.BloomConfig(), "ALiBi attention"),
     "falcon": (hf.FalconConfig(alibi=True), "ALiBi attention"),
+    "gemma4": (
+        hf.Gemma4TextConfig(**SMALL, layer_types=["full_attention"] * 2, global_head_dim=16, num_kv_shared_layers=1),
+        "KV that layers share",
+    ),
     "gpt2_of_8_tokens": (hf.GPT2Config(n_positions=8), "a context of 8 tokens"),
     "bidirectional_llama": (hf.LlamaConfig(**SMALL, is_causal=False), "non-causal attention"),
 }

@@ -20,8 +20,8 @@ from tests.support.reference import generate_greedily
 
 WINDOW, GROUP = 24, "target_24"
 CHUNK_TOKENS = 64
-FAMILIES = ["mistral, windows", "gemma3_text"]
-"""One in which all layers have a window, and one in which some have."""
+FAMILIES = ["mistral, windows", "gemma3_text", "gemma4_text"]
+"""One in which all layers have a window, one in which some have, and one in which these have other heads."""
 
 
 def greedy(num_tokens: int) -> ResolvedSampling:

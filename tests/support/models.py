@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -58,6 +59,15 @@ _SHAPE: dict[str, Any] = {
 _WINDOW = 24
 _ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": _WINDOW}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+"""Other heads in layers that attend all tokens than in those with a window."""
 _CONFIGS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": True}),
     "qwen2": (Qwen2Config, {}),
@@ -69,6 +79,7 @@ _CONFIGS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen2, a window": (Qwen2Config, {"use_sliding_window": True, **_ONE_OF_EACH}),
     "gemma2": (Gemma2Config, {"head_dim": 16, "query_pre_attn_scalar": 24, **_ONE_OF_EACH}),
     "gemma3_text": (Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 24, **_ONE_OF_EACH}),
+    "gemma4_text": (Gemma4TextConfig, {**_GEMMA4, **_ONE_OF_EACH}),
     "gpt_oss": (GptOssConfig, {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, **_ONE_OF_EACH}),
     "olmo2": (Olmo2Config, {}),
     "granite": (GraniteConfig, {"logits_scaling": 0.5, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}),
