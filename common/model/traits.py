@@ -8,7 +8,7 @@ layer calls its attention, so an unknown architecture is judged by its behaviour
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -256,11 +256,12 @@ def probe_attention(
         order = " out of order" if len(probe.layers) == num_layers else ""
         raise refused(f"attention in {len(probe.layers)} of {num_layers} layers{order}")
     context = model.config.max_position_embeddings
-    shapes = tuple(
+    without_windows = [  # that no context leaves
         replace(shape, window=None) if shape.window is not None and shape.window >= context else shape
         for shape in probe.shapes
-    )
-    if len(set(shapes)) != len({shape.window for shape in shapes}):
+    ]
+    shapes = next((tuple(each) for each in (without_windows, probe.shapes) if _differ_by_window(each)), None)
+    if shapes is None:
         raise refused("layers that attend alike with different attention shapes")
     _check_rotated_share(model, {shape.head_dim for shape in shapes}, name)
     model.set_attn_implementation("eager")
@@ -277,6 +278,11 @@ def probe_attention(
             _compute_far(forward, model, tokens[:NUM_FAR_TOKENS], start, name) for start in far_positions(model.config)
         ]
     return shapes, Unsplit(0, tokens, tuple(probe.kv), logits), far
+
+
+def _differ_by_window(shapes: Sequence[LayerShape]) -> bool:
+    """Returns whether the layers of each window, and those without one, have one shape."""
+    return len(set(shapes)) == len({shape.window for shape in shapes})
 
 
 def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, start: int, name: str) -> Unsplit:

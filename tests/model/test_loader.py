@@ -38,6 +38,13 @@ def test_layers_with_a_window_have_a_group_with_a_shape_of_their_own(
     assert tiny_target("gemma4_text").layer_groups == (full, of_window)
 
 
+def test_a_window_of_the_whole_context_keeps_its_group_only_if_its_layers_have_another_shape(tmp_path: Path) -> None:
+    for family, windows in (("gemma4_text", [None, 24]), ("gemma3_text", [None])):
+        directory = save_tiny_model(tmp_path / family, family, max_position_embeddings=24)
+        target = load_target(directory, device="cpu", dtype="float32")
+        assert [group.window for group in target.layer_groups] == windows
+
+
 @pytest.mark.parametrize("head_dim", [3_000_000, 0])
 def test_a_size_of_a_single_layer_that_cannot_be_is_refused(head_dim: int, tmp_path: Path) -> None:
     file = save_tiny_model(tmp_path, "gemma4_text") / "config.json"
