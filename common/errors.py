@@ -140,7 +140,7 @@ class RequestCancelled(BatonError):
 
 _ALIKE = {
     "protocol_version": "version of Baton",
-    "config_digest": "model",
+    "config_digest": "model, and max_context_tokens if the values name a rotation",
     "target_weights_digest": "model",
     "tokenizer_digest": "model",
     "dtype": "dtype",

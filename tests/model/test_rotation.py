@@ -156,25 +156,30 @@ def test_without_a_limit_dynamic_rope_serves_the_original_context(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "contexts", "is_same"),
+    ("name", "contexts", "rotations"),
     [
-        ("phi3", (32, ORIGINAL), True),
-        ("phi3", (ORIGINAL, ORIGINAL + 1), False),
-        ("phi3", (ORIGINAL + 1, None), True),
-        ("dynamic", (32, None), True),
-        ("dynamic", (ORIGINAL, ORIGINAL + 1), False),
-        ("dynamic", (100, 101), False),
+        ("phi3", (32, ORIGINAL), None),
+        ("phi3", (ORIGINAL, ORIGINAL + 1), ("longrope-short", "longrope-long")),
+        ("phi3", (ORIGINAL + 1, None), None),
+        ("dynamic", (32, None), None),
+        ("dynamic", (ORIGINAL, ORIGINAL + 1), ("dynamic-64", "dynamic-65")),
+        ("dynamic", (100, 101), ("dynamic-100", "dynamic-101")),
     ],
 )
-def test_services_can_exchange_kv_if_their_contexts_choose_the_same_rotation(
-    name: str, contexts: tuple[int | None, int | None], is_same: bool, tmp_path: Path
+def test_services_whose_contexts_choose_different_rotations_have_fingerprints_that_name_them(
+    name: str, contexts: tuple[int | None, int | None], rotations: tuple[str, str] | None, tmp_path: Path
 ) -> None:
     directory = saved(CONFIGS[name], tmp_path / "model")
-    ours, theirs = (
+    fingerprints = [
         compute_fingerprint(directory, load(directory, context), protocol_version=1, cache_dir=tmp_path)
         for context in contexts
-    )
-    assert (first_difference(ours, theirs) is None) == is_same
+    ]
+    difference = first_difference(*fingerprints)
+    if rotations is None:
+        assert difference is None
+    else:
+        assert difference is not None and difference[0] == "config_digest"
+        assert all(f"-{rotation}-" in value for rotation, value in zip(rotations, difference[1:], strict=True))
 
 
 def test_alpha_rotates_all_lengths_alike_where_the_model_computes_with_it(tmp_path: Path) -> None:
