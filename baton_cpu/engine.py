@@ -24,6 +24,7 @@ from common.attention.backend import AttentionBackend
 from common.draft.checkpoint import Checkpoint
 from common.draft.kernels import Kernels
 from common.draft.spec import Eagle3Spec
+from common.host.memory import return_freed_memory
 from common.model.forward_program import NewProgram
 from common.model.target import TargetModel
 
@@ -52,6 +53,7 @@ def optimize_modules(model: nn.Module) -> None:
     fuse_blocks(model)
     replace_norms(model)
     pack_linears(model)
+    return_freed_memory()
 
 
 def new_decoder(model: nn.Module) -> NewProgram | None:

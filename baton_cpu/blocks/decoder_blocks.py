@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from baton_cpu.blocks.linear import PackedLinear, can_pack
 from baton_cpu.blocks.rotation import rotated
 from common.attention.backend import AttentionPlan
+from common.host.memory import return_freed_memory
 from common.model.blocks import ATTENTIONS, MLPS, attention_agrees, joined, layer_attention, linear_of, mlp_agrees
 from common.model.replace import replace_modules
 
@@ -106,6 +107,7 @@ def fuse_blocks(model: nn.Module) -> int:
         if kind not in trusted:
             wide = copy.deepcopy(block).float()
             trusted[kind] = agrees(wide, replacement(wide))
+        return_freed_memory()  # of the block before
         return replacement(block) if trusted[kind] else None
 
     return replace_modules(model, fused)

@@ -11,19 +11,19 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from safetensors import safe_open
 
 from common.checkpoints.cache import default_cache_dir
 from common.draft.paged_head import PagedHead
 from common.draft.seed import seed_columns
 from common.model.model_files import FileVersion, ModelFiles, model_faults
+from common.model.stored_tensor import STORED_DTYPES, StoredTensor, read_header
 from common.model.target import TargetModel
 from common.wire.fingerprint import Fingerprint
 
@@ -42,6 +42,8 @@ _WITHOUT_EFFECT_ON_KV = frozenset(
     }
 )
 """Config keys that may differ between services: notes, and the stored dtype. The served dtype is compared elsewhere."""
+_NUM_THREADS = 4  # that digest weights at the same time
+_DIGEST_BYTES = 16
 _CONTEXT_LIMIT = "max_position_embeddings"
 _WITHOUT_LIMIT = frozenset({"default", "linear", "llama3"})
 """Types of rope that do not depend on the context limit. With these the context limit may differ too."""
@@ -155,13 +157,20 @@ def _remembered(entry: object, version: list[int]) -> list[str] | None:
 
 
 def _tensor_lines(file: Path) -> list[str]:
-    lines = []
-    with safe_open(str(file), framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118
-            tensor = tensors.get_tensor(name)
-            content = _digest([memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())])
-            lines.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {content}")
-    return lines
+    tensors = read_header(file)
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        contents = threads.map(_content_digest, tensors.values())
+        return [
+            f"{name} {stored.shape} {STORED_DTYPES[stored.dtype]} {content}"
+            for (name, stored), content in zip(tensors.items(), contents, strict=True)
+        ]
+
+
+def _content_digest(stored: StoredTensor) -> str:
+    digest = hashlib.blake2b(stored.num_bytes.to_bytes(8, "little"), digest_size=_DIGEST_BYTES)  # as by _digest
+    for part in stored.parts():
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _tokenizer_digest(files: ModelFiles) -> str:
@@ -177,8 +186,8 @@ def _tokenizer_digest(files: ModelFiles) -> str:
     return _digest(parts)
 
 
-def _digest(parts: Iterable[bytes | memoryview]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

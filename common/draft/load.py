@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from common.attention.choice import AttentionKind
@@ -24,7 +24,7 @@ from common.draft.spec import DraftSpec, Eagle3Spec, EagleSpec, MtpSpec
 from common.errors import DraftMismatch
 from common.model.loader import DTYPES
 from common.model.model_files import CONFIG, FileVersion, ModelFiles
-from common.model.stored_tensor import StoredTensor
+from common.model.stored_tensor import StoredTensor, read_header
 from common.model.target import TargetModel
 
 
@@ -53,7 +53,7 @@ def load_draft(
     spec = read_spec(config, files.tensors.keys(), directory=str(directory), num_target_layers=target.num_layers)
     names = [name for name in files.tensors if not (isinstance(spec, MtpSpec) and belongs_to_target(name, spec))]
     checkpoint = Checkpoint(
-        _read_tensors(files, names),
+        {name: _read_tensor(files.tensors[name]) for name in names},
         directory=str(directory),
         kind=_KINDS[type(spec)],
         dtype=target.dtype,
@@ -102,24 +102,18 @@ def _read_files(directory: Path) -> tuple[dict[str, Any], ModelFiles]:
     for path in sorted(directory.glob("*.safetensors")):
         with _read_errors(path):
             versions[path] = FileVersion.of(path)
-            with safe_open(str(path), framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    if name in tensors:
-                        raise DraftMismatch(f"{directory}: {name} is in {tensors[name].file.name} and in {path.name}")
-                    header = file.get_slice(name)
-                    tensors[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
+            for name, stored in read_header(path).items():
+                if name in tensors:
+                    raise DraftMismatch(f"{directory}: {name} is in {tensors[name].file.name} and in {path.name}")
+                tensors[name] = stored
     if not tensors:
         raise DraftMismatch(f"{directory}: no .safetensors file with tensors")
     return config, ModelFiles(directory, tensors, versions)
 
 
-def _read_tensors(files: ModelFiles, names: list[str]) -> dict[str, Tensor]:
-    """Returns the tensors of these names from their files."""
-    tensors: dict[str, Tensor] = {}
-    for path in files.weight_files:
-        with _read_errors(path), safe_open(str(path), framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in names if files.tensors[name].file == path}
-    return tensors
+def _read_tensor(stored: StoredTensor) -> Tensor:
+    with _read_errors(stored.file):
+        return stored.read()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Host memory: measures how much is still available, and makes the process keep the memory that it frees.
+"""Host memory: measures how much is still available, and makes the process keep or return the memory that it frees.
 
 Linux lets a process allocate more memory than there is, and kills it when it uses too much. So code that needs much
 memory checks first.
@@ -85,3 +85,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def return_freed_memory() -> None:
+    """Gives the memory that malloc keeps for reuse back to the operating system.
+
+    Call it where much was freed that nothing of the same size will need again, as when weights are replaced by packed
+    ones. Does nothing if the C library is not glibc.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

@@ -22,6 +22,7 @@ from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
 from common.model.model_files import (
     ModelFiles,
+    OnBytes,
     check_finite,
     check_vocabulary,
     kv_scales,
@@ -55,9 +56,11 @@ def load_target(
     attention: AttentionKind = "kernels",
     fuses: bool = False,
     optimizes_modules: bool = True,
+    on_progress: OnBytes = lambda num_done, num_total: None,
 ) -> TargetModel:
     """Loads the model in `directory`, with weights in `dtype` (a key of DTYPES), on `device`. `attention` is the kind
-    of its attention backend (see choice.py). With KV in FP8 the model is not fused.
+    of its attention backend (see choice.py). With KV in FP8 the model is not fused. `on_progress` is told how much of
+    the weights is read.
 
     The longest sequence that will be computed has `max_context_tokens`, or as many as the model allows if that is
     fewer, or if it is None. Models whose rope follows a length are rotated by it (see rotation.py).
@@ -77,7 +80,7 @@ def load_target(
         check_vocabulary(directory, tokenizer, vocab_size)
     files = read_model_files(directory, versions)
     scales = None if kv_dtype == "unquantized" else kv_scales(files, config)
-    model = load_causal_lm(files, config, DTYPES[dtype], attention=PROBE_NAME)
+    model = load_causal_lm(files, config, DTYPES[dtype], attention=PROBE_NAME, device=device, on_progress=on_progress)
     return target_of(
         model,
         files=files,

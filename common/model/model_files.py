@@ -15,16 +15,17 @@ import logging
 import math
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -34,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 from common.attention.fp8_kv import KvScale
 from common.errors import BatonError, StartupError, UnsupportedModel
 from common.model.quantization import QUANTIZATION, Quantization, read_quantization
-from common.model.stored_tensor import WEIGHT_DTYPES, StoredTensor
+from common.model.stored_tensor import STORED_DTYPES, WEIGHT_DTYPES, StoredTensor, read_header
 from common.peer_text import peer_text
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -86,14 +87,7 @@ _MAX_SIZE = 1 << 32
 _MAX_NUMBER = 1e300
 _MANY_LAYERS, _LARGE = 64, 1 << 16
 """Sizes up to which a model is quick to build, even if the weight files have fewer or smaller tensors."""
-_OTHER_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+_OTHER_DTYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 _TOKENIZER_SETTINGS, _ADDED_TOKENS = "tokenizer_config.json", "added_tokens.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -484,12 +478,10 @@ def read_model_files(directory: Path, versions: Mapping[Path, FileVersion]) -> M
             if not file.is_file():
                 raise UnsupportedModel(f"{place}: there is no such file; fetch it again")
             versions[file] = FileVersion.of(file)
-            with safe_open(str(file), framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    if name in tensors:
-                        raise UnsupportedModel(f"{place}: {name} is in {tensors[name].file.name} too")
-                    header = opened.get_slice(name)
-                    tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
+            for name, stored in read_header(file).items():
+                if name in tensors:
+                    raise UnsupportedModel(f"{place}: {name} is in {tensors[name].file.name} too")
+                tensors[name] = stored
         for name in expected:
             if name not in tensors or tensors[name].file != file:
                 raise UnsupportedModel(f"{place}: lacks {peer_text(name)}, which {_INDEX} says is there")
@@ -555,11 +547,26 @@ def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
 # --------------------------------------------------------------------------------------------------- the weights
 
 
-def load_causal_lm(files: ModelFiles, config: Any, dtype: torch.dtype, *, attention: str) -> Any:
-    """Loads the causal language model of `config` on the CPU, with exactly the tensors of `files`.
+OnBytes = Callable[[int, int], None]
+"""Called while weights are read, with the bytes read so far and the bytes there are. Any thread may call it, one at a
+time.
+"""
+
+
+def load_causal_lm(
+    files: ModelFiles,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    attention: str,
+    device: str = "cpu",
+    on_progress: OnBytes = lambda num_done, num_total: None,
+) -> Any:
+    """Loads the causal language model of `config` on `device`, with exactly the tensors of `files`. Each tensor goes to
+    the device as soon as it is read.
 
     Raises UnsupportedModel, naming tensor and file, if a tensor is missing, superfluous or of another shape. A model
-    with quantised weights is loaded with the weights that they stand for (see quantization.py).
+    with quantised weights is loaded on the CPU, with the weights that they stand for (see quantization.py).
     """
     name = files.directory.name
     quantization = _quantization(name, getattr(config, QUANTIZATION, None))
@@ -601,13 +608,46 @@ def load_causal_lm(files: ModelFiles, config: Any, dtype: torch.dtype, *, attent
         _check_parts(whole, _Sources(model, whole))
         raise
     _check_report(whole, shapes, report)
-    with ExitStack() as stack:
-        opened = {file: stack.enter_context(safe_open(str(file), framework="pt")) for file in files.weight_files}
-        tensors = {tensor: opened[stored.file].get_slice(tensor) for tensor, stored in files.tensors.items()}
-        model, report = load(config, tensors if quantization is None else quantization.loaded(tensors), "cpu")
+    count = _BytesRead(sum(stored.num_bytes for stored in files.tensors.values()), on_progress)
+    tensors = {tensor: _Unread(stored, count.add) for tensor, stored in files.tensors.items()}
+    try:
+        if quantization is None:
+            model, report = load(config, tensors, device)
+        else:
+            model, report = load(config, quantization.loaded(tensors), "cpu")
+    finally:
+        files.check_unchanged()  # a file that changed is the cause of whatever else went wrong
     _check_report(whole, model, report)
-    files.check_unchanged()
     return model
+
+
+class _BytesRead:
+    """Counts the bytes of weights that threads have read, and reports each new count with `total`."""
+
+    def __init__(self, total: int, on_progress: OnBytes) -> None:
+        self._lock = threading.Lock()
+        self._done = 0
+        self._total = total
+        self._on_progress = on_progress
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            self._on_progress(self._done, self._total)
+
+
+class _Unread:
+    """A stored tensor for transformers, which reads it when it takes `tensor[...]`."""
+
+    def __init__(self, stored: StoredTensor, on_read: Callable[[int], None]) -> None:
+        self._stored = stored
+        self._on_read = on_read
+
+    def __getitem__(self, whole: EllipsisType) -> Tensor:
+        return self._stored.read(self._on_read)
+
+    def get_dtype(self) -> str:
+        return self._stored.dtype
 
 
 @contextmanager
@@ -623,12 +663,11 @@ def _interface_only(attention: str, name: str) -> Iterator[None]:
 
 
 def _dtype_of(name: str, tensor: str, stored: StoredTensor) -> torch.dtype:
-    dtype = WEIGHT_DTYPES.get(stored.dtype) or _OTHER_DTYPES.get(stored.dtype)
-    if dtype is None:
+    if stored.dtype not in WEIGHT_DTYPES and stored.dtype not in _OTHER_DTYPES:
         raise UnsupportedModel(
             f"{name}/{stored.file.name}: {tensor} is of {stored.dtype}, and {CONFIG} does not say how it is quantised"
         )
-    return dtype
+    return STORED_DTYPES[stored.dtype]
 
 
 def _check_counts(files: ModelFiles, config: Any) -> None:

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from safetensors import safe_open
-
 from common.attention.fp8_kv import KvScale
 from common.errors import UnsupportedModel
 from common.model.stored_tensor import WEIGHT_DTYPES, StoredTensor
@@ -135,8 +133,7 @@ class Quantization:
             key = int(found[1]), found[2]
             if key in scales or key[0] >= num_layers:
                 raise _refused(stored, f"{name} is one more than the {num_layers} layers have")
-            with safe_open(str(stored.file), framework="pt") as file:
-                values = file.get_tensor(name).flatten().float().tolist()
+            values = stored.read().flatten().float().tolist()
             if len(values) != 1 or not 0 < values[0] < math.inf:
                 raise _refused(stored, f"{name} is {values[:4]}, and has to be one positive number")
             scales[key] = values[0]
@@ -183,8 +180,7 @@ class Quantization:
         if self.shape is None:
             return rows, columns
         stored = parts[self.shape]
-        with safe_open(str(stored.file), framework="pt") as file:
-            shape = file.get_tensor(f"{module}.{self.shape}").flatten().tolist()
+        shape = stored.read().flatten().tolist()
         fits = len(shape) == 2 and shape[0] == rows and _num_packed(shape[1], self.num_bits) == columns
         if not fits:
             bits = f"of {self.num_bits} bits each"

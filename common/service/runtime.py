@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ Its threads fetch work items one at a time, so they lose little when others use 
 """
 
 _STOP_TIMEOUT_S = 10.0
+_PROGRESS_INTERVAL_S = 5.0  # at least, between two log lines about weights that are read
 
 _log = structlog.get_logger(__name__)
 
@@ -251,6 +253,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             attention=settings.attention,
             fuses=settings.fuses_forwards,
             optimizes_modules=settings.uses(FastPath.OPTIMIZED_MODULES),
+            on_progress=LoggedBytes(),
         )
     with model_faults(settings.draft):
         head, draft = _load_draft(settings, model) if settings.draft else (None, None)
@@ -305,6 +308,22 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHea
         raise StartupError(f"draft_topk: {settings.draft_topk} of a draft vocabulary of {num_ids}")
     model.capture_hidden(head.capture)
     return head, LoadedDraft(head, settings.draft_topk)
+
+
+class LoggedBytes:
+    """Logs how much of a model's weights is read, at most every few seconds. So a small model is loaded without such a
+    line.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._logged_s = clock()
+
+    def __call__(self, num_done: int, num_total: int) -> None:
+        now_s = self._clock()
+        if now_s - self._logged_s >= _PROGRESS_INTERVAL_S:
+            self._logged_s = now_s
+            _log.info("reading_weights", bytes_done=num_done, bytes_total=num_total)
 
 
 class _LoggedProgress:
