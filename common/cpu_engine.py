@@ -64,7 +64,7 @@ class CpuEngine(Protocol):
         """Replaces the parts of `model` that the engine knows by faster modules that compute the same."""
 
     def new_decoder(self, model: nn.Module) -> NewProgram | None:
-        """Returns the function that compiles `model` as it is now; later changes of its modules have no effect.
+        """Returns the function that compiles `model`. Only `optimize_modules` may change its modules afterwards.
 
         Nothing is compiled yet: `fuse` calls the function (see NewProgram).
 

@@ -36,8 +36,8 @@ class PackedAttention(nn.Module):
         self._how = layer_attention(block)
         parts = [linear_of(block, name) for name in ("q_proj", "k_proj", "v_proj")]
         self._num_heads = [part.out_features // self._head_dim for part in parts]
-        self._qkv = PackedLinear(joined(parts))
-        self._out = PackedLinear(linear_of(block, "o_proj"))
+        self.qkv = PackedLinear(joined(parts))
+        self.out = PackedLinear(linear_of(block, "o_proj"))
         self._q_norm = getattr(block, "q_norm", None)
         self._k_norm = getattr(block, "k_norm", None)
 
@@ -54,7 +54,7 @@ class PackedAttention(nn.Module):
         `attention_plan` computes attention for this forward and writes KV to the pool. Shapes: hidden_states [1, T,
         hidden]; position_embeddings: cosines and sines, each [1, T, head_dim]. Other arguments are ignored.
         """
-        heads = self._qkv(hidden_states)[0].unflatten(-1, (-1, self._head_dim))
+        heads = self.qkv(hidden_states)[0].unflatten(-1, (-1, self._head_dim))
         query, key, value = heads.split(self._num_heads, dim=1)
         if self._q_norm is not None:
             query = self._q_norm(query)
@@ -62,7 +62,7 @@ class PackedAttention(nn.Module):
             key = self._k_norm(key)
         query, key = rotated(query, position_embeddings), rotated(key, position_embeddings)
         attended = attention_plan.attend(self._layer, query, key, value, self._how)
-        return self._out(attended.flatten(1).unsqueeze(0)), None
+        return self.out(attended.flatten(1).unsqueeze(0)), None
 
 
 class PackedGatedMLP(nn.Module):
@@ -73,12 +73,12 @@ class PackedGatedMLP(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self._gate, self._up, self._down = (
+        self.gate, self.up, self.down = (
             PackedLinear(linear_of(block, name)) for name in ("gate_proj", "up_proj", "down_proj")
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self._down(self._up.times(self._gate.silu(x), x))
+        output: Tensor = self.down(self.up.times(self.gate.silu(x), x))
         return output
 
 

@@ -24,7 +24,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         parameters = dict(linear.named_parameters(recurse=False))
         self._packed: Tensor = _reorder(parameters["weight"].detach())
-        self._bias = parameters["bias"].detach() if "bias" in parameters else None
+        self.bias = parameters["bias"].detach() if "bias" in parameters else None
+
+    @property
+    def out_features(self) -> int:
+        return self._packed.shape[0]
 
     @property
     def weight(self) -> Tensor:
@@ -32,20 +36,35 @@ class PackedLinear(nn.Module):
         return self._packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = _linear(x, self._packed, self._bias, "none", [], "")
-        return output
+        return packed_linear(x, self._packed, self.bias)
 
     def silu(self, x: Tensor) -> Tensor:
         """Returns SiLU of the layer's output for `x` [..., inputs]."""
-        output: Tensor = _linear(x, self._packed, self._bias, "swish", [], "")
-        return output
+        return linear_silu(x, self._packed, self.bias)
 
     def times(self, other: Tensor, x: Tensor) -> Tensor:
         """Returns the layer's output for `x` [..., inputs], multiplied elementwise by `other`, which has the output's
         shape.
         """
-        output: Tensor = _linear_with(x, other, self._packed, self._bias, "mul")
-        return output
+        return linear_times(x, other, self._packed, self.bias)
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns what a linear layer computes, by oneDNN's kernel. `weight` is plain or packed."""
+    output: Tensor = _linear(x, weight, bias, "none", [], "")
+    return output
+
+
+def linear_silu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns SiLU of what a linear layer computes. `weight` is plain or packed."""
+    output: Tensor = _linear(x, weight, bias, "swish", [], "")
+    return output
+
+
+def linear_times(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns what a linear layer computes, multiplied elementwise by `other`. `weight` is plain or packed."""
+    output: Tensor = _linear_with(x, other, weight, bias, "mul")
+    return output
 
 
 def pack_linears(model: nn.Module) -> int:

@@ -100,11 +100,15 @@ class Program:
 class FusedDecoder:
     """A model as a program, with rotary tables for every position that it accepts: cosines and sines, each [positions,
     head_dim].
+
+    `unshare` gives the model's modules weights of their own again, if they share the program's. Its argument is called
+    between parts of the work and may raise.
     """
 
     program: Program
     cosines: Tensor
     sines: Tensor
+    unshare: Callable[[Callable[[], None]], None] = lambda check: None
 
 
 def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedDecoder:
@@ -222,9 +226,10 @@ class ProgramBuilder:
         store: Store = Store.KEEP,
         selected_rows: bool = False,
         shows_layer: bool = False,
-    ) -> None:
+    ) -> Tensor:
         """Adds the operation LINEAR, which multiplies the rows of buffer `source` by `weight` [outputs, inputs], adds
-        `bias`, and stores the result in buffer `target` as `store` says. It packs a copy of the weight.
+        `bias`, and stores the result in buffer `target` as `store` says. Returns the panels into which it packs the
+        weight.
 
         With `norm` [inputs] the rows are RMS-normalised first, with `epsilon`. With `selected_rows` only the rows whose
         logits are wanted are computed. `shows_layer` marks the first operation of a layer of the model.
@@ -240,10 +245,11 @@ class ProgramBuilder:
             normed = self._normed_buffer(width)
             norming = {Field.SOURCE: source, Field.TARGET: normed, Field.WIDTH: width}
             self._add(Kind.INPUT_NORM, {**norming, Field.NORM: self._address(norm)}, epsilon=epsilon)
+        panels = packed(weight, self._memory, self._check)
         fields = {
             Field.SOURCE: source,
             Field.TARGET: target,
-            Field.WEIGHT: self._address(packed(weight, self._memory, self._check)),
+            Field.WEIGHT: self._address(panels),
             Field.BIAS: self._address(bias),
             Field.NORM: self._address(norm),
             Field.WIDTH: width,
@@ -256,6 +262,7 @@ class ProgramBuilder:
             Field.COPIED: is_copied,
         }
         self._add(Kind.LINEAR, fields, epsilon=epsilon)
+        return panels
 
     def largest(self, logits: int) -> None:
         """Adds the operation LARGEST, which finds the largest number of each row of buffer `logits`.
@@ -264,14 +271,15 @@ class ProgramBuilder:
         """
         self._add(Kind.LARGEST, {Field.SOURCE: logits, Field.WIDTH: self._widths[logits]})
 
-    def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> None:
+    def gate(self, source: int, target: int, gate: Tensor, up: Tensor, *, norm: Tensor, epsilon: float) -> Tensor:
         """Adds a LINEAR that writes silu(gate(x)) * up(x) to buffer `target`, where x are the rows of buffer `source`,
         RMS-normalised with weight `norm` [inputs] and `epsilon`. `gate` and `up` are weights [outputs, inputs].
 
         Both weights become one. Of each panel, the unit in which weights are packed, half the outputs are those of
-        `gate`, and half those of `up`. So the number of outputs must be a multiple of PANEL_WIDTH / 2.
+        `gate`, and half those of `up`. So the number of outputs must be a multiple of PANEL_WIDTH / 2. Returns the
+        panels.
         """
-        self.linear(source, target, _interleaved(gate, up), norm=norm, epsilon=epsilon, store=Store.GATE)
+        return self.linear(source, target, _interleaved(gate, up), norm=norm, epsilon=epsilon, store=Store.GATE)
 
     def experts(self, stream: int, experts: Experts, *, norm: Tensor, epsilon: float) -> None:
         """Adds the operations of a layer of experts, which adds the experts' outputs for the rows of buffer `stream` to

@@ -22,6 +22,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from baton_cpu.blocks.decoder_blocks import PackedAttention, PackedGatedMLP
 from baton_cpu.program.builder import (
     LOGITS,
     STATES,
@@ -35,6 +36,7 @@ from baton_cpu.program.builder import (
 from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from baton_cpu.program.kernel.numbers import DTYPES
 from baton_cpu.program.kernel.operations import Store
+from baton_cpu.program.shared_weights import Holder, SharedWeights
 from baton_cpu.program.weights import step_of
 from common.attention.backend import LayerAttention
 from common.host.memory import require_room
@@ -47,6 +49,7 @@ _KNOWN = (
     *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
     *(MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM),
 )
+_HEADS, _GATED_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _OF_EXPERTS = (MixtralSparseMoeBlock, OlmoeSparseMoeBlock, Qwen3MoeSparseMoeBlock)
 
 
@@ -75,8 +78,10 @@ def decoder_of(model: nn.Module) -> NewProgram:
     """Returns a function that translates `model` into a program, a FusedDecoder. `can_fuse(model)` must be true. The
     function takes a `check`, which is called between parts of the work and may raise.
 
-    The function uses the weights that the model has now, so the model's modules may be replaced before it is called.
-    The program has packed weights of its own, and shares the embedding and the norms.
+    The model's blocks, norms and linear layers may be replaced (see decoder_blocks.py) before the function is called.
+    It makes the linear layers share the program's weights, and the program shares embedding and norms. Experts are
+    packed besides the model's own. If the function raises, the linear layers have weights of their own again, unless
+    `check` keeps raising.
     """
     base = _base(model)
     return partial(_write, _parts(model), base.rotary_emb, num_positions=_config(model).max_position_embeddings)
@@ -93,87 +98,90 @@ def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[T
 
 
 @dataclass(frozen=True, slots=True)
-class _Mlp:
-    """The weights of a gated MLP."""
-
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _LayerParts:
-    """The weights of one layer. `heads` are the weights of q, k and v, and `head_biases` their biases (empty if there
-    are none). `gate_norm` is the norm before the MLP, and `out` the output projection of the attention. `query_norm`
-    and `key_norm` have the length of one head or of all heads together.
+    """A layer of the model, and those of its tensors that stay where they are. `head_biases` are the biases of q, k and
+    v (empty if there are none). `gate_norm` is the norm before the MLP. `query_norm` and `key_norm` have the length of
+    one head or of all heads together. `experts` is None if the layer has a gated MLP, of `gated_size` rows.
     """
 
-    heads: tuple[Tensor, ...]
+    layer: Any
     head_biases: tuple[Tensor, ...]
-    out: Tensor
-    mlp: _Mlp | Experts
+    experts: Experts | None
+    gated_size: int
     input_norm: Tensor
     gate_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None
 
     @property
-    def packed_bytes(self) -> int:
-        mlp = self.mlp
-        own = (mlp.gate, mlp.up, mlp.down) if isinstance(mlp, _Mlp) else (mlp.router, mlp.gate_up, mlp.down)
-        return sum(weight.nbytes for weight in (*self.heads, self.out, *own))
+    def experts_bytes(self) -> int:
+        experts = self.experts
+        return 0 if experts is None else experts.router.nbytes + experts.gate_up.nbytes + experts.down.nbytes
 
-    @property
-    def gated_size(self) -> int:
-        """The length of a row between gate and down. Experts have their own rows."""
-        return self.mlp.gate.shape[0] if isinstance(self.mlp, _Mlp) else 1
+    def heads(self) -> list[Holder]:
+        """Returns the linear layers of q, k and v: one of all three, or three."""
+        block = self.layer.self_attn
+        return _holders(block, "qkv") if isinstance(block, PackedAttention) else _holders(block, *_HEADS)
 
-    @property
-    def joined_bytes(self) -> int:
-        """The bytes of the largest weight that is joined from two before it is packed: gate and up."""
-        mlp = self.mlp
-        return mlp.gate.nbytes + mlp.up.nbytes if isinstance(mlp, _Mlp) else mlp.gate_up[0].nbytes
+    def out(self) -> list[Holder]:
+        block = self.layer.self_attn
+        return _holders(block, "out" if isinstance(block, PackedAttention) else "o_proj")
+
+    def gated_mlp(self) -> list[Holder]:
+        """Returns the linear layers gate, up and down."""
+        block = self.layer.mlp
+        return _holders(block, *(("gate", "up", "down") if isinstance(block, PackedGatedMLP) else _GATED_MLP))
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The weights of a model, held independently of its modules."""
+    """The parts of a model that a program is made of. `largest_bytes` is the size of the largest weight that is packed
+    at once.
+    """
 
     embedding: Tensor
     layers: Sequence[_LayerParts]
     attention: AttentionSize
     norm: Tensor
-    head: Tensor
+    head: list[Holder]
+    vocab_size: int
     epsilon: float
+    largest_bytes: int
 
     @property
     def needed_bytes(self) -> int:
-        """The memory in bytes that packing needs: the packed weights, and gate and up weights joined for a moment."""
-        packed = self.head.nbytes + sum(layer.packed_bytes for layer in self.layers)
-        return packed + max(layer.joined_bytes for layer in self.layers)
+        """The memory in bytes that packing needs: for experts, and for a weight that is there twice until it is
+        shared, and a third time while it is packed.
+        """
+        return sum(layer.experts_bytes for layer in self.layers) + 2 * self.largest_bytes
 
 
 def _parts(model: nn.Module) -> _Parts:
     base, config = _base(model), _config(model)
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+    layers = tuple(map(_layer_parts, base.layers))
+    gated = max(layer.gated_size for layer in layers) * 2 * head.shape[1] * head.itemsize
     return _Parts(
         embedding=base.embed_tokens.weight.detach(),
-        layers=tuple(map(_layer_parts, base.layers)),
+        layers=layers,
         attention=_attention_size(base.layers[0].self_attn),
         norm=base.norm.weight.detach(),
-        head=head.weight.detach(),
+        head=_holders(model, "lm_head"),
+        vocab_size=head.shape[0],
         epsilon=float(config.rms_norm_eps),
+        largest_bytes=max(head.nbytes, gated),
     )
 
 
 def _layer_parts(layer: Any) -> _LayerParts:
     attention = layer.self_attn
-    heads = (attention.q_proj, attention.k_proj, attention.v_proj)
+    heads = [getattr(attention, name) for name in _HEADS]
+    experts = _experts(layer.mlp)
     return _LayerParts(
-        heads=tuple(part.weight.detach() for part in heads),
+        layer=layer,
         head_biases=tuple(part.bias.detach() for part in heads if part.bias is not None),
-        out=attention.o_proj.weight.detach(),
-        mlp=_mlp_parts(layer.mlp),
+        experts=experts,
+        gated_size=layer.mlp.gate_proj.out_features if experts is None else 1,
         input_norm=layer.input_layernorm.weight.detach(),
         gate_norm=layer.post_attention_layernorm.weight.detach(),
         query_norm=_weight(attention, "q_norm"),
@@ -181,9 +189,13 @@ def _layer_parts(layer: Any) -> _LayerParts:
     )
 
 
-def _mlp_parts(mlp: Any) -> _Mlp | Experts:
+def _holders(module: nn.Module, *names: str) -> list[Holder]:
+    return [Holder(module, name) for name in names]
+
+
+def _experts(mlp: Any) -> Experts | None:
     if type(mlp) not in _OF_EXPERTS:
-        return _Mlp(*(part.weight.detach() for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
+        return None
     is_mixtral = type(mlp) is MixtralSparseMoeBlock
     return Experts(
         router=mlp.gate.weight.detach(),
@@ -197,20 +209,27 @@ def _mlp_parts(mlp: Any) -> _Mlp | Experts:
 
 def _inner_size(mlp: Any) -> int:
     """Returns the number of outputs of the gate of an MLP, or of each of its experts."""
-    return _mlp_parts(mlp).down.shape[-1]
+    experts = _experts(mlp)
+    return mlp.down_proj.in_features if experts is None else experts.down.shape[-1]
 
 
 @torch.no_grad()
 def _write(parts: _Parts, rope: nn.Module, check: Callable[[], None], *, num_positions: int) -> FusedDecoder:
     require_room(parts.needed_bytes)  # raises before memory is taken that others need
-    return FusedDecoder(_program(parts, check), *rotation(rope, parts.embedding.dtype, num_positions))
+    shared = SharedWeights()
+    try:
+        program = _program(parts, shared, check)
+        return FusedDecoder(program, *rotation(rope, parts.embedding.dtype, num_positions), shared.end)
+    except Exception:
+        shared.end(check)
+        raise
 
 
-def _program(parts: _Parts, check: Callable[[], None]) -> Program:
-    vocab_size, hidden_size = parts.head.shape
+def _program(parts: _Parts, shared: SharedWeights, check: Callable[[], None]) -> Program:
+    hidden_size = parts.embedding.shape[1]
     size, epsilon = parts.attention, parts.epsilon
-    builder = ProgramBuilder(parts.head.dtype, check)
-    logits = builder.buffer(vocab_size, is_float=True)
+    builder = ProgramBuilder(parts.embedding.dtype, check)
+    logits = builder.buffer(parts.vocab_size, is_float=True)
     states, stream = builder.buffer(1), builder.buffer(hidden_size)
     assert (logits, states, stream) == (LOGITS, STATES, STREAM)
     heads = builder.buffer((size.num_heads + 2 * size.num_kv_heads) * size.head_dim)
@@ -219,15 +238,16 @@ def _program(parts: _Parts, check: Callable[[], None]) -> Program:
     gated = builder.buffer(max(layer.gated_size for layer in parts.layers), is_input=True)
     builder.embed(parts.embedding, stream)
     for number, layer in enumerate(parts.layers):
-        builder.linear(
+        panels = builder.linear(
             stream,
             heads,
-            torch.cat(layer.heads),
+            shared.weight_of(layer.heads()),
             bias=torch.cat(layer.head_biases) if layer.head_biases else None,
             norm=layer.input_norm,
             epsilon=epsilon,
             shows_layer=True,
         )
+        shared.share(panels, layer.heads())
         norms = [layer.query_norm, layer.key_norm]
         for place, norm in enumerate(norms):
             if norm is not None and norm.shape[0] != size.head_dim:  # of all heads together
@@ -235,21 +255,27 @@ def _program(parts: _Parts, check: Callable[[], None]) -> Program:
                 norms[place] = None
         query_norm, key_norm = norms
         builder.attend(heads, attended, size, layer=number, query_norm=query_norm, key_norm=key_norm, epsilon=epsilon)
-        builder.linear(attended, stream, layer.out, store=Store.ADD)
-        if isinstance(layer.mlp, Experts):
-            builder.experts(stream, layer.mlp, norm=layer.gate_norm, epsilon=epsilon)
-        else:
-            builder.gate(stream, gated, layer.mlp.gate, layer.mlp.up, norm=layer.gate_norm, epsilon=epsilon)
-            builder.linear(gated, stream, layer.mlp.down, store=Store.ADD)
-    builder.linear(
+        panels = builder.linear(attended, stream, shared.weight_of(layer.out()), store=Store.ADD)
+        shared.share(panels, layer.out())
+        if layer.experts is not None:
+            builder.experts(stream, layer.experts, norm=layer.gate_norm, epsilon=epsilon)
+            continue
+        gate, up, down = layer.gated_mlp()
+        both = (shared.weight_of([gate]), shared.weight_of([up]))
+        panels = builder.gate(stream, gated, *both, norm=layer.gate_norm, epsilon=epsilon)
+        del both
+        shared.share_pair(panels, gate, up)
+        shared.share(builder.linear(gated, stream, shared.weight_of([down]), store=Store.ADD), [down])
+    panels = builder.linear(
         stream,
         logits,
-        parts.head,
+        shared.weight_of(parts.head),
         norm=parts.norm,
         epsilon=epsilon,
         store=Store.LOGITS,
         selected_rows=True,
     )
+    shared.share(panels, parts.head)
     builder.largest(logits)
     return builder.program()
 
@@ -271,7 +297,7 @@ def _attends_all(attention: Any) -> bool:
 def _biased(model: nn.Module) -> Sequence[nn.Module]:
     """Returns the linear layers of `model` that may have a bias in a program: q, k and v."""
     attentions = [layer.self_attn for layer in _base(model).layers]
-    return [part for block in attentions for part in (block.q_proj, block.k_proj, block.v_proj)]
+    return [getattr(block, name) for block in attentions for name in _HEADS]
 
 
 def _weight(module: Any, name: str) -> Tensor | None:

@@ -32,6 +32,7 @@ from common.cpu_engine import NO_LOG, Log
 from common.draft.head import HeadProgram
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
+from common.host.memory import return_freed_memory
 from common.model.forward_program import ForwardProgram
 from common.model.target import TargetModel
 
@@ -66,19 +67,24 @@ def fuse(
         _load_kernels(dtype, niceness, check, log)
         decoders = _decoders(model, draft, check, log)
     finally:
-        model.new_decoder = None  # also frees weights that operators have packed for themselves
+        model.new_decoder = None
         if draft is not None:
             draft.new_programs = None
-    forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
     try:
-        apart = difference(model, forward, check=check)
-        if not apart <= target_tolerance(model):
-            raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
-        check()
-        head = _compared_head(draft, of_head, model, log) if draft is not None and of_head else None
-    except BaseException:
-        forward.close(_CLOSE_TIMEOUT_S)
+        forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
+        try:
+            apart = difference(model, forward, check=check)
+            if not apart <= target_tolerance(model):
+                raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
+            check()
+            head = _compared_head(draft, of_head, model, log) if draft is not None and of_head else None
+        except BaseException:
+            forward.close(_CLOSE_TIMEOUT_S)
+            raise
+    except Exception:
+        decoders[0].unshare(check)
         raise
+    return_freed_memory()
     if draft is not None and head is not None:
         draft.run_program(head)
     model.run_program(forward)
@@ -100,6 +106,9 @@ def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Lo
     except OSError as error:  # too little memory
         log.warning("fused_draft_head_failed", error=str(error))
         return [target]
+    except Exception:
+        target.unshare(check)
+        raise
     assert isinstance(programs, HeadPrograms), "another engine's"
     return [target, programs.extend, programs.step]
 

@@ -47,7 +47,7 @@ class FastPath(StrEnum):
     FUSED_FORWARDS = (
         "fused_forwards",
         "On a CPU, one kernel computes a whole forward. "
-        "Switch it off to save memory: the kernel has a second copy of the weights.",
+        "Switch it off to save memory with a mixture of experts: the kernel has a copy of the experts.",
     )
     OPTIMIZED_MODULES = (
         "optimized_modules",

@@ -72,7 +72,7 @@ class TargetModel:
 
     `layer_group` is the shape of the KV of layers that attend all tokens, and `windows` are the layers that attend a
     window. `attention` is the attention backend of its layers. `new_decoder` compiles the model into a ForwardProgram;
-    it is None if no program is wanted, or none supports the model. It keeps the original weights in memory: set it to
+    it is None if no program is wanted, or none supports the model. It keeps parts of the model in memory: set it to
     None when it is no longer needed. `files` are the files that the model was loaded from. `max_context_tokens` is the
     longest context that is served, and `rotation` names the rotation that it chose (see rotation.py). `eos_token_ids`
     are the ids that end the model's output. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps

@@ -357,13 +357,13 @@ def test_writing_it_down_can_be_stopped_between_layers(model: TargetModel) -> No
 
     def stop() -> None:
         begun.append(len(begun))
-        if len(begun) == 2:
+        if len(begun) >= 2:
             raise Stopped
 
     assert model.new_decoder is not None
     with pytest.raises(Stopped):
         model.new_decoder(stop)
-    assert len(begun) == 2
+    assert len(begun) == 3  # and once when the layers were to have weights of their own again
     assert model.new_decoder(lambda: None).program.operations.size
 
 
