@@ -89,3 +89,27 @@ def save_experts_model(directory: Path) -> Path:
     random_model(config).to(torch.bfloat16).save_pretrained(str(directory))
     make_tokenizer().save_pretrained(str(directory))
     return directory
+
+
+def save_sharded_model(directory: Path) -> Path:
+    """Saves a random Llama in `directory`: 4.08 GB in bfloat16, in files of at most 1 GB."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from tests.support.models import END_ID, PAD_ID, START_ID, make_tokenizer
+
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=2560,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=20,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        pad_token_id=PAD_ID,
+        bos_token_id=START_ID,
+        eos_token_id=END_ID,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(str(directory), max_shard_size="1GB")
+    make_tokenizer().save_pretrained(str(directory))
+    return directory
