@@ -2,7 +2,7 @@
 
 A program reads weights from panels (see weights.py). When a weight is packed, the modules that hold it are replaced by
 PanelLinears, which read the same panels, and their own copies are freed, weight by weight. A PanelLinear copies its
-weight out of the panels at every call: that takes about as long as computing 30 tokens does.
+weight out of the panels at every call, which takes as long as computing some 30 tokens.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from baton_cpu import engine
 from baton_cpu.compiler import kernel_cache
 from baton_cpu.program import fusing, weights
+from baton_cpu.program.shared_weights import PanelLinear
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.work_beside import Work, WorkBeside, new_fusing
@@ -118,6 +119,24 @@ def test_what_computes_something_else_is_closed_and_never_used(model: TargetMode
     kernels.apart = 1.0
     assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
     assert not model.runs_program and kernels.forward.is_closed and model.new_decoder is None
+    assert not model.modules_of(PanelLinear)
+
+
+def test_where_room_ends_while_weights_are_packed_all_layers_have_their_own_again(
+    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_shared: list[int] = []
+    take = weights.WeightMemory.zeros
+
+    def zeros(memory: weights.WeightMemory, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        num_shared.append(len(model.modules_of(PanelLinear)))
+        if num_shared[-1]:
+            raise OSError("no room")
+        return take(memory, num_elements, dtype)
+
+    monkeypatch.setattr(weights.WeightMemory, "zeros", zeros)
+    assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
+    assert num_shared[-1] and not model.modules_of(PanelLinear)
 
 
 def test_where_kernels_cannot_be_kept_they_are_compiled_for_this_process(
