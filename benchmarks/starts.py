@@ -195,10 +195,10 @@ def _watched(service: ServiceProcess, begin_s: float) -> LargeStart:
     times_s: dict[str, float] = {}
     before_bytes = anonymous_bytes = 0
     while "fused_forward_ready" not in seen:
-        service.check()
+        memory = _memory(service.pid)
+        service.check()  # now, because a process that has ended has no memory
         if time.monotonic() - begin_s > _LARGE_TIMEOUT_S:
             raise TimeoutError(f"{service.name} did not reach full speed: {service.log_tail()[-500:]}")
-        memory = _memory(service.pid)
         for line in service.log_tail().splitlines():
             try:
                 entry: dict[str, Any] = json.loads(line)

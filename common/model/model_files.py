@@ -192,7 +192,7 @@ def kv_scales(files: ModelFiles, config: Any) -> tuple[KvScale, ...] | None:
     """Reads the scales that the checkpoint has for KV in FP8, one for each layer. Returns None if it has none."""
     name = files.directory.name
     quantization = _quantization(name, getattr(config, QUANTIZATION, None))
-    if quantization is None or not quantization.has_kv_scales:
+    if quantization is None:
         return None
     with model_faults(name):
         return quantization.kv_scales(files.tensors, num_layers=config.num_hidden_layers)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 from common.attention.fp8_kv import KvScale
 from common.errors import UnsupportedModel
@@ -28,6 +28,7 @@ QUANTIZATION = "quantization_config"
 _FP8, _INT8, _PACKED = "F8_E4M3", "I8", "I32"
 _SCALE_DTYPES = (*WEIGHT_DTYPES, "F8_E8M0")
 _BITS_OF_PACKED = 32
+_MXFP4_BLOCK = 32
 _KV_SCALE = re.compile(r"\blayers\.(\d+)\..*\b([kv])_scale$")
 _KV_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 """The scheme of KV that is served: FP8, with a scale for all keys and one for all values of a layer."""
@@ -41,7 +42,6 @@ _LIBRARIES = {
     "gptq": "gptqmodel",
     "hqq": "hqq",
     "modelopt": "nvidia-modelopt",
-    "mxfp4": "kernels",
     "quanto": "optimum-quanto",
     "quark": "amd-quark",
     "torchao": "torchao",
@@ -62,15 +62,37 @@ class _Tile:
         return math.ceil(rows / (self.rows or rows)), math.ceil(columns / (self.columns or columns))
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """How a checkpoint's weights are quantised.
+class Quantization(Protocol):
+    """How a checkpoint's weights are quantised."""
 
-    `settings` are transformers' settings for loading them. `numbers`, `scale`, `zero_point` and `shape` are the last
-    names of the tensors that a weight's parts have; the last two are None if there is no such part. `dtype` is the type
-    of the numbers, of `num_bits` each, as safetensors names it. `cuts_tiles` says whether a tile may reach over a
-    weight's edge. `unused` are names of tensors for activations, which are not read. `has_kv_scales` says whether the
-    checkpoint has scales for KV in FP8.
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """transformers' settings for loading them."""
+
+    def loaded(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns those of the stored `tensors`, of which each is a slice of a file, that transformers has to load."""
+
+    def dense(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Returns the tensors of the model that the stored ones make, with whole weights in place of their parts.
+
+        Raises UnsupportedModel, naming the tensor, if a part is missing or does not fit the others.
+        """
+
+    def kv_scales(self, tensors: Mapping[str, StoredTensor], *, num_layers: int) -> tuple[KvScale, ...] | None:
+        """Reads the scales of each layer's keys and values for KV in FP8. Returns None if the checkpoint has none.
+
+        Raises UnsupportedModel, naming the tensor, if one is missing, or is not a single positive number.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _OfModules:
+    """The weights of modules are quantised, each with its own parts.
+
+    `numbers`, `scale`, `zero_point` and `shape` are the last names of the tensors that a weight's parts have; the last
+    two are None if there is no such part. `dtype` is the type of the numbers, of `num_bits` each, as safetensors names
+    it. `cuts_tiles` says whether a tile may reach over a weight's edge. `unused` are names of tensors for activations,
+    which are not read. `has_kv_scales` says whether the checkpoint has scales for KV in FP8.
     """
 
     settings: Mapping[str, Any]
@@ -86,10 +108,7 @@ class Quantization:
     has_kv_scales: bool = False
 
     def loaded(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns those of the stored `tensors`, of which each is a slice of a file, that transformers has to load.
-
-        Scales are tensors of float32, so that a weight is rounded once, to the served dtype.
-        """
+        # Scales are tensors of float32, so that a weight is rounded once, to the served dtype.
         parts = {name: name.rpartition(".")[2] for name in tensors}
         return {
             name: stored[...].float() if parts[name] == self.scale else stored
@@ -98,14 +117,9 @@ class Quantization:
         }
 
     def dense(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Returns the tensors of the model that the stored ones make, with whole weights in place of their parts.
-
-        Raises UnsupportedModel, naming the tensor, if a part is missing or does not fit the others.
-        """
         modules = sorted(set(self._quantized_modules(tensors)))
         if not modules:
-            directory = next(iter(tensors.values())).file.parent
-            raise UnsupportedModel(f"{directory.name}: none of its weights is quantised as {QUANTIZATION} says")
+            raise _not_quantised(tensors)
         dense = {name: stored for name, stored in tensors.items() if not self._is_kv_scale(name)}
         for module in modules:
             parts = self._parts(module, tensors)
@@ -119,11 +133,9 @@ class Quantization:
             dense[weight] = replace(parts[self.numbers], shape=shape, dtype="F32")
         return dense
 
-    def kv_scales(self, tensors: Mapping[str, StoredTensor], *, num_layers: int) -> tuple[KvScale, ...]:
-        """Reads the scales of each layer's keys and values.
-
-        Raises UnsupportedModel, naming the tensor, if one is missing, or is not a single positive number.
-        """
+    def kv_scales(self, tensors: Mapping[str, StoredTensor], *, num_layers: int) -> tuple[KvScale, ...] | None:
+        if not self.has_kv_scales:
+            return None
         scales: dict[tuple[int, str], float] = {}
         for name, stored in tensors.items():
             if not self._is_kv_scale(name):
@@ -207,6 +219,53 @@ class Quantization:
                 raise _refused(stored, f"{module}.{part} {is_and_fits}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Mxfp4:
+    """The weights of gpt-oss's experts are in FP4, with a power of two for each 32 inputs of an output.
+
+    The weight `name` [experts, inputs, outputs] has two parts of bytes: `name_blocks` [experts, outputs, inputs / 32,
+    16], with two numbers in each byte, and `name_scales` [experts, outputs, inputs / 32], with the exponents.
+    """
+
+    settings: Mapping[str, Any]
+
+    def loaded(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(tensors)
+
+    def dense(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        dense, parts = dict(tensors), ("_blocks", "_scales")
+        weights = sorted({name.removesuffix(part) for name in tensors for part in parts if name.endswith(part)})
+        if not weights:
+            raise _not_quantised(tensors)
+        for weight in weights:
+            found = {part: dense.pop(weight + part) for part in parts if weight + part in tensors}
+            for part in parts:
+                if part not in found:
+                    there, stored = next(iter(found.items()))
+                    raise _refused(stored, f"{weight}{there} needs a tensor {weight}{part}, and there is none")
+                if found[part].dtype != "U8":
+                    raise _refused(found[part], f"{weight}{part} is of {found[part].dtype}, and has to be of U8")
+            blocks, scales = (found[part] for part in parts)
+            if len(blocks.shape) != 4 or blocks.shape[3] != _MXFP4_BLOCK // 2:
+                raise _refused(blocks, f"{weight}_blocks is {list(blocks.shape)}, and has to be blocks of 16 bytes")
+            if scales.shape != blocks.shape[:3]:
+                says = f"{list(scales.shape)}, and {list(blocks.shape[:3])} fit {weight}_blocks"
+                raise _refused(scales, f"{weight}_scales is {says}")
+            if weight in dense:
+                raise _refused(dense[weight], f"{weight} is {weight}_blocks again")
+            num_experts, num_outputs, num_blocks, _ = blocks.shape
+            dense[weight] = replace(blocks, shape=(num_experts, num_blocks * _MXFP4_BLOCK, num_outputs), dtype="F32")
+        return dense
+
+    def kv_scales(self, tensors: Mapping[str, StoredTensor], *, num_layers: int) -> tuple[KvScale, ...] | None:
+        return None
+
+
+def _not_quantised(tensors: Mapping[str, StoredTensor]) -> UnsupportedModel:
+    directory = next(iter(tensors.values())).file.parent
+    return UnsupportedModel(f"{directory.name}: none of its weights is quantised as {QUANTIZATION} says")
+
+
 def _refused(stored: StoredTensor, says: str) -> UnsupportedModel:
     return UnsupportedModel(f"{stored.place}: {peer_text(says)}")
 
@@ -228,7 +287,7 @@ def read_quantization(settings: Any, place: str) -> Quantization | None:
     method = settings.get("quant_method")
     if method is None and (settings.get("load_in_8bit") or settings.get("load_in_4bit")):
         method = "bitsandbytes"
-    served = " and ".join(map(repr, _FORMATS))
+    served = ", ".join(map(repr, _FORMATS))
     if not isinstance(method, str):
         raise UnsupportedModel(f"{place}.quant_method is {peer_text(repr(method))}, and {served} are served")
     if method not in _FORMATS:
@@ -251,7 +310,7 @@ def _fp8(settings: dict[str, Any], place: str) -> Quantization:
     for key, served in (("fmt", "e4m3"), ("expert_dtype", "fp8"), ("modules_to_convert", None)):
         if settings.get(key, served) != served:
             raise UnsupportedModel(f"{place}.{key} is {peer_text(repr(settings[key]))}, which is not supported")
-    return Quantization(
+    return _OfModules(
         settings={**settings, "dequantize": True},
         numbers="weight",
         dtype=_FP8,
@@ -265,6 +324,10 @@ def _fp8(settings: dict[str, Any], place: str) -> Quantization:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _mxfp4(settings: dict[str, Any], place: str) -> Quantization:
+    return _Mxfp4({**settings, "dequantize": True})
 
 
 def _compressed_tensors(settings: dict[str, Any], place: str) -> Quantization:
@@ -296,7 +359,7 @@ def _compressed_tensors(settings: dict[str, Any], place: str) -> Quantization:
     return replace(schemes[0], settings=settings, has_kv_scales=kv is not None)
 
 
-def _scheme(group: dict[str, Any], model_format: Any, place: str) -> Quantization:
+def _scheme(group: dict[str, Any], model_format: Any, place: str) -> _OfModules:
     """Reads the scheme of one group of modules. `model_format` is the format if the group names none."""
     weights: Any = group["weights"]
     stored_as = group["format"] or model_format
@@ -326,7 +389,7 @@ def _scheme(group: dict[str, Any], model_format: Any, place: str) -> Quantizatio
     if tile is None or weights["dynamic"]:
         raise UnsupportedModel(f"{place}.weights.strategy {weights['strategy']!r} is not supported")
     is_packed = dtype == _PACKED
-    return Quantization(
+    return _OfModules(
         settings={},
         numbers="weight_packed" if is_packed else "weight",
         dtype=dtype,
@@ -343,4 +406,5 @@ def _scheme(group: dict[str, Any], model_format: Any, place: str) -> Quantizatio
 _FORMATS: dict[str, Callable[[dict[str, Any], str], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }

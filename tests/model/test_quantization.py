@@ -26,16 +26,18 @@ from tests.support.models import random_model, save_tiny_model
 from tests.support.quantized import FORMATS, QuantizedModel, save_kv_scales, save_quantized_model
 
 LAYER = "model.layers.0.mlp.up_proj"
+EXPERTS = "model.layers.0.mlp.experts.down_proj"
 Change = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], QuantizedModel]:
     made: dict[str, QuantizedModel] = {}
-    source = save_tiny_model(tmp_path_factory.mktemp("source"), "llama")
+    sources = {name: save_tiny_model(tmp_path_factory.mktemp(name), name) for name in ("llama", "gpt_oss")}
 
     def make(kind: str) -> QuantizedModel:
         if kind not in made:
+            source = sources[FORMATS[kind].architecture]
             made[kind] = save_quantized_model(tmp_path_factory.mktemp(kind), kind, source)
         return made[kind]
 
@@ -43,7 +45,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Quant
 
 
 def weights_of(directory: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    _, model = load_model(directory, dtype=dtype, attention="sdpa")
+    _, model = load_model(directory, dtype=dtype, attention="eager")
     tensors: dict[str, Tensor] = model.state_dict()
     return tensors
 
@@ -170,6 +172,10 @@ def replaced(part: str, new: Callable[[Tensor], Tensor]) -> Change:
     return lambda tensors: tensors.update({name: new(tensors[name])})
 
 
+def of_experts(part: str, new: Callable[[Tensor], Tensor]) -> Change:
+    return lambda tensors: tensors.update({EXPERTS + part: new(tensors[EXPERTS + part])})
+
+
 def absent(part: str) -> Change:
     return lambda tensors: tensors.pop(f"{LAYER}.{part}")
 
@@ -237,6 +243,24 @@ TENSORS: dict[str, tuple[str, Change, str]] = {
         lambda tensors: tensors.update({"model.norm.activation_scale": torch.ones(())}),
         "not known in LlamaForCausalLM: model.norm.activation_scale",
     ),
+    "experts-without-scales": (
+        "mxfp4",
+        lambda tensors: tensors.pop(f"{EXPERTS}_scales"),
+        f"{EXPERTS}_blocks needs a tensor {EXPERTS}_scales",
+    ),
+    "half-blocks": ("mxfp4", of_experts("_blocks", lambda b: b[..., :8].clone()), "has to be blocks of 16 bytes"),
+    "experts-with-too-few-scales": (
+        "mxfp4",
+        of_experts("_scales", lambda s: s[:, :1].clone()),
+        rf"{EXPERTS}_scales is \[8, 1, 3\], and \[8, 64, 3\] fit",
+    ),
+    "blocks-of-floats": ("mxfp4", of_experts("_blocks", Tensor.float), f"{EXPERTS}_blocks is of F32, and has to be"),
+    "whole-experts-beside-blocks": (
+        "mxfp4",
+        lambda tensors: tensors.update({EXPERTS: torch.zeros(8, 96, 64)}),
+        f"{EXPERTS} is {EXPERTS}_blocks again",
+    ),
+    "an-exponent-past-all-numbers": ("mxfp4", of_experts("_scales", lambda s: s.fill_(255)), f"{EXPERTS} has NaN"),
     "no-packed-numbers": (W4, absent("weight_packed"), f"needs a tensor {LAYER}.weight_packed"),
     "no-shape": (W4, absent("weight_shape"), f"needs a tensor {LAYER}.weight_shape"),
     "another-shape": (W4, replaced("weight_shape", lambda s: s + 8), rf"weight_shape is \[104, 72\], and {LAYER}"),

@@ -20,7 +20,7 @@ def test_tokens_equal_generate(
     kind: str, make_pair: MakePair, tiny_model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Where transformers computes something else from the quantised weights, it generates from those they stand for."""
-    model = save_quantized_model(tmp_path, kind, tiny_model_dir("llama"))
+    model = save_quantized_model(tmp_path, kind, tiny_model_dir(FORMATS[kind].architecture))
     pair = make_pair(
         load_target(model.directory, device="cpu", dtype="float32"), PairOptions(chunk_tokens=CHUNK_TOKENS)
     )

@@ -32,12 +32,15 @@ class QuantizedFormat:
 
     `config` is the model's quantization_config. `is_reference` says whether transformers computes the same from the
     quantised model, if it is told nothing else. It rounds activations too where the config has them rounded, and cannot
-    load zero points, unless it is told to multiply the weights out.
+    load zero points, unless it is told to multiply the weights out. The weights of a model of `architecture` whose
+    names end with `suffix` are quantised.
     """
 
     config: dict[str, Any]
     quantize: Quantize
     is_reference: bool = True
+    architecture: str = "llama"
+    suffix: str | tuple[str, ...] = "_proj.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +54,14 @@ class QuantizedModel:
 def save_quantized_model(directory: Path, kind: str, source: Path) -> QuantizedModel:
     """Saves the model in `source` twice, with quantised weights of the format FORMATS[kind] and with whole ones.
 
-    The linear layers of its blocks are quantised.
+    The linear layers of its blocks are quantised, or its experts.
     """
     quantized_format = FORMATS[kind]
     model = QuantizedModel(directory / "quantized", directory / "whole")
     for path in (model.directory, model.whole_dir):
         shutil.copytree(source, path)
     stored, whole = (load_file(source / "model.safetensors") for _ in range(2))
-    for name in [name for name in whole if name.endswith("_proj.weight")]:
+    for name in [name for name in whole if name.endswith(quantized_format.suffix)]:
         parts, whole[name] = quantized_format.quantize(stored.pop(name))
         stored |= {f"{name.removesuffix('weight')}{part}": tensor.clone() for part, tensor in parts.items()}
     for path, tensors in ((model.directory, stored), (model.whole_dir, whole)):
@@ -162,6 +165,21 @@ def _compressed(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any] 
     }
 
 
+def _mxfp4(weight: Tensor) -> tuple[Parts, Tensor]:
+    """Quantises experts' weights [experts, inputs, outputs] to FP4, with a power of two for each block of inputs."""
+    blocks = weight.transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1, keepdim=True).log2().floor() - 2  # the largest number is 1.5 * 2 ** 2
+    places = (blocks / 2**exponents).unsqueeze(-1).sub(_FP4_NUMBERS).abs().argmin(-1)
+    whole = (_FP4_NUMBERS[places] * 2**exponents).flatten(2).transpose(1, 2).contiguous()
+    numbers = places.to(torch.uint8)
+    parts = {
+        "_blocks": numbers[..., 0::2] | numbers[..., 1::2] << 4,
+        "_scales": (exponents.squeeze(-1) + 127).to(torch.uint8),
+    }
+    return parts, whole
+
+
+_FP4_NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
 _GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": BLOCK}
 _FP8_CONFIG = {
@@ -176,6 +194,9 @@ FORMATS = {
     "fp8-whole": QuantizedFormat(
         {**_FP8_CONFIG, "weight_block_size": None, "activation_scheme": "static"},
         _fp8(None, None, "weight_scale_inv", (), activation_scale=torch.tensor(0.01)),
+    ),
+    "mxfp4": QuantizedFormat(
+        {"quant_method": "mxfp4"}, _mxfp4, architecture="gpt_oss", suffix=("gate_up_proj", "down_proj")
     ),
     "compressed-tensors-w8a16": QuantizedFormat(
         _compressed("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
