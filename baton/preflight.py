@@ -20,7 +20,7 @@ from common.config.load import SettingsT, load_settings
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import ConfigError, StartupError
 
-_ALIKE = ("dtype", "draft_topk")
+_ALIKE = ("dtype", "kv_dtype", "draft_topk")
 """Settings that must be equal on both kinds of service for every model."""
 _PLAIN = ("tls_cert", "tls_ca", "prefill_tls")
 

@@ -31,7 +31,7 @@ MAX_QUERIES = 32  # in a row: with more, gathering its KV once costs less than r
 
 class PagedCpuAttention:
     """An AttentionBackend whose kernel reads the KV pool in place. All layers of the model must have `num_heads` query
-    heads over `num_kv_heads` KV heads, each of `head_dim` numbers. The pool is of `dtype`, or with `fp8_kv` in FP8.
+    heads over `num_kv_heads` KV heads, each of `head_dim` numbers. Pools are of `dtype`, with `fp8_kv` also in FP8.
 
     Decode and verify forwards gather no copies of KV, and a short request does not wait for a long one in the same
     batch. Constructing one loads the kernels from disk or compiles them, a second or two each, more on slow CPUs.

@@ -75,6 +75,7 @@ class HandoffShape:
             config_digest="",
             target_weights_digest="",
             tokenizer_digest="",
+            dtype="float32",
             layer_groups=(self.layer_group,),
         )
 

@@ -144,12 +144,15 @@ _ALIKE = {
     "target_weights_digest": "model",
     "tokenizer_digest": "model",
     "dtype": "dtype",
+    "kv_dtype": "kv_dtype",
     "layer_groups": "draft",
     "draft_weights_digest": "draft",
     "algorithm": "draft",
     "seed_columns": "draft and draft_topk",
 }
-"""The setting that must be equal on both services, for each fingerprint field that depends on it."""
+"""The setting that must be equal on both services, for each fingerprint field that depends on it. The dtype of a layer
+group is that of KV.
+"""
 
 
 class FingerprintMismatch(BatonError):
@@ -157,7 +160,7 @@ class FingerprintMismatch(BatonError):
     reason = "FINGERPRINT_MISMATCH"
 
     def __init__(self, field: str, ours: str, theirs: str) -> None:
-        what = field.partition("[")[0] if not field.endswith("].dtype") else "dtype"
+        what = field.partition("[")[0] if not field.endswith("].dtype") else "kv_dtype"
         remedy = f"; give both the same {_ALIKE[what]}" if what in _ALIKE else ""
         super().__init__(f"fingerprints differ in {field}: decode has {ours}, prefill has {theirs}{remedy}")
         self.field = field

@@ -452,7 +452,7 @@ class LayerGroup(_message.Message):
     num_heads: _builtins.int
     head_dim: _builtins.int
     dtype: _builtins.str
-    """"float32", "bfloat16", "float16" """
+    """of the KV: "float32", "bfloat16", "float16", "float8_e4m3fn" """
     window: _builtins.int
     """each token attends only the last so many, itself among them; 0: all. The KV that is sent"""
     def __init__(
@@ -488,6 +488,7 @@ class Fingerprint(_message.Message):
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     SEED_COLUMNS_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     config_digest: _builtins.str
     target_weights_digest: _builtins.str
@@ -496,6 +497,8 @@ class Fingerprint(_message.Message):
     algorithm: _builtins.str
     """"none" without speculation"""
     tokenizer_digest: _builtins.str
+    dtype: _builtins.str
+    """of the weights, and of all computing: "float32", "bfloat16", "float16" """
     @_builtins.property
     def layer_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroup]: ...
     @_builtins.property
@@ -511,10 +514,11 @@ class Fingerprint(_message.Message):
         layer_groups: _abc.Iterable[Global___LayerGroup] | None = ...,
         tokenizer_digest: _builtins.str = ...,
         seed_columns: _abc.Iterable[Global___SeedColumn] | None = ...,
+        dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "config_digest", b"config_digest", "draft_weights_digest", b"draft_weights_digest", "layer_groups", b"layer_groups", "protocol_version", b"protocol_version", "seed_columns", b"seed_columns", "target_weights_digest", b"target_weights_digest", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "config_digest", b"config_digest", "draft_weights_digest", b"draft_weights_digest", "dtype", b"dtype", "layer_groups", b"layer_groups", "protocol_version", b"protocol_version", "seed_columns", b"seed_columns", "target_weights_digest", b"target_weights_digest", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

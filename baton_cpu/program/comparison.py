@@ -45,7 +45,8 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
     token of the forwards with as many new tokens that counts. Each number of new tokens is judged by itself, since
     most tokens are a chunk's and would hide what is wrong in a step.
 
-    `model` must still compute by its own modules. `check` is called between the forwards, and may raise.
+    `model` must still compute by its own modules, which may read the program's weights. `check` is called between the
+    forwards, and may raise.
     """
     generator = torch.Generator().manual_seed(0)
     group = model.layer_group

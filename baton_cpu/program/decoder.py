@@ -220,6 +220,8 @@ def _write(parts: _Parts, rope: nn.Module, check: Callable[[], None], *, num_pos
     try:
         program = _program(parts, shared, check)
         return FusedDecoder(program, *rotation(rope, parts.embedding.dtype, num_positions), shared.end)
+    except OSError:  # memory is short: the layers go on reading panels
+        raise
     except Exception:
         shared.end(check)
         raise

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from baton_cpu.blocks.linear import PackedLinear, linear_silu, linear_times, packed_linear
 from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
+from common.errors import StartupError
 from common.host.memory import return_freed_memory
 
 _PART_BYTES = 16 << 20  # copied at once: malloc keeps as much for the next part, and the system need not clear it again
@@ -158,6 +159,11 @@ class SharedWeights:
 
     def _replace(self, holder: Holder, rows: PanelRows) -> None:
         layer = holder.layer
+        weight, start = layer.weight, 0
+        for part in rows.parts():
+            if not torch.equal(part, weight[start : start + len(part)]):
+                raise StartupError(f"{holder.name}: its weight was packed wrongly")
+            start += len(part)
         kind = layer.kind if isinstance(layer, PanelLinear) else type(layer)
         holder.replace(PanelLinear(rows, None if layer.bias is None else layer.bias.detach(), kind))
         self._holders.append(holder)

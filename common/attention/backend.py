@@ -39,9 +39,9 @@ class ForwardInput:
     `prefix_lens` and `extend_lens` count each row's earlier and new tokens. Both are None in a decode forward, which
     has one new token per row (T == B).
 
-    `kv` [layers, 2, slots, heads, head_dim]: the pool. Its slot 0 is padding and holds finite numbers. It is in the
-    model's dtype, or has the bits of FP8 (see fp8_kv.py). `logits_rows`
-    [R] int64: the indices (0 .. T-1) of the tokens whose logits are wanted; None for all.
+    `kv` [layers, 2, slots, heads, head_dim]: the pool, in the model's dtype, or the bits of FP8 (see fp8_kv.py). Its
+    slot 0 is padding and holds finite numbers. `logits_rows` [R] int64: the indices (0 .. T-1) of the tokens whose
+    logits are wanted; None for all.
 
     `tree_mask` [T, W] bool: for each new token, which of its row's last W tokens it attends, besides all earlier ones.
     All rows then have the same number of new tokens, at most W. None: each token attends those up to itself.

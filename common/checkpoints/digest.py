@@ -41,7 +41,7 @@ _WITHOUT_EFFECT_ON_KV = frozenset(
         "use_cache",
     }
 )
-"""Config keys that may differ between services: notes, and the stored dtype. The served dtype is compared elsewhere."""
+"""Config keys that may differ between services: notes, and the stored dtype. The served dtype is a field of its own."""
 _NUM_THREADS = 4  # that digest weights at the same time
 _DIGEST_BYTES = 16
 _CONTEXT_LIMIT = "max_position_embeddings"
@@ -80,6 +80,7 @@ def compute_fingerprint(
         config_digest=config_digest(_read_config(directory), rotation=model.rotation),
         target_weights_digest=weights_digest(model.files.weight_files, cache_dir),
         tokenizer_digest=_tokenizer_digest(model.files),
+        dtype=str(model.dtype).removeprefix("torch."),
         layer_groups=model.layer_groups,
     )
     model.files.check_unchanged()

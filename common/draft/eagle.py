@@ -44,7 +44,7 @@ class EagleHead(PagedHead):
         )
         self._block = Block(checkpoint, "layers.0.", spec.block, self._kernels, layer=0, input_size=size)
         self._embed = read_embedding(parts, "embed_tokens.weight", size)
-        self._output_head = parts.target.output_head
+        self._output_head = parts.target.logits_of
 
     def fuse(self, captured: Tensor) -> Tensor:
         return captured

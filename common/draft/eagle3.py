@@ -82,7 +82,7 @@ class Eagle3Head(PagedHead):
             return self._kernels.linear(self._embed(self.token_ids))
         if spec.block.hidden_size != parts.target.hidden_size:
             raise checkpoint.mismatch(f"{name} is missing: the target's is {parts.target.hidden_size} wide")
-        return parts.target.output_head
+        return parts.target.logits_of
 
     @torch.inference_mode()
     def fuse(self, captured: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class _MtpLayer:
         )
         self.output_norm = norm(names.output_norm)
         self._embed = read_embedding(parts, f"{prefix}embed_tokens.weight", size)
-        self.output_head: Op = parts.target.output_head
+        self.output_head: Op = parts.target.logits_of
         own_head = f"{prefix}{names.output_head}.weight"
         if names.output_head and own_head in checkpoint:
             self.output_head = kernels.linear(checkpoint.take(own_head, spec.vocab_size, size))

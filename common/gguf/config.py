@@ -186,8 +186,7 @@ def read_values(tensor: gguf.ReaderTensor) -> np.ndarray:
 def config_fields(keys: Metadata, tensors: Tensors, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Returns `model_type` and the other fields of the model's config, as transformers names them.
 
-    `factors` has those of ROPE_FACTORS that the file has. Raises RefusedFile for
-    an unknown architecture.
+    `factors` has those of ROPE_FACTORS that the file has. Raises RefusedFile for an unknown architecture.
     """
     build = _ARCHITECTURES.get(keys.architecture)
     if build is None:

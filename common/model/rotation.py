@@ -31,14 +31,20 @@ def fix_rotation(config: Any, *, max_context_tokens: int | None) -> str:
     with.
     """
     ropes = getattr(config, "rope_parameters", None) or {}
-    chosen = []
+    chosen, stretched = [], []
     for layer_type in [None] if "rope_type" in ropes else list(ropes):
         rope = ropes if layer_type is None else ropes[layer_type]
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
         if kind == "longrope":
             chosen.append(_fix_longrope(config, rope, max_context_tokens))
         elif kind == "dynamic" and not (rope.get("alpha") and config.model_type in _WITH_ALPHA):
-            chosen.append(_fix_dynamic(config, rope, layer_type, max_context_tokens))
+            context, num_rotated = _context_of_dynamic(config, rope, layer_type, max_context_tokens)
+            stretched.append((rope, context, num_rotated))
+            chosen.append(f"dynamic-{context}")
+    original = config.max_position_embeddings
+    for rope, context, num_rotated in stretched:
+        _fix_dynamic(rope, context / original, num_rotated)
+        config.max_position_embeddings = max(config.max_position_embeddings, context)
     return "-".join(chosen)
 
 
@@ -51,15 +57,23 @@ def _fix_longrope(config: Any, rope: dict[str, Any], max_context_tokens: int | N
     return "longrope-long" if is_long else "longrope-short"
 
 
-def _fix_dynamic(config: Any, rope: dict[str, Any], layer_type: str | None, max_context_tokens: int | None) -> str:
-    """Replaces the rope by one of type linear, which transformers computes alike except for the base."""
+def _context_of_dynamic(
+    config: Any, rope: dict[str, Any], layer_type: str | None, max_context_tokens: int | None
+) -> tuple[int, int]:
+    """Returns the served context, and how many numbers of a head are rotated."""
     if rope.get("alpha"):
         raise UnsupportedModel(f"rope of type dynamic with alpha is not supported for {config.model_type}")
-    original, factor = config.max_position_embeddings, rope["factor"]
-    context = max(original, min(max_context_tokens or original, int(factor * original)))
+    original = config.max_position_embeddings
+    context = max(original, min(max_context_tokens or original, int(rope["factor"] * original)))
     frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, layer_type=layer_type)
-    num_rotated = 2 * frequencies.numel()
-    stretch = (factor * context / original - (factor - 1)) ** (num_rotated / (num_rotated - 2))
+    return context, 2 * frequencies.numel()
+
+
+def _fix_dynamic(rope: dict[str, Any], times_original: float, num_rotated: int) -> None:
+    """Replaces the rope by one of type linear, which transformers computes alike except for the base.
+
+    The served context is `times_original` as long as the original one.
+    """
+    factor = rope["factor"]
+    stretch = (factor * times_original - (factor - 1)) ** (num_rotated / (num_rotated - 2))
     rope |= {"rope_type": "linear", "factor": 1.0, "rope_theta": rope["rope_theta"] * stretch}
-    config.max_position_embeddings = context
-    return f"dynamic-{context}"

@@ -185,6 +185,14 @@ class TargetModel:
         head: nn.Module = self._model.get_output_embeddings()  # type: ignore[operator]
         return head
 
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Returns the output layer's logits [T, vocab] of hidden states [T, hidden_size] after the final norm.
+
+        Draft heads call this and do not keep the layer, because a program may replace it.
+        """
+        logits: Tensor = self.output_head(hidden)
+        return logits
+
     def capture_hidden(self, capture: HiddenCapture) -> None:
         """Makes every later forward return the hidden states that `capture` selects. Call it once, before the first
         forward.

@@ -17,6 +17,7 @@ from common.cpu_engine import CpuEngine
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.host.cores import set_own_num_threads
+from common.kv.layer_group import KV_FP8
 from common.model.target import TargetModel
 
 Check = Callable[[], None]
@@ -105,9 +106,9 @@ def new_fusing(
     if model.new_decoder is None:
         if draft is not None:
             draft.new_programs = None
-        _log.info(
-            "fused_forward_unavailable", reason="the model's class, dtype, sizes or KV in FP8 are not known to it"
-        )
+        is_fp8 = model.layer_group.dtype == KV_FP8
+        reason = "KV is in FP8" if is_fp8 else "the model's class, dtype or sizes are not known to it"
+        _log.info("fused_forward_unavailable", reason=reason)
         return None
     return partial(_fuse_logged, engine, model, draft, num_threads, max_tokens)
 

@@ -36,6 +36,7 @@ def encode_fingerprint(fingerprint: Fingerprint) -> types_pb2.Fingerprint:
             for group in fingerprint.layer_groups
         ],
         tokenizer_digest=fingerprint.tokenizer_digest,
+        dtype=fingerprint.dtype,
         seed_columns=[
             types_pb2.SeedColumn(name=column.name, dtype=column.dtype, row_shape=column.row_shape)
             for column in fingerprint.seed_columns
@@ -72,6 +73,7 @@ def decode_fingerprint(message: types_pb2.Fingerprint) -> Fingerprint:
             for group in message.layer_groups
         ),
         tokenizer_digest=message.tokenizer_digest,
+        dtype=message.dtype,
         seed_columns=tuple(
             SeedColumnSpec(name=column.name, dtype=column.dtype, row_shape=tuple(column.row_shape))
             for column in message.seed_columns

@@ -15,12 +15,13 @@ class Fingerprint:
     """Everything about a service that decides the values and the layout of its KV.
 
     Services with equal fingerprints can exchange KV. A limit of the context length is not part of it and may differ,
-    unless it decides how a model rotates: then `config_digest` names the rotation.
+    unless it decides how a model rotates: then `config_digest` names the rotation. `dtype` is that of the weights.
     """
 
     config_digest: str
     target_weights_digest: str
     tokenizer_digest: str
+    dtype: str
     layer_groups: tuple[LayerGroupSpec, ...]
     protocol_version: int
     draft_weights_digest: str = ""

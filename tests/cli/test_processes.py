@@ -181,6 +181,10 @@ def held() -> Iterator[str]:
             ["--draft=head", "--prefill-arg=--draft-topk=2"],
             "draft_topk: prefill has 2, decode has 1: give --draft-topk",
         ),
+        (
+            ["--decode-arg=--kv-dtype=fp8_e4m3"],
+            "kv_dtype: prefill has auto, decode has fp8_e4m3: give --kv-dtype",
+        ),
         (["--decode-arg=--dtype=float32"], "dtype: prefill has bfloat16, decode has float32: give --dtype alike"),
         (
             ["--decode-config=decode.yaml", "--draft=head"],

@@ -17,9 +17,10 @@ from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_
 FIELDS = {
     "other-weights": "target_weights_digest",
     "no-head": "layer_groups",
+    "kv-in-fp8": "layer_groups[target].dtype",
     "another-topk": "seed_columns",
 }
-ALIKE = {"other-weights": "model", "no-head": "draft", "another-topk": "draft and draft_topk"}
+ALIKE = {"other-weights": "model", "no-head": "draft", "kv-in-fp8": "kv_dtype", "another-topk": "draft and draft_topk"}
 TREE = ("--draft-topk=3", "--num-draft-steps=3", "--num-draft-tokens=9")
 Arguments = tuple[str, ...]
 
@@ -37,6 +38,7 @@ def arguments(
     return {
         "other-weights": ((f"--model={other}",), (f"--model={tiny_model_dir('llama')}",)),
         "no-head": ((target,), (target, head)),
+        "kv-in-fp8": ((target,), (target, "--kv-dtype=fp8_e4m3")),
         "another-topk": ((target, head), (target, head, *TREE)),
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from baton import Client, Completion
 from baton.local_pair import LocalPair
-from common.model.loader import load_target
+from common.model.loader import KvDtype, load_target
 from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment
@@ -32,7 +32,7 @@ _NUM_REQUESTS, _NUM_CHOICES = 9, 3
 _CHUNK_TOKENS, _LOCAL_PREFILL_TOKENS = 16, 12
 _DECODE_TOKENS = 128
 """Slots of the decode service: too few for all requests at once, so that some are retracted."""
-_OF_MODEL = frozenset({"windows", "experts", "quantised weights", "KV in FP8"})
+_OF_MODEL = frozenset({"windows", "experts", "quantised weights"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,21 @@ class Asked:
     choice_index: int
 
     def used(
-        self, timings: Timings, speculation: SpeculationCounts | None, shape: Shape, *, transport: str, overlap: bool
+        self,
+        timings: Timings,
+        speculation: SpeculationCounts | None,
+        shape: Shape,
+        *,
+        transport: str,
+        overlap: bool,
+        kv_dtype: KvDtype,
     ) -> Used:
         """Returns the features that this request used, if its output is right. `transport` is the one of handoffs."""
-        return _OF_MODEL.union(self._used(timings, speculation, shape, transport), () if overlap else ("no overlap",))
+        return _OF_MODEL.union(
+            self._used(timings, speculation, shape, transport),
+            () if overlap else ("no overlap",),
+            ("KV in FP8",) if kv_dtype == "fp8_e4m3" else (),
+        )
 
     def _used(
         self, timings: Timings, speculation: SpeculationCounts | None, shape: Shape, transport: str
@@ -202,9 +213,9 @@ def _of_outcomes(outcomes: Mapping[str, Outcome]) -> Outputs:
     return outputs
 
 
-def expected_outputs(models: Models) -> Outputs:
+def expected_outputs(models: Models, kv_dtype: KvDtype) -> Outputs:
     """Returns the outputs of a plain pair: without a head, caches and overlap, one request at a time."""
-    target = load_target(models.target.directory, device="cpu", dtype="float32", kv_dtype="fp8_e4m3")
+    target = load_target(models.target.directory, device="cpu", dtype="float32", kv_dtype=kv_dtype)
     with pairs_that_keep_all() as make_pair:
         pair = make_pair(target, PairOptions(overlap=False, prefill_caches=False, decode_caches=False))
         for each in asked():
@@ -215,10 +226,10 @@ def expected_outputs(models: Models) -> Outputs:
         return outputs
 
 
-def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bool) -> list[Used]:
+def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bool, kv_dtype: KvDtype) -> list[Used]:
     with pairs_that_keep_all() as make_pair:
         shape = SHAPES[shape_name]
-        drafted = load_drafted(models.target.directory, models.heads[shape_name], kv_dtype="fp8_e4m3")
+        drafted = load_drafted(models.target.directory, models.heads[shape_name], kv_dtype=kv_dtype)
         options = PairOptions(
             decode_tokens=_DECODE_TOKENS,
             decode_window_tokens=4 * _DECODE_TOKENS,
@@ -254,11 +265,22 @@ def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bo
             end = pair.outcomes[each.name].finished
             assert end is not None
             timings, speculation = end.timings, end.speculation
-            used.append(each.used(timings, speculation, shape, transport="KV in shared memory", overlap=overlap))
+            used.append(
+                each.used(
+                    timings,
+                    speculation,
+                    shape,
+                    transport="KV in shared memory",
+                    overlap=overlap,
+                    kv_dtype=kv_dtype,
+                )
+            )
         return used
 
 
-def _run_services(models: Models, shape_name: str, expected: Outputs, kind: Callable[..., LocalPair]) -> list[Used]:
+def _run_services(
+    models: Models, shape_name: str, expected: Outputs, kind: Callable[..., LocalPair], *, kv_dtype: KvDtype
+) -> list[Used]:
     shape = SHAPES[shape_name]
     drafts = [f"--{name.replace('_', '-')}={value}" for name, value in shape.drafts.items()]
     topk = [flag for flag in drafts if "topk" in flag]
@@ -270,7 +292,7 @@ def _run_services(models: Models, shape_name: str, expected: Outputs, kind: Call
             kind=kind,
             shared_args=(
                 f"--draft={models.heads[shape_name]}",
-                "--kv-dtype=fp8_e4m3",
+                f"--kv-dtype={kv_dtype}",
                 *topk,
                 *(() if overlap else ("--disabled-fast-paths=overlap",)),
             ),
@@ -295,7 +317,16 @@ def _run_services(models: Models, shape_name: str, expected: Outputs, kind: Call
                     for position in completion.logprobs
                 ]
                 timings, speculation = completion.timings, completion.speculation
-                used.append(each.used(timings, speculation, shape, transport="KV through NIXL", overlap=overlap))
+                used.append(
+                    each.used(
+                        timings,
+                        speculation,
+                        shape,
+                        transport="KV through NIXL",
+                        overlap=overlap,
+                        kv_dtype=kv_dtype,
+                    )
+                )
         counted = prefill_counters(pair)
     assert counted["baton_handoff_bytes_total"] == counted["baton_handoff_lent_bytes_total"] > 0
     assert any({"KV through NIXL", "retraction"} <= each for each in used), "the pool was never short"
@@ -320,7 +351,7 @@ def _complete(client: Client, each: Asked) -> Completion:
 
 WAYS = ("overlap", "no overlap", "services with NIXL")
 """Ways to serve: two with engines in this process and KV in shared memory, and one with two processes, in which trees
-are drafted without overlap.
+are drafted without overlap. KV is in FP8, but not in the first way.
 """
 
 
@@ -330,7 +361,8 @@ class Runs:
     def __init__(self, directory: Path, *, kind: Callable[..., LocalPair] = LocalPair) -> None:
         self.models = Models.save(directory)
         self._kind = kind
-        self._expected = expected_outputs(self.models)
+        kv_dtypes: tuple[KvDtype, ...] = ("unquantized", "fp8_e4m3")
+        self._expected = {kv_dtype: expected_outputs(self.models, kv_dtype) for kv_dtype in kv_dtypes}
         self._used: dict[tuple[str, str], list[Used]] = {}
 
     def used(self, way: str, shape_name: str) -> list[Used]:
@@ -338,11 +370,13 @@ class Runs:
         the expected one.
         """
         key = (way, shape_name)
+        kv_dtype: KvDtype = "unquantized" if way == WAYS[0] else "fp8_e4m3"
+        expected = self._expected[kv_dtype]
         if key not in self._used:
             self._used[key] = (
-                _run_services(self.models, shape_name, self._expected, self._kind)
+                _run_services(self.models, shape_name, expected, self._kind, kv_dtype=kv_dtype)
                 if way == "services with NIXL"
-                else _run_here(self.models, shape_name, self._expected, overlap=way == "overlap")
+                else _run_here(self.models, shape_name, expected, overlap=way == "overlap", kv_dtype=kv_dtype)
             )
         return self._used[key]
 

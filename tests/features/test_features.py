@@ -9,10 +9,11 @@ import pytest
 from baton.local_pair import LocalPair
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.errors import StartupError
-from common.model.loader import load_target
+from common.model.loader import KvDtype, load_target
 from common.service.runtime import open_runtime
 from tests.features.matrix import EITHER, FEATURES, PAGE, REFUSED, UNTESTED, cells, table
 from tests.features.runs import SHAPES, WAYS, Runs
+from tests.support.fp8_kv import fp8_attention
 from tests.support.greedy_parity import check_tokens_equal_generate
 from tests.support.models import SMALL_VOCAB_SIZE
 from tests.support.pair import MakePair, PairOptions
@@ -23,11 +24,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPa
     return Runs(tmp_path_factory.mktemp("features"), kind=forked)
 
 
-def test_the_model_of_all_runs_is_that_of_transformers(runs: Runs, make_pair: MakePair) -> None:
-    target = load_target(runs.models.target.directory, device="cpu", dtype="float32")
+@pytest.mark.parametrize("kv_dtype", ["unquantized", "fp8_e4m3"])
+def test_the_model_of_all_runs_is_that_of_transformers(kv_dtype: KvDtype, runs: Runs, make_pair: MakePair) -> None:
+    target = load_target(runs.models.target.directory, device="cpu", dtype="float32", kv_dtype=kv_dtype)
     pair = make_pair(target, PairOptions(chunk_tokens=16))
     check_tokens_equal_generate(
-        pair, runs.models.target.whole_dir, crowd=True, chunk_tokens=16, vocab_size=SMALL_VOCAB_SIZE
+        pair,
+        runs.models.target.whole_dir,
+        crowd=True,
+        chunk_tokens=16,
+        vocab_size=SMALL_VOCAB_SIZE,
+        attention=fp8_attention() if kv_dtype == "fp8_e4m3" else None,
     )
 
 

@@ -126,6 +126,7 @@ def fingerprint_of(model: TargetModel, head: DraftHead | None) -> Fingerprint:
         config_digest="c0ffee",
         target_weights_digest="beef",
         tokenizer_digest="7e57",
+        dtype="float32",
         layer_groups=(model.layer_group, *([head.layer_group] if head else [])),
         draft_weights_digest="d4af" if head else "",
         algorithm="eagle" if head else NO_SPECULATION,

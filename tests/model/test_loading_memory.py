@@ -44,7 +44,7 @@ _BESIDE = 48 << 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' /proc")
-def test_loading_a_sharded_model_and_packing_it_takes_a_fifth_more_than_its_weights(tmp_path: Path) -> None:
+def test_loading_a_sharded_model_and_packing_it_takes_a_fifth_and_48_mib_more_than_its_weights(tmp_path: Path) -> None:
     tiny, large = save_tiny_model(tmp_path / "tiny", "llama"), tmp_path / "large"
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=768, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=12

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from common.checkpoints.digest import LoadedDraft, compute_fingerprint, weights_digest
 from common.draft.load import load_draft
 from common.errors import StartupError
-from common.model.loader import load_target
+from common.model.loader import KvDtype, load_target
 from common.wire.fingerprint import Fingerprint, first_difference
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.models import save_tiny_model
@@ -37,8 +37,8 @@ def directory(tmp_path: Path) -> Path:
     return save_tiny_model(tmp_path / "model", "qwen2")
 
 
-def fingerprint(directory: Path, *, dtype: str = "float32") -> Fingerprint:
-    model = load_target(directory, device="cpu", dtype=dtype)
+def fingerprint(directory: Path, *, dtype: str = "float32", kv_dtype: KvDtype = "auto") -> Fingerprint:
+    model = load_target(directory, device="cpu", dtype=dtype, kv_dtype=kv_dtype)
     return compute_fingerprint(directory, model, protocol_version=1, cache_dir=directory.parent / "cache")
 
 
@@ -156,9 +156,15 @@ def test_a_tokenizer_file_that_is_a_directory_is_named(directory: Path) -> None:
         fingerprint(directory)
 
 
-def test_the_dtype_it_runs_in_is_part_of_the_layer_group(directory: Path) -> None:
-    difference = first_difference(fingerprint(directory), fingerprint(directory, dtype="bfloat16"))
-    assert difference == ("layer_groups[target].dtype", "float32", "bfloat16")
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_the_dtype_it_runs_in_is_compared_whatever_that_of_its_kv_is(directory: Path, kv_dtype: KvDtype) -> None:
+    ours, theirs = (fingerprint(directory, dtype=dtype, kv_dtype=kv_dtype) for dtype in ("float32", "bfloat16"))
+    assert first_difference(ours, theirs) == ("dtype", "float32", "bfloat16")
+
+
+def test_the_dtype_of_its_kv_is_that_of_the_layer_group(directory: Path) -> None:
+    difference = first_difference(fingerprint(directory), fingerprint(directory, kv_dtype="fp8_e4m3"))
+    assert difference == ("layer_groups[target].dtype", "float32", "float8_e4m3fn")
 
 
 def test_weights_of_the_same_size_and_time_are_seen(directory: Path) -> None:

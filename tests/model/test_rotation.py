@@ -79,6 +79,12 @@ CONFIGS: dict[str, Any] = {
         max_position_embeddings=ORIGINAL,
         rope_parameters={"full_attention": dict(DYNAMIC), "sliding_attention": {"rope_type": "default", **THETA}},
     ),
+    "dynamic in both kinds of layers": hf.Gemma3TextConfig(
+        **SMALL,
+        **BY_LAYER,
+        max_position_embeddings=ORIGINAL,
+        rope_parameters={"full_attention": dict(DYNAMIC), "sliding_attention": {**DYNAMIC, "rope_theta": 3000.0}},
+    ),
     "dynamic in full layers with larger heads": hf.Gemma4TextConfig(
         **SMALL,
         layer_types=BY_LAYER["layer_types"],

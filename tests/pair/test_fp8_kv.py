@@ -51,10 +51,11 @@ def test_tokens_equal_those_of_rounded_kv(
     assert num_bytes["target"] == sent, "a number of KV takes one byte"
 
 
-@pytest.fixture
-def with_scales(tmp_path: Path) -> QuantizedModel:
-    """A model with weights and KV in FP8."""
-    model = save_quantized_model(tmp_path, "compressed-tensors-fp8", save_tiny_model(tmp_path / "source", "llama"))
+@pytest.fixture(params=["llama", "gemma3_text"])
+def with_scales(request: pytest.FixtureRequest, tmp_path: Path) -> QuantizedModel:
+    """A model with weights and KV in FP8. Each layer has scales of its own, also where one of them has a window."""
+    source = save_tiny_model(tmp_path / "source", request.param, seed=1)
+    model = save_quantized_model(tmp_path, "compressed-tensors-fp8", source)
     save_kv_scales(model.directory, SCALES)
     return model
 

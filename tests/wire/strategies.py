@@ -38,6 +38,7 @@ PLAIN = Fingerprint(
     config_digest="c0ffee",
     target_weights_digest="beef",
     tokenizer_digest="7e57",
+    dtype="float32",
     layer_groups=(TARGET,),
 )
 SPECULATIVE = Fingerprint(
@@ -45,6 +46,7 @@ SPECULATIVE = Fingerprint(
     config_digest="c0ffee",
     target_weights_digest="beef",
     tokenizer_digest="7e57",
+    dtype="float32",
     layer_groups=(TARGET, DRAFT),
     draft_weights_digest="d4af",
     algorithm="eagle",

@@ -18,6 +18,7 @@ CHANGES: dict[str, object] = {
     "algorithm": "eagle",
     "layer_groups": (DRAFT,),
     "tokenizer_digest": "other",
+    "dtype": "other",
     "seed_columns": (SeedColumnSpec("topk_p", "float32", (4,)),),
 }
 

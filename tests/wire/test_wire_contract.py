@@ -47,6 +47,7 @@ FINGERPRINT = Fingerprint(
     config_digest="c0ffee",
     target_weights_digest="beef",
     tokenizer_digest="7e57",
+    dtype="float32",
     layer_groups=(TARGET,),
     draft_weights_digest="d4af",
     algorithm="eagle",

@@ -19,6 +19,7 @@ from baton_cpu.program.shared_weights import PanelLinear
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.work_beside import Work, WorkBeside, new_fusing
+from tests.model.paged_model import PagedModel
 
 BOUND_S = 20.0
 
@@ -122,7 +123,7 @@ def test_what_computes_something_else_is_closed_and_never_used(model: TargetMode
     assert not model.modules_of(PanelLinear)
 
 
-def test_where_room_ends_while_weights_are_packed_all_layers_have_their_own_again(
+def test_where_room_ends_while_weights_are_packed_layers_go_on_with_what_is_packed(
     model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_shared: list[int] = []
@@ -134,9 +135,12 @@ def test_where_room_ends_while_weights_are_packed_all_layers_have_their_own_agai
             raise OSError("no room")
         return take(memory, num_elements, dtype)
 
+    paged = PagedModel(model, num_rows=1)
+    before = paged.extend({1: [1, 2, 3]})
     monkeypatch.setattr(weights.WeightMemory, "zeros", zeros)
     assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
-    assert num_shared[-1] and not model.modules_of(PanelLinear)
+    assert num_shared[-1] == len(model.modules_of(PanelLinear)) > 0 and not model.runs_program
+    torch.testing.assert_close(PagedModel(model, num_rows=1).extend({1: [1, 2, 3]}), before)
 
 
 def test_where_kernels_cannot_be_kept_they_are_compiled_for_this_process(

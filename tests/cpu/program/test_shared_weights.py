@@ -17,6 +17,7 @@ from baton_cpu.program import shared_weights
 from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from baton_cpu.program.shared_weights import Holder, PanelLinear, PanelRows, SharedWeights
 from baton_cpu.program.weights import WeightMemory, packed
+from common.errors import StartupError
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.model.paged_model import PagedModel
@@ -120,3 +121,13 @@ def linears(target: TargetModel) -> list[nn.Module]:
 
 def logits(target: TargetModel) -> Tensor:
     return PagedModel(target, num_rows=1).extend({1: range(3, 20)})
+
+
+def test_a_weight_that_was_packed_wrongly_is_not_shared() -> None:
+    layer = nn.Linear(64, 96, bias=False)
+    panels = packed(layer.weight.detach(), WeightMemory(), lambda: None)
+    panels.view(-1)[7] += 1
+    holder = Holder(nn.Sequential(layer), "0")
+    with pytest.raises(StartupError, match="packed wrongly"):
+        SharedWeights().share(panels, [holder])
+    assert holder.layer is layer

@@ -52,14 +52,15 @@ def windows_end_with_their_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_translation(patch: pytest.MonkeyPatch) -> None:
-    """Writes a new token's slot into its row's table, but does not note that the pool's slot has another one here."""
+    """Does not note that a slot of the pool has another slot here, if it had one before."""
     extend = WindowSlots.extend
 
     def mutant(self: WindowSlots, rows: Slots, num_tokens: Slots) -> Slots:
         before = self.slot_of.clone()
         slots = extend(self, rows, num_tokens)
-        is_reused = before > 0
-        self.slot_of[is_reused] = before[is_reused]
+        stale = ((before != self.slot_of) & (before > 0)).nonzero().flatten()
+        if len(stale):
+            self.slot_of.index_copy_(0, stale, before[stale])
         return slots
 
     patch.setattr(WindowSlots, "extend", mutant)
@@ -75,7 +76,8 @@ def kv_is_found_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: WindowSlots, rows: Slots, num_tokens: Slots) -> Slots:
         slots = extend(self, rows, num_tokens)
-        self._is_settled[slots] = True
+        for row, num in zip(rows.tolist(), num_tokens.tolist(), strict=True):
+            self.settle(row, num)
         return slots
 
     patch.setattr(WindowSlots, "extend", mutant)
