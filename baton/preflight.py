@@ -99,7 +99,8 @@ def _check_agreement(prefill: PrefillSettings, decode: DecodeSettings) -> None:
 
 def _differ(name: str, prefill: object, decode: object) -> InvalidArgument:
     flag = f"--{name.replace('_', '-')}"
-    return _wrong(name, f"prefill has {prefill}, decode has {decode}: give {flag} alike to both kinds of service")
+    remedy = f"give {flag} alike to both kinds of service, or set BATON_{name.upper()}"
+    return _wrong(name, f"prefill has {prefill}, decode has {decode}: {remedy}")
 
 
 def _check_tokens(prefill: PrefillSettings, decode: DecodeSettings, gateway: GatewaySettings | None) -> None:

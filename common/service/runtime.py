@@ -255,6 +255,12 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             optimizes_modules=settings.uses(FastPath.OPTIMIZED_MODULES),
             on_progress=LoggedBytes(),
         )
+    _log.info(
+        "model_loaded",
+        architecture=model.architecture,
+        kv_dtype=model.layer_group.dtype,
+        rotation=model.rotation or "the same for all lengths",
+    )
     with model_faults(settings.draft):
         head, draft = _load_draft(settings, model) if settings.draft else (None, None)
     fingerprint = compute_fingerprint(directory, model, protocol_version=PROTOCOL_VERSION, draft=draft)
