@@ -109,7 +109,7 @@ def test_the_kernels_of_a_model_are_kept(directory: Path) -> None:
     """
     for is_loaded in (False, True):
         kernels: list[Any] = [
-            attention._compiled.__wrapped__(2, 2, 8, torch.bfloat16),
+            attention._compiled.__wrapped__(2, 2, 8, torch.bfloat16, torch.bfloat16),
             norm._compiled.__wrapped__(torch.bfloat16),
             rotation._compiled.__wrapped__(torch.bfloat16),
         ]

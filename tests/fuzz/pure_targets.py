@@ -150,7 +150,7 @@ def handoff_frame() -> Iterator[Run]:
 
 def checksummed(kind: type[MessageT], data: bytes) -> bytes:
     """Returns the bytes with a correct checksum, and with our protocol version instead of the corpus', so that they
-    reach the code after those checks.
+    reach the code after those checks. A fingerprint of the corpus also gets the fields that came later.
     """
     try:
         message = kind.FromString(data)
@@ -170,6 +170,7 @@ def checksummed(kind: type[MessageT], data: bytes) -> bytes:
 def raise_version(message: types_pb2.Fingerprint) -> None:
     if message.protocol_version == CORPUS_VERSION:
         message.protocol_version = PROTOCOL_VERSION
+        message.dtype = message.dtype or PLAIN.dtype
 
 
 @contextmanager

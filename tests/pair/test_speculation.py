@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -19,10 +20,11 @@ from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
+from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import CHAINS, SAMPLED, SHAPES, Counts, Drafted, assert_same, load_drafted, tokens_per_step
 from tests.support.fused import fused
 from tests.support.greedy_parity import check_tokens_equal_generate
-from tests.support.models import SMALL_VOCAB_SIZE
+from tests.support.models import ARCHITECTURES, SMALL_VOCAB_SIZE, save_last_token_model
 from tests.support.pair import InProcessPair, MakePair, PairOptions, pairs_that_keep_all
 
 Engines = tuple[tuple[TargetModel, PagedHead | None], ...]
@@ -121,6 +123,26 @@ def test_greedy_tokens_equal_generate_where_some_drafts_are_right(
     shape: str, target: str, request: pytest.FixtureRequest
 ) -> None:
     check_tokens_of_a_leaning_target(request.getfixturevalue(target), shape)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "chunk_tokens"),
+    [
+        (family, ("chain-4", "tree-4x3-15")[number % 2], (16, 512)[number // 2 % 2])
+        for number, family in enumerate(ARCHITECTURES)
+    ],
+)
+def test_greedy_tokens_of_every_family_equal_generate_with_drafts(
+    family: str, shape: str, chunk_tokens: int, make_pair: MakePair, tmp_path: Path
+) -> None:
+    weights = {"context_weight": 0.05, "mlp_weight": 0.05}
+    target_dir = save_last_token_model(tmp_path / "target", architecture=family, **weights)
+    head_dir = save_copy_head(tmp_path / "head", target_dir=target_dir, family="eagle3")
+    drafted = load_drafted(target_dir, head_dir)
+    pair = make_pair(drafted.target, PairOptions(chunk_tokens=chunk_tokens, **SHAPES[shape]), draft=drafted.head)
+    check_tokens_equal_generate(pair, target_dir, crowd=True, chunk_tokens=chunk_tokens, vocab_size=SMALL_VOCAB_SIZE)
+    counts = Counts.of(pair.outcomes.values())
+    assert counts.num_accepted > 0 and counts.num_rejected > 0, counts
 
 
 @pytest.mark.parametrize(
