@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.text.chat_messages import ChatMessage, ToolCall
 from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
+from common.text.tokenizer import TextTokenizer
+from tests.support.models import make_tokenizer
 
 USER, SYSTEM = ChatMessage("user", "hi"), ChatMessage("system", "be kind")
 ASSISTANT, TOOL = ChatMessage("assistant", "yes"), ChatMessage("tool", "42")
@@ -699,3 +702,10 @@ def test_a_call_of_what_a_template_keeps_is_not_refused_for_another_s_sake() -> 
     with pytest.raises(ChatRefused):
         template.render([USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "[1]")])])
     assert template.render(ASKED) == 'hiadd{"a": 1, "to": {"é": [2.5]}}42'
+
+
+def test_a_template_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(str(tmp_path))
+    assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "chat_template.jinja").write_text(STRINGS)
+    assert TextTokenizer.from_directory(tmp_path).chat_template()[0] == STRINGS
