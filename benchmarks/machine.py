@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,7 +70,7 @@ def save_experts_model(directory: Path) -> Path:
     """
     from transformers import MixtralConfig
 
-    from tests.support.models import END_ID, PAD_ID, START_ID, make_tokenizer, random_model
+    from tests.support.models import random_model
 
     config = MixtralConfig(
         vocab_size=16_384,
@@ -80,22 +81,15 @@ def save_experts_model(directory: Path) -> Path:
         num_key_value_heads=8,
         num_local_experts=8,
         num_experts_per_tok=2,
-        max_position_embeddings=4096,
-        pad_token_id=PAD_ID,
-        bos_token_id=START_ID,
-        eos_token_id=END_ID,
         dtype="bfloat16",
+        **_shared_fields(),
     )
-    random_model(config).to(torch.bfloat16).save_pretrained(str(directory))
-    make_tokenizer().save_pretrained(str(directory))
-    return directory
+    return _save(directory, random_model(config).to(torch.bfloat16))
 
 
 def save_sharded_model(directory: Path) -> Path:
     """Saves a random Llama in `directory`: 4.08 GB in bfloat16, in files of at most 1 GB."""
     from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from tests.support.models import END_ID, PAD_ID, START_ID, make_tokenizer
 
     config = LlamaConfig(
         vocab_size=49_152,
@@ -104,12 +98,21 @@ def save_sharded_model(directory: Path) -> Path:
         num_hidden_layers=26,
         num_attention_heads=20,
         num_key_value_heads=4,
-        max_position_embeddings=4096,
-        pad_token_id=PAD_ID,
-        bos_token_id=START_ID,
-        eos_token_id=END_ID,
+        **_shared_fields(),
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return _save(directory, AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+
+
+def _shared_fields() -> dict[str, Any]:
+    from tests.support.models import END_ID, PAD_ID, START_ID
+
+    ids = {"pad_token_id": PAD_ID, "bos_token_id": START_ID, "eos_token_id": END_ID}
+    return {"max_position_embeddings": 4096, **ids}
+
+
+def _save(directory: Path, model: Any) -> Path:
+    from tests.support.models import make_tokenizer
+
     model.save_pretrained(str(directory), max_shard_size="1GB")
     make_tokenizer().save_pretrained(str(directory))
     return directory

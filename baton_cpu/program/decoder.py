@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,8 +81,8 @@ def decoder_of(model: nn.Module) -> NewProgram:
 
     The model's blocks, norms and linear layers may be replaced (see decoder_blocks.py) before the function is called.
     It makes the linear layers share the program's weights, and the program shares embedding and norms. Experts are
-    packed besides the model's own. If the function raises, the linear layers have weights of their own again, unless
-    `check` keeps raising.
+    packed besides the model's own. If the function raises, the linear layers have weights of their own again, as far as
+    there is room, unless `check` keeps raising.
     """
     base = _base(model)
     return partial(_write, _parts(model), base.rotary_emb, num_positions=_config(model).max_position_embeddings)
@@ -217,14 +218,12 @@ def _inner_size(mlp: Any) -> int:
 def _write(parts: _Parts, rope: nn.Module, check: Callable[[], None], *, num_positions: int) -> FusedDecoder:
     require_room(parts.needed_bytes)  # raises before memory is taken that others need
     shared = SharedWeights()
-    try:
+    with ExitStack() as undo:  # unless all goes well
+        undo.callback(shared.end, check)
         program = _program(parts, shared, check)
-        return FusedDecoder(program, *rotation(rope, parts.embedding.dtype, num_positions), shared.end)
-    except OSError:  # memory is short: the layers go on reading panels
-        raise
-    except Exception:
-        shared.end(check)
-        raise
+        decoder = FusedDecoder(program, *rotation(rope, parts.embedding.dtype, num_positions), shared.end)
+        undo.pop_all()
+    return decoder
 
 
 def _program(parts: _Parts, shared: SharedWeights, check: Callable[[], None]) -> Program:

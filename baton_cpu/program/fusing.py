@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numba
@@ -62,28 +63,26 @@ def fuse(
     `CpuEngine.fuse` explains the arguments and exceptions. If the results of the head's programs differ too much from
     those of its layers, the head keeps running its layers.
     """
-    dtype = model.dtype
-    try:
-        _load_kernels(dtype, niceness, check, log)
-        decoders = _decoders(model, draft, check, log)
-    finally:
-        model.new_decoder = None
-        if draft is not None:
-            draft.new_programs = None
-    try:
-        forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
+    with ExitStack() as undo:  # unless all goes well
         try:
-            apart = difference(model, forward, check=check)
-            if not apart <= target_tolerance(model):
-                raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
-            check()
-            head = _compared_head(draft, of_head, model, log) if draft is not None and of_head else None
-        except BaseException:
-            forward.close(_CLOSE_TIMEOUT_S)
-            raise
-    except Exception:
-        decoders[0].unshare(check)
-        raise
+            _load_kernels(model.dtype, niceness, check, log)
+            assert model.new_decoder is not None
+            decoder = model.new_decoder(check)
+            assert isinstance(decoder, FusedDecoder), "another engine's"
+            undo.callback(decoder.unshare, check)
+            decoders = [with_capture(decoder, model.capture), *_head_decoders(draft, check, log)]
+        finally:
+            model.new_decoder = None
+            if draft is not None:
+                draft.new_programs = None
+        forward, *of_head = new_forwards(decoders, num_threads=num_threads, max_tokens=max_tokens)
+        undo.callback(forward.close, _CLOSE_TIMEOUT_S)
+        apart = difference(model, forward, check=check)
+        if not apart <= target_tolerance(model):
+            raise StartupError(f"fused forwards differ from the model's by {apart:.3g} of the logits")
+        check()
+        head = _compared_head(draft, of_head, model, log) if draft is not None and of_head else None
+        undo.pop_all()
     return_freed_memory()
     if draft is not None and head is not None:
         draft.run_program(head)
@@ -91,26 +90,19 @@ def fuse(
     return apart
 
 
-def _decoders(model: TargetModel, draft: PagedHead | None, check: Check, log: Log) -> list[FusedDecoder]:
-    """Returns the programs to run: the target's, then the draft head's for extend and for step. The head's are missing
-    if it has none, or if there is too little memory for them.
+def _head_decoders(draft: PagedHead | None, check: Check, log: Log) -> list[FusedDecoder]:
+    """Returns the draft head's programs, for extend and for step. There are none if it has none, or if there is too
+    little memory for them.
     """
-    assert model.new_decoder is not None
-    decoder = model.new_decoder(check)
-    assert isinstance(decoder, FusedDecoder), "another engine's"
-    target = with_capture(decoder, model.capture)
     if draft is None or draft.new_programs is None:
-        return [target]
+        return []
     try:
         programs = draft.new_programs(check)
     except OSError as error:  # too little memory
         log.warning("fused_draft_head_failed", error=str(error))
-        return [target]
-    except Exception:
-        target.unshare(check)
-        raise
+        return []
     assert isinstance(programs, HeadPrograms), "another engine's"
-    return [target, programs.extend, programs.step]
+    return [programs.extend, programs.step]
 
 
 def _compared_head(

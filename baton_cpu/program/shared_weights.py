@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from baton_cpu.blocks.linear import PackedLinear, linear_silu, linear_times, packed_linear
 from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from common.errors import StartupError
-from common.host.memory import return_freed_memory
+from common.host.memory import require_room, return_freed_memory
 
 _PART_BYTES = 16 << 20  # copied at once: malloc keeps as much for the next part, and the system need not clear it again
 
@@ -34,6 +34,10 @@ class PanelRows:
     start: int
     stop: int
     lanes: tuple[int, int] = (0, PANEL_WIDTH)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.panels[0].nbytes // PANEL_WIDTH
 
     def parts(self) -> Iterator[Tensor]:
         """Returns copies of the weight's rows, a few at a time, in their order."""
@@ -70,6 +74,10 @@ class PanelLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         return self._rows.weight()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.out_features * self._rows.row_bytes
 
     def forward(self, x: Tensor) -> Tensor:
         compute = packed_linear if self.kind is PackedLinear else linear
@@ -151,11 +159,17 @@ class SharedWeights:
         return_freed_memory()
 
     def end(self, check: Callable[[], None]) -> None:
-        """Gives all layers weights of their own again. `check` is called between them and may raise."""
+        """Gives all layers weights of their own again. `check` is called between them and may raise.
+
+        The panels may still be in memory. Raises OSError where there is no room besides them: the layers that are left
+        go on reading panels, which is slower.
+        """
         while self._holders:
             check()
-            holder = self._holders.pop()
+            holder = self._holders[-1]
+            require_room(holder.layer.weight_bytes)
             holder.replace(holder.layer.on_its_own())
+            self._holders.pop()
 
     def _replace(self, holder: Holder, rows: PanelRows) -> None:
         layer = holder.layer

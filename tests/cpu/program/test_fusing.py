@@ -123,8 +123,9 @@ def test_what_computes_something_else_is_closed_and_never_used(model: TargetMode
     assert not model.modules_of(PanelLinear)
 
 
-def test_where_room_ends_while_weights_are_packed_layers_go_on_with_what_is_packed(
-    model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_room_left", [True, False])
+def test_where_packing_fails_layers_have_their_own_weights_again_if_there_is_room(
+    is_room_left: bool, model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_shared: list[int] = []
     take = weights.WeightMemory.zeros
@@ -132,14 +133,16 @@ def test_where_room_ends_while_weights_are_packed_layers_go_on_with_what_is_pack
     def zeros(memory: weights.WeightMemory, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         num_shared.append(len(model.modules_of(PanelLinear)))
         if num_shared[-1]:
+            if not is_room_left:
+                monkeypatch.setattr("common.host.memory.available_bytes", lambda: 1000)
             raise OSError("no room")
         return take(memory, num_elements, dtype)
 
-    paged = PagedModel(model, num_rows=1)
-    before = paged.extend({1: [1, 2, 3]})
+    before = PagedModel(model, num_rows=1).extend({1: [1, 2, 3]})
     monkeypatch.setattr(weights.WeightMemory, "zeros", zeros)
     assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
-    assert num_shared[-1] == len(model.modules_of(PanelLinear)) > 0 and not model.runs_program
+    assert num_shared[-1] > 0 and not model.runs_program
+    assert len(model.modules_of(PanelLinear)) == (0 if is_room_left else num_shared[-1])
     torch.testing.assert_close(PagedModel(model, num_rows=1).extend({1: [1, 2, 3]}), before)
 
 
