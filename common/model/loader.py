@@ -20,6 +20,7 @@ from common.errors import UnsupportedModel
 from common.kv.layer_group import KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers
 from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
+from common.model.gpu_experts import use_recordable_experts
 from common.model.model_files import (
     ModelFiles,
     OnBytes,
@@ -153,8 +154,10 @@ def target_of(
         new_decoder = engine.new_decoder(model) if fuses and kv_dtype == dtype else None
         if optimizes_modules:
             engine.optimize_modules(model)
-    elif torch_device.type != "cpu" and optimizes_modules and attention == "kernels":
-        _use_gpu_kernels(model, torch_device)
+    elif torch_device.type != "cpu":
+        use_recordable_experts(model, torch_device)
+        if optimizes_modules and attention == "kernels":
+            _use_gpu_kernels(model, torch_device)
     group, *window_groups = (_layer_group(shape, len(layers), kv_dtype) for shape, layers in layers_of.items())
     window_layers = list(layers_of.values())[1:]
     context = sizes["max_position_embeddings"]

@@ -142,12 +142,29 @@ def check_graphs_change_no_token(
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "gpt_oss"])
 def test_graphs_change_no_token(
     architecture: str, replays: list[CudaGraph], tiny_model_dir: Callable[[str], Path]
 ) -> None:
     model = load_target(tiny_model_dir(architecture), device="cuda", dtype="float32")
     check_graphs_change_no_token(model, None, None, 1, replays)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+def test_forwards_of_experts_are_recorded(
+    architecture: str, dtype: str, replays: list[CudaGraph], tiny_model_dir: Callable[[str], Path]
+) -> None:
+    model = load_target(tiny_model_dir(architecture), device="cuda", dtype=dtype)
+    pair = InProcessPair(model, new_device=lambda: open_device("cuda", num_threads=1), options=PairOptions())
+    try:
+        for number in range(4):
+            pair.submit(str(number), [5, 6, 7 + number], ResolvedSampling(seed=number, max_tokens=9, temperature=0.0))
+        pair.run()
+        assert [len(pair.outcomes[str(number)].token_ids) for number in range(4)] == [9] * 4
+        assert len(replays) >= len(pair.decode_steps)
+    finally:
+        pair.close()
 
 
 @pytest.mark.parametrize(("family", "num_layers", "shape", "num_shapes"), HEADS)

@@ -74,8 +74,9 @@ def test_experts_may_be_quantised_too(kind: str, tmp_path: Path) -> None:
         assert torch.equal(seen[name], tensor), name
 
 
-def test_a_quantised_model_can_be_fused_into_a_program(quantized: Callable[[str], QuantizedModel]) -> None:
-    target = load_target(quantized("fp8-blocks").directory, device="cpu", dtype="float32", fuses=True)
+@pytest.mark.parametrize("kind", ["fp8-blocks", "compressed-tensors-w4a16"])
+def test_a_quantised_model_can_be_fused_into_a_program(kind: str, quantized: Callable[[str], QuantizedModel]) -> None:
+    target = load_target(quantized(kind).directory, device="cpu", dtype="float32", fuses=True)
     assert target.new_decoder is not None
 
 

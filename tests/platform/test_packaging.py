@@ -136,4 +136,4 @@ def test_the_console_script_is_a_function_we_ship() -> None:
 def test_torch_and_transformers_stay_ranges() -> None:
     """With an exact or local version, pip could not take the newest build on offer."""
     assert "torch>=2.11,<2.14" in PROJECT["optional-dependencies"]["engine"]
-    assert "transformers>=5.17,<5.25" in PROJECT["optional-dependencies"]["engine"]
+    assert "transformers>=5.24,<5.25" in PROJECT["optional-dependencies"]["engine"]

@@ -24,7 +24,7 @@ def prompts(vocab_size: int = 260) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def reference(directory: Path, vocab_size: int, num_tokens: int, attention: str | None = None) -> list[list[int]]:
+def reference(directory: Path, vocab_size: int, num_tokens: int, attention: str) -> list[list[int]]:
     """Returns `generate`'s greedy tokens for every prompt. Raises AssertionError where the two best choices nearly
     tie.
 
@@ -60,7 +60,7 @@ def check_tokens_equal_generate(
     num_tokens: int = NEW_TOKENS,
     alone_step: int = 1,
     min_together: int = 8,
-    attention: str | None = None,
+    attention: str = "eager",
 ) -> None:
     """Asserts that the pair's greedy tokens equal `generate`'s, with the `attention` of this name.
 
