@@ -11,13 +11,14 @@ FUZZ := .venv/.installed-fuzz
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test compose-test clients-test check format stubs parity bench soak fuzz gpu clean
+.PHONY: help demo test compose-test kubernetes-test clients-test check format stubs parity bench soak fuzz gpu clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo         serve SmolLM2-135M on a prefill and a decode process, stream an answer, print the figures'
 	@echo 'make test         the test suite                  (PYTEST_ARGS="tests/kv -k slots" for a part)'
 	@echo 'make compose-test build the images and run the compose files; needs Docker, compose, openssl and promtool'
+	@echo 'make kubernetes-test  build the images and run the pods of deploy/kubernetes as containers; needs Docker and compose'
 	@echo 'make clients-test try the clients of other projects, in an environment of their own'
 	@echo 'make check        format, lint, types, imports, stubs'
 	@echo 'make format       apply formatting and safe lint fixes'
@@ -37,6 +38,9 @@ test: $(DEV)
 
 compose-test: $(DEV)
 	$(BIN)/python -m tests.compose
+
+kubernetes-test: $(DEV)
+	$(BIN)/python -m tests.kubernetes
 
 clients-test: $(DEV)
 	$(BIN)/python -m tests.clients

@@ -13,7 +13,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PIP_INSTALL = "-m pip install"
-TARGETS = ("demo", "test", "compose-test", "clients-test", "check", "stubs", "parity", "bench", "soak", "fuzz")
+TARGETS = (
+    "demo",
+    "test",
+    "compose-test",
+    "kubernetes-test",
+    "clients-test",
+    "check",
+    "stubs",
+    "parity",
+    "bench",
+    "soak",
+    "fuzz",
+)
 
 
 @pytest.fixture
