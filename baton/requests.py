@@ -97,6 +97,7 @@ class CompleteOptions(UnparsedOptions, ChatOptions, total=False):
     request_id: str | None
     generated_token_ids: Iterable[int]
     choice_index: int | None
+    priority: int | None
     cache_salt: str | None
     cache_prompt: bool | None
     truncate_prompt_tokens: int | None
@@ -116,6 +117,7 @@ def generate_request(
     request_id: str | None,
     generated_token_ids: Iterable[int],
     choice_index: int | None,
+    priority: int | None,
     cache_salt: str | None,
     cache_prompt: bool | None,
     truncate_prompt_tokens: int | None,
@@ -145,6 +147,7 @@ def generate_request(
         request.request_id = request_id
     given = {
         "choice_index": choice_index,
+        "priority": priority,
         "cache_salt": cache_salt,
         "cache_prompt": cache_prompt,
         "truncate_prompt_tokens": truncate_prompt_tokens,

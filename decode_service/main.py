@@ -153,6 +153,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         max_context_tokens=size.max_context_tokens,
         eos_token_ids=runtime.model.eos_token_ids,
         sampling_defaults=sampling_defaults,
+        best_priority=settings.best_priority,
     )
     grammar_metrics = GrammarMetrics(process.registry)
     grammars = Grammars(
@@ -226,6 +227,7 @@ def new_engine(
                 prefill_fallback=settings.prefill_fallback,
                 max_handoff_attempts=settings.max_handoff_attempts,
                 prefill_timeout_s=settings.prefill_timeout_s,
+                best_priority=settings.best_priority,
                 on_step=on_step,
                 deliver=deliver,
             )

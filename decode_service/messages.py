@@ -23,6 +23,7 @@ class Submit:
     `deadline_unix_ms` is 0 if there is no deadline. PhaseBegan events of the request are posted only if `is_traced`.
     `client` identifies the client: clients take turns in the waiting queue. `cache_salt` names the namespace of the
     prefix cache that the request uses; "" is the common one. None means that it neither uses nor leaves cached KV.
+    `priority` decides when it is served, as common/priority.py says.
     `matcher` follows the output of a request whose sampling is constrained; it has accepted the output that the request
     brought along, and belongs to the engine from now on.
     """
@@ -37,6 +38,7 @@ class Submit:
     wants_drafts: bool = True
     is_traced: bool = False
     client: str = ""
+    priority: int = 0
     cache_salt: str | None = None
     matcher: Matcher | None = None
 
@@ -163,7 +165,7 @@ class PhaseBegan:
 
     `replica` and `attempt` are set for PREFILL, and `num_held_tokens` for PREFILL and LOCAL_PREFILL: how many of its
     first tokens' KV the decode engine has already. If the request went back to QUEUE because its handoff, local prefill
-    or decode step failed, `lost` says why. If it was retracted (its slots were given to older requests),
+    or decode step failed, `lost` says why. If it was retracted (its slots were given to requests before it in turn),
     `was_retracted` is True.
     """
 

@@ -27,6 +27,9 @@ class PromptPhase(Enum):
 class Prompt:
     """The engine's record of one prompt, which is the row with index `index` in the OpenCall of `call_id`.
 
+    Prompts are served in the order of `due_s`, which common/priority.py explains, and those that are due at one time in
+    the order of their arrival.
+
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
     cache. `num_kept_tokens` counts those whose KV was found in the cache or left there; while the prompt is queued,
     those that were in the cache when it arrived. `awaited` is the KV of its first tokens that it waits for, because
@@ -38,6 +41,7 @@ class Prompt:
     index: int
     row: HandoffRow
     arrived_s: float
+    due_s: float
     is_traced: bool = False
     phase: PromptPhase = PromptPhase.QUEUED
     lease: RowLease | None = None

@@ -26,6 +26,7 @@ def generate(
         str | None, typer.Option(help="Output that an earlier stream delivered: go on after it.")
     ] = None,
     request_id: Annotated[str | None, typer.Option()] = None,
+    priority: Annotated[int | None, typer.Option(help="Lower is served earlier; 0 if not given.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline of the request.")] = None,
     *,
     sampling: SamplingOptions,
@@ -59,6 +60,7 @@ def generate(
             token_ids=prompt_ids,
             generated_token_ids=options.parse_token_ids(generated_token_ids, "--generated-token-ids") or (),
             request_id=request_id,
+            priority=priority,
             timeout_s=timeout_s,
             **sampling,
         )

@@ -202,6 +202,7 @@ class Client:
         request_id: str | None = None,
         generated_token_ids: Iterable[int] = (),
         choice_index: int | None = None,
+        priority: int | None = None,
         cache_salt: str | None = None,
         cache_prompt: bool | None = None,
         truncate_prompt_tokens: int | None = None,
@@ -219,6 +220,8 @@ class Client:
         the output may or must call, and `chat_template_kwargs` are more variables for the model's chat template. With
         `continue_final_message` the output continues the chat's last message, which is an assistant's. With
         `add_generation_prompt=False` the prompt ends with the last message.
+
+        Requests with a lower `priority` are served earlier; the default is 0. A service may refuse negative ones.
 
         A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
         with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
@@ -241,6 +244,7 @@ class Client:
             request_id=request_id,
             generated_token_ids=generated_token_ids,
             choice_index=choice_index,
+            priority=priority,
             cache_salt=cache_salt,
             cache_prompt=cache_prompt,
             truncate_prompt_tokens=truncate_prompt_tokens,

@@ -61,7 +61,9 @@ class GenerateRequest(_message.Message):
     """The server makes one when absent. A live duplicate is ALREADY_EXISTS."""
     text: _builtins.str
     priority: _builtins.int
-    """Not served."""
+    """Requests with a lower number are served earlier. From the service's best_priority, which is 0 by default, to 100.
+    Default 0.
+    """
     lora: _builtins.str
     """Not served."""
     choice_index: _builtins.int

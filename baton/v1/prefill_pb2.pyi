@@ -183,6 +183,7 @@ class PrefillRow(_message.Message):
     DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """0 for the first"""
@@ -196,6 +197,8 @@ class PrefillRow(_message.Message):
     """Present: the row uses cached KV of this namespace and leaves its own there; "" is the common namespace. At most 128
     characters. Absent: the row neither uses cached KV nor leaves any.
     """
+    priority: _builtins.int
+    """Rows with a lower number are computed earlier: the request's priority, made better by the time that it has waited."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -217,10 +220,11 @@ class PrefillRow(_message.Message):
         deadline_unix_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         cache_salt: _builtins.str | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "attempt", b"attempt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "deadline_unix_ms", b"deadline_unix_ms", "num_held_tokens", b"num_held_tokens", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "attempt", b"attempt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "deadline_unix_ms", b"deadline_unix_ms", "num_held_tokens", b"num_held_tokens", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015

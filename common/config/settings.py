@@ -19,6 +19,7 @@ from common.config.fields import (
     Targets,
 )
 from common.config.process_settings import ProcessSettings
+from common.priority import DEFAULT_AGEING, WORST_PRIORITY
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 
 KvTransport = Literal["auto", "grpc", "shared_memory", "nixl"]
@@ -104,6 +105,8 @@ class ServiceSettings(ProcessSettings):
     """PEM file of an authority; clients must then present a certificate that it signed."""
     auth_token_file: Path | None = None
     """File of tokens, one per line; every call except health checks must then carry one."""
+    priority_step_s: Seconds = DEFAULT_AGEING.step_s
+    """For every so many seconds that a request waits, its priority gets better by one."""
     max_streams: Positive = 1024
     """Most open streams of each streaming method; more are refused."""
 
@@ -172,6 +175,8 @@ class DecodeSettings(ServiceSettings):
     """Most bytes of KV that are received and not yet in the pool."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 256
     """Most requests that may wait while max_rows others are served; more are refused."""
+    best_priority: Annotated[int, Field(ge=-WORST_PRIORITY, le=0)] = 0
+    """Lowest, so best, priority that a request may ask for; below 0, requests may overtake those of others."""
     local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
     """Most tokens left of a prompt that decode computes itself; 0: none; unset: 128 on a CPU, 0 on a GPU."""
     prefill_fallback: bool = False

@@ -44,6 +44,7 @@ from common.kv.window_slots import row_slots
 from common.model.loader import load_target
 from common.model.model_files import model_faults
 from common.model.target import TargetModel
+from common.priority import Ageing
 from common.sampling.state import DrawKernels
 from common.service.work_beside import Work, WorkBeside, new_fusing, populating
 from common.telemetry.forward_counts import ForwardCounts
@@ -162,6 +163,7 @@ class EngineArguments(TypedDict):
     max_context_tokens: int
     overlap: bool
     prefix_cache: bool
+    ageing: Ageing
     timeline: Timeline
     debug_checks: bool
 
@@ -178,6 +180,7 @@ def engine_arguments(settings: ServiceSettings, runtime: Runtime, size: PoolSize
         max_context_tokens=size.max_context_tokens,
         overlap=settings.uses(FastPath.OVERLAP),
         prefix_cache=settings.uses(FastPath.PREFIX_CACHE),
+        ageing=Ageing(step_s=settings.priority_step_s),
         timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
     )

@@ -11,6 +11,7 @@ from baton.v1 import prefill_pb2, types_pb2
 from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.grammar.reasoning import Reasoning
 from common.peer_text import peer_text
+from common.priority import WORST_PRIORITY
 from common.rpc.messages import ProtocolError, require
 from common.sampling.params import (
     MAX_BAD_WORDS,
@@ -50,6 +51,7 @@ def encode_row(row: HandoffRow) -> prefill_pb2.PrefillRow:
         deadline_unix_ms=row.deadline_unix_ms,
         traceparent=row.traceparent,
         cache_salt=row.cache_salt,
+        priority=row.priority,
     )
 
 
@@ -78,6 +80,11 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
         "cache_salt",
         f"has {num_salt_chars} characters, more than {MAX_CACHE_SALT_CHARS}",
     )
+    require(
+        abs(message.priority) <= WORST_PRIORITY,
+        "priority",
+        f"{message.priority} is not in -{WORST_PRIORITY}..{WORST_PRIORITY}",
+    )
     return HandoffRow(
         request_id=peer_text(message.request_id),
         attempt=message.attempt,
@@ -89,6 +96,7 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
         deadline_unix_ms=message.deadline_unix_ms,
         traceparent=message.traceparent,
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+        priority=message.priority,
     )
 
 

@@ -58,7 +58,7 @@ class HandoffRow:
     number of tokens.
 
     `cache_salt` names the namespace of the prefix cache that the row uses; "" is the common one. If it is None, the row
-    neither uses cached KV nor leaves any.
+    neither uses cached KV nor leaves any. `priority` is what the request's had become by waiting until the handoff.
     """
 
     request_id: str
@@ -71,6 +71,7 @@ class HandoffRow:
     traceparent: str = ""
     num_held_tokens: tuple[tuple[str, int], ...] = ()
     cache_salt: str | None = None
+    priority: int = 0
 
     @property
     def num_held(self) -> int:

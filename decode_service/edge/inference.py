@@ -211,6 +211,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             generated_token_ids=checked.generated_token_ids,
             sampling=sampling,
             choice_index=checked.choice_index,
+            priority=checked.priority,
             deadline_unix_ms=self._deadline_unix_ms(context),
             wants_drafts=checked.sampling.speculates,
             cache_salt=checked.cache_salt,

@@ -116,6 +116,7 @@ class LiveRequests:
         generated_token_ids: Sequence[int],
         sampling: ResolvedSampling,
         choice_index: int,
+        priority: int = 0,
         deadline_unix_ms: int,
         wants_drafts: bool,
         cache_salt: str | None,
@@ -126,7 +127,7 @@ class LiveRequests:
 
         `generated_token_ids` are the output that the request brought along. `choice_index` is the number of the choice
         among those of a request for several answers. `deadline_unix_ms` is 0 if there is no deadline. `Submit` explains
-        `cache_salt` and `matcher`.
+        `priority`, `cache_salt` and `matcher`.
         """
         if isinstance(live.ending, BatonError):
             raise live.ending
@@ -142,6 +143,7 @@ class LiveRequests:
                 prompt_len=len(prompt_token_ids),
                 sampling=sampling,
                 choice_index=choice_index,
+                priority=priority,
                 deadline_unix_ms=deadline_unix_ms,
                 traceparent=live.trace.traceparent,
                 wants_drafts=wants_drafts,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from baton.v1 import inference_pb2
 from common.errors import ContextExceeded, InvalidRequest
+from common.priority import WORST_PRIORITY
 from common.sampling.params import ResolvedSampling
 from common.text.chat_messages import (
     NO_OPTIONS,
@@ -44,15 +45,17 @@ its last tokens.
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The model's limits, which requests must keep, and its own defaults for sampling options, where it has any.
+    """The limits of the model and the service, which requests must keep, and the model's own defaults for sampling
+    options, where it has any.
 
-    `max_context_tokens` bounds prompt and output together.
+    `max_context_tokens` bounds prompt and output together. `best_priority` is the lowest that requests may ask for.
     """
 
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    best_priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class CheckedRequest:
     generated_token_ids: tuple[int, ...]
     sampling: SamplingRequest
     choice_index: int
+    priority: int
     cache_salt: str | None
     max_prompt_tokens: int | None
 
@@ -104,9 +108,8 @@ GENERIC_TOOL_GRAMMARS = ToolGrammars(HERMES, {})
 def check_request(
     request: inference_pb2.GenerateRequest, limits: ModelLimits, tool_grammars: ToolGrammars = GENERIC_TOOL_GRAMMARS
 ) -> CheckedRequest:
-    for feature in ("priority", "lora"):
-        if request.HasField(feature):
-            raise InvalidRequest(feature, "is not served")
+    if request.HasField("lora"):
+        raise InvalidRequest("lora", "is not served")
     num_generated = len(request.generated_token_ids)
     if num_generated >= limits.max_context_tokens:
         raise ContextExceeded(
@@ -135,6 +138,7 @@ def check_request(
         generated_token_ids=check_token_ids("generated_token_ids", request.generated_token_ids, limits.vocab_size),
         sampling=sampling,
         choice_index=_choice_index(request),
+        priority=_priority(request, limits),
         cache_salt=_cache_salt(request),
     )
 
@@ -223,6 +227,15 @@ def _choice_index(request: inference_pb2.GenerateRequest) -> int:
     if request.choice_index >= MAX_CHOICES:
         raise InvalidRequest("choice_index", f"{request.choice_index} is not in [0, {MAX_CHOICES - 1}]")
     return request.choice_index
+
+
+def _priority(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> int:
+    if not limits.best_priority <= request.priority <= WORST_PRIORITY:
+        raise InvalidRequest(
+            "priority",
+            f"{request.priority} is not in [{limits.best_priority}, {WORST_PRIORITY}]; lower is served earlier",
+        )
+    return request.priority
 
 
 def _cache_salt(request: inference_pb2.GenerateRequest) -> str | None:

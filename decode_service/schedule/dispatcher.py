@@ -60,8 +60,8 @@ most cases, and otherwise after this time.
 
 @dataclass(slots=True)
 class _Spared:
-    """The rows and slots that are kept free for older requests, which were refused or wait for KV. Younger requests do
-    not get them.
+    """The rows and slots that are kept free for requests that were refused or wait for KV. Requests that come after
+    these in turn do not get them.
     """
 
     num_rows: int = 0
@@ -81,7 +81,7 @@ class PrefillDispatcher:
     for its tokens, or all refused it; waiting for slots or for KV does not count. It fails at once if all replicas are
     ready, it is too long for each, and no larger one may come; or if all have another fingerprint and no others may
     come. A refused request is retried after at most `unavailable_timeout_s`, even if the replica asks for a longer
-    wait. If an older request was refused or waits for KV, no younger one gets the row and the slots that it will need.
+    wait. If a request was refused or waits for KV, none after it in turn gets the row and the slots that it will need.
 
     A request waits while much of its KV is on its way for another one. Then it gets a row that shares that KV, and asks
     for the rest. A request of which at most `local_prefill_tokens` are left to compute is handed to no replica: `local`
@@ -249,7 +249,7 @@ class PrefillDispatcher:
         spared = _Spared()
         num_outstanding: Counter[str] | None = None
         is_short = False
-        for req in self._waiting.in_turn():
+        for req in self._waiting.in_turn(now_s):
             if req.not_before_s > now_s:
                 spared.add(len(req.token_ids))
                 continue
@@ -260,7 +260,7 @@ class PrefillDispatcher:
             if not (stays_home := self._stays_home(req)):
                 candidates = self._replicas.candidates(avoid=req.avoid_replica, num_tokens=len(req.token_ids))
                 if not candidates:
-                    if not self._may_start_younger:
+                    if not self._may_start_later:
                         break
                     continue
             if (awaited := self._begin_to_wait(req, stays_home=stays_home)) is not None:
@@ -289,7 +289,7 @@ class PrefillDispatcher:
             by_replica.setdefault(route.replica, []).append(req)
         for replica, reqs in by_replica.items():
             for start in range(0, len(reqs), MAX_CALL_ROWS):
-                self._start_call(replica, reqs[start : start + MAX_CALL_ROWS])
+                self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
         self._looked_s, self._was_short_of_slots = now_s, is_short
         self._seen = self._changes()  # those who fail now may leave room to others
         self._look_again_s = min(self._fail_overdue(now_s), now_s + _LOOK_INTERVAL_S)
@@ -353,8 +353,8 @@ class PrefillDispatcher:
         return req.awaited
 
     @property
-    def _may_start_younger(self) -> bool:
-        """Whether a younger request may start although no replica takes an older one, because the younger one is
+    def _may_start_later(self) -> bool:
+        """Whether a request later in turn may start although no replica takes an earlier one, because the later one is
         shorter.
         """
         return self._replicas.none_ready_since_s is None or self._local.num_short_left < self._max_short_tokens
@@ -388,7 +388,7 @@ class PrefillDispatcher:
         uses_cached = not req.is_scored
         return self._pool.reserve(len(req.token_ids), key=req.cache_key, uses_cached=uses_cached, num_spared=num_spared)
 
-    def _start_call(self, replica: str, reqs: list[Request]) -> None:
+    def _start_call(self, replica: str, reqs: list[Request], now_s: float) -> None:
         call_id = f"call-{next(self._call_numbers)}"
         rows = []
         for req in reqs:
@@ -405,6 +405,7 @@ class PrefillDispatcher:
                     traceparent=req.traceparent,
                     num_held_tokens=tuple((name, req.num_unsent(name)) for name in sorted(self._pool.groups)),
                     cache_salt=req.namespace,
+                    priority=self._waiting.level(req, now_s),
                 )
             )
             req.num_attempts += 1

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from common.kv.pool import KvPool, LeaseState, RowLease
+from common.priority import Ageing
 from decode_service.messages import CancelHandoffRows, Event, Phase, PhaseBegan, Submit
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.local_prefill import LocalPrefill
@@ -96,6 +97,7 @@ class Lives:
         landing: LandingZone,
         local: LocalPrefill,
         rows: RunningRows,
+        ageing: Ageing,
         clock: Callable[[], float],
         post: Callable[[Event], None],
     ) -> None:
@@ -104,6 +106,7 @@ class Lives:
         self._landing = landing
         self._local = local
         self._rows = rows
+        self._ageing = ageing
         self._clock = clock
         self._post = post
         self._arrivals = itertools.count()
@@ -113,7 +116,7 @@ class Lives:
     def admit(self, submit: Submit) -> Request:
         """Creates the record of a new request and adds it to the waiting queue."""
         assert submit.request_id not in self.requests, "the edge refuses duplicates"
-        req = Request.of(submit, arrival=next(self._arrivals), now_s=self._clock())
+        req = Request.of(submit, arrival=next(self._arrivals), now_s=self._clock(), ageing=self._ageing)
         self.requests[req.request_id] = req
         self._waiting.add(req)
         return req

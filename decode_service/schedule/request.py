@@ -14,6 +14,7 @@ import numpy as np
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.kv.pool import CacheKey, RowLease
+from common.priority import DEFAULT_AGEING, Ageing
 from common.prompts.awaited_kv import AwaitedKv
 from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling
@@ -98,6 +99,8 @@ class RowTokens(Protocol):
 class Request:
     """The engine's record of one live request. Only `Lives` writes `phase`, `lease` and `seconds`.
 
+    `due_s` is when the request is due, by the engine's clock: common/priority.py says what follows from its `priority`.
+
     `past_ids` are the prompt and the output up to the last time the request entered a pool row; `running_in` has the
     output since then. `arrival` orders requests by age: the smaller number is the older request.
 
@@ -122,7 +125,10 @@ class Request:
     past_ids: list[int]
     prompt_len: int
     sampling: ResolvedSampling
+    arrived_s: float
+    due_s: float
     since_s: float
+    priority: int = 0
     choice_index: int = 0
     deadline_unix_ms: int = 0
     traceparent: str = ""
@@ -154,14 +160,17 @@ class Request:
     _past_key: CacheKey | None = None  # of `past_ids`
 
     @classmethod
-    def of(cls, submit: Submit, *, arrival: int, now_s: float) -> Request:
+    def of(cls, submit: Submit, *, arrival: int, now_s: float, ageing: Ageing = DEFAULT_AGEING) -> Request:
         return cls(
             request_id=submit.request_id,
             arrival=arrival,
             past_ids=list(submit.token_ids),
             prompt_len=submit.prompt_len,
             sampling=submit.sampling,
+            arrived_s=now_s,
+            due_s=ageing.due_s(submit.priority, now_s),
             since_s=now_s,
+            priority=submit.priority,
             choice_index=submit.choice_index,
             deadline_unix_ms=submit.deadline_unix_ms,
             traceparent=submit.traceparent,
@@ -173,6 +182,13 @@ class Request:
             end_ids=frozenset(submit.sampling.end_token_ids),
             matcher=submit.matcher,
         )
+
+    @property
+    def turn(self) -> tuple[float, int]:
+        """Orders requests: the smaller turn is served first and gives way last. Requests of one priority are in order
+        of their arrival.
+        """
+        return self.due_s, self.arrival
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Finds slots for the next step. If too few are free, the youngest requests give up their slots and wait again."""
+"""Finds slots for the next step. If too few are free, the last requests in turn give up their slots and wait again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from decode_service.schedule.schedule_batch import ScheduleBatch
 
 
 class Retraction:
-    """Takes slots from the youngest requests when the next step lacks some. Only the engine thread calls it."""
+    """Takes slots from the last requests in turn (`Request.turn`) when the next step lacks some.
+
+    These have the worst priority after ageing, and are the youngest of those with one priority. Only the engine thread
+    calls it.
+    """
 
     def __init__(
         self,
@@ -29,13 +33,13 @@ class Retraction:
     def prepare(self, running: ScheduleBatch) -> bool:
         """Takes slots for the next step of `running`, and returns True when the step has all of them.
 
-        While too few slots are free, it retracts the youngest request that holds slots. But if the forward in flight
+        While too few slots are free, it retracts the last request in turn that holds some. But if the forward in flight
         will free enough when it ends, it retracts no more and returns False: the step must not be launched now.
         """
         while not running.prepare_for_decode(self._pool):
             if not self._pool.lacks(running.rows, running.wanted_tokens(), leaving=self._leaving_with(running)):
                 return False
-            self._retract_youngest(running)
+            self._retract_last(running)
         return True
 
     def requeue_left(self) -> None:
@@ -57,9 +61,9 @@ class Retraction:
             if req.lease is not None and RULES[req.phase].place is Place.ROWS and id(req) not in held
         ]
 
-    def _retract_youngest(self, running: ScheduleBatch) -> None:
-        """Retracts the youngest request that holds slots, whether its prompt is being computed or it is running."""
-        req = max((*running.reqs, *self._lives.bringing_kv), key=lambda req: req.arrival)
+    def _retract_last(self, running: ScheduleBatch) -> None:
+        """Retracts the last request in turn that holds slots, whether its prompt is being computed or it is running."""
+        req = max((*running.reqs, *self._lives.bringing_kv), key=lambda req: req.turn)
         self.num_retractions += 1
         req.num_retractions += 1
         assert req.lease is not None

@@ -26,6 +26,7 @@ from common.kv.pool import KvPool
 from common.kv.prefix_tree import PrefixTree
 from common.load import EngineLoad
 from common.model.target import TargetModel
+from common.priority import DEFAULT_AGEING, Ageing
 from common.sampling.state import DrawKernels
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, Timeline, Track, recorded
@@ -131,6 +132,7 @@ class DecodeEngine:
     of at most as many tokens between its steps; 0 switches that off. With `prefill_fallback` it computes prompts of any
     length while no prefill replica is ready. With `replays_forwards` the steps' forwards are recorded as graphs when
     the engine is created, if the device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches.
+    Requests are served by their priorities, which `ageing` changes, to `best_priority` at best.
     `overlap=False` finishes each step before the next is scheduled. Figures and time-outs use `clock` (monotonic
     seconds). `deliver` gets events when the engine is about to wait or ends; without it steps return them.
     """
@@ -156,6 +158,8 @@ class DecodeEngine:
         nontemporal_copies: bool = True,
         max_handoff_attempts: int = 3,
         prefill_timeout_s: float = 10.0,
+        ageing: Ageing = DEFAULT_AGEING,
+        best_priority: int = 0,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep = lambda stats: None,
         deliver: Deliver | None = None,
@@ -220,7 +224,7 @@ class DecodeEngine:
             max_context_tokens=max_context_tokens,
             max_depth=self._max_forced,
         )
-        waiting = WaitingQueue()
+        waiting = WaitingQueue(ageing=ageing, best_priority=best_priority)
         self._local = LocalPrefill(
             model=model,
             draft=draft,
@@ -237,6 +241,7 @@ class DecodeEngine:
             landing=self._landing,
             local=self._local,
             rows=self._rows,
+            ageing=ageing,
             clock=clock,
             post=self._outbox.post,
         )

@@ -2,77 +2,99 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 
+from common.priority import Ageing
 from decode_service.messages import Phase
 from decode_service.schedule.request import Request
+
+_RETURNED = None
+"""Stands in the place of a client for the line of the requests that came back."""
 
 
 class WaitingQueue:
     """The requests that wait for a handoff, in the order in which they are handed off.
 
-    Requests that come back to the queue are first, the oldest of them before the others. After them clients take turns,
-    one request per turn. A new client joins at the end of the line, and a client goes back to the end after its turn.
-    So a client waits for at most one turn of each other client. Each client's requests keep their order. `num_changes`
-    counts the requests that joined or left.
+    A request of a better level goes before one of a worse one. The level is the request's priority, which gets better
+    while it waits. It does not get better than `best_priority`, so that a client with many old requests gets no
+    advantage over one with new ones.
+
+    Among requests of one level, those that come back to the queue are first. Then clients take turns, one request per
+    turn. A new client joins at the end of the line, and a client goes back to the end after its turn. So a client waits
+    for at most one turn of each other client. The requests of each client, and those that came back, are in the order
+    of `Request.turn`. `num_changes` counts the requests that joined or left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ageing: Ageing, best_priority: int) -> None:
         self.num_changes = 0
         self._num_waiting = 0
-        self._returned: dict[int, Request] = {}
+        self._ageing = ageing
+        self._best_priority = best_priority
+        self._returned: list[Request] = []
         # Requests by client; the client with the next turn comes first
-        self._newcomers: dict[str, dict[int, Request]] = {}
+        self._newcomers: dict[str, list[Request]] = {}
 
     def __len__(self) -> int:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Request]:
-        return iter([*self._returned.values(), *chain(*(reqs.values() for reqs in self._newcomers.values()))])
+        return iter([*self._returned, *chain(*self._newcomers.values())])
 
-    def in_turn(self) -> Iterator[Request]:
-        """Yields each waiting request once, in the order of handoff.
+    def level(self, req: Request, now_s: float) -> int:
+        """Returns the request's priority after the time that has passed since it arrived."""
+        return self._ageing.level(req.priority, waited_s=now_s - req.arrived_s, best=self._best_priority)
+
+    def in_turn(self, now_s: float) -> Iterator[Request]:
+        """Yields each waiting request once, in the order of handoff at `now_s`, a time of the engine's clock.
 
         If a yielded request is still in the queue when the next one is taken, its client keeps its turn. If the request
         waits for another one's KV, the other clients have their turns before the client's next request nevertheless, so
         that many requests with one beginning hold up no other client.
         """
-        yield from list(self._returned.values())
-        clients = deque(self._newcomers)
-        rest: dict[str, deque[Request]] = {}
-        while clients:
-            client = clients[0]
-            if client not in rest:
-                rest[client] = deque(self._newcomers[client].values())
-            if not rest[client]:
-                clients.popleft()
-                continue
-            req = rest[client].popleft()
+        lines: dict[str | None, deque[Request]] = {client: deque(reqs) for client, reqs in self._newcomers.items()}
+        if self._returned:
+            lines[_RETURNED] = deque(self._returned)
+        places = itertools.count()
+        heads = [
+            (self.level(line[0], now_s), client is not _RETURNED, next(places), client)
+            for client, line in lines.items()
+        ]
+        heapq.heapify(heads)
+        while heads:
+            _, is_newcomer, place, client = heapq.heappop(heads)
+            req = lines[client].popleft()
             yield req
             has_left = req.phase is not Phase.QUEUE
             if has_left or req.awaited is not None:
-                clients.rotate(-1)
-            if has_left and client in self._newcomers:
+                place = next(places)
+            if has_left and client is not _RETURNED and client in self._newcomers:
                 self._newcomers[client] = self._newcomers.pop(client)
+            if lines[client]:
+                heapq.heappush(heads, (self.level(lines[client][0], now_s), is_newcomer, place, client))
 
     def add(self, req: Request) -> None:
         self.num_changes += 1
         self._num_waiting += 1
-        if not (req.num_attempts or req.num_retractions or req.num_failures):
-            self._newcomers.setdefault(req.client, {})[req.arrival] = req
-            return
-        is_youngest = not self._returned or req.arrival > next(reversed(self._returned))
-        self._returned[req.arrival] = req
-        if not is_youngest:
-            self._returned = dict(sorted(self._returned.items()))
+        has_returned = req.num_attempts or req.num_retractions or req.num_failures
+        line = self._returned if has_returned else self._newcomers.setdefault(req.client, [])
+        insort(line, req, key=_turn)
 
     def remove(self, req: Request) -> None:
         """Removes a request that is in the queue."""
         self.num_changes += 1
         self._num_waiting -= 1
-        self._returned.pop(req.arrival, None)
-        reqs = self._newcomers.get(req.client, {})
-        if reqs.pop(req.arrival, None) is not None and not reqs:
+        for line in (self._returned, self._newcomers.get(req.client, [])):
+            place = bisect_left(line, req.turn, key=_turn)
+            if line[place : place + 1] == [req]:
+                del line[place]
+        if self._newcomers.get(req.client) == []:
             del self._newcomers[req.client]
+
+
+def _turn(req: Request) -> tuple[float, int]:
+    return req.turn

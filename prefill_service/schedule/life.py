@@ -51,6 +51,10 @@ class PromptLives:
     def in_phase(self, phase: PromptPhase) -> list[Prompt]:
         return list(self._members[phase])
 
+    def in_turn(self, phase: PromptPhase) -> list[Prompt]:
+        """Returns the prompts in `phase` in the order in which they are due."""
+        return sorted(self._members[phase], key=lambda prompt: prompt.due_s)
+
     def num_in(self, phase: PromptPhase) -> int:
         return len(self._members[phase])
 

@@ -28,6 +28,7 @@ from common.kv.prefix_tree import PrefixTree
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
 from common.model.target import TargetModel
+from common.priority import DEFAULT_AGEING, Ageing
 from common.prompts.awaited_kv import awaited_kv
 from common.prompts.chunk_batch import Chunk, ChunkBatch, cut_chunks
 from common.prompts.scores import max_scored_tokens
@@ -85,7 +86,8 @@ class PrefillEngine:
 
     Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft_topk` is the number of first
     drafts from which the decode service starts its trees. A forward computes at most `max_batch_tokens`, and at most
-    `chunk_tokens` of each prompt. `max_queued_rows` bounds the prompts that wait for a row. With `early_sending` a
+    `chunk_tokens` of each prompt. `max_queued_rows` bounds the prompts that wait for a row. Rows and forwards
+    go to prompts by their priorities, which `ageing` changes. With `early_sending` a
     layer's KV may be sent before its forward ends. With `prefix_cache` a prompt begins after its longest prefix whose
     KV an earlier prompt left in the pool.
 
@@ -112,6 +114,7 @@ class PrefillEngine:
         send_budget_bytes: int = 64 << 20,
         max_segment_bytes: int = MAX_SEGMENT_BYTES,
         max_queued_rows: int = 1024,
+        ageing: Ageing = DEFAULT_AGEING,
         early_sending: bool = True,
         prefix_cache: bool = True,
         overlap: bool = True,
@@ -135,6 +138,7 @@ class PrefillEngine:
         self._max_batch_tokens = max_batch_tokens
         self._max_scored_tokens = max(max_scored_tokens(model.vocab_size), self._num_draft_layers)
         self._max_queued_rows = max_queued_rows
+        self._ageing = ageing
         self._max_in_flight = 2 if overlap else 1
         self._clock = clock
         self._wall_clock = wall_clock
@@ -300,7 +304,9 @@ class PrefillEngine:
         prompts = self._calls[command.call_id] = {}
         for index, row in enumerate(command.rows):
             is_traced = index in command.traced_rows
-            prompt = Prompt(command.call_id, index, row, arrived_s=self._clock(), is_traced=is_traced)
+            arrived_s = self._clock()
+            due_s = self._ageing.due_s(row.priority, arrived_s)
+            prompt = Prompt(command.call_id, index, row, arrived_s, due_s, is_traced)
             prompts[index] = prompt
             num_queued = self._lives.num_in(PromptPhase.QUEUED)
             self._lives.admit(prompt)
@@ -325,12 +331,13 @@ class PrefillEngine:
                 self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
                 self._end_call_if_done(prompt.call_id)
         self._lacks_room = False
-        for prompt in self._lives.in_phase(PromptPhase.QUEUED):
+        for prompt in self._lives.in_turn(PromptPhase.QUEUED):
             if self._waits(prompt):
                 continue
             lease = self.pool.reserve(prompt.num_tokens, key=prompt.cache_key, uses_cached=not prompt.is_scored)
             if lease is None:
-                # No younger one gets room before it. So one that waited for KV is overtaken until the KV is there only.
+                # None that is due later gets room before it. So one that waited for KV is overtaken until the KV is
+                # there only.
                 self._lacks_room = True
                 return
             self._lives.enter(prompt, PromptPhase.COMPUTING, lease=lease)
@@ -353,7 +360,7 @@ class PrefillEngine:
     @recorded("launch")
     def _launch(self) -> StepInFlight | None:
         chunks = cut_chunks(
-            [prompt for prompt in self._lives.in_phase(PromptPhase.COMPUTING) if self._may_go_on(prompt)],
+            [prompt for prompt in self._lives.in_turn(PromptPhase.COMPUTING) if self._may_go_on(prompt)],
             chunk_tokens=self._chunk_tokens,
             max_batch_tokens=self._max_batch_tokens,
             max_scored_tokens=self._max_scored_tokens,

@@ -20,6 +20,7 @@ from common.errors import BatonError, RowFailure
 from common.kv.layer_group import WindowLayers
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetOutput
+from common.priority import DEFAULT_AGEING, Ageing
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import (
@@ -164,6 +165,8 @@ class ScriptedEngine:
         delivers: bool = False,
         local_prefill_tokens: int = 0,
         prefill_fallback: bool = False,
+        ageing: Ageing = DEFAULT_AGEING,
+        best_priority: int = 0,
         windows: tuple[WindowLayers, ...] = (),
         max_window_tokens: int = 0,
     ) -> None:
@@ -185,6 +188,8 @@ class ScriptedEngine:
             overlap=overlap,
             local_prefill_tokens=local_prefill_tokens,
             prefill_fallback=prefill_fallback,
+            ageing=ageing,
+            best_priority=best_priority,
             clock=clock or (lambda: float(next(ticks))),
             deliver=self._take_delivered if delivers else None,
             debug_checks=debug_checks,
@@ -212,6 +217,7 @@ class ScriptedEngine:
         seed: int = 0,
         stop_token_ids: tuple[int, ...] = (),
         client: str = "",
+        priority: int = 0,
         cache_salt: str | None = None,
         is_constrained: bool = False,
     ) -> Outcome:
@@ -229,6 +235,7 @@ class ScriptedEngine:
                 len(prompt),
                 sampling,
                 client=client,
+                priority=priority,
                 cache_salt=cache_salt,
                 matcher=TagMatcher(prompt[-1]) if is_constrained else None,
             )

@@ -1,18 +1,21 @@
-"""Bounds on retraction: no request starves, for any mix of arrivals.
+"""Bounds on retraction: no request starves, for any mix of arrivals and priorities.
 
-Requests 0, 1, 2, ... are in order of arrival, in a pool too small for them:
-- A retracted request is younger than all that keep their slots. So the oldest is never retracted.
-- No request is handed off while an older one waits. A retracted request returns with its prompt and all its output.
-- Request k is retracted at most as often as there were older requests at the same time: between two retractions one of
-  them must have ended, since the slots of the others only grow. So no two requests retract each other for ever.
+Requests 0, 1, 2, ... are in order of arrival, in a pool too small for them. One of priority p is due p *
+STEPS_PER_PRIORITY steps after its arrival, so where all have one priority, the first that is due is the oldest:
+- A retracted request is due after all that keep their slots. So the first that is due is never retracted.
+- No request is handed off while one of a better level waits, or one of its level that was retracted or is due before
+  it. A retracted request returns with its prompt and all its output.
+- Request k is retracted at most as often as requests that are due before it were there at the same time: between two
+  retractions one of them must have ended, since the slots of the others only grow, or a new one must have come. So no
+  two requests retract each other for ever.
 - A handoff commits at least one token, unless it is retracted before it is complete.
 - Request k ends within 2 * tokens + handoffs * (D + 4) steps, where D is the length of the longest handoff in steps.
-  Tokens and handoffs are those of k and of the older requests at the same time. Younger requests do not count.
+  Tokens and handoffs are those of k and of the requests at the same time that are older or due before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,6 +23,7 @@ from hypothesis import Phase as Part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.priority import Ageing
 from decode_service.messages import Phase, StartHandoff
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import Outcome, ScriptedEngine
@@ -28,6 +32,7 @@ from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, TREE
 
 MAX_STEPS = 500
+STEPS_PER_PRIORITY = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class Arrival:
     num_prompt_tokens: int
     max_tokens: int
     handoff_steps: int
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,10 @@ class Seen:
     num_handoffs: int = 0
     ended: int | None = None
 
+    @property
+    def due(self) -> int:
+        return self.born + STEPS_PER_PRIORITY * self.arrival.priority
+
     def lived_beside(self, other: Seen) -> bool:
         return self.born <= (other.ended or self.born) and other.born <= (self.ended or other.born)
 
@@ -80,6 +90,8 @@ class Watcher:
             overlap=life.overlap,
             spec_info=life.spec_info,
             debug_checks=False,
+            clock=lambda: float(self.num_steps),
+            ageing=Ageing(step_s=STEPS_PER_PRIORITY),
         )
         self._due: dict[str, int] = {}
 
@@ -99,7 +111,7 @@ class Watcher:
     def submit(self, arrival: Arrival) -> Seen:
         number = len(self.seen)
         prompt = range(1 + 31 * number, 1 + 31 * number + arrival.num_prompt_tokens)
-        outcome = self.scripted.submit(str(number), prompt, arrival.max_tokens)
+        outcome = self.scripted.submit(str(number), prompt, arrival.max_tokens, priority=arrival.priority)
         self.seen.append(Seen(arrival, outcome, self.num_steps))
         return self.seen[-1]
 
@@ -109,6 +121,7 @@ class Watcher:
             del self._due[name]
             if name in self.scripted.handoffs:
                 self.scripted.hand_over(name)
+        had_returned = [seen.num_retractions > 0 for seen in self.seen]
         events = self.scripted.step()
         self.scripted.landing.run_all()
         self.num_steps += 1
@@ -124,7 +137,7 @@ class Watcher:
                 seen.num_handoffs += 1
                 self._due[row.request_id] = self.num_steps + seen.arrival.handoff_steps
                 handed_off.append(number)
-        self._look_at_the_queue([number for number in handed_off if number not in gave_way])
+        self._look_at_the_queue(handed_off, gave_way, had_returned)
         for seen in self.seen:
             if seen.ended is None and seen.outcome.has_ended:
                 seen.ended = self.num_steps
@@ -142,27 +155,44 @@ class Watcher:
         if not gave_way:
             return
         keepers = [int(name) for name, req in self.scripted.engine.lives.requests.items() if req.lease is not None]
-        oldest = min(number for number, seen in enumerate(self.seen) if seen.ended is None)
-        assert oldest not in gave_way, "the oldest request gave way"
-        assert all(keeper < min(gave_way) for keeper in keepers), f"{gave_way} gave way, {keepers} kept their slots"
+        first = min((number for number, seen in enumerate(self.seen) if seen.ended is None), key=self._turn)
+        assert first not in gave_way, "the first request in turn gave way"
+        last_to_stay = min(map(self._turn, gave_way))
+        assert all(self._turn(keeper) < last_to_stay for keeper in keepers), (
+            f"{gave_way} gave way, {keepers} kept slots"
+        )
 
-    def _look_at_the_queue(self, handed_off: Iterable[int]) -> None:
-        waiting = [int(name) for name, req in self.scripted.engine.lives.requests.items() if req.phase is Phase.QUEUE]
-        assert max(handed_off, default=-1) < min(waiting, default=len(self.seen)), "a younger request overtook"
+    def _turn(self, number: int) -> tuple[int, int]:
+        return self.seen[number].due, number
+
+    def _look_at_the_queue(self, handed_off: Sequence[int], gave_way: Sequence[int], had_returned: list[bool]) -> None:
+        def place(number: int) -> tuple[int, bool, tuple[int, int]]:
+            arrival, num_waited = self.seen[number].arrival, self.num_steps - 1 - self.seen[number].born
+            level = max(0, arrival.priority - num_waited // STEPS_PER_PRIORITY)
+            return level, not had_returned[number], self._turn(number)
+
+        requests = self.scripted.engine.lives.requests
+        waiting = {int(name) for name, req in requests.items() if req.phase is Phase.QUEUE} - {*gave_way}
+        last = max((place(number) for number in handed_off if number not in gave_way), default=None)
+        assert last is None or all(last < place(number) for number in waiting), "a later request overtook"
 
     def check_bounds(self, of: Sequence[Seen] = ()) -> None:
         """Checks the bounds of the requests in `of`, all of which finished; by default of all requests."""
         longest = max(arrival.handoff_steps for arrival in self.life.arrivals)
         for number, seen in enumerate(of or self.seen):
             older = [other for other in self.seen[:number] if other.lived_beside(seen)]
-            assert seen.num_retractions <= len(older), f"{number} gave way {seen.num_retractions} times"
+            newer = [each for each in self.seen[number + 1 :] if each.due < seen.due and each.lived_beside(seen)]
+            num_before = sum(other.due <= seen.due for other in older)
+            assert seen.num_retractions <= num_before + 2 * len(newer), (
+                f"{number} gave way {seen.num_retractions} times"
+            )
             finished = seen.outcome.finished
             assert finished is not None and seen.ended is not None
             timings = finished.timings
             assert timings.num_retractions == seen.num_retractions, "retractions are counted wrongly"
             counts = (timings.num_handoff_attempts, seen.num_handoffs, seen.num_retractions + 1)
             assert len(set(counts)) == 1, f"handoffs or retractions are counted wrongly: {counts}"
-            concerned = [*older, seen]
+            concerned = [*older, *newer, seen]
             bound = sum(2 * len(other.outcome.token_ids) for other in concerned) + sum(
                 other.num_handoffs * (longest + 4) for other in concerned
             )
@@ -185,6 +215,7 @@ arrivals = st.builds(
     num_prompt_tokens=st.integers(1, 12),
     max_tokens=st.sampled_from([2, 40, 50]),
     handoff_steps=st.sampled_from([0, 2, 20]),
+    priority=st.sampled_from([0, 0, 0, 1, 3]),
 )
 lives = st.builds(
     Life,
@@ -228,6 +259,12 @@ def check_the_youngest_gives_way() -> None:
     assert lived(SCARCE) > 2, "nothing gave way"
 
 
+def check_the_worst_priority_gives_way() -> None:
+    """The oldest request has a worse priority than the others. It is retracted until waiting has made it better."""
+    arrivals = (Arrival(0, 3, 40, 0, priority=2), Arrival(1, 3, 40, 0), Arrival(1, 3, 40, 0, priority=1))
+    assert lived(Life(arrivals, max_rows=6, max_kv_tokens=90)) > 0, "nothing gave way"
+
+
 def check_a_handoff_under_way_gives_way() -> None:
     """The handoff takes longer than the older request needs to grow into the slots that admission left free."""
     assert lived(Life((Arrival(0, 4, 50, 0), Arrival(1, 12, 4, 60)), max_rows=2, max_kv_tokens=62)) == 1
@@ -243,24 +280,37 @@ def check_a_tree_that_needs_many_slots_comes_to_an_end() -> None:
 
 def check_a_stream_of_newcomers_delays_nobody() -> None:
     """A new request arrives at every step for as long as the first three live."""
-    watcher = Watcher(Life((Arrival(0, 4, 44, 0),) * 3, max_rows=4, max_kv_tokens=90))
+    watcher = _in_a_stream_of_newcomers(priority=0)
+    assert watcher.scripted.engine.load().num_retractions > 0, "nothing gave way"
+
+
+def check_a_stream_of_better_newcomers_delays_nobody_who_has_waited() -> None:
+    """The newcomers have a better priority than the first three, which waiting makes as good."""
+    _in_a_stream_of_newcomers(priority=3)
+
+
+def _in_a_stream_of_newcomers(*, priority: int) -> Watcher:
+    """Runs three requests of `priority`, and one newcomer of priority 0 at each step, until the three have ended."""
+    watcher = Watcher(Life((Arrival(0, 4, 44, 0, priority),) * 3, max_rows=4, max_kv_tokens=90))
     first = [watcher.submit(arrival) for arrival in watcher.life.arrivals]
     while any(seen.ended is None for seen in first):
         assert watcher.num_steps < MAX_STEPS, "not over"
         watcher.submit(Arrival(0, 6, 2 + watcher.num_steps % 9, 0))
         watcher.step()
-    assert watcher.scripted.engine.load().num_retractions > 0, "nothing gave way"
     for number in range(3, len(watcher.seen)):
         watcher.scripted.abort(str(number))
     watcher.scripted.step()
     watcher.check_bounds(first)
+    return watcher
 
 
 CHECKS = [
     check_the_youngest_gives_way,
+    check_the_worst_priority_gives_way,
     check_a_handoff_under_way_gives_way,
     check_a_tree_that_needs_many_slots_comes_to_an_end,
     check_a_stream_of_newcomers_delays_nobody,
+    check_a_stream_of_better_newcomers_delays_nobody_who_has_waited,
 ]
 
 
@@ -272,9 +322,10 @@ def test_holds(check: Check) -> None:
 @pytest.mark.parametrize(
     ("check", "mutant", "symptom"),
     [
-        (check_the_youngest_gives_way, retraction.oldest_gives_way, "the oldest request gave way"),
-        (check_a_handoff_under_way_gives_way, retraction.handoffs_under_way_are_kept, "oldest|kept their slots"),
-        (check_the_youngest_gives_way, retraction.returns_behind_the_others, "overtook|kept their slots"),
+        (check_the_youngest_gives_way, retraction.oldest_gives_way, "the first request in turn gave way"),
+        (check_the_worst_priority_gives_way, retraction.priorities_do_not_count, "overtook|kept slots"),
+        (check_a_handoff_under_way_gives_way, retraction.handoffs_under_way_are_kept, "first|kept slots"),
+        (check_the_youngest_gives_way, retraction.returns_behind_the_others, "overtook|kept slots"),
         (check_the_youngest_gives_way, retraction.newcomers_are_handed_off_first, "overtook"),
         (check_the_youngest_gives_way, retraction.output_counts_as_prompt, "as prompt"),
         (check_the_youngest_gives_way, retraction.output_is_left_behind, "other tokens went to prefill"),
@@ -285,7 +336,12 @@ def test_holds(check: Check) -> None:
             "not over",
         ),
         (check_a_stream_of_newcomers_delays_nobody, retraction.newcomers_are_handed_off_first, "overtook"),
-        (check_a_stream_of_newcomers_delays_nobody, retraction.returns_behind_the_others, "overtook|kept their slots"),
+        (check_a_stream_of_newcomers_delays_nobody, retraction.returns_behind_the_others, "overtook|kept slots"),
+        (
+            check_a_stream_of_better_newcomers_delays_nobody_who_has_waited,
+            retraction.waiting_improves_nothing,
+            "overtook|kept slots",
+        ),
     ],
     ids=name_of,
 )

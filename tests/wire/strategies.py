@@ -11,6 +11,7 @@ from common.errors import RowFailure
 from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.grammar.reasoning import Reasoning
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
+from common.priority import WORST_PRIORITY
 from common.sampling.params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
@@ -118,6 +119,7 @@ def handoff_rows(draw: st.DrawFn) -> HandoffRow:
         traceparent=draw(st.text(max_size=8)),
         num_held_tokens=draw(st.sampled_from(((), (("draft", 0), ("target", 0)), (("target", len(ids) - 1),)))),
         cache_salt=draw(st.none() | st.text(max_size=MAX_CACHE_SALT_CHARS)),
+        priority=draw(st.integers(-WORST_PRIORITY, WORST_PRIORITY)),
     )
 
 

@@ -87,6 +87,7 @@ ROW = HandoffRow(
     deadline_unix_ms=2**40,
     traceparent="00-1-2-03",
     cache_salt="mandant ü",
+    priority=-7,
 )
 FRAMES: dict[str, Frame] = {
     "accepted": Accepted("instance"),

@@ -25,6 +25,7 @@ LOGPROBS_ROW = HandoffRow(
     prompt_len=1,
     sampling=ResolvedSampling(seed=2, max_tokens=8, num_logprobs=2),
     cache_salt="tenant",
+    priority=3,
 )
 
 SCORED_ROW = replace(

@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 from common.kv.pool import KvPool
+from common.priority import Ageing
 from common.wire.handoff import HandoffRow
 from decode_service.messages import Phase
 from decode_service.schedule import dispatcher, retraction, scheduler
-from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.life import Lives
 from decode_service.schedule.request import Request
 from decode_service.schedule.retraction import Retraction
@@ -27,6 +27,16 @@ from decode_service.speculate.spec_info import SpecInfo
 
 def oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(retraction, "max", min, raising=False)
+
+
+def priorities_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ageing, "due_s", lambda self, priority, arrived_s: arrived_s)
+    patch.setattr(Ageing, "level", lambda self, priority, *, waited_s, best: best)
+
+
+def waiting_improves_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ageing, "due_s", lambda self, priority, arrived_s: arrived_s + priority * 1e6)
+    patch.setattr(Ageing, "level", lambda self, priority, *, waited_s, best: priority)
 
 
 def handoffs_under_way_are_kept(patch: pytest.MonkeyPatch) -> None:
@@ -59,11 +69,11 @@ def _before_entering(patch: pytest.MonkeyPatch, phase: Phase, change: Callable[[
 
 def returns_behind_the_others(patch: pytest.MonkeyPatch) -> None:
     later = itertools.count(1 << 20)
-    _before_entering(patch, Phase.QUEUE, lambda req: setattr(req, "arrival", next(later)))
+    _before_entering(patch, Phase.QUEUE, lambda req: setattr(req, "due_s", float(next(later))))
 
 
 def newcomers_are_handed_off_first(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: WaitingQueue) -> Iterator[Request]:
+    def mutant(self: WaitingQueue, now_s: float) -> Iterator[Request]:
         return iter(sorted(self, key=lambda req: -req.arrival))
 
     patch.setattr(WaitingQueue, "in_turn", mutant)
@@ -124,17 +134,9 @@ def waiting_for_slots_counts_as_refused(patch: pytest.MonkeyPatch) -> None:
 
 def a_request_put_off_has_no_place(patch: pytest.MonkeyPatch) -> None:
     """Skips requests whose handoff is put off, so that no slots are spared for them."""
-    in_turn, given = WaitingQueue.in_turn, PrefillDispatcher.__init__
-    clocks: list[tuple[WaitingQueue, Callable[[], float]]] = []
+    in_turn = WaitingQueue.in_turn
 
-    def noting(self: PrefillDispatcher, **arguments: Any) -> None:
-        clocks.append((arguments["waiting"], arguments["clock"]))
-        given(self, **arguments)
+    def mutant(self: WaitingQueue, now_s: float) -> Iterator[Request]:
+        yield from (req for req in in_turn(self, now_s) if req.not_before_s <= now_s)
 
-    def mutant(self: WaitingQueue) -> Iterator[Request]:
-        (clock,) = (clock for queue, clock in clocks if queue is self)
-        now_s = clock()
-        yield from (req for req in in_turn(self) if req.not_before_s <= now_s)
-
-    patch.setattr(PrefillDispatcher, "__init__", noting)
     patch.setattr(WaitingQueue, "in_turn", mutant)

@@ -1,0 +1,72 @@
+"""Tests that prompts get rows and places in a forward by priority, and by how long they have waited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from common.model.target import TargetModel
+from common.priority import Ageing
+from common.sampling.params import ResolvedSampling
+from common.wire.handoff import PrebuiltBatch
+from prefill_service.messages import OpenCall
+from tests.support.engines import PrefillHalf, handoff_rows
+
+STEP_S = 10.0
+NUM_TOKENS = 12
+
+
+class Prompts:
+    """A prefill engine that computes one prompt in a forward. Each prompt has a call of its own."""
+
+    def __init__(self, target: TargetModel, *, max_rows: int) -> None:
+        self.now_s = 0.0
+        self.num_opened = 0
+        self.half = PrefillHalf(
+            target,
+            max_rows=max_rows,
+            max_batch_tokens=NUM_TOKENS,
+            chunk_tokens=NUM_TOKENS,
+            ageing=Ageing(STEP_S),
+            clock=lambda: self.now_s,
+            overlap=False,
+        )
+
+    def open(self, name: str, *, priority: int) -> None:
+        (row,) = handoff_rows([range(1, 1 + NUM_TOKENS)], ResolvedSampling(seed=1, max_tokens=1))
+        self.num_opened += 1
+        self.half.step(OpenCall(name, (replace(row, priority=priority),)))
+
+    def order(self) -> list[str]:
+        """Computes all prompts and returns their calls in the order of their first tokens."""
+        while len(self.half.first_tokens) < self.num_opened:
+            self.half.step()
+        self.half.close()
+        return [ready.call_id for ready in self.half.frames if isinstance(ready.frame, PrebuiltBatch)]
+
+
+def test_queued_prompts_get_rows_by_priority(tiny_target: Callable[[str], TargetModel]) -> None:
+    prompts = Prompts(tiny_target("llama"), max_rows=1)
+    for name, priority in (("first", 2), ("low", 2), ("high", 0), ("best", -1), ("high too", 0)):
+        prompts.open(name, priority=priority)
+    assert prompts.order() == ["first", "best", "high", "high too", "low"]
+
+
+def test_prompts_that_hold_rows_are_computed_by_priority(tiny_target: Callable[[str], TargetModel]) -> None:
+    prompts = Prompts(tiny_target("llama"), max_rows=4)
+    for name, priority in (("first", 2), ("low", 2), ("high", 0), ("high too", 0)):
+        prompts.open(name, priority=priority)
+    assert prompts.order() == ["first", "high", "high too", "low"]
+
+
+def test_waiting_makes_a_prompt_as_good_as_a_better_one_that_comes_later(
+    tiny_target: Callable[[str], TargetModel],
+) -> None:
+    prompts = Prompts(tiny_target("llama"), max_rows=1)
+    prompts.open("first", priority=0)
+    prompts.open("low", priority=3)
+    prompts.now_s = 3 * STEP_S - 1
+    prompts.open("in time", priority=0)
+    prompts.now_s = 3 * STEP_S + 1
+    prompts.open("too late", priority=0)
+    assert prompts.order() == ["first", "in time", "low", "too late"]
