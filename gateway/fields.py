@@ -84,7 +84,6 @@ ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n_probs": (0,),
     "no_stop_trim": (False,),
     "num_beams": (1,),
-    "priority": (0,),
     "reasoning": ({}, {"effort": "none"}),
     "repeat_penalty": (1,),
     "return_hidden_states": (False,),
@@ -165,6 +164,7 @@ class GenerationFields(GrammarFields, RequestFields):
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     allowed_token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)] | None = None
+    priority: int | None = None
     cache_salt: str | None = None
     cache_prompt: bool | None = None
     truncate_prompt_tokens: int | None = None

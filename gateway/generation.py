@@ -110,6 +110,7 @@ class GenerationEndpoint(PostEndpoint):
                 **plan.prompts[prompt].arguments,
                 request_id=f"{prefix}-{index}",
                 choice_index=choice_index,
+                priority=plan.priority,
                 cache_salt=plan.cache_salt,
                 cache_prompt=plan.cache_prompt,
                 truncate_prompt_tokens=plan.truncate_prompt_tokens,

@@ -86,6 +86,7 @@ class Plan:
     n: int = 1
     best_of: int = 1
     sampling: SamplingOptions
+    priority: int | None
     cache_salt: str | None
     cache_prompt: bool | None
     truncate_prompt_tokens: int | None

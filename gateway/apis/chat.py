@@ -169,6 +169,7 @@ def parse_chat(body: bytes) -> Plan:
         sampling=fields.sampling(
             max_tokens=max_tokens, logprobs=(fields.top_logprobs or 0) if fields.logprobs else None
         ),
+        priority=fields.priority,
         cache_salt=fields.cache_salt,
         cache_prompt=fields.cache_prompt,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,

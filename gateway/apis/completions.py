@@ -131,6 +131,7 @@ def parse_completion(body: bytes) -> Plan:
             echoed=0 if echoed is None and needs_tokens else echoed,
         ),
         hides_logprobs=ranks,
+        priority=fields.priority,
         cache_salt=fields.cache_salt,
         cache_prompt=fields.cache_prompt,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,

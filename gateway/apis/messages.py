@@ -202,6 +202,7 @@ def parse_message(body: bytes) -> Plan:
         model=fields.model,
         prompts=(prompt,),
         sampling=sampling,
+        priority=fields.priority,
         cache_salt=fields.cache_salt,
         cache_prompt=fields.cache_prompt,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,

@@ -176,6 +176,7 @@ def parse_response(body: bytes) -> Plan:
         model=fields.model,
         prompts=(prompt,),
         sampling=fields.sampling(max_tokens=fields.max_output_tokens, logprobs=_num_top_logprobs(fields)),
+        priority=fields.priority,
         cache_salt=fields.cache_salt,
         cache_prompt=fields.cache_prompt,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,

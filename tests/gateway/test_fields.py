@@ -60,7 +60,7 @@ def test_options_of_a_stream_that_ask_for_nothing_need_no_stream(options: dict[s
         {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": True},
         {"functions": [TOOL["function"]], "function_call": "none"},
         {"functions": []},
-        {"priority": 0, "length_penalty": 1.0, "use_beam_search": False, "early_stopping": False, "best_of": 1},
+        {"length_penalty": 1.0, "use_beam_search": False, "early_stopping": False, "best_of": 1},
         {"spaces_between_special_tokens": True, "detokenize": True},
         {"reasoning": {"effort": "none"}, "thinking": None, "enable_thinking": None},
         {
@@ -85,11 +85,11 @@ def test_fields_that_ask_for_nothing_change_nothing(fields: dict[str, Any]) -> N
     assert completion(**fields) == completion()
 
 
-def test_the_options_of_the_prefix_cache_are_taken() -> None:
-    fields = {"cache_salt": "tenant", "cache_prompt": False}
+def test_the_priority_and_the_options_of_the_prefix_cache_are_taken() -> None:
+    fields = {"priority": 7, "cache_salt": "tenant", "cache_prompt": False}
     chat = parse_chat(to_json({"model": "demo", "messages": [{"role": "user", "content": "x"}], **fields}))
     for plan in (completion(**fields), chat):
-        assert (plan.cache_salt, plan.cache_prompt) == ("tenant", False)
+        assert (plan.priority, plan.cache_salt, plan.cache_prompt) == (7, "tenant", False)
     assert (completion().cache_salt, completion().cache_prompt) == (None, None)
 
 

@@ -228,6 +228,7 @@ def test_the_fields_travel(edge: GatewayHere, scripted: ScriptedServer) -> None:
         "min_p": 0.125,
         "seed": 7,
         "cache_salt": "tenant",
+        "priority": 7,
     }
     both(edge, scripted, [started(), finished()], **fields)
     request = scripted.inference.requests.get(timeout=BOUND_S)
@@ -237,7 +238,7 @@ def test_the_fields_travel(edge: GatewayHere, scripted: ScriptedServer) -> None:
     assert sampling.reasoning.max_tokens == 5
     assert json.loads(sampling.json_schema) == schema
     assert json.loads(request.chat.chat_template_kwargs) == {"reasoning_effort": "low"}
-    assert request.cache_salt == "tenant"
+    assert (request.cache_salt, request.priority) == ("tenant", 7)
 
 
 @pytest.mark.parametrize(

@@ -439,6 +439,7 @@ def test_options_travel(edge: GatewayHere, speaks: ScriptedServer) -> None:
         "text": {"format": form},
         "reasoning": {"effort": "low", "summary": "auto"},
         "cache_salt": "tenant",
+        "priority": 7,
         "truncate_prompt_tokens": 50,
         "thinking_token_budget": 4,
     }
@@ -449,7 +450,7 @@ def test_options_travel(edge: GatewayHere, speaks: ScriptedServer) -> None:
     assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.seed) == (9, 0.5, 3)
     assert json.loads(request.sampling.json_schema) == SCHEMA
     assert json.loads(request.chat.chat_template_kwargs) == {"reasoning_effort": "low"}
-    assert (request.cache_salt, request.truncate_prompt_tokens) == ("tenant", 50)
+    assert (request.cache_salt, request.priority, request.truncate_prompt_tokens) == ("tenant", 7, 50)
     assert request.sampling.reasoning.max_tokens == 4
 
 
