@@ -98,6 +98,7 @@ class CompleteOptions(UnparsedOptions, ChatOptions, total=False):
     generated_token_ids: Iterable[int]
     choice_index: int | None
     priority: int | None
+    tenant: str | None
     cache_salt: str | None
     cache_prompt: bool | None
     truncate_prompt_tokens: int | None
@@ -118,6 +119,7 @@ def generate_request(
     generated_token_ids: Iterable[int],
     choice_index: int | None,
     priority: int | None,
+    tenant: str | None,
     cache_salt: str | None,
     cache_prompt: bool | None,
     truncate_prompt_tokens: int | None,
@@ -148,6 +150,7 @@ def generate_request(
     given = {
         "choice_index": choice_index,
         "priority": priority,
+        "tenant": tenant,
         "cache_salt": cache_salt,
         "cache_prompt": cache_prompt,
         "truncate_prompt_tokens": truncate_prompt_tokens,

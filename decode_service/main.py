@@ -50,7 +50,7 @@ from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.model_info import model_info, output_format_of
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.replicas import ReplicaBoard
-from decode_service.edge.request_checks import ModelLimits
+from decode_service.edge.request_checks import ModelLimits, tenant_key
 from decode_service.edge.text.prompts import Prompts
 from decode_service.forward.recording import num_step_tokens, recorded_bytes
 from decode_service.handoff.grpc_transport import GrpcTransport
@@ -59,6 +59,7 @@ from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command, FinishReason
 from decode_service.schedule.local_prefill import local_chunk_tokens
 from decode_service.schedule.scheduler import DecodeEngine, Deliver, tokens_in_flight
+from decode_service.schedule.shares import OTHERS
 from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
@@ -183,6 +184,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
             observer=observer,
             client_stall_timeout_s=settings.client_stall_timeout_s,
             client_of=server.client_of,
+            tells_tenants_apart=bool(settings.tenant_weights),
             tracer=process.tracer,
             timeline=runtime.timeline,
         )
@@ -210,6 +212,12 @@ def _on_step(metrics: EngineMetrics, process: Process) -> OnStep:
     return on_step
 
 
+def client_weights(settings: DecodeSettings) -> dict[str, float] | None:
+    """Returns the weights of clients for the engine, or None if clients take turns by requests."""
+    pairs = [text.rpartition("=") for text in settings.tenant_weights]
+    return {OTHERS if name == OTHERS else tenant_key(name): float(weight) for name, _, weight in pairs} or None
+
+
 def new_engine(
     settings: DecodeSettings, process: Process, size: PoolSize, *, on_step: OnStep, deliver: Deliver | None = None
 ) -> DecodeEngine:
@@ -228,6 +236,7 @@ def new_engine(
                 max_handoff_attempts=settings.max_handoff_attempts,
                 prefill_timeout_s=settings.prefill_timeout_s,
                 best_priority=settings.best_priority,
+                client_weights=client_weights(settings),
                 on_step=on_step,
                 deliver=deliver,
             )

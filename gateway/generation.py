@@ -111,6 +111,7 @@ class GenerationEndpoint(PostEndpoint):
                 request_id=f"{prefix}-{index}",
                 choice_index=choice_index,
                 priority=plan.priority,
+                tenant=record.client or None,
                 cache_salt=plan.cache_salt,
                 cache_prompt=plan.cache_prompt,
                 truncate_prompt_tokens=plan.truncate_prompt_tokens,

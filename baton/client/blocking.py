@@ -203,6 +203,7 @@ class Client:
         generated_token_ids: Iterable[int] = (),
         choice_index: int | None = None,
         priority: int | None = None,
+        tenant: str | None = None,
         cache_salt: str | None = None,
         cache_prompt: bool | None = None,
         truncate_prompt_tokens: int | None = None,
@@ -222,6 +223,7 @@ class Client:
         `add_generation_prompt=False` the prompt ends with the last message.
 
         Requests with a lower `priority` are served earlier; the default is 0. A service may refuse negative ones.
+        `tenant` names whom the request is for. Tenants share a service that is configured for it.
 
         A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
         with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
@@ -245,6 +247,7 @@ class Client:
             generated_token_ids=generated_token_ids,
             choice_index=choice_index,
             priority=priority,
+            tenant=tenant,
             cache_salt=cache_salt,
             cache_prompt=cache_prompt,
             truncate_prompt_tokens=truncate_prompt_tokens,

@@ -57,6 +57,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CACHE_PROMPT_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The server makes one when absent. A live duplicate is ALREADY_EXISTS."""
     text: _builtins.str
@@ -74,6 +75,8 @@ class GenerateRequest(_message.Message):
     """False: the request neither uses cached KV nor leaves any. Default true."""
     truncate_prompt_tokens: _builtins.int
     """At most so many of the prompt's tokens count, the last ones; -1: as many as leave room for max_tokens. Default: all."""
+    tenant: _builtins.str
+    """1 to 128 printable characters. Whom the request is for, if the service shares by tenants (tenant_weights); else ignored."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -99,10 +102,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str | None = ...,
         cache_prompt: _builtins.bool | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt", "_cache_salt", b"_cache_salt", "_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_prompt", b"cache_prompt", "cache_salt", b"cache_salt", "chat", b"chat", "choice_index", b"choice_index", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt", "_cache_salt", b"_cache_salt", "_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "_tenant", b"_tenant", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_prompt", b"cache_prompt", "cache_salt", b"cache_salt", "chat", b"chat", "choice_index", b"choice_index", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt", "_cache_salt", b"_cache_salt", "_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_prompt", b"cache_prompt", "cache_salt", b"cache_salt", "chat", b"chat", "choice_index", b"choice_index", "generated_token_ids", b"generated_token_ids", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt", "_cache_salt", b"_cache_salt", "_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "_tenant", b"_tenant", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_prompt", b"cache_prompt", "cache_salt", b"cache_salt", "chat", b"chat", "choice_index", b"choice_index", "generated_token_ids", b"generated_token_ids", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_prompt: _TypeAlias = _typing.Literal["cache_prompt"]  # noqa: Y015
     _WhichOneofArgType__cache_prompt: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt"]  # noqa: Y015
@@ -116,6 +120,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
@@ -132,6 +138,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__request_id) -> _WhichOneofReturnType__request_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload

@@ -11,6 +11,7 @@ from pydantic_settings import NoDecode
 from common.addresses import DnsName, host_and_port, is_dns_name
 from common.rpc.grpc_options import MAX_MESSAGE_BYTES, MAX_SEGMENT_BYTES
 
+_WEIGHT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
@@ -52,6 +53,21 @@ def split_on_commas(value: Any) -> Any:
     return tuple(part.strip() for item in items for part in str(item).split(",") if part.strip())
 
 
+def _weight(value: str) -> str:
+    name, _, weight = value.rpartition("=")
+    if not name.strip() or not _WEIGHT.fullmatch(weight) or not float(weight):
+        raise ValueError(f"{value!r} is not NAME=WEIGHT with a weight above 0")
+    return value
+
+
+def _once(weights: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the weights. Raises ValueError if a name has two."""
+    names = [weight.rpartition("=")[0] for weight in weights]
+    if len(set(names)) < len(names):
+        raise ValueError("a name has two weights")
+    return weights
+
+
 def _device(value: str) -> str:
     if not re.fullmatch(r"(cpu|cuda)(:[0-9]{1,3})?", value):
         raise ValueError(f"{value!r} is neither cpu, cuda nor cuda:<index>")
@@ -70,6 +86,12 @@ Names = Annotated[
     NoDecode,
     BeforeValidator(split_on_commas),
     AfterValidator(lambda names: tuple(dict.fromkeys(names))),
+]
+Weights = Annotated[
+    tuple[Annotated[str, AfterValidator(_weight)], ...],
+    NoDecode,
+    BeforeValidator(split_on_commas),
+    AfterValidator(_once),
 ]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

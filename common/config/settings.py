@@ -17,6 +17,7 @@ from common.config.fields import (
     Seconds,
     SegmentBytes,
     Targets,
+    Weights,
 )
 from common.config.process_settings import ProcessSettings
 from common.priority import DEFAULT_AGEING, WORST_PRIORITY
@@ -177,6 +178,8 @@ class DecodeSettings(ServiceSettings):
     """Most requests that may wait while max_rows others are served; more are refused."""
     best_priority: Annotated[int, Field(ge=-WORST_PRIORITY, le=0)] = 0
     """Lowest, so best, priority that a request may ask for; below 0, requests may overtake those of others."""
+    tenant_weights: Weights = ()
+    """NAME=WEIGHT of tenants that share by tokens, with commas, *=WEIGHT for others; unset: clients take turns."""
     local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
     """Most tokens left of a prompt that decode computes itself; 0: none; unset: 128 on a CPU, 0 on a GPU."""
     prefill_fallback: bool = False

@@ -45,6 +45,7 @@ from decode_service.edge.request_checks import (
     check_lengths,
     check_request,
     check_tokenize,
+    tenant_key,
 )
 from decode_service.edge.request_trace import RequestTrace, RequestTraces
 from decode_service.edge.responses import PromptTokens, delta_event, finished_event, pool_load, started_event
@@ -81,6 +82,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         new_matcher: NewMatcher = no_matchers,
         tool_grammars: ToolGrammars = GENERIC_TOOL_GRAMMARS,
         client_of: ClientOf = BY_ADDRESS,
+        tells_tenants_apart: bool = False,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
         unix_time: Callable[[], float] = time.time,
@@ -101,6 +103,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._observer = observer
         self._client_stall_timeout_s = client_stall_timeout_s
         self._client_of = client_of
+        self._tells_tenants_apart = tells_tenants_apart
         self._traces = RequestTraces(tracer)
         self._unix_time = unix_time
 
@@ -119,7 +122,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             with self._edge_track.span("check_request"):
                 checked = check_request(request, self._limits, self._tool_grammars)
-            live = self._live_requests.admit(checked.request_id, trace, client=self._client_of(context))
+            whose = self._whose(checked, context)
+            live = self._live_requests.admit(checked.request_id, trace, client=whose)
         except BatonError as error:
             self._observer.on_refused(error)
             trace.failed(error)
@@ -129,7 +133,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         time_out = self._fail_at_deadline(live, context)
         try:
             with self._request_track.task("Generate", live.request_id):
-                end = await self._run(live, checked, context, client)
+                end = await self._run(live, checked, context, client, whose)
         except BatonError as error:
             end = error
         except Exception as error:
@@ -155,7 +159,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             trace.failed(error)
             await abort_with(context, error)
 
-    async def _run(self, live: LiveRequest, checked: CheckedRequest, context: Context, client: ClientWrites) -> Ending:
+    def _whose(self, checked: CheckedRequest, context: Context) -> str:
+        """Returns who shares this service with others: the request's tenant, if tenants count, else the caller."""
+        if self._tells_tenants_apart and checked.tenant is not None:
+            return tenant_key(checked.tenant)
+        return self._client_of(context)
+
+    async def _run(
+        self, live: LiveRequest, checked: CheckedRequest, context: Context, client: ClientWrites, whose: str
+    ) -> Ending:
         """Runs an admitted request to its end, and returns the ending, which the caller writes to the client.
 
         Raises the request's error if it fails. gRPC cancels the call, and so this method, when the client leaves.
@@ -199,7 +211,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             return ending
         matcher = None
         if sampling.constrains_text:
-            matcher = await self._matcher(live, sampling, checked.generated_token_ids, self._client_of(context))
+            matcher = await self._matcher(live, sampling, checked.generated_token_ids, whose)
         if (token_rules := sampling.token_rules) is not None:
             output_ids = checked.generated_token_ids
             apply = partial(TokenRulesMatcher, matcher, token_rules, output_ids, vocab_size=self._limits.vocab_size)

@@ -31,6 +31,7 @@ from common.wire.handoff import MAX_CACHE_SALT_CHARS
 from decode_service.edge.sampling_checks import SamplingRequest, check_sampling, check_token_ids
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_TENANT_CHARS = 128
 MAX_CHOICES = 128
 MAX_TOOL_CALLS = MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 256
@@ -97,6 +98,7 @@ class CheckedRequest:
     sampling: SamplingRequest
     choice_index: int
     priority: int
+    tenant: str | None
     cache_salt: str | None
     max_prompt_tokens: int | None
 
@@ -139,8 +141,14 @@ def check_request(
         sampling=sampling,
         choice_index=_choice_index(request),
         priority=_priority(request, limits),
+        tenant=_tenant(request),
         cache_salt=_cache_salt(request),
     )
+
+
+def tenant_key(tenant: str) -> str:
+    """Returns the name under which a tenant shares the service. It is no client's name."""
+    return f"tenant {tenant}"
 
 
 def check_tokenize(request: inference_pb2.TokenizeRequest) -> Prompt:
@@ -236,6 +244,14 @@ def _priority(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> in
             f"{request.priority} is not in [{limits.best_priority}, {WORST_PRIORITY}]; lower is served earlier",
         )
     return request.priority
+
+
+def _tenant(request: inference_pb2.GenerateRequest) -> str | None:
+    if not request.HasField("tenant"):
+        return None
+    if not 1 <= len(request.tenant) <= MAX_TENANT_CHARS or not request.tenant.isprintable():
+        raise InvalidRequest("tenant", f"must be 1 to {MAX_TENANT_CHARS} printable characters")
+    return request.tenant
 
 
 def _cache_salt(request: inference_pb2.GenerateRequest) -> str | None:

@@ -9,7 +9,7 @@ If grammars constrain rows of N+1, their tokens are drawn only after "finish N",
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -63,6 +63,7 @@ from decode_service.schedule.results import (
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
+from decode_service.schedule.shares import Shares
 from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
 
@@ -133,6 +134,8 @@ class DecodeEngine:
     length while no prefill replica is ready. With `replays_forwards` the steps' forwards are recorded as graphs when
     the engine is created, if the device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches.
     Requests are served by their priorities, which `ageing` changes, to `best_priority` at best.
+    With `client_weights` clients share the service by tokens, in proportion to their weights; else they take turns by
+    requests.
     `overlap=False` finishes each step before the next is scheduled. Figures and time-outs use `clock` (monotonic
     seconds). `deliver` gets events when the engine is about to wait or ends; without it steps return them.
     """
@@ -160,6 +163,7 @@ class DecodeEngine:
         prefill_timeout_s: float = 10.0,
         ageing: Ageing = DEFAULT_AGEING,
         best_priority: int = 0,
+        client_weights: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep = lambda stats: None,
         deliver: Deliver | None = None,
@@ -224,7 +228,8 @@ class DecodeEngine:
             max_context_tokens=max_context_tokens,
             max_depth=self._max_forced,
         )
-        waiting = WaitingQueue(ageing=ageing, best_priority=best_priority)
+        shares = None if client_weights is None else Shares(client_weights)
+        waiting = WaitingQueue(ageing=ageing, best_priority=best_priority, shares=shares)
         self._local = LocalPrefill(
             model=model,
             draft=draft,
@@ -268,6 +273,7 @@ class DecodeEngine:
             clock=clock,
             post=self._outbox.post,
             lose=self._dispatcher.handle_lost,
+            shares=shares,
         )
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []

@@ -12,6 +12,7 @@ from itertools import chain
 from common.priority import Ageing
 from decode_service.messages import Phase
 from decode_service.schedule.request import Request
+from decode_service.schedule.shares import Shares
 
 _RETURNED = None
 """Stands in the place of a client for the line of the requests that came back."""
@@ -28,13 +29,17 @@ class WaitingQueue:
     turn. A new client joins at the end of the line, and a client goes back to the end after its turn. So a client waits
     for at most one turn of each other client. The requests of each client, and those that came back, are in the order
     of `Request.turn`. `num_changes` counts the requests that joined or left.
+
+    With `shares` the client that was served the fewest tokens for its weight has the next turn. Clients of equal counts
+    take turns.
     """
 
-    def __init__(self, *, ageing: Ageing, best_priority: int) -> None:
+    def __init__(self, *, ageing: Ageing, best_priority: int, shares: Shares | None = None) -> None:
         self.num_changes = 0
         self._num_waiting = 0
         self._ageing = ageing
         self._best_priority = best_priority
+        self._shares = shares
         self._returned: list[Request] = []
         # Requests by client; the client with the next turn comes first
         self._newcomers: dict[str, list[Request]] = {}
@@ -60,27 +65,37 @@ class WaitingQueue:
         if self._returned:
             lines[_RETURNED] = deque(self._returned)
         places = itertools.count()
-        heads = [
-            (self.level(line[0], now_s), client is not _RETURNED, next(places), client)
-            for client, line in lines.items()
-        ]
-        heapq.heapify(heads)
+        heads: list[tuple[int, bool, int, float, int, str | None]] = []
+
+        def push(client: str | None, num_passed: int, place: int) -> None:
+            """Adds a line's next request to `heads`. `num_passed` counts the turns that the client has passed on."""
+            if line := lines[client]:
+                count = 0.0 if self._shares is None or client is _RETURNED else self._shares.count(client)
+                level = self.level(line[0], now_s)
+                heapq.heappush(heads, (level, client is not _RETURNED, num_passed, count, place, client))
+
+        for client in lines:
+            push(client, 0, next(places))
         while heads:
-            _, is_newcomer, place, client = heapq.heappop(heads)
+            _, _, num_passed, _, place, client = heapq.heappop(heads)
             req = lines[client].popleft()
             yield req
-            has_left = req.phase is not Phase.QUEUE
-            if has_left or req.awaited is not None:
+            if req.phase is not Phase.QUEUE:
                 place = next(places)
-            if has_left and client is not _RETURNED and client in self._newcomers:
-                self._newcomers[client] = self._newcomers.pop(client)
-            if lines[client]:
-                heapq.heappush(heads, (self.level(lines[client][0], now_s), is_newcomer, place, client))
+                if self._shares is not None and req.lease is not None:
+                    self._shares.take_turn(req.client, len(req.token_ids) - req.num_held_tokens)
+                if client is not _RETURNED and client in self._newcomers:
+                    self._newcomers[client] = self._newcomers.pop(client)
+            elif req.awaited is not None:
+                num_passed, place = num_passed + 1, next(places)
+            push(client, num_passed, place)
 
     def add(self, req: Request) -> None:
         self.num_changes += 1
         self._num_waiting += 1
         has_returned = req.num_attempts or req.num_retractions or req.num_failures
+        if self._shares is not None and not has_returned and req.client not in self._newcomers:
+            self._shares.begin_to_wait(req.client)
         line = self._returned if has_returned else self._newcomers.setdefault(req.client, [])
         insort(line, req, key=_turn)
 
@@ -94,6 +109,8 @@ class WaitingQueue:
                 del line[place]
         if self._newcomers.get(req.client) == []:
             del self._newcomers[req.client]
+            if self._shares is not None:
+                self._shares.end_to_wait(req.client)
 
 
 def _turn(req: Request) -> tuple[float, int]:

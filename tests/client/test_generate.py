@@ -284,12 +284,12 @@ async def test_absent_options_stay_absent_and_zero_travels(server: ScriptedServe
     assert dict(request.sampling.logit_bias) == {4: -1.0}
 
 
-async def test_a_cut_prompt_and_a_priority_travel(server: ScriptedServer, either: EitherClient) -> None:
+async def test_options_that_are_not_sampled_by_travel(server: ScriptedServer, either: EitherClient) -> None:
     server.inference.script = [started(), finished()]
-    await either.complete("Hi", truncate_prompt_tokens=-1, priority=-3)
+    await either.complete("Hi", truncate_prompt_tokens=-1, priority=-3, tenant="a")
     request = server.inference.requests.get(timeout=BOUND_S)
     assert (request.HasField("truncate_prompt_tokens"), request.truncate_prompt_tokens) == (True, -1)
-    assert (request.HasField("priority"), request.priority) == (True, -3)
+    assert (request.HasField("priority"), request.priority, request.tenant) == (True, -3, "a")
 
 
 async def test_what_is_ruled_out_travels(server: ScriptedServer, either: EitherClient) -> None:

@@ -284,3 +284,10 @@ def test_help_explains_every_setting_with_its_default_and_an_example(
     assert any(line.endswith(f"(default: {kind.model_fields['listen'].default})") for line in lines)
     (example,) = [line.partition("python -m program ")[2] for line in lines if line.startswith("example: ")]
     assert load_settings(kind, example.split(), program="program").listen in example
+
+
+def test_weights_of_tenants_are_named_once_and_above_zero() -> None:
+    assert decode("--tenant-weights", "key 0=3,*=0.5").tenant_weights == ("key 0=3", "*=0.5")
+    for wrong in ("a", "=2", "a=0", "a=-1", "a=nan", "a=1,a=2"):
+        with pytest.raises(ConfigError, match="tenant_weights"):
+            decode("--tenant-weights", wrong)

@@ -102,6 +102,7 @@ async def running_edge(
     clock: Callable[[], float] = time.monotonic,
     serves_chats: bool = False,
     serves_alone: bool = False,
+    tells_tenants_apart: bool = False,
     max_prompt_logprob_bytes: int = MAX_PROMPT_LOGPROB_BYTES,
     **texts: Any,
 ) -> AsyncIterator[Edge]:
@@ -145,6 +146,7 @@ async def running_edge(
         client_stall_timeout_s=0.2,
         new_matcher=compiler.matcher,
         client_of=server.client_of,
+        tells_tenants_apart=tells_tenants_apart,
         tracer=tracer,
         timeline=timeline,
     )

@@ -540,3 +540,13 @@ async def test_one_line_and_one_count_for_each_request(edge: Edge) -> None:
     assert (edge.count("baton_prefill_seconds_count"), edge.count("baton_transfer_seconds_count")) == (1, 0), (
         "phases that the request was not in count neither"
     )
+
+
+@pytest.mark.parametrize("tells_tenants_apart", [False, True])
+async def test_a_tenant_shares_the_service_under_its_own_name_if_tenants_count(tells_tenants_apart: bool) -> None:
+    async with running_edge([], tells_tenants_apart=tells_tenants_apart) as edge:
+        calls, clients = [], []
+        for number, fields in enumerate(({"tenant": "a"}, {"tenant": "b"}, {}), start=1):
+            calls.append(edge.generate(**fields))
+            clients.append((await edge.engine.submitted(number)).client)
+    assert clients == (["tenant a", "tenant b", "loopback"] if tells_tenants_apart else ["loopback"] * 3)

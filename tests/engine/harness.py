@@ -5,7 +5,7 @@ tags (tags.py, tag_head.py), so that any wrong read shows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -167,6 +167,7 @@ class ScriptedEngine:
         prefill_fallback: bool = False,
         ageing: Ageing = DEFAULT_AGEING,
         best_priority: int = 0,
+        client_weights: Mapping[str, float] | None = None,
         windows: tuple[WindowLayers, ...] = (),
         max_window_tokens: int = 0,
     ) -> None:
@@ -190,6 +191,7 @@ class ScriptedEngine:
             prefill_fallback=prefill_fallback,
             ageing=ageing,
             best_priority=best_priority,
+            client_weights=client_weights,
             clock=clock or (lambda: float(next(ticks))),
             deliver=self._take_delivered if delivers else None,
             debug_checks=debug_checks,

@@ -248,6 +248,13 @@ def locked(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterat
         yield gateway
 
 
+def test_the_decode_service_is_told_whose_key_it_was(locked: GatewayHere, scripted: ScriptedServer) -> None:
+    for key in ("first-key", "second-key"):
+        locked.openai(api_key=key).completions.create(**BODY)
+    tenants = [scripted.inference.requests.get(timeout=BOUND_S).tenant for _ in range(2)]
+    assert tenants == ["key 0", "key 1"]
+
+
 @pytest.mark.parametrize("key", ["first-key", "second-key"])
 def test_each_key_opens_everything(locked: GatewayHere, key: str) -> None:
     client = locked.openai(api_key=key)
