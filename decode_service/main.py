@@ -25,6 +25,7 @@ from common.host.descriptors import max_connections
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
 from common.model.model_files import GENERATION_CONFIG
 from common.model.sampling_defaults import read_sampling_defaults
+from common.priority import Ageing
 from common.rpc.bearer_tokens import authorization, read_tokens
 from common.rpc.grpc_options import Metadata
 from common.rpc.name_lookup import look_up
@@ -113,6 +114,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         engine=inbox,
         max_live=size.max_rows + settings.max_queued_requests,
         observer=observer,
+        ageing=Ageing(settings.priority_step_s),
         timeline=runtime.timeline,
     )
     router = EventRouter(

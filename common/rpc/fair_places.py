@@ -68,6 +68,19 @@ class FairPlaces:
         self._num_held += 1
         return now_s
 
+    def hand_over(self, holder: str, client: str) -> float:
+        """Moves a place from `holder` to `client`, which `take` has just refused. Returns the present time, to be
+        passed to `give_back`.
+        """
+        del self._wishes[client][-1:]
+        if not self._wishes[client]:
+            del self._wishes[client]
+        self._held[client] += 1
+        self._held[holder] -= 1
+        if not self._held[holder]:
+            del self._held[holder]
+        return self._clock()
+
     def give_back(self, client: str, taken_s: float) -> None:
         """Gives back a place of `client`. `taken_s` is the result of `take`."""
         self._num_held -= 1

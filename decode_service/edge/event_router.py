@@ -59,6 +59,7 @@ class EventRouter:
                 case PhaseBegan() | PromptScored() | Tokens() | Finished() | Failed():
                     self._live_requests.dispatch(event)
                 case StartHandoff():
+                    self._live_requests.handed_off(row.request_id for row in event.rows)
                     self._replicas.on_start(event)
                     self._transport.start(event)
                 case CancelHandoffRows():

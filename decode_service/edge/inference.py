@@ -123,7 +123,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             with self._edge_track.span("check_request"):
                 checked = check_request(request, self._limits, self._tool_grammars)
             whose = self._whose(checked, context)
-            live = self._live_requests.admit(checked.request_id, trace, client=whose)
+            live = self._live_requests.admit(checked.request_id, trace, client=whose, priority=checked.priority)
         except BatonError as error:
             self._observer.on_refused(error)
             trace.failed(error)

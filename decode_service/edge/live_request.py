@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class LiveRequest:
     engine_id: str
     trace: RequestTrace = UNTRACED
     last_token_at_s: float | None = None  # kept for measurements
+    due_s: float = math.inf  # what `common/priority.py` calls due, from its admission on
+    is_handed_off: bool = False  # it has had a row for a handoff
     is_done_in_engine: bool = False  # the engine has posted its last event about it
     held_bytes: int = 0  # of the budget of log-probabilities of prompts
     _output: OutputProcessor | None = None
@@ -67,6 +70,12 @@ class LiveRequest:
     @property
     def is_submitted(self) -> bool:
         return self._output is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the engine has the request, and it has had no row and no output yet."""
+        has_begun = self.is_handed_off or self.num_output_tokens > 0
+        return self.is_submitted and not has_begun and self._ending is None
 
     @property
     def ending(self) -> Ending | BatonError | None:

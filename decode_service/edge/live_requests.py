@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import structlog
 
 from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, EngineLost, Overloaded
 from common.grammar.matcher import Matcher
+from common.priority import DEFAULT_AGEING, Ageing
 from common.rpc.fair_bytes import FairBytes, NoRoom
 from common.rpc.fair_places import FairPlaces, Full
 from common.sampling.params import ResolvedSampling, TokenLogprobs
@@ -46,7 +49,9 @@ RequestEvent = PhaseBegan | PromptScored | Tokens | Finished | Failed
 class LiveRequests:
     """The live requests of the process. For the event loop only.
 
-    From `admit` to `release` a request takes one of `max_live` places, which clients share fairly. Log-probabilities of
+    From `admit` to `release` a request takes one of `max_live` places, which clients share fairly. If a client finds no
+    place, the request gets that of the last one in the order of common/priority.py, if this one comes after it, waits
+    in the engine's queue and has had no row yet. So a full service sheds what it would serve last. Log-probabilities of
     its prompt wait here until its client reads them, so from `submit` on they take from `max_prompt_logprob_bytes`, of
     which one client may have half. The engine knows a request by an id that is never reused. So no event of an aborted
     request can reach a later one with the same `request_id`.
@@ -58,14 +63,19 @@ class LiveRequests:
         engine: EnginePort[Command],
         max_live: int,
         observer: RequestObserver,
+        ageing: Ageing = DEFAULT_AGEING,
+        clock: Callable[[], float] = time.monotonic,
         timeline: Timeline | None = None,
         max_prompt_logprob_bytes: int = MAX_PROMPT_LOGPROB_BYTES,
     ) -> None:
         self._track = (timeline or Timeline()).track(EDGE)
         self._engine = engine
+        self._ageing = ageing
+        self._clock = clock
         self._places = FairPlaces(max_live)
         self._logprob_bytes = FairBytes(max_prompt_logprob_bytes)
-        self._taken: dict[str, tuple[str, float]] = {}  # by engine id: the client, and since when it has the place
+        # By engine id: the client, and since when it has the place, or None once another request has it
+        self._taken: dict[str, tuple[str, float | None]] = {}
         self._observer = observer
         self._by_request_id: dict[str, LiveRequest] = {}
         self._by_engine_id: dict[str, LiveRequest] = {}
@@ -81,8 +91,17 @@ class LiveRequests:
     def is_draining(self) -> bool:
         return self._is_draining
 
-    def admit(self, request_id: str | None, trace: RequestTrace = UNTRACED, *, client: str = "") -> LiveRequest:
+    def admit(
+        self,
+        request_id: str | None,
+        trace: RequestTrace = UNTRACED,
+        *,
+        client: str = "",
+        priority: int | None = None,
+    ) -> LiveRequest:
         """Admits a request; a new id is made if `request_id` is None. Each success needs one `release`.
+
+        A request without `priority` takes no place of another one.
 
         Raises Draining, EngineLost, DuplicateRequest or Overloaded.
         """
@@ -92,20 +111,42 @@ class LiveRequests:
             raise EngineLost("the engine does not run")
         if request_id in self._by_request_id:
             raise DuplicateRequest(str(request_id))
+        due_s = math.inf if priority is None else self._ageing.due_s(priority, self._clock())
         try:
             taken_s = self._places.take(client)
         except Full as full:
-            message = f"{len(self)} requests are queued or running"
-            raise Overloaded(message, retry_after_s=full.retry_after_s) from None
+            if (last := self._last_waiting(due_s)) is None:
+                message = f"{len(self)} requests are queued or running"
+                raise Overloaded(message, retry_after_s=full.retry_after_s) from None
+            taken_s = self._take_place_of(last, client, retry_after_s=full.retry_after_s)
         if request_id is None:
             request_id = engine_id = uuid.uuid4().hex
         else:
             engine_id = f"{request_id}#{next(self._serials)}"
-        live = LiveRequest(request_id, engine_id, trace)
+        live = LiveRequest(request_id, engine_id, trace, due_s=due_s)
         self._by_request_id[request_id] = self._by_engine_id[engine_id] = live
         self._taken[engine_id] = client, taken_s
         self._is_idle.clear()
         return live
+
+    def _last_waiting(self, due_s: float) -> LiveRequest | None:
+        """Returns the request that is due last, if it is due after `due_s`, of those that wait and have had no row."""
+        waiting = (live for live in self._by_engine_id.values() if live.is_waiting and live.due_s > due_s)
+        return max(waiting, key=lambda live: live.due_s, default=None)
+
+    def _take_place_of(self, last: LiveRequest, client: str, *, retry_after_s: int) -> float:
+        """Fails the request `last` and gives its place to `client`. Returns the present time."""
+        holder, _ = self._taken[last.engine_id]
+        self._taken[last.engine_id] = holder, None
+        message = "the queue is full, and a request of better priority has come"
+        last.fail(Overloaded(message, retry_after_s=retry_after_s))
+        return self._places.hand_over(holder, client)
+
+    def handed_off(self, engine_ids: Iterable[str]) -> None:
+        """Notes that requests have had rows. They keep their places from now on."""
+        for engine_id in engine_ids:
+            if (live := self._by_engine_id.get(engine_id)) is not None:
+                live.is_handed_off = True
 
     def submit(
         self,
@@ -165,7 +206,8 @@ class LiveRequests:
             return
         del self._by_request_id[live.request_id]
         client, taken_s = self._taken.pop(live.engine_id)
-        self._places.give_back(client, taken_s)
+        if taken_s is not None:
+            self._places.give_back(client, taken_s)
         self._logprob_bytes.give_back(client, live.held_bytes)
         if live.is_submitted and not live.is_done_in_engine:
             self._engine.post(Abort(live.engine_id))

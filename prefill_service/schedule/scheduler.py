@@ -315,11 +315,17 @@ class PrefillEngine:
             elif prompt.num_tokens > self._max_tokens_per_row:
                 message = f"{prompt.num_tokens} tokens do not fit this replica's {self._max_tokens_per_row}"
                 self._fail(prompt, RowFailure.CAPACITY, message, retryable=True)
-            elif num_queued >= self._max_queued_rows:
-                self._fail(prompt, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
             else:
                 prompt.num_kept_tokens = self.pool.num_cached(prompt.usable_key)
+                if num_queued >= self._max_queued_rows:
+                    self._shed_last()
         self._end_call_if_done(command.call_id)
+
+    def _shed_last(self) -> None:
+        """Refuses the queued prompt that is due last, maybe the one that has just come."""
+        last = self._lives.in_turn(PromptPhase.QUEUED)[-1]
+        self._fail(last, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
+        self._end_call_if_done(last.call_id)
 
     # ---- computing ----------------------------------------------------------------------------------------------
 

@@ -10,11 +10,12 @@ from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from common.errors import PrefillUnavailable
 from common.request_stats import Timings
 from common.rpc.bearer_tokens import authorization
-from common.sampling.params import TokenLogprobs
+from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
+from common.wire.handoff import HandoffRow
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.text.output import OutputProcessor
-from decode_service.messages import Abort, Failed, Finished, FinishReason, PromptScored, Submit, Tokens
+from decode_service.messages import Abort, Failed, Finished, FinishReason, PromptScored, StartHandoff, Submit, Tokens
 from tests.decode_edge.edge_under_test import (
     MAX_LIVE,
     AloneContext,
@@ -550,3 +551,34 @@ async def test_a_tenant_shares_the_service_under_its_own_name_if_tenants_count(t
             calls.append(edge.generate(**fields))
             clients.append((await edge.engine.submitted(number)).client)
     assert clients == (["tenant a", "tenant b", "loopback"] if tells_tenants_apart else ["loopback"] * 3)
+
+
+async def test_a_full_service_sheds_what_it_would_serve_last(edge: Edge) -> None:
+    """Requests of a worse priority give their places up, the worst one first, unless they have had rows."""
+    shed, asked = [], ((5, "row"), (2, "waits"), (5, "waits"))
+    calls = [edge.generate(request_id=f"{priority} {what}", priority=priority) for priority, what in asked]
+    submitted = {(await edge.engine.submitted(num)).request_id: num for num in range(1, 1 + MAX_LIVE)}
+    row_id = next(engine_id for engine_id in submitted if engine_id.startswith("5 row"))
+    edge.deliver(
+        StartHandoff("call", "replica", (HandoffRow(row_id, 0, (1, 2, 3), 3, ResolvedSampling(seed=1, max_tokens=9)),))
+    )
+    better = [edge.generate(priority=1)]
+    shed.append(await edge.engine.aborted(1))
+    better.append(edge.generate(priority=0))
+    shed.append(await edge.engine.aborted(2))
+    assert [abort.request_id.partition("#")[0] for abort in shed] == ["5 waits", "2 waits"]
+    code, reason, metadata = await error_of(calls[2])
+    assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert int(metadata["retry_after_s"]) >= 1
+
+    refused = edge.generate(priority=1)
+
+    assert (await error_of(refused))[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert len(edge.engine.of_type(Abort)) == 2, "it took the place of one that is not worse, or that has a row"
+    for call in (*calls, *better):
+        call.cancel()
+    await edge.live_requests.wait_idle()
+    again = [edge.generate() for _ in range(MAX_LIVE)]
+    await edge.engine.submitted(2 * MAX_LIVE + 2)
+    assert (await error_of(edge.generate()))[1] == "QUEUE_FULL"
+    del again

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from common.errors import RowFailure
 from common.model.target import TargetModel
 from common.priority import Ageing
 from common.sampling.params import ResolvedSampling
-from common.wire.handoff import PrebuiltBatch
+from common.wire.handoff import PrebuiltBatch, RowFailed
 from prefill_service.messages import OpenCall
 from tests.support.engines import PrefillHalf, handoff_rows
 
@@ -19,12 +20,13 @@ NUM_TOKENS = 12
 class Prompts:
     """A prefill engine that computes one prompt in a forward. Each prompt has a call of its own."""
 
-    def __init__(self, target: TargetModel, *, max_rows: int) -> None:
+    def __init__(self, target: TargetModel, *, max_rows: int, max_queued_rows: int = 64) -> None:
         self.now_s = 0.0
         self.num_opened = 0
         self.half = PrefillHalf(
             target,
             max_rows=max_rows,
+            max_queued_rows=max_queued_rows,
             max_batch_tokens=NUM_TOKENS,
             chunk_tokens=NUM_TOKENS,
             ageing=Ageing(STEP_S),
@@ -70,3 +72,14 @@ def test_waiting_makes_a_prompt_as_good_as_a_better_one_that_comes_later(
     prompts.now_s = 3 * STEP_S + 1
     prompts.open("too late", priority=0)
     assert prompts.order() == ["first", "in time", "low", "too late"]
+
+
+def test_a_full_queue_refuses_what_it_would_compute_last(tiny_target: Callable[[str], TargetModel]) -> None:
+    prompts = Prompts(tiny_target("llama"), max_rows=1, max_queued_rows=2)
+    for name, priority in (("first", 0), ("low", 3), ("lower", 4), ("high", 0), ("lowest", 5)):
+        prompts.open(name, priority=priority)
+    refused = [ready.call_id for ready in prompts.half.frames if isinstance(ready.frame, RowFailed)]
+    assert refused == ["lower", "lowest"]
+    assert all(failed.reason is RowFailure.CAPACITY and failed.retryable for failed in prompts.half.failures)
+    prompts.num_opened -= 2
+    assert prompts.order() == ["first", "high", "low"]
