@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.events import Delta, Finished
+from baton.requests import SamplingOptions
 from common.request_stats import SpeculationCounts, Timings
 
 FIRST_PROMPT_TOKEN_ID = 100  # the ids below it are usually special tokens
@@ -86,6 +87,11 @@ class LoadReport:
     first_error: str | None
 
 
+class _Options(SamplingOptions, total=False):
+    priority: int | None
+    tenant: str | None
+
+
 async def run_workload(
     clients: Sequence[AsyncClient],
     workload: Workload,
@@ -110,14 +116,23 @@ async def send_prompts(
     concurrency: int,
     num_new_tokens: int,
     ignore_eos: bool = True,
+    priority: int | None = None,
+    tenant: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RequestRecord]:
     """Sends requests with the given prompts like `run_workload`. Records are in the order of sending."""
+    options: _Options = {
+        "max_tokens": num_new_tokens,
+        "temperature": 0.0,
+        "ignore_eos": ignore_eos,
+        "priority": priority,
+        "tenant": tenant,
+    }
     turns = zip(itertools.cycle(clients), prompts, strict=False)
 
     async def send_in_turn() -> list[RequestRecord]:
         return [
-            await _send(client, token_ids, num_new_tokens, ignore_eos, clock)
+            await _send(client, token_ids, options, clock)
             for client, token_ids in turns  # all senders share this iterator: each takes the next prompt
         ]
 
@@ -126,7 +141,7 @@ async def send_prompts(
 
 
 async def _send(
-    client: AsyncClient, token_ids: Sequence[int], num_new_tokens: int, ignore_eos: bool, clock: Callable[[], float]
+    client: AsyncClient, token_ids: Sequence[int], options: _Options, clock: Callable[[], float]
 ) -> RequestRecord:
     sent_s = clock()
     token_times_s: list[float] = []
@@ -134,7 +149,7 @@ async def _send(
     speculation: SpeculationCounts | None = None
     error: BatonError | None = None
     try:
-        events = client.generate(token_ids=token_ids, max_tokens=num_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
+        events = client.generate(token_ids=token_ids, **options)
         async with events:
             async for event in events:
                 match event:

@@ -1,0 +1,204 @@
+"""Measures what priorities and tenants are worth under a flood, with the demo model and real services.
+
+python -m benchmarks.priority
+
+- **Priority.** A flood of requests comes at once, and ten more after it, one by one. The table shows the ten's time to
+  first token without the flood, beside a flood of their own priority, and beside one of a worse priority.
+- **Starvation.** A flood of priority 0 goes on, with requests waiting at all times, and a few of a worse priority come
+  in between. The table shows how long they wait for a row. The bound is the time in which waiting makes their priority
+  0, and then the flood's longest wait for a row, because those that came before go first.
+- **Tenants.** One tenant floods the service, and another one keeps a few requests waiting. The table shows the tokens
+  per second of each, in the same window of time, as one client, with equal weights, and with weights of 1 and 3.
+
+Exit status 1: the ten's median is not better with priorities, a bound is missed, or tenants of equal weights differ by
+more than a quarter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from baton.client import AsyncClient
+from baton.load_generator import FIRST_PROMPT_TOKEN_ID, RequestRecord, percentile, send_prompts
+from benchmarks.benchmark_run import BenchmarkRun
+from benchmarks.full_speed_pair import full_speed_pair
+from benchmarks.machine import demo_model_dir
+
+NUM_ROWS = 8
+VOCAB_SIZE = 49_152
+NUM_HIGH = 10
+HIGH_INTERVAL_S = 1.0
+LOW_PRIORITY = 10
+STEP_S = 5.0
+STARVING_PRIORITY = 2
+TENANTS = {"flooding": 4 * NUM_ROWS, "modest": NUM_ROWS}
+"""The tenants, and how many requests each keeps open."""
+WARM_UP_S = 15.0
+"""Longer than the queue of both takes once."""
+LEAST_FAIR_RATIO = 0.75
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The address of a decode service, and the lengths of all requests."""
+
+    address: str
+    num_prompt_tokens: int
+    num_new_tokens: int
+
+    def prompts(self, number: int) -> list[list[int]]:
+        return [
+            [random.randrange(FIRST_PROMPT_TOKEN_ID, VOCAB_SIZE) for _ in range(self.num_prompt_tokens)]
+            for _ in range(number)
+        ]
+
+    async def send(
+        self,
+        number: int,
+        *,
+        at_a_time: int,
+        client: AsyncClient | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+    ) -> list[RequestRecord]:
+        """Sends `number` requests, by a client of their own unless one is given. Raises the error of the first that
+        failed.
+        """
+        async with AsyncExitStack() as stack:
+            records = await send_prompts(
+                [await stack.enter_async_context(AsyncClient(self.address)) if client is None else client],
+                self.prompts(number),
+                concurrency=at_a_time,
+                num_new_tokens=self.num_new_tokens,
+                priority=priority,
+                tenant=tenant,
+            )
+        for record in records:
+            if record.error is not None:
+                raise record.error
+        return records
+
+
+async def one_by_one(load: Load, *, priority: int, number: int, interval_s: float) -> list[RequestRecord]:
+    """Sends requests at intervals, whether the earlier ones have ended or not."""
+    sent = []
+    for _ in range(number):
+        sent.append(asyncio.create_task(load.send(1, at_a_time=1, priority=priority)))
+        await asyncio.sleep(interval_s)
+    return [record for records in await asyncio.gather(*sent) for record in records]
+
+
+async def beside_a_flood(load: Load, num_flooding: int, *, flood_priority: int) -> tuple[list[float], float]:
+    """Returns the times to first token of the ten requests, and the longest one of the flood."""
+    flood = asyncio.create_task(load.send(num_flooding, at_a_time=max(num_flooding, 1), priority=flood_priority))
+    await asyncio.sleep(0.5)
+    high = await one_by_one(load, priority=0, number=NUM_HIGH, interval_s=HIGH_INTERVAL_S)
+    return [record.ttft_s for record in high], max((record.ttft_s for record in await flood), default=0.0)
+
+
+async def starving(load: Load, num_flooding: int) -> tuple[list[float], float]:
+    """Returns how long the requests of a worse priority waited for a row, and the longest wait of the flood."""
+    flood = asyncio.create_task(load.send(num_flooding, at_a_time=3 * NUM_ROWS, priority=0))
+    await asyncio.sleep(1.0)
+    low = await one_by_one(load, priority=STARVING_PRIORITY, number=3, interval_s=1.0)
+    assert not flood.done(), "the flood ended before the others got their rows"
+    return _queue_s(low), max(_queue_s(await flood))
+
+
+def _queue_s(records: Sequence[RequestRecord]) -> list[float]:
+    return [record.timings.queue_s for record in records if record.timings is not None]
+
+
+async def tenants(load: Load, *, window_s: float) -> dict[str, float]:
+    """Returns the output tokens per second of each tenant, in the same `window_s` seconds."""
+    begin_s = time.perf_counter() + WARM_UP_S
+    end_s = begin_s + window_s
+
+    async def until_the_end(client: AsyncClient, tenant: str) -> list[RequestRecord]:
+        records = []
+        while time.perf_counter() < end_s:
+            records += await load.send(1, at_a_time=1, client=client, tenant=tenant)
+        return records
+
+    async def tokens_per_s(tenant: str, at_a_time: int) -> float:
+        async with AsyncClient(load.address) as client:
+            parts = await asyncio.gather(*(until_the_end(client, tenant) for _ in range(at_a_time)))
+        times_s = [each for records in parts for record in records for each in record.token_times_s]
+        return sum(begin_s <= each < end_s for each in times_s) / window_s
+
+    rates = await asyncio.gather(*(tokens_per_s(tenant, at_a_time) for tenant, at_a_time in TENANTS.items()))
+    return dict(zip(TENANTS, rates, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flood", type=int, default=40, help="requests of the flood")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--window-s", type=float, default=30.0, help="how long tenants are watched")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args()
+    rows = ("--max-rows", str(NUM_ROWS), "--priority-step-s", str(STEP_S))
+
+    def on_a_pair(measure: Callable[[Load], Coroutine[None, None, ResultT]], *decode_args: str) -> ResultT:
+        with full_speed_pair(model=str(demo_model_dir()), prefill_args=rows, decode_args=(*rows, *decode_args)) as pair:
+            load = Load(pair.decode_addresses[0], args.prompt_tokens, args.new_tokens)
+            return asyncio.run(measure(load))
+
+    async def measure_priority(load: Load) -> tuple[list[list[str]], list[float], bool]:
+        await load.send(NUM_ROWS, at_a_time=NUM_ROWS)
+        table, medians = [], []
+        for about, num_flooding, flood_priority in (
+            ("no flood", 0, 0),
+            ("a flood of their own priority, 0", args.flood, 0),
+            (f"a flood of priority {LOW_PRIORITY}", args.flood, LOW_PRIORITY),
+        ):
+            ttfts_s, longest_s = await beside_a_flood(load, num_flooding, flood_priority=flood_priority)
+            medians.append(percentile(ttfts_s, 50))
+            table.append([about, *(f"{each:.2f}" for each in (medians[-1], percentile(ttfts_s, 95), longest_s))])
+        waited_s, longest_s = await starving(load, 3 * args.flood)
+        bound_s = STARVING_PRIORITY * STEP_S + longest_s
+        starved = f"{max(waited_s):.1f} s at most, of a bound of {bound_s:.1f} s (the flood itself {longest_s:.1f} s)"
+        table.append([starved])
+        return table, medians, max(waited_s) <= bound_s
+
+    table, medians, is_bounded = on_a_pair(measure_priority)
+    *lines, (starved,) = table
+    run = BenchmarkRun.of("priority")
+    about = f"demo model, {NUM_ROWS} rows, {args.prompt_tokens} + {args.new_tokens} tokens a request."
+    text = [*run.heading("Priority and tenants", about), ""]
+    text += [f"Time to first token of {NUM_HIGH} requests of priority 0, one every {HIGH_INTERVAL_S:.0f} s:", ""]
+    text += ["| beside | median s | p95 s | longest of the flood, s |", "|---|---|---|---|"]
+    text += [f"| {' | '.join(line)} |" for line in lines]
+    text += [
+        "",
+        f"Three of priority {STARVING_PRIORITY} in a flood of priority 0 (`priority_step_s` {STEP_S:.0f}) waited",
+    ]
+    text += [f"{starved}.", ""]
+    text += ["| output tokens/s | flooding | modest | modest to flooding |", "|---|---|---|---|"]
+    ratios = []
+    for name, weights in (("one queue, no weights", ()), ("weights 1 and 1", ("*=1",)), ("1 and 3", ("modest=3,*=1",))):
+        options = ("--tenant-weights", *weights) if weights else ()
+        rates = on_a_pair(partial(tenants, window_s=args.window_s), *options)
+        ratios.append(rates["modest"] / rates["flooding"])
+        text.append(f"| {name} | {rates['flooding']:.0f} | {rates['modest']:.0f} | {ratios[-1]:.2f} |")
+    print("\n".join(text))
+    if not args.no_save:
+        run.save("priority", "\n".join(text))
+    is_fair = LEAST_FAIR_RATIO <= ratios[1] <= 1 / LEAST_FAIR_RATIO
+    sys.exit(0 if medians[2] < medians[1] and is_bounded and is_fair else 1)
+
+
+if __name__ == "__main__":
+    main()
