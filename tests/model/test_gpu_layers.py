@@ -143,8 +143,8 @@ class Mixed(AttentionPlan):
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
     kind, config, options = MODELS[name]
     options = {"tie_word_embeddings": False, **options}
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "num_hidden_layers": NUM_LAYERS}
-    made = config(hidden_size=80, intermediate_size=112, vocab_size=50, **sizes, **options)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "num_hidden_layers": NUM_LAYERS}
+    made = config(hidden_size=44, intermediate_size=40, vocab_size=20, **sizes, **options)
     model = kind._from_config(made, attn_implementation=ATTENTION_NAME, dtype=dtype)
     for seed, weight in enumerate(model.requires_grad_(False).eval().parameters()):
         weight.copy_(0.2 * random(*weight.shape, seed=seed) + (weight.dim() == 1))
@@ -173,7 +173,7 @@ def test_a_layer_leaves_what_it_is_given_as_it_was(num_tokens: int) -> None:
     """A layer must not change the states it is given, because a draft head keeps them."""
     model = model_of("llama")
     fuse_layers(model, KERNELS)
-    states, rotation = random(1, num_tokens, 80), random(2, 1, num_tokens, 24)
+    states, rotation = random(1, num_tokens, 44), random(2, 1, num_tokens, 12)
     before = states.clone()
     model.model.layers[0](states, position_embeddings=(rotation[0], rotation[1]), attention_plan=Mixed())
     assert torch.equal(states, before)
