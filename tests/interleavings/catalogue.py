@@ -41,7 +41,7 @@ from tests.interleavings.scenarios import (
 
 AnyScenario = Scenario | RelayAlone | PrefillScenario | RandomLife
 
-NUM_ORDERS = 60
+NUM_ORDERS = 40
 """Each mutant must fail within this many random orders of its scenario. The test suite also runs this many orders of
 each large scenario.
 """
