@@ -21,7 +21,7 @@ from baton_cpu.compiler.kernel_cache import compiled
 from baton_cpu.compiler.numbers import NumberFormat, number_format, read, rounded
 from common.attention.backend import AttentionPlan, ForwardInput, KernelShape, LayerAttention
 from common.attention.fp8_kv import FP8_BITS
-from common.attention.torch_attention import ExtendPlan
+from common.attention.torch_attention import ExtendPlan, with_kv_heads
 
 _TOKENS_AHEAD = 16
 _CACHE_LINE_BYTES = 64
@@ -32,14 +32,23 @@ MAX_QUERIES = 32  # in a row: with more, gathering its KV once costs less than r
 class PagedCpuAttention:
     """An AttentionBackend whose kernel reads the KV pool in place. All layers of the model must have `num_heads` query
     heads over `num_kv_heads` KV heads, each of `head_dim` numbers. Pools are of `dtype`, with `fp8_kv` also in FP8.
+    They may have more heads: those of the layers begin at `first_kv_head`.
 
     Decode and verify forwards gather no copies of KV, and a short request does not wait for a long one in the same
     batch. Constructing one loads the kernels from disk or compiles them, a second or two each, more on slow CPUs.
     """
 
     def __init__(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, fp8_kv: bool = False
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        first_kv_head: int = 0,
+        fp8_kv: bool = False,
     ) -> None:
+        self._kv_heads = range(first_kv_head, first_kv_head + num_kv_heads)
         self._numbers = number_format(dtype)
         self._kernels = {
             kv_dtype: _compiled(num_kv_heads, num_heads // num_kv_heads, head_dim, dtype, kv_dtype)
@@ -53,13 +62,14 @@ class PagedCpuAttention:
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
         if max(batch.extend_lens or (1,), default=1) > MAX_QUERIES:
-            return ExtendPlan(batch)
-        return _PagedPlan(batch, self._kernels[batch.kv.dtype], self._numbers)
+            return ExtendPlan(with_kv_heads(batch, self._kv_heads))
+        return _PagedPlan(batch, self._kernels[batch.kv.dtype], self._numbers, self._kv_heads.start)
 
 
 class _PagedPlan:
-    def __init__(self, batch: ForwardInput, kernel: Kernel, numbers: NumberFormat) -> None:
+    def __init__(self, batch: ForwardInput, kernel: Kernel, numbers: NumberFormat, first_kv_head: int) -> None:
         self._kernel = kernel
+        self._first_kv_head = first_kv_head
         self._array = numbers.array
         self._kv_array = number_format(batch.kv.dtype).array
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
@@ -84,6 +94,7 @@ class _PagedPlan:
             self._kv_array(key),
             self._kv_array(value),
             self._kv[layer],
+            self._first_kv_head,
             *self._rows,
             self._starts,
             *self._in_window[how.window],
@@ -163,13 +174,15 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
     """Returns the compiled attention kernel for heads of one shape, queries of `dtype` and a KV pool of `kv_dtype`.
     `num_shared` query heads share a KV head. The shape is part of the code, so that loops over it become vector code.
     """
-    token_bytes = num_kv_heads * head_dim * kv_dtype.itemsize
+    head_bytes = head_dim * kv_dtype.itemsize
+    own_bytes = num_kv_heads * head_bytes
 
     def attend(
         queries,
         keys,
         values,
         kv,
+        first_kv_head,
         out_cache_loc,
         req_to_token,
         req_pool_indices,
@@ -190,9 +203,9 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         `scaling`, `softcap` and `sinks` are those of LayerAttention: a softcap of 0 and sinks [0] mean none.
 
         Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv, one layer of the pool,
-        [2, slots, kv_heads, head_dim]; starts [B + 1]: the queries of row b are starts[b] .. starts[b + 1] - 1.
-        `num_masked` comes from `attended_tokens`, `attended` and `firsts` from `_PagedPlan`. The other arguments are
-        those of ForwardInput, with all indices int64.
+        [2, slots, heads, head_dim], of which the layer has those from `first_kv_head` on; starts [B + 1]: the queries
+        of row b are starts[b] .. starts[b + 1] - 1. `num_masked` comes from `attended_tokens`, `attended` and `firsts`
+        from `_PagedPlan`. The other arguments are those of ForwardInput, with all indices int64.
         """
         num_queries = 1
         for b in range(starts.shape[0] - 1):
@@ -202,12 +215,14 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         output = np.empty((num_kv_heads, num_queries, num_shared, head_dim), np.float32)
         token = np.empty(head_dim, np.float32)
         lanes = np.empty(NUM_LANES, np.float32)
-        plane_bytes = kv.shape[1] * token_bytes
+        token_bytes = kv.shape[2] * head_bytes
+        own_at = first_kv_head * head_bytes
+        plane_bytes = kv.shape[1] * token_bytes + own_at
         for i in range(queries.shape[0]):
             for h in range(num_kv_heads):
                 for d in range(head_dim):
-                    kv[0, out_cache_loc[i], h, d] = keys[i, h, d]
-                    kv[1, out_cache_loc[i], h, d] = values[i, h, d]
+                    kv[0, out_cache_loc[i], first_kv_head + h, d] = keys[i, h, d]
+                    kv[1, out_cache_loc[i], first_kv_head + h, d] = values[i, h, d]
         for b in range(starts.shape[0] - 1):
             row = req_pool_indices[b]
             num_tokens = seq_lens[b]
@@ -226,12 +241,12 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
                             output[h, m, g, d] = np.float32(0)
             for t in range(lowest, num_tokens):
                 slot = req_to_token[row, t]
-                ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes
-                for offset in range(0, token_bytes, _CACHE_LINE_BYTES):
+                ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes + own_at
+                for offset in range(0, own_bytes, _CACHE_LINE_BYTES):
                     prefetch(kv, ahead + offset)
                 for h in range(num_kv_heads):
                     for d in range(head_dim):
-                        token[d] = read(kv[0, slot, h, d])
+                        token[d] = read(kv[0, slot, first_kv_head + h, d])
                     for m in range(num_new):
                         is_attended = t >= firsts[first + m]
                         if t >= num_unmasked:
@@ -266,11 +281,11 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
             for t in range(lowest, num_tokens):
                 slot = req_to_token[row, t]
                 ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes + plane_bytes
-                for offset in range(0, token_bytes, _CACHE_LINE_BYTES):
+                for offset in range(0, own_bytes, _CACHE_LINE_BYTES):
                     prefetch(kv, ahead + offset)
                 for h in range(num_kv_heads):
                     for d in range(head_dim):
-                        token[d] = read(kv[1, slot, h, d])
+                        token[d] = read(kv[1, slot, first_kv_head + h, d])
                     for m in range(num_new):
                         for g in range(num_shared):
                             weight = scores[h, m, g, t - lowest]
@@ -291,5 +306,5 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
     starts, attended = np.arange(2), np.ones((1, 1), np.bool_)
     one, sinks = index + 1, np.empty(0, np.float32)
     rows, masks = (index, table, index, one, starts), (attended, index, one)
-    arguments = heads, token, token, kv, *rows, *masks, 1, 1.0, 0.0, sinks, heads.copy()
+    arguments = heads, token, token, kv, 0, *rows, *masks, 1, 1.0, 0.0, sinks, heads.copy()
     return compiled(attend, arguments, name=f"attention-{num_kv_heads}-{num_shared}-{head_dim}-{dtype}-{kv_dtype}")

@@ -15,6 +15,7 @@ from baton_cpu.blocks.decoder_blocks import fuse_blocks
 from baton_cpu.blocks.head_kernels import CpuKernels
 from baton_cpu.blocks.linear import pack_linears
 from baton_cpu.blocks.norm import replace_norms
+from baton_cpu.collective import SharedCollective, collective_bytes
 from baton_cpu.compiler.kernel_cache import keep_kernels
 from baton_cpu.kv_copy import copy_blocks, copy_kv
 from baton_cpu.program.decoder import can_fuse, decoder_of
@@ -26,14 +27,17 @@ from common.draft.kernels import Kernels
 from common.draft.spec import Eagle3Spec
 from common.host.memory import return_freed_memory
 from common.model.forward_program import NewProgram
+from common.model.part import Collective
 from common.model.target import TargetModel
 
 __all__ = [
+    "collective_bytes",
     "fuse",
     "head_kernels",
     "keep_kernels",
     "kv_copy",
     "new_attention",
+    "new_collective",
     "new_decoder",
     "new_head_programs",
     "optimize_modules",
@@ -41,11 +45,20 @@ __all__ = [
 
 
 def new_attention(
-    *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, fp8_kv: bool
+    *, num_heads: int, num_kv_heads: int, first_kv_head: int, head_dim: int, dtype: torch.dtype, fp8_kv: bool
 ) -> AttentionBackend:
     return PagedCpuAttention(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, fp8_kv=fp8_kv
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        first_kv_head=first_kv_head,
+        head_dim=head_dim,
+        dtype=dtype,
+        fp8_kv=fp8_kv,
     )
+
+
+def new_collective(memory: Tensor, *, rank: int, num_ranks: int) -> Collective:
+    return SharedCollective(memory, rank=rank, num_ranks=num_ranks)
 
 
 @torch.inference_mode()

@@ -4,7 +4,8 @@ With SmolLM2 and no draft head, six configurations cover every pair of values of
 x {chunk 16, 64, 512}. With a draft head, twelve cover every pair of these and of {chain of 3, chain of 4, tree,
 adaptive depth}. Two of the six and two of the twelve also run outside prompts: the first turns of a JSON-lines file
 (`--turns`), whose lines each have a "turns" list. With Gemma 3 270M, whose layers have a window of 512 tokens, three
-configurations run prompts that are shorter and longer than the window, and some that end near its end.
+configurations run prompts that are shorter and longer than the window, and some that end near its end. With ranks,
+SmolLM2 with its 3 KV heads is cut unequally, on one side or on both, with and without a draft head.
 
 Writes its tables into benchmarks/results. The exit status is 1 if anything but a tie of two logits diverges, if there
 is more than one tie in 5,000 tokens, or if a fixed depth commits at most 1.5 tokens per forward of the target.
@@ -40,11 +41,18 @@ class Configuration:
     chunk_tokens: int
     shape: str = ""
     with_turns: bool = False
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
 
     def __str__(self) -> str:
         mode = "alone" if self.concurrency == 1 else f"{self.concurrency} at once"
         drafts = f", {self.shape}" if self.shape else ""
-        return f"{mode}, overlap {'on' if self.overlap else 'off'}, chunk {self.chunk_tokens}{drafts}"
+        ranks = f", {self.prefill_ranks} x {self.decode_ranks} ranks" if self.is_ranked else ""
+        return f"{mode}, overlap {'on' if self.overlap else 'off'}, chunk {self.chunk_tokens}{drafts}{ranks}"
+
+    @property
+    def is_ranked(self) -> bool:
+        return self.prefill_ranks > 1 or self.decode_ranks > 1
 
 
 SHAPES = {
@@ -68,6 +76,16 @@ WINDOWS = (
     Configuration(1, False, 512),
     Configuration(16, False, 16),
 )
+RANKS = (
+    Configuration(16, True, 64, prefill_ranks=2),
+    Configuration(16, False, 512, "chain of 4", prefill_ranks=2),
+    Configuration(16, True, 64, decode_ranks=2),
+    Configuration(16, True, 16, "tree", decode_ranks=2),
+    Configuration(16, True, 512, prefill_ranks=2, decode_ranks=2),
+    Configuration(16, True, 64, "chain of 4", prefill_ranks=2, decode_ranks=2),
+    Configuration(16, False, 64, prefill_ranks=3),
+    Configuration(16, True, 64, "tree", prefill_ranks=3),
+)
 NEAR_THE_WINDOW = (-40, -1, 0, 1, 40)
 """Lengths of cut prompts, beyond those of the window. The outputs of the first leave the window."""
 
@@ -89,10 +107,11 @@ SPECULATING = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parts = {"plain": PLAIN, "speculating": SPECULATING, "ranks": RANKS}
     parser.add_argument("--turns", type=Path, default=DEFAULT_TURNS, help="skipped, and said so, when it is not there")
-    parser.add_argument("--only", choices=["plain", "speculating", "windows"], help="one part of the configurations")
+    parser.add_argument("--only", choices=[*parts, "windows"], help="one part of the configurations")
     args = parser.parse_args()
-    demo = {"plain": PLAIN, "speculating": SPECULATING, "windows": ()}.get(args.only, PLAIN + SPECULATING)
+    demo = () if args.only == "windows" else parts.get(args.only, PLAIN + SPECULATING + RANKS)
     is_met = True
     if demo:
         reference = Reference(demo_model_dir(), new_tokens=NEW_TOKENS)
@@ -195,8 +214,14 @@ async def run(model_dir: Path, configuration: Configuration, prompts: list[tuple
     with LocalPair(
         model=str(model_dir),
         dtype="float32",
-        prefill_args=(f"--chunk-tokens={configuration.chunk_tokens}", "--max-kv-tokens=24576", *head),
+        prefill_args=(
+            f"--chunk-tokens={configuration.chunk_tokens}",
+            "--max-kv-tokens=24576",
+            f"--tensor-parallel={configuration.prefill_ranks}",
+            *head,
+        ),
         decode_args=(
+            f"--tensor-parallel={configuration.decode_ranks}",
             *overlap,
             "--local-prefill-tokens=0",
             "--max-kv-tokens=24576",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # these modules import this one
     from common.draft.paged_head import PagedHead
     from common.draft.spec import Eagle3Spec
     from common.model.forward_program import NewProgram
+    from common.model.part import Collective
     from common.model.target import TargetModel
 
 _OPTIONAL = ("baton_cpu", "llvmlite", "numba")
@@ -52,12 +53,28 @@ class CpuEngine(Protocol):
         """
 
     def new_attention(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, fp8_kv: bool
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        first_kv_head: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        fp8_kv: bool,
     ) -> AttentionBackend:
         """Returns the attention backend for layers with `num_heads` query heads over `num_kv_heads` KV heads of
-        `head_dim`. It takes pools of `dtype`, and with `fp8_kv` also pools in FP8.
+        `head_dim`. It takes pools of `dtype`, and with `fp8_kv` also pools in FP8. A pool may have more heads, if the
+        layers' begin at `first_kv_head`.
 
         It compiles kernels, which takes seconds.
+        """
+
+    def collective_bytes(self, num_ranks: int) -> int:
+        """Returns the size of the memory that `new_collective` takes."""
+
+    def new_collective(self, memory: Tensor, *, rank: int, num_ranks: int) -> Collective:
+        """Returns this rank's access to the others. `memory` [collective_bytes(num_ranks)] uint8 is shared by all
+        ranks, is zeros at first, and starts at a multiple of 64 bytes.
         """
 
     def optimize_modules(self, model: nn.Module) -> None:

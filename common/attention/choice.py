@@ -41,24 +41,31 @@ def new_attention(
     head_dim: int,
     dtype: torch.dtype,
     torch_device: torch.device,
+    first_kv_head: int = 0,
     fp8_kv: bool = False,
     shared_bytes: Callable[[torch.device], int] = shared_bytes_of,
     overlaps: Callable[[torch.device], bool] = overlaps_kernels,
 ) -> AttentionBackend:
     """Returns a backend for layers with `num_heads` query heads over `num_kv_heads` key and value heads of `head_dim`.
 
-    It takes pools of `dtype`, and with `fp8_kv` also pools in FP8.
+    It takes pools of `dtype`, and with `fp8_kv` also pools in FP8. A pool may have more heads, if the layer's begin at
+    `first_kv_head`; on CUDA it has none.
 
     `shared_bytes` and `overlaps` are called to ask for properties of a CUDA device; a test may replace them.
     Raises StartupError if the backend cannot serve these heads, or cannot be compiled.
     """
     if kind == "torch":
-        return TorchAttention()
+        return TorchAttention(range(first_kv_head, first_kv_head + num_kv_heads))
     if torch_device.type == "cpu":
         if (engine := cpu_engine(torch_device)) is None:
-            return TorchAttention()
+            return TorchAttention(range(first_kv_head, first_kv_head + num_kv_heads))
         return engine.new_attention(
-            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, fp8_kv=fp8_kv
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            first_kv_head=first_kv_head,
+            head_dim=head_dim,
+            dtype=dtype,
+            fp8_kv=fp8_kv,
         )
     _check_compiler()
     from common.attention.triton_attention import HeadShape, TritonAttention

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,13 @@ _MAX_WINDOW = 32
 
 
 class TorchAttention:
-    """An AttentionBackend that computes attention with PyTorch's own operators."""
+    """An AttentionBackend that computes attention with PyTorch's own operators.
+
+    `kv_heads` are the heads of the pool that the layers have; None means all.
+    """
+
+    def __init__(self, kv_heads: range | None = None) -> None:
+        self._kv_heads = kv_heads
 
     follows_lengths = False
 
@@ -34,9 +40,16 @@ class TorchAttention:
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
         extend_lens = set(batch.extend_lens or (1,))
+        if self._kv_heads is not None:
+            batch = with_kv_heads(batch, self._kv_heads)
         if len(extend_lens) == 1 and extend_lens.pop() <= _MAX_WINDOW:
             return _WindowPlan(batch)
         return ExtendPlan(batch)
+
+
+def with_kv_heads(batch: ForwardInput, heads: range) -> ForwardInput:
+    """Returns `batch` with these heads of the pool alone."""
+    return replace(batch, kv=batch.kv[:, :, :, heads.start : heads.stop])
 
 
 def _row_slots(batch: ForwardInput) -> Tensor:

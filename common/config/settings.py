@@ -28,6 +28,7 @@ OutputFormatName = Literal["auto", "none", "hermes", "llama3", "mistral", "harmo
 
 MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
+MAX_RANKS = 64
 
 _SHORT_PROMPT_ON_CPU = 128
 """Up to this many tokens left to compute, a prompt has its first token earlier if the decode service computes it than
@@ -57,9 +58,9 @@ class ServiceSettings(ProcessSettings):
     @property
     def fuses_forwards(self) -> bool:
         """Whether one kernel may compute a whole forward. This kernel also computes attention, so the setting
-        `attention` must allow kernels.
+        `attention` must allow kernels, and it computes all of it, so there must be one rank.
         """
-        return self.uses(FastPath.FUSED_FORWARDS) and self.attention == "kernels"
+        return self.uses(FastPath.FUSED_FORWARDS) and self.attention == "kernels" and self.tensor_parallel == 1
 
     @property
     def device_key(self) -> str:
@@ -84,6 +85,8 @@ class ServiceSettings(ProcessSettings):
     """Number type of KV: FP8, or that of dtype ("unquantized"); "auto": FP8 if the model has scales for it."""
     attention: Literal["kernels", "torch"] = "kernels"
     """Kernels made for the device, or PyTorch's operators: the reference, and slower."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Ranks: processes that compute each forward together, each a part of the model; on a CPU."""
     tf32: bool = False
     """On CUDA, lets products of float32 use TF32: faster, and less exact."""
     num_threads: Annotated[int, Field(ge=0)] = 0
@@ -125,6 +128,12 @@ class ServiceSettings(ProcessSettings):
     def _check_draft(self) -> Self:
         if self.draft_topk > 1 and not self.draft:
             raise ValueError("draft_topk needs draft")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.tensor_parallel > 1 and self.device != "cpu":
+            raise ValueError("tensor_parallel above 1 needs device cpu: ranks of GPUs are not supported yet")
         return self
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from common.host.untouched_memory import populate, untouched_zeros
 from common.kv.layer_group import DRAFT_GROUP, KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers, num_kept_before
 from common.kv.prefix_tree import HeldPrefix, PrefixTree, num_same
 from common.kv.row_columns import LeaseState, RowColumns
-from common.kv.row_table import ReqToTokenPool
+from common.kv.row_table import NewZeros, ReqToTokenPool
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
 from common.kv.window_slots import WindowKv, WindowSlots
@@ -151,6 +152,8 @@ class KvPool:
     operating system provides a CPU's memory when it is first used or populated. `prefixes` is an empty tree for the
     prefix cache, or None to cache nothing. Raises StartupError if there is not enough memory.
 
+    `new_zeros` makes the tensors that forwards use; by default they are on `torch_device`.
+
     `windows` are the target's layers that attend a window. Each of their groups has `max_window_tokens` slots, and a
     row writes at most `num_in_flight` tokens past those that are known to be computed.
 
@@ -170,6 +173,7 @@ class KvPool:
         max_window_tokens: int = 0,
         num_in_flight: int = 0,
         memory: SharedPool | None = None,
+        new_zeros: NewZeros | None = None,
         prefixes: PrefixTree | None = None,
     ) -> None:
         target, *others = groups
@@ -177,12 +181,13 @@ class KvPool:
         self.groups = {group.name: group for group in groups}
         self._memory = memory
         num_slots = {group.name: max_window_tokens if group.window else max_kv_tokens for group in groups}
+        new_zeros = new_zeros or partial(_zeros, torch_device)
         self.buffers = (
-            _new_buffers(groups, num_slots, torch_device)
+            _new_buffers(groups, num_slots, torch_device, new_zeros)
             if memory is None
             else {group.name: _view(memory, group) for group in groups}
         )
-        self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, torch_device=torch_device)
+        self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, new_zeros=new_zeros)
         self._slots = SlotAllocator(max_kv_tokens)
         self._prefixes = PrefixTree(lookahead=0) if prefixes is None else prefixes  # without a cache it stays empty
         self._caches = prefixes is not None
@@ -195,7 +200,7 @@ class KvPool:
                 num_in_flight=num_in_flight,
                 num_pool_slots=max_kv_tokens,
                 columns=self._columns,
-                torch_device=torch_device,
+                new_zeros=new_zeros,
             )
             for group in groups
             if group.window
@@ -611,20 +616,23 @@ class KvPool:
 
 
 def _new_buffers(
-    groups: Sequence[LayerGroupSpec], num_slots: Mapping[str, int], torch_device: torch.device
+    groups: Sequence[LayerGroupSpec],
+    num_slots: Mapping[str, int],
+    torch_device: torch.device,
+    new_zeros: NewZeros,
 ) -> dict[str, Tensor]:
     shapes = {group.name: _shape(group, num_slots[group.name]) for group in groups}
     num_bytes = sum(math.prod(shapes[group.name]) * _dtype(group).itemsize for group in groups)
     try:
         if torch_device.type == "cpu":
             require_room(num_bytes)
-        return {group.name: _zeros(shapes[group.name], _dtype(group), torch_device) for group in groups}
+        return {group.name: new_zeros(shapes[group.name], _dtype(group)) for group in groups}
     except (OSError, OverflowError, torch.OutOfMemoryError) as error:
         needed = f"{max(num_slots.values())} tokens take {num_bytes / 2**30:,.1f} GiB on {torch_device}"
         raise StartupError(f"max_kv_tokens: {needed}, which are not to be had: {error}") from error
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, torch_device: torch.device) -> Tensor:
+def _zeros(torch_device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if torch_device.type != "cpu" or not math.prod(shape):  # a model may have no layer that attends all tokens
         return torch.zeros(shape, dtype=dtype, device=torch_device)
     return untouched_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

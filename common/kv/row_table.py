@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.device.upload import upload_array
 
 PADDING_ROW = 0
+
+
+NewZeros = Callable[[Sequence[int], torch.dtype], Tensor]
+"""A function that returns a new tensor of zeros."""
 
 
 class ReqToTokenPool:
@@ -20,8 +27,8 @@ class ReqToTokenPool:
     when it gets the prefix cache's slots for its own.
     """
 
-    def __init__(self, *, max_rows: int, max_tokens_per_row: int, torch_device: torch.device) -> None:
-        self.req_to_token = torch.zeros((max_rows + 1, max_tokens_per_row), dtype=torch.int64, device=torch_device)
+    def __init__(self, *, max_rows: int, max_tokens_per_row: int, new_zeros: NewZeros) -> None:
+        self.req_to_token = new_zeros((max_rows + 1, max_tokens_per_row), torch.int64)
         self._places = self.req_to_token.view(-1)
         self.max_rows = max_rows
         self._free = list(range(max_rows, PADDING_ROW, -1))

@@ -147,6 +147,8 @@ class SharedPool:
         self.secret = secrets.token_bytes(SECRET_BYTES)
         numbers = (number.to_bytes(NUMBER_BYTES, "little") for number in (num_slots, num_window_slots))
         memory[:HEADER_BYTES] = self.secret + b"".join(numbers)
+        self.memory = np.frombuffer(memory, np.uint8)
+        """All bytes of the file."""
         self.groups = {group.name: layout.group(memory, group.name) for group in groups}
         """The KV of each group, [layers, planes, slots + 1, row_bytes] uint8, zeros at first."""
         self.num_slots = num_slots

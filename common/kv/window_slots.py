@@ -23,6 +23,7 @@ from torch import Tensor
 
 from common.device.upload import upload_array
 from common.kv.row_columns import RowColumns
+from common.kv.row_table import NewZeros
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
 from common.load import PoolCounts
 
@@ -65,15 +66,15 @@ class WindowSlots:
         num_in_flight: int,
         num_pool_slots: int,
         columns: RowColumns,
-        torch_device: torch.device,
+        new_zeros: NewZeros,
     ) -> None:
         num_rows, num_tokens = columns.slots.shape
         self.window = window
         self.num_slots = num_slots
         self._num_kept_before = num_kept_before
         self.row_slots = row_slots(window, num_kept_before=num_kept_before, num_in_flight=num_in_flight)
-        self.table = torch.zeros((num_rows, num_tokens), dtype=torch.int64, device=torch_device)
-        self.slot_of = torch.zeros(num_pool_slots + 1, dtype=torch.int64, device=torch_device)
+        self.table = new_zeros((num_rows, num_tokens), torch.int64)
+        self.slot_of = new_zeros((num_pool_slots + 1,), torch.int64)
         self._places = self.table.view(-1)
         self._columns = columns
         self._free = SlotAllocator(num_slots)

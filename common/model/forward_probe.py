@@ -25,6 +25,7 @@ from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.window_slots import WindowKv
 from common.model.model_files import one_line
+from common.model.part import MemberLost
 from common.model.target import TargetModel
 
 NUM_TOKENS, NUM_FAR_TOKENS = 16, 4
@@ -180,8 +181,9 @@ class _Pool:
             of_row, logits = logits[: stop - start], logits[stop - start :]
             for layer in range(self._target.num_layers):
                 for index, plane in enumerate(("keys", "values")):
-                    expected = unsplit.kv[layer][index, start:stop]
-                    seen = self._kv_of(layer)[index, slots]
+                    heads = self._target.own_heads(layer)
+                    expected = unsplit.kv[layer][index, start:stop, heads]
+                    seen = self._kv_of(layer)[index, slots, heads]
                     self._compare(f"{plane} of layer {layer}", layer, seen, expected, what)
             self._compare("logits", self._target.num_layers, of_row, unsplit.logits[start:stop], what)
 
@@ -230,7 +232,7 @@ class _Pool:
             if logits.shape[0] != sum(lens):
                 raise ValueError(f"logits of {logits.shape[0]} tokens where those of {sum(lens)} are asked for")
             return logits if is_decode else logits.flip(0)
-        except UnsupportedModel:
+        except (UnsupportedModel, MemberLost):
             raise
         except Exception as error:  # the model's code may raise anything
             raise UnsupportedModel(

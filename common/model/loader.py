@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from common.attention.fp8_kv import Fp8Attention, KvScale
 from common.cpu_engine import cpu_engine
 from common.errors import UnsupportedModel
 from common.kv.layer_group import KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers
+from common.model.cutting import add_up, cut_model
 from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
 from common.model.gpu_experts import use_recordable_experts
@@ -35,6 +36,7 @@ from common.model.model_files import (
     read_versions,
     refuse_broken_links,
 )
+from common.model.part import Heads, Part
 from common.model.rotation import fix_rotation
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME, LayerShape, check_config, probe_attention
@@ -45,6 +47,17 @@ KvDtype = Literal["auto", "unquantized", "fp8_e4m3"]
 "fp8_e4m3": FP8, with the checkpoint's scales, or 1 if it has none.
 """
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LoadArguments(TypedDict):
+    """Arguments of `load_target` that are the same for all ranks."""
+
+    device: str
+    dtype: str
+    kv_dtype: KvDtype
+    max_context_tokens: int | None
+    attention: AttentionKind
+    optimizes_modules: bool
 
 
 def load_target(
@@ -58,6 +71,7 @@ def load_target(
     fuses: bool = False,
     optimizes_modules: bool = True,
     on_progress: OnBytes = lambda num_done, num_total: None,
+    part: Part | None = None,
 ) -> TargetModel:
     """Loads the model in `directory`, with weights in `dtype` (a key of DTYPES), on `device`. `attention` is the kind
     of its attention backend (see choice.py). With KV in FP8 the model is not fused. `on_progress` is told how much of
@@ -65,6 +79,9 @@ def load_target(
 
     The longest sequence that will be computed has `max_context_tokens`, or as many as the model allows if that is
     fewer, or if it is None. Models whose rope follows a length are rotated by it (see rotation.py).
+
+    With `part` only this part of the model is kept, and all ranks must load it at the same time, because they check it
+    together.
 
     If the model's class is known: `fuses` prepares it, on a CPU, to be compiled into one program; `optimizes_modules`
     replaces its modules by fewer and faster ones. Raises UnsupportedModel, naming the trait, for a model that is not
@@ -96,6 +113,7 @@ def load_target(
         attention=attention,
         fuses=fuses,
         optimizes_modules=optimizes_modules,
+        part=part,
     )
 
 
@@ -114,6 +132,7 @@ def target_of(
     attention: AttentionKind = "kernels",
     fuses: bool = False,
     optimizes_modules: bool = True,
+    part: Part | None = None,
 ) -> TargetModel:
     """Turns a loaded causal language model into a target. `model` is changed, and can only be used through the target.
 
@@ -131,14 +150,20 @@ def target_of(
     check_finite(model, name=name)
     shapes, unsplit, far = probe_attention(model, name=name, torch_device=torch_device)
     model.set_attn_implementation(ATTENTION_NAME)
+    partial = [] if part is None else cut_model(model, part, name=name)
     layers_of, kv_dtype = _layers_of(shapes), kv_dtype or dtype
+
+    def heads_of(num_heads: int, num_kv_heads: int) -> Heads:
+        return Heads(range(num_heads), range(num_kv_heads)) if part is None else part.heads(num_heads, num_kv_heads)
 
     @cache
     def backend_of(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
+        heads = heads_of(num_heads, num_kv_heads)
         return new_attention(
             attention,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
+            num_heads=len(heads.queries),
+            num_kv_heads=len(heads.kv),
+            first_kv_head=heads.kv.start,
             head_dim=head_dim,
             dtype=DTYPES[dtype],
             torch_device=torch_device,
@@ -151,13 +176,15 @@ def target_of(
         backend = Fp8Attention(backend, kv_scales)
     new_decoder = None
     if (engine := cpu_engine(torch_device)) is not None:
-        new_decoder = engine.new_decoder(model) if fuses and kv_dtype == dtype else None
+        new_decoder = engine.new_decoder(model) if fuses and kv_dtype == dtype and part is None else None
         if optimizes_modules:
             engine.optimize_modules(model)
     elif torch_device.type != "cpu":
         use_recordable_experts(model, torch_device)
         if optimizes_modules and attention == "kernels":
             _use_gpu_kernels(model, torch_device)
+    if part is not None:
+        add_up(model, partial, part)
     group, *window_groups = (_layer_group(shape, len(layers), kv_dtype) for shape, layers in layers_of.items())
     window_layers = list(layers_of.values())[1:]
     context = sizes["max_position_embeddings"]
@@ -175,6 +202,8 @@ def target_of(
         torch_device=torch_device,
         new_decoder=new_decoder,
         files=files,
+        part=part,
+        kv_heads=[heads_of(shape.num_heads, shape.num_kv_heads).kv for shape in layers_of],
     )
     check_forwards(target, unsplit, far, name=name)
     return target

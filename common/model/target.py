@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, LayerAttention
+from common.device.errors import DeviceLost
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec, WindowLayers
+from common.kv.row_table import NewZeros
 from common.model.capture import HiddenCapture
+from common.model.cutting import CutHead
 from common.model.forward_program import ForwardProgram, NewProgram, OnLayerKv
 from common.model.model_files import ModelFiles
+from common.model.part import Part
 from common.sampling.operators import Largest
 from common.telemetry.forward_counts import ForwardCounts
 
@@ -67,6 +71,24 @@ class Target(Protocol):
         """
 
 
+class Followers(Protocol):
+    """The other ranks of a model that is cut, which compute each forward together with this one."""
+
+    def begin(self, batch: ForwardInput) -> None:
+        """Tells them to compute this forward. What it takes from the pool must be in memory that they map."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns zeros in memory that they map."""
+
+    def share(self, memory: Tensor, file: int) -> None:
+        """Lets them map `memory` [N] uint8, which begins with the beginning of the open `file`."""
+
+    def give_up(self, error: BaseException) -> str:
+        """Ends them, because this rank has failed in a forward, and they wait for it. Returns which rank failed first,
+        and how.
+        """
+
+
 class TargetModel:
     """A decoder-only model.
 
@@ -75,7 +97,8 @@ class TargetModel:
     it is None if no program is wanted, or none supports the model. It keeps parts of the model in memory: set it to
     None when it is no longer needed. `files` are the files that the model was loaded from. `max_context_tokens` is the
     longest context that is served, and `rotation` names the rotation that it chose (see rotation.py). `eos_token_ids`
-    are the ids that end the model's output. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps
+    are the ids that end the model's output. If the model is cut, `part` is what this process computes, and `kv_heads`
+    are its KV heads in each layer group. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps
     hidden states after the final norm to logits. Any thread may call `prepare`, at any time: the engine thread prepares
     steps while the forward stream computes prompts. Run one forward at a time.
     """
@@ -96,8 +119,13 @@ class TargetModel:
         torch_device: torch.device,
         new_decoder: NewProgram | None = None,
         files: ModelFiles | None = None,
+        part: Part | None = None,
+        kv_heads: Sequence[range] = (),
     ) -> None:
         self.files = files
+        self._part = part
+        self._kv_heads = kv_heads
+        self._followers: Followers | None = None
         self.new_decoder = new_decoder
         self._model = model
         self.attention = backend
@@ -131,6 +159,28 @@ class TargetModel:
     def runs_program(self) -> bool:
         """Whether a ForwardProgram is set. If so, it computes the forwards that it accepts; operators do the rest."""
         return self._program is not None
+
+    def lead(self, followers: Followers) -> None:
+        """From now on lets `followers` compute each forward too. Call it before the first one."""
+        self._followers = followers
+
+    @property
+    def new_zeros(self) -> NewZeros | None:
+        """The function that makes the tensors of a pool for this model; None if any will do."""
+        return None if self._followers is None else self._followers.zeros
+
+    def share(self, memory: Tensor, file: int) -> None:
+        """Lets a pool for this model lie in `memory` [N] uint8, which is the mapped open `file`."""
+        if self._followers is not None:
+            self._followers.share(memory, file)
+
+    def own_heads(self, layer: int) -> slice:
+        """Returns the KV heads of a layer that this process computes. The layer is numbered as in the model."""
+        if self._part is None:
+            return slice(None)
+        parts = self.parts_of(range(layer, layer + 1))
+        heads = next(heads for heads, (_, of_group) in zip(self._kv_heads, parts, strict=True) if of_group)
+        return slice(heads.start, heads.stop)
 
     def run_program(self, program: ForwardProgram) -> None:
         """From the next forward on, lets `program` compute the forwards that it accepts.
@@ -182,8 +232,8 @@ class TargetModel:
 
     @property
     def output_head(self) -> nn.Module:
-        head: nn.Module = self._model.get_output_embeddings()  # type: ignore[operator]
-        return head
+        head: Any = self._model.get_output_embeddings()  # type: ignore[operator]
+        return head.whole_layer if isinstance(head, CutHead) else head
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Returns the output layer's logits [T, vocab] of hidden states [T, hidden_size] after the final norm.
@@ -221,6 +271,8 @@ class TargetModel:
 
     def prepare(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> Callable[[], TargetOutput]:
         program = self._program
+        if self._followers is not None:
+            return partial(self._forward_together, self._followers, batch, on_layer_kv)
         if program is None:
             return partial(self._forward_by_operators, batch, on_layer_kv)
         with self._preparing:  # a program keeps buffers for all its forwards, and may replace them now
@@ -232,9 +284,21 @@ class TargetModel:
     def forward_to_compare(self, batch: ForwardInput) -> TargetOutput:
         """Computes a forward with PyTorch's operators, even if a ForwardProgram is set, as a reference for comparison.
 
-        The forward does not count in `num_layers_begun`. Any thread may call this, also during other forwards.
+        The forward does not count in `num_layers_begun`. Any thread may call this, also during other forwards. If the
+        model is cut, all ranks must call it, so none may once this one leads the others.
         """
+        assert self._followers is None, "the other ranks do not compute this"
         return self._forward_by_operators(batch, None, on_layer=lambda: None)
+
+    def _forward_together(
+        self, followers: Followers, batch: ForwardInput, on_layer_kv: OnLayerKv | None
+    ) -> TargetOutput:
+        """Computes a forward together with the other ranks. Raises DeviceLost if that fails: then no rank can go on."""
+        try:
+            followers.begin(batch)
+            return self._forward_by_operators(batch, on_layer_kv)
+        except Exception as error:
+            raise DeviceLost(followers.give_up(error)) from error
 
     @torch.inference_mode()
     def _forward_by_operators(
@@ -242,14 +306,18 @@ class TargetModel:
     ) -> TargetOutput:
         every_token: int | Tensor = 0
         states: dict[int, Tensor] = {}
+        plan = _ToldPlan(
+            self.attention.plan(batch), on_layer or self._count_layer, on_layer_kv or {}, is_cut=self._part is not None
+        )
         output: Any = self._model(
             input_ids=batch.input_ids.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=every_token if batch.logits_rows is None else batch.logits_rows,
-            attention_plan=_ToldPlan(self.attention.plan(batch), on_layer or self._count_layer, on_layer_kv or {}),
+            attention_plan=plan,
             **({} if self._capture is None else {"captured_states": states}),
         )
+        plan.tell_rest()
         return TargetOutput(output.logits[0].float(), self._ordered(states))
 
     def _count_layer(self) -> None:
@@ -276,20 +344,33 @@ class _ToldPlan(AttentionPlan):
     """An attention plan that reports progress, so that a watchdog can tell a long forward from one that hangs.
 
     It calls `on_layer` before each layer's attention. After the attention, when the layer's KV is written (on CUDA:
-    enqueued), it calls the callback that `on_layer_kv` has for this layer, if any.
+    enqueued), it calls the callback that `on_layer_kv` has for this layer, if any. If the model is cut (`is_cut`), the
+    other ranks have written theirs when the sum of their outputs is there, so it calls it at the next layer.
     """
 
-    def __init__(self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: OnLayerKv) -> None:
+    def __init__(
+        self, plan: AttentionPlan, on_layer: Callable[[], None], on_layer_kv: OnLayerKv, *, is_cut: bool
+    ) -> None:
         self._plan = plan
         self._on_layer = on_layer
         self._on_layer_kv = on_layer_kv
+        self._is_cut = is_cut
+        self._untold: int | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        self.tell_rest()
         self._on_layer()
         output = self._plan.attend(layer, query, key, value, how)
-        if (tell := self._on_layer_kv.get(layer)) is not None:
-            tell()
+        self._untold = layer
+        if not self._is_cut:
+            self.tell_rest()
         return output
+
+    def tell_rest(self) -> None:
+        """Calls the callback of the last layer, if it was not called. Call this after the forward."""
+        layer, self._untold = self._untold, None
+        if layer is not None and (tell := self._on_layer_kv.get(layer)) is not None:
+            tell()
 
 
 def _base(model: nn.Module) -> nn.Module:

@@ -93,6 +93,7 @@ class ServiceLife:
             engine=thread,
             device=runtime.device,
             num_layers_begun=lambda: runtime.model.num_layers_begun,
+            ranks=runtime.ranks,
             stall_timeout_s=settings.engine_stall_timeout_s,
         )
 

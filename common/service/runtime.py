@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -41,10 +42,11 @@ from common.kv.pool_size import (
     size_pool,
 )
 from common.kv.window_slots import row_slots
-from common.model.loader import load_target
+from common.model.loader import LoadArguments, load_target
 from common.model.model_files import model_faults
 from common.model.target import TargetModel
 from common.priority import Ageing
+from common.ranks.leader import Ranks, load_together, lost_ranks_named, open_ranks
 from common.sampling.state import DrawKernels
 from common.service.work_beside import Work, WorkBeside, new_fusing, populating
 from common.telemetry.forward_counts import ForwardCounts
@@ -70,7 +72,8 @@ class Runtime:
 
     `directory` is the model's directory. `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is the
     background work that compiles forwards into programs, None if there is none. `populates` says whether the KV pool's
-    memory is allocated in the background.
+    memory is allocated in the background. `ranks` are the other processes that compute the model, None if there are
+    none.
     """
 
     directory: Path
@@ -84,6 +87,7 @@ class Runtime:
     populates: bool
     fusing: Work | None
     beside: WorkBeside
+    ranks: Ranks | None
 
     @property
     def forward_counts(self) -> Mapping[str, ForwardCounts]:
@@ -148,6 +152,8 @@ class Runtime:
         """
         if not self.beside.stop(_STOP_TIMEOUT_S):
             _log.warning("work_beside_did_not_stop", timeout_s=_STOP_TIMEOUT_S)
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 class EngineArguments(TypedDict):
@@ -236,28 +242,49 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
     timeline = Timeline()
     num_threads = num_compute_threads(settings.num_threads, settings.share_of_cores)
+    num_threads = max(1, num_threads // settings.tensor_parallel)
     device = open_device(settings.device, num_threads=num_threads, timeline=timeline)
     draw_kernels = new_draw_kernels(settings.attention, torch_device=device.torch_device)
     _log.info("draw_chosen", draws="operators" if draw_kernels is None else "kernels", device=settings.device)
     engine = cpu_engine(device.torch_device)
+    kernels_dir = kernels_cache_dir() if settings.uses(FastPath.KERNEL_CACHE) else None
     if engine is not None:
-        engine.keep_kernels(kernels_cache_dir() if settings.uses(FastPath.KERNEL_CACHE) else None, _log)
+        engine.keep_kernels(kernels_dir, _log)
     elif device.torch_device.type == "cpu":
         _log.warning("cpu_engine_unavailable", reason="baton_cpu, or numba, is not installed")
     directory = resolve_model(settings.model, _LoggedProgress(), dtype=settings.dtype)
     _log.info("loading_model", model=settings.model, directory=str(directory))
-    with model_faults(settings.model):
-        model = load_target(
+    arguments = LoadArguments(
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        max_context_tokens=settings.max_context_tokens,
+        attention=settings.attention,
+        optimizes_modules=settings.uses(FastPath.OPTIMIZED_MODULES),
+    )
+    ranks = None
+    if settings.tensor_parallel > 1:
+        ranks = open_ranks(
+            engine,
             directory,
-            device=settings.device,
-            dtype=settings.dtype,
-            kv_dtype=settings.kv_dtype,
-            max_context_tokens=settings.max_context_tokens,
-            attention=settings.attention,
-            fuses=settings.fuses_forwards,
-            optimizes_modules=settings.uses(FastPath.OPTIMIZED_MODULES),
-            on_progress=LoggedBytes(),
+            arguments,
+            num_ranks=settings.tensor_parallel,
+            num_threads=num_threads,
+            kernels_dir=kernels_dir,
         )
+        _log.info("ranks_started", pids=ranks.pids, num_threads=num_threads)
+    with model_faults(settings.model), lost_ranks_named(ranks):
+        load = partial(
+            load_target,
+            directory,
+            **arguments,
+            fuses=settings.fuses_forwards,
+            on_progress=LoggedBytes(),
+            part=None if ranks is None else ranks.part,
+        )
+        model = load() if ranks is None else load_together(load, ranks)
+    if ranks is not None:
+        model.lead(ranks)
     _log.info(
         "model_loaded",
         architecture=model.architecture,
@@ -288,6 +315,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         populates=settings.uses(FastPath.PREFAULTED_POOL),
         fusing=fusing,
         beside=WorkBeside(),
+        ranks=ranks,
     )
 
 

@@ -2,7 +2,8 @@
 
     engine thread: steps begun ─┐
     streams: operations done ───┼─poll─▶ Watchdog ──▶ is_well: readiness
-    model: layers begun ────────┘                └──▶ lost: every request fails, the process ends
+    model: layers begun ────────┤                └──▶ lost: every request fails, the process ends
+    ranks: ended, waited for ───┘
 
 A part is stalled if it has work and shows no sign of progress. The amount of work does not matter, so a slow machine is
 not mistaken for a dead one.
@@ -48,6 +49,16 @@ class WatchedEngine(Protocol):
     def num_steps_begun(self) -> int: ...
 
 
+class WatchedRanks(Protocol):
+    """The state of the other ranks that the watchdog reads."""
+
+    @property
+    def loss(self) -> str | None: ...
+
+    @property
+    def behind(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Sign:
     """The state of one watched part, a stream or the engine's step.
@@ -73,12 +84,14 @@ class Watchdog:
         engine: WatchedEngine,
         device: Device,
         num_layers_begun: Callable[[], int],
+        ranks: WatchedRanks | None = None,
         stall_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._device = device
         self._num_layers_begun = num_layers_begun
+        self._ranks = ranks
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
         self._looked_s = clock()
@@ -140,6 +153,8 @@ class Watchdog:
         yield _Sign("the engine's step", self._engine.is_stepping, every)
 
     def _loss(self, streams: Sequence[StreamProgress]) -> EngineLost | None:
+        if self._ranks is not None and self._ranks.loss is not None:
+            return EngineLost(self._ranks.loss)
         if not self._engine.is_alive:
             death = self._engine.death
             return EngineLost("the engine died" if death is None else f"the engine died: {_told(death)}")
@@ -148,13 +163,19 @@ class Watchdog:
                 return EngineLost(f"stream {stream.name} failed: {_told(stream.error)}")
         for part, still_s in self._still_s.items():
             if still_s >= self._stall_timeout_s:
-                return EngineStalled(f"{part} has not moved for {self._stall_timeout_s} s")
+                waits = f", and waits for {self._behind}" if self._behind else ""
+                return EngineStalled(f"{part} has not moved for {self._stall_timeout_s} s{waits}")
         return None
+
+    @property
+    def _behind(self) -> str:
+        return "" if self._ranks is None else self._ranks.behind
 
     def _note_stalled(self) -> None:
         stalled = {part: still_s for part, still_s in self._still_s.items() if still_s >= UNREADY_AFTER_S}
         for part in sorted(stalled.keys() - self._stalled.keys()):
-            _log.error("engine_stalled", part=part, still_s=UNREADY_AFTER_S)
+            waits = {"waits_for": self._behind} if self._behind else {}
+            _log.error("engine_stalled", part=part, still_s=UNREADY_AFTER_S, **waits)
         for part in sorted(self._stalled.keys() - stalled.keys()):
             _log.info("engine_moves_again", part=part, still_s=round(self._stalled[part], 1))
         self._stalled = stalled

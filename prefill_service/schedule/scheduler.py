@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
@@ -148,6 +149,8 @@ class PrefillEngine:
         self.track = (timeline or Timeline()).track(ENGINE)
         self._debug_checks = debug_checks
         self._max_tokens_per_row = min(max_context_tokens, max_kv_tokens)
+        if shared_pool is not None:
+            model.share(torch.from_numpy(shared_pool.memory), shared_pool.file)
         self.pool = KvPool(
             groups=[model.layer_group, *([draft.layer_group] if draft else [])],
             windows=model.windows,
@@ -157,6 +160,7 @@ class PrefillEngine:
             num_in_flight=tokens_in_flight(chunk_tokens),
             max_tokens_per_row=max_context_tokens,
             torch_device=device.torch_device,
+            new_zeros=model.new_zeros,
             memory=shared_pool,
             prefixes=PrefixTree(lookahead=draft.layer_group.num_layers if draft else 0) if prefix_cache else None,
         )

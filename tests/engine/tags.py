@@ -203,6 +203,9 @@ class TagModel:
     num_layers = TargetModel.num_layers
     layer_groups = TargetModel.layer_groups
     parts_of = TargetModel.parts_of
+    share = TargetModel.share
+    new_zeros = TargetModel.new_zeros
+    _followers = None
     vocab_size = VOCAB_SIZE
     max_context_tokens = CONTEXT_TOKENS
     eos_token_ids: tuple[int, ...] = ()

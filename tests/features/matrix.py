@@ -11,6 +11,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 FEATURES = (
     *("windows", "experts", "quantised weights", "KV in FP8"),
     *("prefix reuse", "local prompts", "retraction", "no overlap"),
+    "tensor parallelism",
     *("chains of drafts", "trees of drafts", "draft heads of several layers"),
     *("grammars", "log-probabilities", "several choices"),
     *("KV in shared memory", "KV through NIXL"),

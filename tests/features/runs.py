@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from baton import Client, Completion
 from baton.local_pair import LocalPair
+from common.draft.load import load_draft
 from common.model.loader import KvDtype, load_target
 from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling
@@ -25,6 +27,7 @@ from tests.support.languages import LANGUAGES, Language, sampling_of
 from tests.support.models import SMALL_VOCAB_SIZE, save_last_token_model
 from tests.support.pair import Outcome, PairOptions, pairs_that_keep_all
 from tests.support.quantized import QuantizedModel, save_quantized_model
+from tests.support.ranked import ranked_model
 from tests.support.running_pair import BOUND_S, prefill_counters, running_pair
 
 NUM_SHARED, NEW_TOKENS = 30, 48
@@ -107,12 +110,14 @@ class Asked:
         *,
         transport: str,
         overlap: bool,
+        is_ranked: bool,
         kv_dtype: KvDtype,
     ) -> Used:
         """Returns the features that this request used, if its output is right. `transport` is the one of handoffs."""
         return _OF_MODEL.union(
             self._used(timings, speculation, shape, transport),
             () if overlap else ("no overlap",),
+            ("tensor parallelism",) if is_ranked else (),
             ("KV in FP8",) if kv_dtype == "fp8_e4m3" else (),
         )
 
@@ -214,10 +219,19 @@ def _of_outcomes(outcomes: Mapping[str, Outcome]) -> Outputs:
 
 
 def expected_outputs(models: Models, kv_dtype: KvDtype) -> Outputs:
-    """Returns the outputs of a plain pair: without a head, caches and overlap, one request at a time."""
+    """Returns the outputs of a plain pair: without a head, caches and overlap, one request at a time.
+
+    With KV in FP8 the decode engine's model is cut as in the runs. Ranks sum in another order, and where a sum is
+    rounded to FP8, its last bit can decide.
+    """
     target = load_target(models.target.directory, device="cpu", dtype="float32", kv_dtype=kv_dtype)
-    with pairs_that_keep_all() as make_pair:
-        pair = make_pair(target, PairOptions(overlap=False, prefill_caches=False, decode_caches=False))
+    with ExitStack() as stack:
+        decode_target = target
+        if kv_dtype == "fp8_e4m3":
+            decode_target, _ = stack.enter_context(ranked_model(models.target.directory, 2, kv_dtype=kv_dtype))
+        make_pair = stack.enter_context(pairs_that_keep_all())
+        options = PairOptions(overlap=False, prefill_caches=False, decode_caches=False)
+        pair = make_pair(decode_target, options, prefill_model=target)
         for each in asked():
             pair.submit(each.name, each.prompt, each.sampling, choice_index=each.choice_index)
             pair.run()
@@ -227,9 +241,16 @@ def expected_outputs(models: Models, kv_dtype: KvDtype) -> Outputs:
 
 
 def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bool, kv_dtype: KvDtype) -> list[Used]:
-    with pairs_that_keep_all() as make_pair:
+    """Without overlap, the model of the decode engine is cut between two ranks."""
+    with ExitStack() as stack:
         shape = SHAPES[shape_name]
         drafted = load_drafted(models.target.directory, models.heads[shape_name], kv_dtype=kv_dtype)
+        target, head = drafted.target, drafted.head
+        if not overlap:
+            target, _ = stack.enter_context(ranked_model(models.target.directory, 2, kv_dtype=kv_dtype))
+            head = load_draft(models.heads[shape_name], target=target, device="cpu", dtype="float32")
+            target.capture_hidden(head.capture)
+        make_pair = stack.enter_context(pairs_that_keep_all())
         options = PairOptions(
             decode_tokens=_DECODE_TOKENS,
             decode_window_tokens=4 * _DECODE_TOKENS,
@@ -239,7 +260,7 @@ def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bo
             overlap=overlap,
             **shape.drafts,
         )
-        pair = make_pair(drafted.target, options, draft=drafted.head)
+        pair = make_pair(target, options, draft=head, prefill_model=drafted.target, prefill_draft=drafted.head)
         num_lent = 0
 
         def count(frame: Frame) -> Sequence[Frame]:
@@ -272,6 +293,7 @@ def _run_here(models: Models, shape_name: str, expected: Outputs, *, overlap: bo
                     shape,
                     transport="KV in shared memory",
                     overlap=overlap,
+                    is_ranked=not overlap,
                     kv_dtype=kv_dtype,
                 )
             )
@@ -296,8 +318,13 @@ def _run_services(
                 *topk,
                 *(() if overlap else ("--disabled-fast-paths=overlap",)),
             ),
-            prefill_args=("--kv-transport=nixl", f"--chunk-tokens={_CHUNK_TOKENS}", "--max-kv-tokens=2048"),
+            prefill_args=(
+                "--kv-transport=nixl",
+                f"--chunk-tokens={_CHUNK_TOKENS}",
+                "--max-kv-tokens=2048",
+            ),
             decode_args=(
+                "--tensor-parallel=2",
                 f"--max-kv-tokens={_DECODE_TOKENS}",
                 f"--local-prefill-tokens={_LOCAL_PREFILL_TOKENS}",
                 *(flag for flag in drafts if flag not in topk),
@@ -324,6 +351,7 @@ def _run_services(
                         shape,
                         transport="KV through NIXL",
                         overlap=overlap,
+                        is_ranked=True,
                         kv_dtype=kv_dtype,
                     )
                 )
@@ -351,7 +379,8 @@ def _complete(client: Client, each: Asked) -> Completion:
 
 WAYS = ("overlap", "no overlap", "services with NIXL")
 """Ways to serve: two with engines in this process and KV in shared memory, and one with two processes, in which trees
-are drafted without overlap. KV is in FP8, but not in the first way.
+are drafted without overlap. KV is in FP8, and the decode engine's model is cut between two ranks, but not in the first
+way.
 """
 
 

@@ -16,7 +16,7 @@ from common.device.stream import StreamKind
 from common.errors import EngineLost, EngineStalled
 from common.load import EngineLoad, PoolCounts
 from common.service.engine_thread import EngineInbox, EngineThread
-from common.service.watchdog import LOOK_INTERVAL_S, UNREADY_AFTER_S, Watchdog, WatchedEngine
+from common.service.watchdog import LOOK_INTERVAL_S, UNREADY_AFTER_S, Watchdog, WatchedEngine, WatchedRanks
 
 STALL_TIMEOUT_S = 60.0
 BOUND_S = 10.0
@@ -47,11 +47,12 @@ class Rig:
         self.watchdog = self.watch(self.engine)
         self.watchdog.look()
 
-    def watch(self, engine: WatchedEngine) -> Watchdog:
+    def watch(self, engine: WatchedEngine, ranks: WatchedRanks | None = None) -> Watchdog:
         return Watchdog(
             engine=engine,
             device=self.device,
             num_layers_begun=lambda: self.num_layers,
+            ranks=ranks,
             stall_timeout_s=STALL_TIMEOUT_S,
             clock=lambda: self.now_s,
         )
@@ -210,6 +211,31 @@ def test_a_stream_that_failed_loses_the_engine(rig: Rig) -> None:
     rig.forward.run_next()
     rig.watchdog.look()
     assert str(rig.watchdog.lost) == "stream forward failed: ValueError: no such kernel"
+
+
+@dataclass
+class Ranks:
+    """The other ranks of a model that is cut."""
+
+    loss: str | None = None
+    behind: str = ""
+
+
+def test_a_rank_that_ended_loses_the_engine(rig: Rig) -> None:
+    ranks = Ranks()
+    rig.watchdog = rig.watch(rig.engine, ranks)
+    rig.look_for(1)
+    assert rig.watchdog.is_well
+    ranks.loss = "rank 1 of 2 (process 7) was killed by SIGKILL"
+    rig.watchdog.look()
+    assert type(rig.watchdog.lost) is EngineLost and str(rig.watchdog.lost) == ranks.loss
+
+
+def test_a_stall_names_the_rank_that_others_wait_for(rig: Rig) -> None:
+    rig.watchdog = rig.watch(rig.engine, Ranks(behind="rank 1 (process 7)"))
+    rig.hang(rig.forward)
+    rig.look_for(STALL_TIMEOUT_S + 1)
+    assert str(rig.watchdog.lost).endswith(f"has not moved for {STALL_TIMEOUT_S} s, and waits for rank 1 (process 7)")
 
 
 class HangingEngine:

@@ -87,8 +87,8 @@ def the_oldest_prompt_is_always_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def long_prompts_hold_up_short_ones(patch: pytest.MonkeyPatch) -> None:
-    """Lets no request begin before an older one for which there is no replica."""
-    patch.setattr(PrefillDispatcher, "_may_start_younger", False)
+    """Lets no request begin before one that comes first and for which there is no replica."""
+    patch.setattr(PrefillDispatcher, "_may_start_later", False)
 
 
 def fallback_never_ends(patch: pytest.MonkeyPatch) -> None:

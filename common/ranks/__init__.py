@@ -1,0 +1,1 @@
+"""Tensor parallelism: one model, cut into parts that several processes (ranks) compute together."""

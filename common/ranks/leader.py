@@ -1,0 +1,253 @@
+"""The first rank's side: starts the processes of the other ranks, tells them what to compute, and watches them.
+
+    rank 0   begin ──▶ forward ── sum, sum, ... join ──▶ logits
+    rank 1   asleep ─▶ forward ── sum, sum, ... join ──▶ asleep
+
+The others compute every forward that this rank computes, each on its part of the model, and nothing else: drawing,
+drafts and the schedule are the first rank's. They read and write the KV pool in shared memory, each its own heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler, send_handle
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+import torch
+from torch import Tensor
+
+from common.attention.backend import ForwardInput
+from common.cpu_engine import CpuEngine
+from common.errors import StartupError
+from common.host.shared_tensors import SharedTensors
+from common.model.loader import LoadArguments
+from common.model.part import MemberLost, Part
+from common.ranks.messages import Load, NewFile, sent
+
+_ERROR_BYTES = 4096
+_CLOSE_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 1.0
+_LOG_INTERVAL_S = 5.0
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+
+class Ranks:
+    """The processes of the ranks 1 to `num_ranks` - 1, and this one's part of the model. Implements `Followers`.
+
+    They load the model in `directory`, with `arguments`, while this process does. So create this object, and then load
+    the model with `part`. Each rank computes with `num_threads` threads, and
+    keeps compiled kernels in `kernels_dir`. Raises StartupError if a process cannot be
+    started.
+    """
+
+    def __init__(
+        self,
+        engine: CpuEngine,
+        directory: Path,
+        arguments: LoadArguments,
+        *,
+        num_ranks: int,
+        num_threads: int,
+        kernels_dir: Path | None,
+    ) -> None:
+        self._tensors = SharedTensors()
+        self._lock = threading.Lock()
+        self._loss: str | None = None
+        self._is_lost = threading.Event()
+        self._is_closed = False
+        self._num_sent_files = 1  # the collective's, which is sent first
+        size = engine.collective_bytes(num_ranks)
+        # After the collective's memory each rank has a place for the message of the error that ended it.
+        memory = self.zeros((size + num_ranks * _ERROR_BYTES,), torch.uint8)
+        self._errors = memory[size:].view(num_ranks, _ERROR_BYTES)
+        self._collective = engine.new_collective(memory[:size], rank=0, num_ranks=num_ranks)
+        self.part = Part(0, num_ranks, self._collective)
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._watchers: list[threading.Thread] = []
+        try:
+            for rank in range(1, num_ranks):
+                load = Load(
+                    directory=directory,
+                    arguments=arguments,
+                    rank=rank,
+                    num_ranks=num_ranks,
+                    num_threads=num_threads,
+                    kernels_dir=kernels_dir,
+                    collective_bytes=size,
+                )
+                self._start(load)
+        except OSError as error:
+            self.close()
+            raise StartupError(f"tensor_parallel: a rank cannot be started: {error}") from error
+
+    def _start(self, load: Load) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "common.ranks.follower", str(theirs.fileno())]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        connection = Connection(ours.detach())
+        self._processes.append(process)
+        self._connections.append(connection)
+        watcher = threading.Thread(target=self._watch, args=(load.rank, process), name=f"rank-{load.rank}", daemon=True)
+        self._watchers.append(watcher)
+        watcher.start()
+        connection.send(load)
+        self._send_file(connection, process, 0)
+
+    @property
+    def loss(self) -> str | None:
+        """Says which rank ended and how, or None while all live."""
+        return self._loss
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """The ids of the processes of rank 1 and the later ones."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def behind(self) -> str:
+        """Names the ranks that others wait for now, or "" if there are none."""
+        counts = self._collective.counts()
+        return ", ".join(
+            f"rank {rank} (process {process.pid})"
+            for rank, process in enumerate(self._processes, 1)
+            if counts[rank] < max(counts)
+        )
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        try:
+            return self._tensors.zeros(shape, dtype)
+        except OSError as error:
+            raise StartupError(f"tensor_parallel: memory that ranks share is not to be had: {error}") from error
+
+    def share(self, memory: Tensor, file: int) -> None:
+        self._tensors.note(memory, os.dup(file))
+
+    def begin(self, batch: ForwardInput) -> None:
+        """Tells the other ranks to compute this forward. Raises MemberLost if one has ended."""
+        message = bytes(ForkingPickler.dumps(sent(batch, self._tensors.place_of)))
+        try:
+            for file in range(self._num_sent_files, len(self._tensors.files)):
+                for connection, process in zip(self._connections, self._processes, strict=True):
+                    self._send_file(connection, process, file)
+                self._num_sent_files = file + 1
+            for connection in self._connections:
+                connection.send_bytes(message)
+        except OSError as error:
+            raise MemberLost(f"a rank has ended: {error}") from error
+
+    def _send_file(self, connection: Connection, process: subprocess.Popen[bytes], file: int) -> None:
+        connection.send(NewFile())
+        send_handle(connection, self._tensors.files[file], process.pid)
+
+    def give_up(self, error: BaseException) -> str:
+        if isinstance(error, MemberLost):  # the end of the rank's process says how, and may take a moment to be seen
+            self._is_lost.wait(_END_TIMEOUT_S)
+        self._note_loss(f"rank 0 failed in a forward: {type(error).__name__}: {error}")
+        return self._loss or "the ranks are closed"
+
+    def close(self) -> None:
+        """Ends the processes, by force if they do not end by themselves. A second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        for connection in self._connections:
+            connection.close()
+        self._collective.give_up()
+        for process in self._processes:
+            try:
+                process.wait(_CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for watcher in self._watchers:
+            watcher.join(_CLOSE_TIMEOUT_S)
+        self._tensors.close()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        said = bytes(self._errors[rank].tolist()).rstrip(b"\0").decode(errors="replace")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        self._note_loss(f"rank {rank} of {self.part.num_ranks} (process {process.pid}) {how}{said and f': {said}'}")
+
+    def _note_loss(self, loss: str) -> None:
+        with self._lock:
+            if self._is_closed or self._loss is not None:
+                return
+            self._loss = loss
+            self._is_lost.set()
+        self._collective.give_up()
+
+
+def open_ranks(
+    engine: CpuEngine | None,
+    directory: Path,
+    arguments: LoadArguments,
+    *,
+    num_ranks: int,
+    num_threads: int,
+    kernels_dir: Path | None,
+) -> Ranks:
+    """Starts the ranks. Raises StartupError if the engine for CPUs, which they need, is not installed."""
+    if engine is None:
+        raise StartupError("tensor_parallel: ranks need baton_cpu and numba, which are not installed")
+    return Ranks(engine, directory, arguments, num_ranks=num_ranks, num_threads=num_threads, kernels_dir=kernels_dir)
+
+
+@contextlib.contextmanager
+def lost_ranks_named(ranks: Ranks | None) -> Iterator[None]:
+    """Ends the ranks if the code inside fails. Raises StartupError, naming the rank, if it failed because one ended."""
+    try:
+        yield
+    except MemberLost as error:
+        assert ranks is not None
+        loss = ranks.give_up(error)
+        ranks.close()
+        raise StartupError(f"tensor_parallel: {loss}") from error
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def load_together(load: Callable[[], T], ranks: Ranks) -> T:
+    """Returns what `load` returns. It runs on a thread of its own, so that this one can be interrupted by signals while
+    ranks wait for each other. Names ranks that others wait for in the log.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="load", initializer=partial(torch.set_num_threads, 1)) as thread:
+        loading = thread.submit(load)
+        while True:
+            try:
+                return loading.result(_LOG_INTERVAL_S)
+            except TimeoutError:
+                if loading.done():
+                    raise
+                _log.info("loading_together", waits_for=ranks.behind)
+
+
+def write_error(errors: Tensor, text: str) -> None:
+    """Writes `text` into a rank's place [N] uint8 for it."""
+    encoded = text.encode()[: errors.numel() - 1]
+    errors[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+
+
+def error_place(memory: Tensor, load: Load) -> Tensor:
+    """Returns the place for a rank's error in the first file of shared tensors."""
+    return memory[load.collective_bytes :].view(load.num_ranks, -1)[load.rank]

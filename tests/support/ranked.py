@@ -1,0 +1,67 @@
+"""Models that are cut among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.checkpoints.cache import kernels_cache_dir
+from common.cpu_engine import cpu_engine
+from common.model.loader import LoadArguments, load_target
+from common.model.target import TargetModel
+from common.ranks.leader import Ranks, load_together, lost_ranks_named, open_ranks
+
+
+class NoCollective:
+    """A Collective that no rank comes to."""
+
+    def sum_up(self, values: Tensor) -> None:
+        raise AssertionError
+
+    def joined(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        raise AssertionError
+
+    def give_up(self) -> None:
+        raise AssertionError
+
+    def counts(self) -> list[int]:
+        raise AssertionError
+
+
+@contextmanager
+def ranked_model(
+    directory: Path, num_ranks: int, *, on_start: Callable[[Ranks], None] = lambda ranks: None, **changed: Any
+) -> Iterator[tuple[TargetModel, Ranks]]:
+    """Loads the model on `num_ranks` ranks, each with one thread, in float32. `changed` are other LoadArguments.
+    `on_start` is called when the ranks have been started.
+    """
+    arguments = LoadArguments(
+        device="cpu",
+        dtype="float32",
+        kv_dtype="auto",
+        max_context_tokens=None,
+        attention="kernels",
+        optimizes_modules=True,
+    )
+    arguments.update(changed)  # type: ignore[typeddict-item]
+    ranks = open_ranks(
+        cpu_engine(torch.device("cpu")),
+        directory,
+        arguments,
+        num_ranks=num_ranks,
+        num_threads=1,
+        kernels_dir=kernels_cache_dir(),
+    )
+    try:
+        with lost_ranks_named(ranks):
+            on_start(ranks)
+            target = load_together(lambda: load_target(directory, **arguments, part=ranks.part), ranks)
+        target.lead(ranks)
+        yield target, ranks
+    finally:
+        ranks.close()
