@@ -83,7 +83,7 @@ class WaitingQueue:
             if req.phase is not Phase.QUEUE:
                 place = next(places)
                 if self._shares is not None and req.lease is not None:
-                    self._shares.take_turn(req.client, len(req.token_ids) - req.num_held_tokens)
+                    self._shares.charge(req.client, len(req.token_ids) - req.num_held_tokens)
                 if client is not _RETURNED and client in self._newcomers:
                     self._newcomers[client] = self._newcomers.pop(client)
             elif req.awaited is not None:

@@ -306,6 +306,7 @@ class PrefillEngine:
         assert command.call_id not in self._calls, "call ids are new"
         self._sender.open_call(command.call_id, shares_memory=command.shares_memory)
         prompts = self._calls[command.call_id] = {}
+        calls = {command.call_id: None}  # those that may be over now; they end together, as rows of this one still come
         for index, row in enumerate(command.rows):
             is_traced = index in command.traced_rows
             arrived_s = self._clock()
@@ -322,14 +323,15 @@ class PrefillEngine:
             else:
                 prompt.num_kept_tokens = self.pool.num_cached(prompt.usable_key)
                 if num_queued >= self._max_queued_rows:
-                    self._shed_last()
-        self._end_call_if_done(command.call_id)
+                    calls[self._shed_last()] = None
+        for call_id in calls:
+            self._end_call_if_done(call_id)
 
-    def _shed_last(self) -> None:
-        """Refuses the queued prompt that is due last, maybe the one that has just come."""
+    def _shed_last(self) -> str:
+        """Refuses the queued prompt that is due last, maybe the one that has just come. Returns its call."""
         last = self._lives.in_turn(PromptPhase.QUEUED)[-1]
         self._fail(last, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
-        self._end_call_if_done(last.call_id)
+        return last.call_id
 
     # ---- computing ----------------------------------------------------------------------------------------------
 
@@ -365,7 +367,11 @@ class PrefillEngine:
             return True
         computing = self._lives.in_phase(PromptPhase.COMPUTING)
         prompt.awaited = awaited_kv(self.pool, prompt.usable_key, computing) if self.pool.num_free_rows else None
-        return prompt.awaited is not None
+        if prompt.awaited is None:
+            return False
+        source = next(each for each in computing if each is prompt.awaited.source)
+        source.due_s = min(source.due_s, prompt.due_s)  # else prompts that are due between them would hold up both
+        return True
 
     @recorded("launch")
     def _launch(self) -> StepInFlight | None:

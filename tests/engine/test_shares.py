@@ -75,6 +75,23 @@ def test_the_counts_of_clients_that_left_are_bounded() -> None:
     for number in range(5000):
         client = str(number)
         shares.begin_to_wait(client)
-        shares.charge(client, 10 + number)
         shares.end_to_wait(client)
-    assert shares.num_counts <= 1024
+        shares.charge(client, 10 + number)
+    assert shares.num_counts <= 1025
+
+
+def test_new_clients_do_not_pass_one_that_waits_for_ever() -> None:
+    shares = Shares({})
+    shares.begin_to_wait("busy")
+    shares.begin_to_wait("old")
+    shares.charge("old", 1000)
+    for number in range(500):
+        new = str(number)
+        shares.begin_to_wait(new)
+        if shares.count("old") < shares.count(new):
+            break
+        shares.end_to_wait(new)
+        shares.charge(new, 10)
+    else:
+        raise AssertionError("it waits for ever")
+    assert number > 50, "others have their turns meanwhile"

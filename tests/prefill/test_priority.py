@@ -20,13 +20,16 @@ NUM_TOKENS = 12
 class Prompts:
     """A prefill engine that computes one prompt in a forward. Each prompt has a call of its own."""
 
-    def __init__(self, target: TargetModel, *, max_rows: int, max_queued_rows: int = 64) -> None:
+    def __init__(
+        self, target: TargetModel, *, max_rows: int, max_queued_rows: int = 64, prefix_cache: bool = False
+    ) -> None:
         self.now_s = 0.0
         self.num_opened = 0
         self.half = PrefillHalf(
             target,
             max_rows=max_rows,
             max_queued_rows=max_queued_rows,
+            prefix_cache=prefix_cache,
             max_batch_tokens=NUM_TOKENS,
             chunk_tokens=NUM_TOKENS,
             ageing=Ageing(STEP_S),
@@ -34,10 +37,11 @@ class Prompts:
             overlap=False,
         )
 
-    def open(self, name: str, *, priority: int) -> None:
-        (row,) = handoff_rows([range(1, 1 + NUM_TOKENS)], ResolvedSampling(seed=1, max_tokens=1))
-        self.num_opened += 1
-        self.half.step(OpenCall(name, (replace(row, priority=priority),)))
+    def open(self, name: str, *, priority: int, first_token: int = 1, num_rows: int = 1, num_chunks: int = 1) -> None:
+        token_ids = range(first_token, first_token + num_chunks * NUM_TOKENS)
+        rows = handoff_rows([token_ids] * num_rows, ResolvedSampling(seed=1, max_tokens=1))
+        self.num_opened += num_rows
+        self.half.step(OpenCall(name, tuple(replace(row, priority=priority, cache_salt="") for row in rows)))
 
     def order(self) -> list[str]:
         """Computes all prompts and returns their calls in the order of their first tokens."""
@@ -83,3 +87,26 @@ def test_a_full_queue_refuses_what_it_would_compute_last(tiny_target: Callable[[
     assert all(failed.reason is RowFailure.CAPACITY and failed.retryable for failed in prompts.half.failures)
     prompts.num_opened -= 2
     assert prompts.order() == ["first", "high", "low"]
+
+
+def test_a_call_of_several_rows_ends_when_a_full_queue_refuses_them(tiny_target: Callable[[str], TargetModel]) -> None:
+    prompts = Prompts(tiny_target("llama"), max_rows=1, max_queued_rows=1)
+    prompts.open("first", priority=0)
+    prompts.open("queued", priority=0)
+    prompts.open("two", priority=0, num_rows=2)
+    refused = [ready.call_id for ready in prompts.half.frames if isinstance(ready.frame, RowFailed)]
+    assert refused == ["two", "two"]
+    prompts.num_opened -= 2
+    assert prompts.order() == ["first", "queued"]
+
+
+def test_a_prompt_that_brings_kv_for_a_better_one_is_computed_as_early(
+    tiny_target: Callable[[str], TargetModel],
+) -> None:
+    prompts = Prompts(tiny_target("llama"), max_rows=16, prefix_cache=True)
+    prompts.open("source", priority=100, num_chunks=4)
+    prompts.open("waits for it", priority=0, num_chunks=4)
+    for number in range(6):
+        prompts.open(f"later {number}", priority=0, first_token=60 + 14 * number)
+    order = prompts.order()
+    assert order.index("waits for it") < order.index("later 3"), order
