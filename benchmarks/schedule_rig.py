@@ -321,7 +321,13 @@ class ScheduleRig:
             return scheduler.DecodeEngine(
                 model=cast(
                     TargetModel,
-                    SimpleNamespace(layer_group=groups[0], windows=(), vocab_size=VOCAB_SIZE, attention=attention),
+                    SimpleNamespace(
+                        layer_group=groups[0],
+                        windows=(),
+                        vocab_size=VOCAB_SIZE,
+                        attention=attention,
+                        new_zeros=None,
+                    ),
                 ),
                 draft=cast(DraftHead, SimpleNamespace(layer_group=groups[1])) if spec_info else None,
                 depth=depth_of(spec_info, adapts=False),
