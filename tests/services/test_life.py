@@ -120,6 +120,7 @@ class Parts:
         self.runtime = SimpleNamespace(
             device=ScriptedDevice(),
             model=SimpleNamespace(num_layers_begun=0, runs_program=False),
+            ranks=None,
             forward_counts={},
             start_beside=lambda populate: populate(lambda: None),
         )
