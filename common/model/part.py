@@ -18,9 +18,10 @@ class MemberLost(Exception):
 
 
 class Collective(Protocol):
-    """What ranks do together. All of them call the same methods, with tensors of the same shapes, in the same order.
+    """Adds and joins the tensors of all ranks of a model. Each rank has an object of this kind, and all ranks call the
+    same methods, with tensors of the same shapes, in the same order.
 
-    Every method raises MemberLost once the ranks are given up.
+    `sum_up` and `joined` raise MemberLost once the ranks are given up.
     """
 
     def sum_up(self, values: Tensor) -> None:
@@ -38,7 +39,7 @@ class Collective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The place of a rank among `num_ranks`, and its way to the others."""
+    """The part of a model that the rank with number `rank`, of `num_ranks`, computes. `collective` connects them."""
 
     rank: int
     num_ranks: int

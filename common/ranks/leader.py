@@ -50,9 +50,8 @@ class Ranks:
     """The processes of the ranks 1 to `num_ranks` - 1, and this one's part of the model. Implements `Followers`.
 
     They load the model in `directory`, with `arguments`, while this process does. So create this object, and then load
-    the model with `part`. Each rank computes with `num_threads` threads, and
-    keeps compiled kernels in `kernels_dir`. Raises StartupError if a process cannot be
-    started.
+    the model with `part`. Each rank computes with `num_threads` threads, and keeps compiled kernels in `kernels_dir`.
+    Raises StartupError if a process cannot be started.
     """
 
     def __init__(

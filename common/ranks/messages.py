@@ -1,4 +1,4 @@
-"""What the first rank tells the others, and how a forward becomes a message."""
+"""The messages that the first rank sends to the other ranks: what to load, which memory to map, what to compute."""
 
 from __future__ import annotations
 

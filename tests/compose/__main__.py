@@ -8,9 +8,7 @@ Needs a Docker engine, compose, openssl, and promtool of Prometheus.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from tests.compose.command import CommandFailed
 from tests.compose.free_port import free_port
 from tests.compose.images import BUILT, build, third_parties
 from tests.compose.project import Project
-from tests.compose.report import Report, StepFailed
+from tests.compose.report import Report, StepFailed, reported
 from tests.compose.static_checks import check_compose_files, check_prometheus_files
 
 ROOT = Path(__file__).parents[2]
@@ -28,15 +26,7 @@ NAME = "baton-test"
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    report = Report()
-    # A run that is told to stop removes its containers too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with suppress(StepFailed):
-        _run(report)
-    print(f"\n{report.elapsed_s:.0f} s in all, {len(report.problems)} problems")
-    for problem in report.problems:
-        print(f"- {problem}")
-    return 1 if report.problems else 0
+    return reported(_run)
 
 
 def _run(report: Report) -> None:

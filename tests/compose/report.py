@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from tests.compose.command import CommandFailed
 
@@ -49,3 +50,16 @@ class Report:
 
 class StepFailed(Exception):
     """Raised after a failed step, whose problem is in the report. The later steps would make no sense without it."""
+
+
+def reported(run: Callable[[Report], None]) -> int:
+    """Runs `run`, prints the problems that it found, and returns the exit status. A step that fails ends the run."""
+    report = Report()
+    # A run that is told to stop removes its containers too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(StepFailed):
+        run(report)
+    print(f"\n{report.elapsed_s:.0f} s in all, {len(report.problems)} problems")
+    for problem in report.problems:
+        print(f"- {problem}")
+    return 1 if report.problems else 0

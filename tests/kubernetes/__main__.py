@@ -9,16 +9,14 @@ Needs a Docker engine and compose.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from tests.compose.command import CommandFailed
 from tests.compose.images import build
 from tests.compose.project import Project
-from tests.compose.report import Report, StepFailed
+from tests.compose.report import Report, StepFailed, reported
 from tests.kubernetes import checks
 from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.manifests import overlay, with_component
@@ -30,15 +28,7 @@ NAME = "baton-kubernetes"
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    report = Report()
-    # A run that is told to stop removes its containers too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with suppress(StepFailed):
-        _run(report)
-    print(f"\n{report.elapsed_s:.0f} s in all, {len(report.problems)} problems")
-    for problem in report.problems:
-        print(f"- {problem}")
-    return 1 if report.problems else 0
+    return reported(_run)
 
 
 def _run(report: Report) -> None:
