@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
 from common.model.target import TargetModel
 from common.priority import Ageing
@@ -18,15 +19,20 @@ NUM_TOKENS = 12
 
 
 class Prompts:
-    """A prefill engine that computes one prompt in a forward. Each prompt has a call of its own."""
+    """A prefill engine that computes one prompt in a forward. Each prompt has a call of its own.
+
+    Nothing is computed while prompts are opened, so the first keeps its row until `order` is called.
+    """
 
     def __init__(
         self, target: TargetModel, *, max_rows: int, max_queued_rows: int = 64, prefix_cache: bool = False
     ) -> None:
         self.now_s = 0.0
         self.num_opened = 0
+        self.device = ScriptedDevice()
         self.half = PrefillHalf(
             target,
+            self.device,
             max_rows=max_rows,
             max_queued_rows=max_queued_rows,
             prefix_cache=prefix_cache,
@@ -46,6 +52,7 @@ class Prompts:
     def order(self) -> list[str]:
         """Computes all prompts and returns their calls in the order of their first tokens."""
         while len(self.half.first_tokens) < self.num_opened:
+            self.device.run_all()
             self.half.step()
         self.half.close()
         return [ready.call_id for ready in self.half.frames if isinstance(ready.frame, PrebuiltBatch)]
