@@ -1,5 +1,5 @@
 """Parses addresses in settings: "HOST:PORT" is one service, "dns:///NAME:PORT" all services that the name
-resolves to.
+resolves to, and "file:///PATH" all services that the file lists.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Self
 
 _DNS = "dns:///"
+_FILE = "file:///"
 _NOT_IN_A_HOST = frozenset(" /?#@[]")
 _MAX_PORT = 65535
 _CONNECT_TIMEOUT_S = 1.0
@@ -32,12 +33,49 @@ class DnsName:
             raise ValueError(f"{text!r} is not {_DNS}NAME:PORT") from None
         return cls(host, port)
 
+    @property
+    def certified_host(self) -> str | None:
+        """The host that the certificates of all services behind the name are for."""
+        return self.host
+
     def __str__(self) -> str:
         return _DNS + address_of(self.host, self.port)
 
 
-def is_dns_name(text: str) -> bool:
-    return text.startswith("dns:")
+@dataclass(frozen=True, slots=True)
+class AddressFile:
+    """A file that lists services, one "HOST:PORT" a line, with numeric hosts."""
+
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parses "file:///PATH". Raises ValueError for any other text."""
+        path = "/" + text.removeprefix(_FILE)
+        if not text.startswith(_FILE) or path.endswith("/") or not path.isprintable():
+            raise ValueError(f"{text!r} is not {_FILE}PATH")
+        return cls(path)
+
+    @property
+    def certified_host(self) -> str | None:
+        """None, because the services have no host in common. Each certificate is for its own service's address."""
+        return None
+
+    def __str__(self) -> str:
+        return _FILE + self.path.removeprefix("/")
+
+
+Name = DnsName | AddressFile
+"""Stands for a set of services that changes, and is looked up again and again."""
+
+
+def is_name(text: str) -> bool:
+    return text.startswith(("dns:", "file:"))
+
+
+def parse_name(text: str) -> Name:
+    """Parses "dns:///NAME:PORT" or "file:///PATH". Raises ValueError for any other text."""
+    return AddressFile.parse(text) if text.startswith("file:") else DnsName.parse(text)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -104,8 +142,12 @@ def network_of(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether "host:port" is reachable from this machine only; False for every host name but localhost."""
-    host, _ = host_and_port(address.removeprefix("dns:///"))
+    """Returns whether "host:port" is reachable from this machine only; False for every host name but localhost, and
+    for a file of addresses.
+    """
+    if address.startswith(_FILE):
+        return False
+    host, _ = host_and_port(address.removeprefix(_DNS))
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

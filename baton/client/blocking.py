@@ -161,9 +161,9 @@ class Client:
     """A client of one decode service or of several. With several, each request goes to one that is ready, if possible
     to one that has the request's beginning in its cache.
 
-    `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT". `rpc_timeout_s` bounds the small calls
-    (model_info, load, health). A generation has its own `timeout_s`, which travels as the request's deadline; None
-    means no limit. `token` is sent with every call but health.
+    `address` is "HOST:PORT", "HOST:PORT,HOST:PORT,...", "dns:///NAME:PORT" or "file:///PATH".
+    `rpc_timeout_s` bounds the small calls (model_info, load, health). A generation has its own `timeout_s`, which
+    travels as the request's deadline; None means no limit. `token` is sent with every call but health.
 
     With `resume`, a generation whose call ends UNAVAILABLE continues in another call. It fails when no event has come
     for `resume_timeout_s` after the break. Before any server has accepted the request, `admission_timeout_s` applies

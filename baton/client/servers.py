@@ -36,8 +36,8 @@ from baton.client.channel import ChannelOptions, Tls, authorized, channel_option
 from baton.client.target import Target, numeric_target, parse_target
 from baton.errors import BatonError, Cancelled, Internal, ResourceExhausted, Unavailable
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from common.addresses import address_of
-from common.rpc.name_lookup import LookUp, look_up
+from common.addresses import DnsName, address_of
+from common.rpc.name_lookup import LookUp, addresses_behind, look_up
 
 MIN_MARGIN_CALLS = 2
 MARGIN_SHARE = 0.25
@@ -362,7 +362,7 @@ class Servers(ABC):
         self._look_next_s = self._looking_since_s + self._look_up_interval_s
         # A daemon thread outside of any pool: if the look-up hangs, the process can exit.
         try:
-            threading.Thread(target=self._look, name=f"look-up-{self._target.name.host}", daemon=True).start()
+            threading.Thread(target=self._look, name=f"look-up-{self._target.name}", daemon=True).start()
         except RuntimeError as error:  # the system has no more threads: a later call tries again
             self._looking_since_s = None
             self._look_up_error = str(error)
@@ -371,7 +371,7 @@ class Servers(ABC):
         assert self._target.name is not None
         answer: Sequence[str] | Exception
         try:
-            answer = self._look_up(self._target.name.host, self._target.name.port)
+            answer = addresses_behind(self._target.name, self._look_up)
         except Exception as error:  # any error is a result: later look-ups must go on
             answer = error
         self._hand_over(self._take_answer, answer)
@@ -612,7 +612,7 @@ def _options(target: Target, tls: Tls | None, overrides: ChannelOptions | None) 
         "grpc.service_config": _FOLLOWS_HEALTH,
         "grpc.client_idle_timeout_ms": _NEVER_IDLE_MS,
     }
-    if target.name is not None:  # servers and proxies see the name, as if gRPC had looked it up
+    if isinstance(target.name, DnsName):  # servers and proxies see the name, as if gRPC had looked it up
         if tls is None:
             more["grpc.default_authority"] = address_of(target.name.host, target.name.port)
         elif tls.server_name is None:

@@ -1,4 +1,4 @@
-"""Parses a client's address: one server, a list of servers, or a DNS name that stands for several."""
+"""Parses a client's address: one server, a list of servers, or a name that stands for several."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.client.channel import Tls
 from baton.errors import InvalidArgument, Unavailable
-from common.addresses import DnsName, address_of, host_and_port, is_dns_name
+from common.addresses import AddressFile, Name, address_of, host_and_port, is_name, parse_name
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
@@ -22,24 +22,26 @@ class Target:
 
     addresses: tuple[str, ...]
     is_single: bool = False
-    name: DnsName | None = None
+    name: Name | None = None
 
 
 def parse_target(address: str, tls: Tls | None) -> Target:
-    """Parses "HOST:PORT", "HOST:PORT,HOST:PORT,..." or "dns:///NAME:PORT".
+    """Parses "HOST:PORT", "HOST:PORT,HOST:PORT,...", "dns:///NAME:PORT" or "file:///PATH".
 
     The hosts of a list are looked up once, here, which blocks; unknown hosts are left out. Raises InvalidArgument for a
     malformed address, Unavailable when no host of a list is known.
     """
-    if is_dns_name(address):
+    if is_name(address):
         try:
-            return Target((), name=DnsName.parse(address))
+            name = parse_name(address)
         except ValueError as error:
             raise _malformed(error) from None
+        if isinstance(name, AddressFile):
+            _require_server_name(tls)
+        return Target((), name=name)
     if "," not in address:
         return Target((single_server(address),), is_single=True)
-    if tls is not None and tls.server_name is None:
-        raise _malformed("several addresses with TLS need Tls.server_name, which all their certificates name")
+    _require_server_name(tls)
     servers = [_host_and_port(part) for part in address.split(",")]
     for family in _FAMILIES:
         found = [target for host, port in servers if (target := _look_up(host, port, family))]
@@ -63,6 +65,11 @@ def _host_and_port(part: str) -> tuple[str, int]:
         return host_and_port(part.strip())
     except ValueError as error:
         raise _malformed(error) from None
+
+
+def _require_server_name(tls: Tls | None) -> None:
+    if tls is not None and tls.server_name is None:
+        raise _malformed("several addresses with TLS need Tls.server_name, which all their certificates name")
 
 
 def _malformed(why: object) -> InvalidArgument:

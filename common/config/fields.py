@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-from common.addresses import DnsName, host_and_port, is_dns_name
+from common.addresses import host_and_port, is_name, parse_name
 from common.rpc.grpc_options import MAX_MESSAGE_BYTES, MAX_SEGMENT_BYTES
 
 _WEIGHT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -21,10 +21,10 @@ def _address(value: str) -> str:
 
 
 def _target(value: str) -> str:
-    """Validates the address of one server, "HOST:PORT", or "dns:///NAME:PORT" for all servers that a name
-    resolves to.
+    """Validates the address of one server, "HOST:PORT", or the name of several: "dns:///NAME:PORT" for all servers that
+    a name resolves to, "file:///PATH" for all that a file lists.
     """
-    return str(DnsName.parse(value)) if is_dns_name(value) else _address(value)
+    return str(parse_name(value)) if is_name(value) else _address(value)
 
 
 def _endpoint(value: str) -> str:

@@ -7,6 +7,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from common.addresses import is_name
 from common.config.fields import Address, Addresses, Choices, Names, Origins, Positive, RequestBytes, Seconds, Targets
 from common.config.process_settings import ProcessSettings
 
@@ -21,7 +22,7 @@ class GatewaySettings(ProcessSettings):
     listen: Address = "127.0.0.1:8000"
     """HOST:PORT to listen on."""
     decode: Targets = ("127.0.0.1:50051",)
-    """HOST:PORT of each decode service, with commas, or one dns:///NAME:PORT for all behind a name."""
+    """HOST:PORT of each decode service, with commas, or one dns:///NAME:PORT or file:///PATH for all behind it."""
     decode_tls: bool = False
     """Connects to the decode services with TLS."""
     decode_tls_ca: Path | None = None
@@ -65,6 +66,6 @@ class GatewaySettings(ProcessSettings):
             raise ValueError("decode names no address")
         if self.status_needs_key and self.api_key_file is None:
             raise ValueError("status_needs_key needs api_key_file")
-        if len(self.decode) > 1 and any(target.startswith("dns:") for target in self.decode):
-            raise ValueError("decode is one dns:///NAME:PORT, or any number of HOST:PORT")
+        if len(self.decode) > 1 and any(map(is_name, self.decode)):
+            raise ValueError("decode is one dns:///NAME:PORT or file:///PATH, or any number of HOST:PORT")
         return self

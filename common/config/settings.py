@@ -174,7 +174,7 @@ class DecodeSettings(ServiceSettings):
     listen: Address = "127.0.0.1:50051"
     """HOST:PORT to listen on."""
     prefill: Targets = ("127.0.0.1:50052",)
-    """HOST:PORT of each prefill service, with commas, or dns:///NAME:PORT for all that a name resolves to."""
+    """HOST:PORT of each prefill service, with commas; dns:///NAME:PORT or file:///PATH for all behind it."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     """With draft: draft tokens that one verification checks, 1 to 15; unset: 4."""
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None

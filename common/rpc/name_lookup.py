@@ -1,4 +1,4 @@
-"""Looks up a host's addresses with the system's resolver, without blocking the event loop or the process's exit."""
+"""Looks up the addresses behind a name, a host's or a file's, without blocking the event loop or the process's exit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
 
-from common.addresses import address_of
+from common.addresses import AddressFile, Name, address_of, host_and_port
+
+MAX_FILE_BYTES = 64 << 10
 
 LookUp = Callable[[str, int], Sequence[str]]
 """A function that returns the addresses of (host, port), as "HOST:PORT" with numeric hosts.
@@ -34,8 +38,40 @@ def look_up(host: str, port: int) -> tuple[str, ...]:
     raise OSError("has no address")
 
 
+def read_addresses(path: Path) -> tuple[str, ...]:
+    """Returns the addresses in a file that lists one HOST:PORT a line, with numeric hosts. It blocks.
+
+    Blank lines are skipped. Raises OSError if the file cannot be read, lists no address or something that is none, is
+    larger than 64 KiB, or does not end with the end of a line, as a file that is only half written.
+    """
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise OSError(f"has more than {MAX_FILE_BYTES} bytes")
+    if content and not content.endswith(b"\n"):
+        raise OSError("its last line has no end")
+    addresses = []
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
+        if address := line.strip():
+            try:
+                host, port = host_and_port(address)
+                addresses.append(address_of(str(ip_address(host)), port))
+            except ValueError:
+                raise OSError(f"line {number}: {address[:80]!r} is not HOST:PORT with a numeric host") from None
+    if not addresses:
+        raise OSError("lists no address")
+    return tuple(dict.fromkeys(addresses))
+
+
+def addresses_behind(name: Name, look_up: LookUp) -> Sequence[str]:
+    """Returns the addresses that the name stands for now. It blocks. Raises OSError if there is none."""
+    if isinstance(name, AddressFile):
+        return read_addresses(Path(name.path))
+    return look_up(name.host, name.port)
+
+
 class LookedUpName:
-    """A host name and its addresses, which `refresh` looks up. Use it on the event loop only.
+    """A name and its addresses, which `refresh` looks up. Use it on the event loop only.
 
     `found` has the addresses of the last successful look-up, also while later ones fail. `error` says why the last
     look-up failed, or that there was none yet; it is "" if the last one succeeded. A look-up runs on a thread of its
@@ -43,9 +79,8 @@ class LookedUpName:
     are never two.
     """
 
-    def __init__(self, *, host: str, port: int, look_up: LookUp, timeout_s: float) -> None:
-        self.host = host
-        self.port = port
+    def __init__(self, *, name: Name, look_up: LookUp, timeout_s: float) -> None:
+        self.name = name
         self.found: tuple[str, ...] = ()
         self.error = "not looked up yet"
         self._look_up = look_up
@@ -82,12 +117,12 @@ class LookedUpName:
         def look() -> None:
             answer: Sequence[str] | Exception
             try:
-                answer = self._look_up(self.host, self.port)
+                answer = addresses_behind(self.name, self._look_up)
             except Exception as error:  # any error is a result: later look-ups must go on
                 answer = error
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(tell, answer)
 
         # A daemon thread outside of any pool: if the look-up hangs, the process can exit and no pool loses a thread.
-        threading.Thread(target=look, name=f"look-up-{self.host}", daemon=True).start()
+        threading.Thread(target=look, name=f"look-up-{self.name}", daemon=True).start()
         return future

@@ -1,4 +1,4 @@
-"""The known prefill replicas: those at fixed addresses, and those found by DNS names, which come and go."""
+"""The known prefill replicas: those at fixed addresses, and those found by names, which come and go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from common.addresses import DnsName, is_dns_name, numeric_form
+from common.addresses import Name, is_name, numeric_form, parse_name
 from common.errors import BatonError, PrefillUnavailable
 from common.rpc.name_lookup import LookUp
 from decode_service.handoff.grpc_replica import GrpcReplica
@@ -18,7 +18,8 @@ from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.messages import Replica, ReplicasChanged
 
 Connect = Callable[[str, str | None], GrpcReplica]
-"""Connects to the replica at an address. The second argument is the DNS name it was found by, or None."""
+"""Connects to the replica at an address. The second argument is the host that its certificate must
+name, or None for the address's own host."""
 
 _log = structlog.get_logger(__name__)
 
@@ -26,7 +27,7 @@ _log = structlog.get_logger(__name__)
 @dataclass(slots=True)
 class _Watched:
     replica: GrpcReplica
-    name: DnsName | None
+    name: Name | None
     seen: Replica
     look_now: asyncio.Event = field(default_factory=asyncio.Event)
     looker: asyncio.Task[None] | None = None
@@ -35,9 +36,10 @@ class _Watched:
 class GrpcReplicas:
     """Polls every known replica and calls `post` with all their states when one changes. For the event loop only.
 
-    `addresses` has fixed addresses and DNS names. An address to which several of them lead is one replica. A replica
-    that its DNS name no longer lists is kept while it is ready, or while `has_calls` returns True for its address. A
-    name without any addresses yet is reported as a replica that is not ready, with the name as its address.
+    `addresses` has fixed addresses and names of several (`common.addresses.Name`). An address to which several of them
+    lead is one replica. A replica that its name no longer lists is kept while it is ready, or while `has_calls` returns
+    True for its address. A name without any addresses yet is reported as a replica that is not ready, with the name as
+    its address.
     """
 
     def __init__(
@@ -54,17 +56,17 @@ class GrpcReplicas:
         self._has_calls = has_calls
         self._post = post
         self._timeouts = timeouts
-        self._fixed = tuple(address for address in addresses if not is_dns_name(address))
+        self._fixed = tuple(address for address in addresses if not is_name(address))
         self._names = tuple(
             NameWatch(
-                name=DnsName.parse(address),
+                name=parse_name(address),
                 look_up=look_up,
                 interval_s=timeouts.look_up_interval_s,
                 timeout_s=timeouts.look_up_timeout_s,
                 on_look_up=self._update,
             )
             for address in addresses
-            if is_dns_name(address)
+            if is_name(address)
         )
         self._watched: dict[str, _Watched] = {}
         self._posted: list[tuple[Replica, str]] | None = None
@@ -103,7 +105,7 @@ class GrpcReplicas:
             await asyncio.wait(tasks, timeout=self._timeouts.close_timeout_s)
 
     def _update(self) -> None:
-        """Connects to new replicas. Drops those that their DNS name no longer lists, if they are not ready and have no
+        """Connects to new replicas. Drops those that their name no longer lists, if they are not ready and have no
         call. Then posts the states if they changed.
         """
         if not self._is_open:
@@ -118,9 +120,9 @@ class GrpcReplicas:
                 self._watch(address, name)
         self._report()
 
-    def _wanted(self) -> dict[str, DnsName | None]:
-        """Returns every address to poll, each once, with the DNS name it was found by (None for a fixed one)."""
-        wanted: dict[str, DnsName | None] = dict.fromkeys(self._fixed)
+    def _wanted(self) -> dict[str, Name | None]:
+        """Returns every address to poll, each once, with the name it was found by (None for a fixed one)."""
+        wanted: dict[str, Name | None] = dict.fromkeys(self._fixed)
         known = set(map(numeric_form, self._fixed))
         for watch in self._names:
             for address in watch.found:
@@ -129,11 +131,11 @@ class GrpcReplicas:
                     wanted[address] = watch.name
         return wanted
 
-    def _watch(self, address: str, name: DnsName | None) -> None:
+    def _watch(self, address: str, name: Name | None) -> None:
         if name is not None:
             _log.info("prefill replica %s: found behind %s", address, name)
         not_looked = Replica(address, is_ready=False, error=PrefillUnavailable("not looked at yet"))
-        watched = _Watched(self._connect(address, name.host if name else None), name, not_looked)
+        watched = _Watched(self._connect(address, name.certified_host if name else None), name, not_looked)
         self._watched[address] = watched
         watched.looker = asyncio.create_task(self._keep_looking(watched))
 

@@ -36,8 +36,9 @@ class GrpcTransport:
     """A HandoffTransport over gRPC. It is created on the event loop on which it runs. `metadata` is gRPC metadata that
     is sent with every call.
 
-    `addresses` are "HOST:PORT", one replica each, or "dns:///NAME:PORT", a replica for each address that `look_up`
-    finds. With TLS the certificates of replicas found by a name must be for NAME. While the receive budget is full, a
+    `addresses` are "HOST:PORT", one replica each, "dns:///NAME:PORT", a replica for each address that `look_up`
+    finds, or "file:///PATH", a replica for each address in the file. With TLS the certificates of replicas found by a
+    DNS name must be for NAME, and the others for the replica's own host. While the receive budget is full, a
     handoff call reads one more frame and holds it; then gRPC's flow control stops the replica.
     """
 
@@ -66,12 +67,12 @@ class GrpcTransport:
         self._budget = AsyncReceiveBudget(receive_budget_bytes)
         self._loop = asyncio.get_running_loop()
 
-        def connect(address: str, name: str | None) -> GrpcReplica:
+        def connect(address: str, certified_host: str | None) -> GrpcReplica:
             return GrpcReplica(
                 address=address,
                 fingerprint=fingerprint,
                 credentials=credentials,
-                options=channel_options(max_receive_bytes=max_message_bytes, server_name=name),
+                options=channel_options(max_receive_bytes=max_message_bytes, server_name=certified_host),
                 metadata=metadata,
                 num_channels=num_channels_per_replica,
                 timeouts=timeouts,

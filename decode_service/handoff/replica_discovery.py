@@ -1,4 +1,4 @@
-"""Looks up the addresses of a DNS name again and again."""
+"""Looks up the addresses behind a name again and again."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import structlog
 
-from common.addresses import DnsName
+from common.addresses import Name
 from common.rpc.name_lookup import LookedUpName, LookUp
 
 _log = structlog.get_logger(__name__)
 
 
 class NameWatch:
-    """Keeps the addresses of one DNS name up to date. For the event loop only.
+    """Keeps the addresses behind one name up to date. For the event loop only.
 
     `found` are the addresses of the last successful look-up. `error` says why the last look-up failed, and is empty if
     it succeeded. `on_look_up` is called after each look-up.
@@ -23,14 +23,14 @@ class NameWatch:
     def __init__(
         self,
         *,
-        name: DnsName,
+        name: Name,
         look_up: LookUp,
         interval_s: float,
         timeout_s: float,
         on_look_up: Callable[[], None],
     ) -> None:
         self.name = name
-        self._looked_up = LookedUpName(host=name.host, port=name.port, look_up=look_up, timeout_s=timeout_s)
+        self._looked_up = LookedUpName(name=name, look_up=look_up, timeout_s=timeout_s)
         self._interval_s = interval_s
         self._on_look_up = on_look_up
         self._is_failing = False

@@ -1,16 +1,17 @@
-"""Resolves the host name of a target to addresses, once for each round of samples."""
+"""Resolves the name of a target to addresses, once for each round of samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.addresses import DnsName, host_and_port, is_dns_name
+from common.addresses import DnsName, host_and_port, is_name, parse_name
 from common.rpc.name_lookup import LookedUpName, LookUp
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One address of a target: the `target` as configured, its host name, and one numeric HOST:PORT of that host."""
+    """One address of a target: the `target` as configured, the host that its certificate is for, and the
+    numeric HOST:PORT."""
 
     target: str
     host: str
@@ -18,12 +19,15 @@ class Address:
 
 
 class TargetAddresses:
-    """The addresses of one target, "HOST:PORT" or "dns:///HOST:PORT", as of the last successful DNS look-up."""
+    """The addresses of one target, as of the last successful look-up.
+
+    `target` is "HOST:PORT", "dns:///HOST:PORT" or "file:///PATH".
+    """
 
     def __init__(self, target: str, *, look_up: LookUp, timeout_s: float) -> None:
         self.target = target
-        name = DnsName.parse(target) if is_dns_name(target) else DnsName(*host_and_port(target))
-        self._name = LookedUpName(host=name.host, port=name.port, look_up=look_up, timeout_s=timeout_s)
+        name = parse_name(target) if is_name(target) else DnsName(*host_and_port(target))
+        self._name = LookedUpName(name=name, look_up=look_up, timeout_s=timeout_s)
         self.found: tuple[Address, ...] = ()
 
     @property
@@ -34,4 +38,7 @@ class TargetAddresses:
     async def refresh(self) -> None:
         """Looks the name up again, for at most `timeout_s`. Never raises."""
         await self._name.refresh()
-        self.found = tuple(Address(self.target, self._name.host, number) for number in self._name.found)
+        self.found = tuple(
+            Address(self.target, self._name.name.certified_host or host_and_port(number)[0], number)
+            for number in self._name.found
+        )

@@ -311,6 +311,31 @@ async def test_a_look_up_that_found_no_thread_is_tried_again(
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("kind", [BlockingServers, AsyncServers])
+async def test_a_file_names_servers_as_a_dns_name_does(
+    kind: type[BlockingServers | AsyncServers], ready_server: ScriptedServer, tmp_path: Path
+) -> None:
+    address = f"file://{tmp_path}/decode"
+    servers: Any = kind(address, channel_overrides=LOOK_UP_OFTEN)
+    with pytest.raises(errors.Unavailable, match=f"{address}: not found: .*No such file"):
+        await take(servers)
+    (tmp_path / "decode").write_text(f"{ready_server.address}\n")
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            with suppress(errors.Unavailable):
+                assert (await take(servers)).target == f"ipv4:{ready_server.address}"
+                break
+            await asyncio.sleep(0.01)
+    closed = servers.close()
+    if closed is not None:
+        await closed
+
+
+def test_servers_that_a_file_names_need_a_name_in_common_for_tls() -> None:
+    with pytest.raises(errors.InvalidArgument, match="server_name"):
+        Client("file:///decode", tls=Tls(ca_file=CERTIFICATES / "ca.pem"))
+
+
 async def test_a_server_that_comes_back_still_has_its_open_calls(
     watch: Callable[..., Any], ready_server: ScriptedServer
 ) -> None:

@@ -71,7 +71,8 @@ def test_prefill_replicas_are_listed_with_commas_or_by_repeating(argv: tuple[str
 
 
 def test_prefill_replicas_may_be_those_behind_names() -> None:
-    assert decode("--prefill=dns:///a:1,b:2,dns:///c:3").prefill == ("dns:///a:1", "b:2", "dns:///c:3")
+    names = ("dns:///a:1", "b:2", "dns:///c:3", "file:///d/e")
+    assert decode(f"--prefill={','.join(names)}").prefill == names
 
 
 def test_prefill_replicas_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +172,9 @@ def test_an_unknown_flag_is_refused_by_name(flag: str) -> None:
         ("prefill", "--prefill=dns:a:1"),
         ("prefill", "--prefill=dns://server/a:1"),
         ("prefill", "--prefill=dns:///a"),
+        ("prefill", "--prefill=file:a"),
+        ("prefill", "--prefill=file://a"),
+        ("prefill", "--prefill=file:///"),
         ("tls_cert", "--tls-cert=cert.pem"),
         ("max_streams", "--max-streams=0"),
         ("otlp_endpoint", "--otlp-endpoint=collector:4317"),

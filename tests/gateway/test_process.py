@@ -301,7 +301,8 @@ def test_the_limit_of_descriptors_is_raised(scripted: ScriptedServer, tmp_path: 
     ("flags", "message"),
     [
         (["--max-choices=0"], "max_choices: "),
-        (["--decode=dns:///x:1,y:2"], "decode is one dns:///NAME:PORT"),
+        (["--decode=dns:///x:1,y:2"], "decode is one dns:///NAME:PORT or file:///PATH"),
+        (["--decode=file:///x,y:2"], "decode is one dns:///NAME:PORT or file:///PATH"),
         (["--tls-cert=x"], "tls_cert and tls_key go together"),
         (["--config=absent.yaml"], "config: absent.yaml"),
     ],

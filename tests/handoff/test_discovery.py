@@ -7,6 +7,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -150,6 +151,31 @@ def test_a_replica_that_joins_the_name_serves(rig: Rig) -> None:
     rig.ready(FIRST, SECOND)
     transport.start(StartHandoff("call", rig.at(SECOND), (row(),)))
     assert rig.decode.ended("call").error is None
+
+
+def test_replicas_come_and_go_with_the_lines_of_a_file(rig: Rig, tmp_path: Path) -> None:
+    first, file = rig.bring_up(FIRST), tmp_path / "prefill"
+    rig.bring_up(SECOND)
+    file.write_text(f"{rig.at(FIRST)}\n")
+    transport = rig.connect(f"file://{file}")
+    rig.ready(FIRST)
+    assert rig.others_may_come()
+    file.write_text(f"{rig.at(SECOND)}\n")
+    rig.ready(FIRST, SECOND)
+    rig.stop(first)
+    rig.ready(SECOND)
+    transport.start(StartHandoff("call", rig.at(SECOND), (row(),)))
+    assert rig.decode.ended("call").error is None
+
+
+def test_a_file_that_is_missing_is_reported_by_its_name_until_it_is_there(rig: Rig, tmp_path: Path) -> None:
+    rig.bring_up(FIRST)
+    name = f"file://{tmp_path}/prefill"
+    rig.connect(name)
+    missing = rig.replicas(lambda each: name in each and "not looked up yet" not in str(each[name].error))[name]
+    assert not missing.is_ready and "No such file" in str(missing.error)
+    (tmp_path / "prefill").write_text(f"{rig.at(FIRST)}\n")
+    rig.ready(FIRST)
 
 
 def test_a_replica_that_left_the_name_stays_while_it_is_ready_and_is_let_go_when_it_is_gone(rig: Rig) -> None:

@@ -7,12 +7,14 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
+from gateway.status.addresses import Address
 from gateway.status.exposition import parse_exposition
 from gateway.status.increase import Increase
 from gateway.status.scraper import MAX_BYTES, ScrapeFailed, Scraper
@@ -72,6 +74,21 @@ async def test_every_address_behind_a_name_is_a_service_and_leaves_with_it() -> 
         assert [each.address for each in sampling.snapshot.services] == [second.address]
 
         await sampling.close()
+
+
+async def test_the_addresses_in_a_file_are_services_too(tmp_path: Path) -> None:
+    (tmp_path / "decode").write_text("10.0.0.1:1\n10.0.0.2:1\n")
+    opened: list[Address] = []
+
+    def open_client(address: Address) -> Decode:
+        opened.append(address)
+        return Decode(LOAD)
+
+    target = f"file://{tmp_path}/decode"
+    sampling = sampler(Clock(), [], [target], open_client=open_client)
+    await sampling.sample()
+    assert opened == [Address(target, f"10.0.0.{number}", f"10.0.0.{number}:1") for number in (1, 2)]
+    await sampling.close()
 
 
 async def test_a_target_whose_name_was_never_found_says_why() -> None:
