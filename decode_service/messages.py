@@ -287,15 +287,5 @@ class DegradedChanged:
     reason: str = ""
 
 
-Event = (
-    PhaseBegan
-    | PromptScored
-    | Tokens
-    | Finished
-    | Failed
-    | StartHandoff
-    | CancelHandoffRows
-    | BreakCall
-    | SegmentsLanded
-    | DegradedChanged
-)
+RequestEvent = PhaseBegan | PromptScored | Tokens | Finished | Failed
+Event = RequestEvent | StartHandoff | CancelHandoffRows | BreakCall | SegmentsLanded | DegradedChanged

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import structlog
 from opentelemetry.trace import Tracer
 
 from common.config.gateway_settings import GatewaySettings
+from common.rpc.event_loop import run
 from common.service.program import run_program, termination_signals
 from common.telemetry.tracing import process_tracer
 from gateway.server import GatewayServer
@@ -25,7 +25,7 @@ def run_gateway(argv: Sequence[str]) -> int:
 
 def _serve_traced(settings: GatewaySettings, instance_id: str) -> None:
     with process_tracer(settings, service=PROGRAM, instance_id=instance_id) as tracer:
-        asyncio.run(serve(settings, tracer))
+        run(serve(settings, tracer))
 
 
 async def serve(settings: GatewaySettings, tracer: Tracer) -> None:

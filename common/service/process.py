@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import os
@@ -86,6 +85,7 @@ def _load_and_serve(
     if settings.uses(FastPath.SHORT_SWITCH_INTERVAL):
         switch_threads_early()
     with _all_kept():
+        from common.rpc.event_loop import run
         from common.service.runtime import open_runtime
         from common.telemetry.exposition import MetricsServer
 
@@ -97,7 +97,7 @@ def _load_and_serve(
         process_tracer(settings, service=program, instance_id=instance_id) as tracer,
     ):
         process = Process(instance_id=instance_id, runtime=runtime, registry=registry, tracer=tracer)
-        asyncio.run(_serve(serve, settings, process))
+        run(_serve(serve, settings, process))
 
 
 def _metrics_tokens(settings: ServiceSettings) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from decode_service.messages import (
     Finished,
     PhaseBegan,
     PromptScored,
+    RequestEvent,
     Submit,
     Tokens,
 )
@@ -42,8 +43,6 @@ _log = structlog.get_logger(__name__)
 MAX_PROMPT_LOGPROB_BYTES = 256 << 20
 """The most bytes of prompts' log-probabilities for live requests: a million tokens with 20 likely ones each."""
 _RETRY_AFTER_S = 1
-
-RequestEvent = PhaseBegan | PromptScored | Tokens | Finished | Failed
 
 
 class LiveRequests:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from common.sampling.params import TokenLogprobs
 from common.text.tokenizer import TextTokenizer, TokenDecoder
+from decode_service.edge.text.detokenizer import MAX_TOGETHER
 from decode_service.edge.text.output import OutputProcessor, StopMatch
 from tests.decode_edge.tokenizers_for_tests import (
     WORDS,
@@ -128,6 +129,28 @@ def test_output_ends_at_the_first_stop_string_however_the_tokens_cut_it(data: st
     num_ids, expected_text, stop = reference(decoder, prompt, token_ids, stops, min_tokens, includes_stop)
     assert (sum(len(piece.token_ids) for piece in pieces), text) == (num_ids, expected_text)
     assert (output.match.stop_string if output.match else None) == stop
+
+
+@given(st.data())
+def test_text_is_the_same_however_many_tokens_come_at_once(data: st.DataObject) -> None:
+    tokenizer = data.draw(every_tokenizer())
+    prompt, token_ids = data.draw(likely_token_ids(tokenizer)), data.draw(likely_token_ids(tokenizer))
+    token_ids = token_ids * data.draw(st.integers(1, 3))  # more than are decoded together
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=4)))
+    options = {
+        "decoder": data.draw(st.sampled_from([tokenizer, tokenizer.showing(None)])),
+        "prompt_token_ids": prompt,
+        "end_token_ids": frozenset(data.draw(st.lists(st.sampled_from(range(vocab_size(tokenizer))), max_size=2))),
+        "min_tokens": data.draw(st.integers(0, 6)),
+    }
+    by_one, together = OutputProcessor(**options), OutputProcessor(**options)
+
+    one = "".join(by_one.push([token_id]).text for token_id in token_ids) + by_one.finish()
+    pieces = [together.push(token_ids[start:stop]) for start, stop in zip([0, *cuts], [*cuts, None], strict=True)]
+
+    assert "".join(piece.text for piece in pieces) + together.finish() == one
+    assert [each for piece in pieces for each in piece.token_ids] == token_ids
+    assert together.num_output_tokens == len(token_ids)
 
 
 @given(st.data())
@@ -342,7 +365,7 @@ def test_tokens_without_text_do_not_slow_the_next_token_down(token_id: int) -> N
 
     output.push([token_id] * 500 + [ord("a")] * 500)
 
-    assert max(decoded_lens) < 10
+    assert max(decoded_lens) <= 2 * MAX_TOGETHER
 
 
 @pytest.mark.parametrize(

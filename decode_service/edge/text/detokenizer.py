@@ -10,6 +10,7 @@ from common.text.tokenizer import TokenDecoder
 
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 32
+MAX_TOGETHER = 16  # tokens; they are decoded once more, as the context of those that follow
 _TRIED_CUTS = 4  # the most bytes of a character
 _NUM_PROMPT_TOKENS = 8  # more text than a decoder strips, ending with a whole character or a character's beginning
 _MAX_PROMPT_BYTE_RUN = 256
@@ -59,8 +60,33 @@ class IncrementalDetokenizer:
             return DecodedText("")
         if (byte := self._decoder.byte_of.get(token_id)) is not None:
             return DecodedText("", tail=self._beyond_prompt(self._push_byte(token_id, byte)))
+        return DecodedText(self._push_plain([token_id]))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Adds several tokens and returns the final text. Each `tail` but the last is lost, but it takes much less time
+        than `push` for each token.
+        """
+        texts = []
+        plain: list[int] = []
+        for token_id in token_ids:
+            if self._decoder.is_skipped(token_id):
+                continue
+            is_byte = token_id in self._decoder.byte_of
+            if plain and (is_byte or len(plain) == MAX_TOGETHER):
+                texts.append(self._push_plain(plain))
+                plain = []
+            if is_byte:
+                self._push_byte(token_id, self._decoder.byte_of[token_id])
+            else:
+                plain.append(token_id)
+        if plain:
+            texts.append(self._push_plain(plain))
+        return "".join(texts)
+
+    def _push_plain(self, token_ids: Sequence[int]) -> str:
+        """Adds tokens that are neither skipped nor byte tokens. Returns the text that becomes final."""
         self._run = None
-        self._window.append(token_id)
+        self._window += token_ids
         text = self._decoder.decode(self._window)
         is_complete = not text.endswith(_REPLACEMENT)
         num_final = len(text) if is_complete else len(text) - 1
@@ -73,7 +99,7 @@ class IncrementalDetokenizer:
         elif len(self._window) >= self._cut_at_len:
             self._cut(text)
             self._cut_at_len = len(self._window) + _LONG_WINDOW
-        return DecodedText(new)
+        return new
 
     def flush(self) -> str:
         """Returns the rest of the output's text, which was held back because it was not final. Do not call `push`

@@ -103,6 +103,8 @@ class OutputProcessor:
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> OutputPiece:
+        if not (self._stop_strings or logprobs):
+            return OutputPiece(tuple(token_ids), self._push_all(token_ids))
         texts: list[str] = []
         positions: list[PositionLogprobs] = []
         for token_id in token_ids:
@@ -112,6 +114,22 @@ class OutputProcessor:
                 positions.append(self._position(token_id, logprobs[len(texts)]))
             texts.append(self._push_one(token_id))
         return OutputPiece(tuple(token_ids[: len(texts)]), "".join(texts), tuple(positions))
+
+    def _push_all(self, token_ids: Sequence[int]) -> str:
+        num_before = self._num_output_tokens
+        self._num_output_tokens += len(token_ids)
+        if self._reasoning is not None:
+            for token_id in token_ids:
+                self._reasoning.add(token_id)
+        if self._end_token_ids.isdisjoint(token_ids) or self._includes_stop:
+            return self._detokenizer.push_all(token_ids)
+        return self._detokenizer.push_all(
+            [
+                token_id
+                for number, token_id in enumerate(token_ids, num_before + 1)
+                if token_id not in self._end_token_ids or number <= self._min_tokens
+            ]
+        )
 
     def finish(self) -> str:
         """Returns the text that is still held back. Call it after the engine has ended the output.
