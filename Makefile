@@ -11,7 +11,7 @@ FUZZ := .venv/.installed-fuzz
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test compose-test kubernetes-test clients-test check format stubs parity bench soak fuzz gpu clean
+.PHONY: help demo test compose-test kubernetes-test ray-test clients-test check format stubs parity bench soak fuzz gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make test         the test suite                  (PYTEST_ARGS="tests/kv -k slots" for a part)'
 	@echo 'make compose-test build the images and run the compose files; needs Docker, compose, openssl and promtool'
 	@echo 'make kubernetes-test  build the images and run the pods of deploy/kubernetes as containers; needs Docker and compose'
+	@echo 'make ray-test     serve the demo model on a Ray cluster of three nodes here, in an environment of its own'
 	@echo 'make clients-test try the clients of other projects, in an environment of their own'
 	@echo 'make check        format, lint, types, imports, stubs'
 	@echo 'make format       apply formatting and safe lint fixes'
@@ -41,6 +42,9 @@ compose-test: $(DEV)
 
 kubernetes-test: $(DEV)
 	$(BIN)/python -m tests.kubernetes
+
+ray-test: $(DEV)
+	$(BIN)/python -m tests.ray
 
 clients-test: $(DEV)
 	$(BIN)/python -m tests.clients
@@ -79,7 +83,7 @@ gpu:
 	python3 -m pytest -c tests/gpu/pytest.ini --confcutdir=tests -p no:asyncio -p no:benchmark tests/gpu $(PYTEST_ARGS)
 
 clean:
-	rm -rf .venv .venv-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache .fuzz build dist *.egg-info
+	rm -rf .venv .venv-clients .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache .fuzz build dist *.egg-info
 
 # torch goes first, by its range alone: pip then takes the newest build on offer (a CPU build where an index has one), and
 # nothing installed after it can bring in another.

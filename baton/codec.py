@@ -167,6 +167,7 @@ def prefill_load_from_wire(load: prefill_pb2.GetPrefillLoadResponse) -> PrefillL
         num_computing=load.num_computing,
         num_steps=load.num_steps,
         unsent_bytes=load.unsent_bytes,
+        num_uncomputed_tokens=load.num_uncomputed_tokens,
     )
 
 

@@ -104,7 +104,7 @@ class InferenceLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLoad:
-    """The load of a prefill service."""
+    """The load of a prefill service. `num_uncomputed_tokens` counts those of queued and running prompts."""
 
     instance_id: str
     rows: PoolLoad
@@ -113,3 +113,4 @@ class PrefillLoad:
     num_computing: int
     num_steps: int
     unsent_bytes: int
+    num_uncomputed_tokens: int = 0

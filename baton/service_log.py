@@ -56,6 +56,15 @@ def log_tail(path: Path, *, start: int = 0) -> str:
         return file.read().decode(errors="replace").strip()
 
 
+def serving_port(tail: str) -> int | None:
+    """Returns the port that the service listens on, from the end of its log; None before it listens."""
+    for text in tail.splitlines():
+        line = _parsed(text)
+        if line is not None and line["event"] == "serving":
+            return int(line["port"])
+    return None
+
+
 def why_it_ended(tail: str) -> str:
     """Returns why a process failed, from the end of its log; "" if the log does not say.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-CODE_PACKAGES = ("baton", "baton_cpu", "common", "prefill_service", "decode_service", "gateway")
+CODE_PACKAGES = ("baton", "baton_cpu", "baton_ray", "common", "prefill_service", "decode_service", "gateway")
 _SKIPPED = {".venv", "node_modules", "build", "dist"}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("baton", "baton_cpu", "common", "prefill_service", "decode_service", "training")
+PACKAGES = ("baton", "baton_cpu", "baton_ray", "common", "prefill_service", "decode_service", "gateway", "training")
 
 
 def lint_imports(directory: Path) -> subprocess.CompletedProcess[str]:
@@ -70,6 +70,9 @@ def test_the_code_keeps_every_contract(checkout: Path) -> None:
         ("baton_cpu/planted.py", "from baton.v1 import types_pb2", "baton_cpu imports common"),
         ("baton_cpu/planted.py", "import prefill_service.messages", "baton_cpu imports common"),
         ("baton_cpu/planted.py", "import h11", "baton_cpu needs the engine's libraries"),
+        ("baton/planted.py", "def late():\n    import ray", "only baton_ray imports Ray"),
+        ("gateway/planted.py", "import baton_ray.service", "only baton_ray imports Ray"),
+        ("baton_ray/planted.py", "import decode_service.main", "baton_ray starts the services as programs"),
         ("common/nixl/planted.py", "import torch", "the process that NIXL lives in"),
         ("common/model/planted.py", "def late():\n    import structlog", "the engine needs torch"),
         ("common/device/planted.py", "import common.wire.codec_frames", "the engine needs torch"),

@@ -18,6 +18,7 @@ TARGETS = (
     "test",
     "compose-test",
     "kubernetes-test",
+    "ray-test",
     "clients-test",
     "check",
     "stubs",

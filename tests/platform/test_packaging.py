@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("baton", "baton_cpu", "common", "prefill_service", "decode_service", "gateway", "training")
+PACKAGES = ("baton", "baton_cpu", "baton_ray", "common", "prefill_service", "decode_service", "gateway", "training")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -48,6 +48,7 @@ def test_every_directory_of_modules_is_a_package(package: str) -> None:
         ("prefill_service", ("engine", "gpu", "nixl", "quantized")),
         ("decode_service", ("engine", "gpu", "nixl", "quantized")),
         ("gateway", ("gateway",)),
+        ("baton_ray", ("engine", "gateway", "ray")),
         ("training", ("engine", "gpu", "training", "quantized")),
     ],
 )
@@ -62,7 +63,7 @@ def test_every_imported_library_is_declared(part: str, extras: tuple[str, ...]) 
     undeclared = {
         root
         for root in third_party
-        if declared(*extras).isdisjoint(canonical(name) for name in distributions.get(root, []))
+        if declared(*extras).isdisjoint(canonical(name) for name in distributions.get(root, [root]))
     }
     assert undeclared == set()
 

@@ -1,0 +1,1 @@
+"""Baton as an application of Ray Serve. docs/ray.md explains it."""

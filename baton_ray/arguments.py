@@ -1,0 +1,61 @@
+"""The arguments of the application, and the settings of its services."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from baton.service_process import TLS_SETTINGS, Role
+from common.config.gateway_settings import GatewaySettings
+from common.config.load import load_settings
+from common.config.process_settings import ProcessSettings
+from common.config.settings import DecodeSettings, PrefillSettings
+
+_KINDS: Mapping[Role, type[ProcessSettings]] = {
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "gateway": GatewaySettings,
+}
+_SET_HERE: Mapping[Role, frozenset[str]] = {
+    "prefill": frozenset({"listen", "log_format"}),
+    "decode": frozenset({"listen", "log_format", "prefill"}),
+    "gateway": frozenset({"listen", "log_format", "decode"}),
+}
+_TLS = frozenset(name.removeprefix("BATON_").lower() for name in TLS_SETTINGS)
+
+
+class Args(BaseModel):
+    """The arguments of the application: settings of Baton, by the names that docs/configuration.md has.
+
+    Those in `services` are for prefill and decode both, as the model is.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    services: dict[str, Any] = {}
+    prefill: dict[str, Any] = {}
+    decode: dict[str, Any] = {}
+    gateway: dict[str, Any] = {}
+
+    def flags(self, role: Role) -> list[str]:
+        """Returns the flags of one kind of service. Raises ValueError for a key that may not be set here."""
+        settings = self.gateway if role == "gateway" else {**self.services, **getattr(self, role)}
+        for key in settings:
+            if key in _SET_HERE[role]:
+                raise ValueError(f"{role}: {key} cannot be set, because the services find each other")
+            if key in _TLS:
+                raise ValueError(f"{role}: {key} cannot be set, because the services use no TLS under Ray")
+        return [_flag(key.replace("_", "-"), value) for key, value in settings.items() if value is not None]
+
+
+def settings_of(role: Role, flags: list[str]) -> Any:
+    """Returns the settings that a service with these flags has. Raises ConfigError, which names the key."""
+    return load_settings(_KINDS[role], flags, program=role, without=TLS_SETTINGS)
+
+
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={','.join(map(str, value)) if isinstance(value, list) else value}"

@@ -1,0 +1,39 @@
+"""Tells the services of one application where the others listen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+EXPIRY_S = 10.0
+"""How long a service stays listed after it last announced itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a service says about itself: its `role`, the `name` of its replica, and the "HOST:PORT" it listens on."""
+
+    role: str
+    name: str
+    address: str
+
+
+class Directory:
+    """Lists the services that have announced themselves within the last `EXPIRY_S`.
+
+    Services announce themselves every second, so a directory that was started anew knows all of them soon.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._listed: dict[str, tuple[Announcement, float]] = {}
+
+    def exchange(self, announcement: Announcement, wanted: str) -> tuple[str, ...]:
+        """Lists the service, and returns the addresses of those whose role is `wanted`, in the order of their first
+        announcements.
+        """
+        now_s = self._clock()
+        self._listed[announcement.name] = (announcement, now_s)
+        self._listed = {name: entry for name, entry in self._listed.items() if now_s - entry[1] < EXPIRY_S}
+        return tuple(each.address for each, _ in self._listed.values() if each.role == wanted)

@@ -1,0 +1,243 @@
+"""Runs a service of Baton as a child process of a Serve replica."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from baton.client import Client
+from baton.client.prefill import PrefillClient
+from baton.errors import StartTimedOut
+from baton.local_pair import MODULES
+from baton.server_info import InferenceLoad
+from baton.service_log import ServiceLog, serving_port
+from baton.service_process import Role, ServiceProcess
+from baton_ray.directory import Announcement
+from common.addresses import address_of
+
+PROBE_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 10.0
+_POLL_INTERVAL_S = 0.1
+_FINDS: Mapping[Role, Role] = {"decode": "prefill", "gateway": "decode"}
+"""The kind of service that each kind calls. Its setting for their addresses has the same name."""
+
+Exchange = Callable[[Announcement, str], Sequence[str]]
+"""Asks the application's directory, see `Directory.exchange`. It blocks, for a bounded time, and may raise."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Service:
+    """One service, which runs from `start` to `stop` and dies with this process.
+
+    It listens on a free port of `host`. Its output goes to a file in `log_dir`. Every `exchange_interval_s` it is
+    announced in the directory, and the addresses that the directory has of the services it calls are written to a
+    file, which it reads as `file:///PATH`. `stop_timeout_s` is what it has to end by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        name: str,
+        host: str,
+        flags: Sequence[str],
+        log_dir: Path,
+        exchange: Exchange,
+        start_timeout_s: float,
+        stop_timeout_s: float,
+        exchange_interval_s: float = 1.0,
+        new_process: Callable[..., ServiceProcess] = ServiceProcess,
+    ) -> None:
+        self.role: Role = role
+        self.name = name
+        self._host = host
+        self._exchange = exchange
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._exchange_interval_s = exchange_interval_s
+        self._directory = tempfile.TemporaryDirectory(prefix="baton-")
+        self._wanted = _FINDS.get(role)
+        self._found = Path(self._directory.name) / "found"
+        finds = [] if self._wanted is None else [f"--{self._wanted}=file://{self._found}"]
+        self._process = new_process(
+            role=role,
+            name=f"{role}-{name}",
+            address=address_of(host, 0),
+            arguments=("-m", MODULES[role], *flags, f"--listen={address_of(host, 0)}", "--log-format=json", *finds),
+            log_file=log_dir / f"baton-{role}-{name}.log",
+        )
+        self._words = ServiceLog(self._process.log_file)
+        self._probe: Probe | None = None
+        self._address = ""
+        self._listed: tuple[str, ...] = ()
+        self._exchange_failed = False
+        self._has_started: Future[None] = Future()
+        self._is_stopping = threading.Event()
+        # The process dies with the thread that started it, so this thread must last as long.
+        self._thread = threading.Thread(target=self._run, name=f"baton-{role}", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """The "HOST:PORT" that the service listens on."""
+        assert self._address, "not started"
+        return self._address
+
+    def start(self) -> None:
+        """Starts the service and waits until it answers. It may not be ready to serve yet.
+
+        Raises ServiceDied if it ends instead, and StartTimedOut after `start_timeout_s`; then it has been stopped.
+        """
+        self._thread.start()
+        try:
+            self._wait_until_it_answers()
+        except BaseException:
+            self.stop()
+            raise
+
+    def check(self) -> None:
+        """Raises an error if the service has ended or does not answer."""
+        self._process.check()
+        assert self._probe is not None, "not started"
+        self._probe.check()
+
+    def load(self) -> float:
+        """Returns the load, as docs/ray.md defines it for each kind of service. Raises an error if it is not told."""
+        assert self._probe is not None, "not started"
+        return self._probe.load()
+
+    def stop(self) -> None:
+        """Lets the service finish its requests and end, within `stop_timeout_s`, and kills it after that."""
+        self._is_stopping.set()
+        self._thread.join()
+        if self._probe is not None:
+            self._probe.close()
+        self._directory.cleanup()
+
+    def _wait_until_it_answers(self) -> None:
+        self._has_started.result()
+        deadline_s = time.monotonic() + self._start_timeout_s
+        while True:
+            self._process.check()
+            port = serving_port(self._process.log_tail())
+            if port is not None:
+                break
+            if time.monotonic() > deadline_s:
+                raise StartTimedOut({self._process.name: ""}, self._start_timeout_s, self._process.log_file.parent)
+            time.sleep(_POLL_INTERVAL_S)
+        address = address_of(self._host, port)
+        self._probe = _PROBES[self.role](address)
+        self._probe.check()
+        self._address = address
+
+    def _run(self) -> None:
+        try:
+            self._process.start()
+            self._has_started.set_result(None)
+        except BaseException as error:
+            self._has_started.set_exception(error)
+            return
+        while not self._is_stopping.wait(self._exchange_interval_s):
+            for words in self._words.new_words():
+                _log.info("%s %s", self._process.name, words)
+            if self._address:
+                self._ask_directory()
+        self._process.terminate()
+        if not self._process.wait(self._stop_timeout_s):
+            self._process.kill()
+            self._process.wait(KILL_TIMEOUT_S)
+
+    def _ask_directory(self) -> None:
+        try:
+            found = tuple(self._exchange(Announcement(self.role, self.name, self._address), self._wanted or ""))
+        except Exception as error:  # any error of Ray's: what was found stays, and the next exchange may succeed
+            if not self._exchange_failed:
+                _log.warning("the directory does not answer: %s", error)
+            self._exchange_failed = True
+            return
+        self._exchange_failed = False
+        if found and found != self._listed:  # a directory that has just started may know nobody yet
+            self._listed = found
+            new = self._found.with_suffix(".new")
+            new.write_text("".join(f"{address}\n" for address in found))
+            os.replace(new, self._found)
+
+
+class Probe(Protocol):
+    """Asks one running service whether it answers, and for its load. Every call is bounded."""
+
+    def check(self) -> None: ...
+
+    def load(self) -> float: ...
+
+    def close(self) -> None: ...
+
+
+class _PrefillProbe:
+    def __init__(self, address: str) -> None:
+        self._client = PrefillClient(address, rpc_timeout_s=PROBE_TIMEOUT_S)
+
+    def check(self) -> None:
+        self._client.load()
+
+    def load(self) -> float:
+        """Returns the prompt tokens that are queued or being computed."""
+        return float(self._client.load().num_uncomputed_tokens)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class _DecodeProbe:
+    def __init__(self, address: str) -> None:
+        self._client = Client(address, rpc_timeout_s=PROBE_TIMEOUT_S)
+
+    def check(self) -> None:
+        self._client.health()
+
+    def load(self) -> float:
+        return decode_load(self._client.load())
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class _GatewayProbe:
+    def __init__(self, address: str) -> None:
+        self._url = f"http://{address}/health/live"
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def check(self) -> None:
+        with self._opener.open(self._url, timeout=PROBE_TIMEOUT_S):
+            pass
+
+    def load(self) -> float:
+        """Returns 0, because Serve itself counts the gateway's requests."""
+        return 0.0
+
+    def close(self) -> None:
+        self._opener.close()
+
+
+_PROBES: Mapping[Role, Callable[[str], Probe]] = {
+    "prefill": _PrefillProbe,
+    "decode": _DecodeProbe,
+    "gateway": _GatewayProbe,
+}
+
+
+def decode_load(load: InferenceLoad) -> float:
+    """Returns the share of the decode service that is in use: of its rows or of its KV slots, whichever is more, plus
+    what the queued requests would add to its rows.
+    """
+    held = max(load.rows.held / load.rows.total, load.slots.held / load.slots.total)
+    return held + load.num_queued / load.rows.total

@@ -1,0 +1,65 @@
+"""Tests of the application's arguments, and of those in deploy/ray."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from baton_ray.arguments import Args, settings_of
+from baton_ray.scaling import LoadPolicy
+from common.errors import ConfigError
+
+FILES = sorted((Path(__file__).parents[2] / "deploy" / "ray").glob("*.yaml"))
+
+
+def test_settings_become_flags_and_those_of_services_are_for_prefill_and_decode() -> None:
+    args = Args(
+        services={"model": "demo", "tf32": True, "draft": None},
+        decode={"max_rows": 4},
+        gateway={"served_model_name": ["a", "b"], "status_page": False},
+    )
+    assert args.flags("prefill") == ["--model=demo", "--tf32"]
+    assert args.flags("decode") == ["--model=demo", "--tf32", "--max-rows=4"]
+    gateway = settings_of("gateway", args.flags("gateway"))
+    assert (gateway.served_model_name, gateway.status_page) == (("a", "b"), False)
+    assert settings_of("decode", args.flags("decode")).tf32
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "words"),
+    [
+        ({"decoding": {}}, ValidationError, "decoding"),
+        ({"decode": {"prefill": "a:1"}}, ValueError, "decode: prefill cannot be set"),
+        ({"services": {"listen": "a:1"}}, ValueError, "prefill: listen cannot be set"),
+        ({"gateway": {"decode_tls": True}}, ValueError, "gateway: decode_tls cannot be set"),
+        ({"services": {"tls_cert": "a"}}, ValueError, "prefill: tls_cert cannot be set"),
+        ({"decode": {"max_rows": 0}}, ConfigError, "max_rows"),
+        ({"decode": {"max_row": 1}}, ConfigError, "max.row"),
+    ],
+)
+def test_what_cannot_be_set_is_told_by_its_name(args: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        asked = Args.model_validate(args)
+        for role in ("prefill", "decode", "gateway"):
+            settings_of(role, asked.flags(role))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_files_of_deploy_serve_what_they_say(file: Path) -> None:
+    (application,) = yaml.safe_load(file.read_text())["applications"]
+    assert application["import_path"] == "baton_ray.application:build"
+    args = Args.model_validate(application["args"])
+    for role in ("prefill", "decode", "gateway"):
+        settings_of(role, args.flags(role))
+    prefill, decode, gateway = application["deployments"]
+    assert [each["name"] for each in (prefill, decode, gateway)] == ["prefill", "decode", "gateway"]
+    for deployment in (prefill, decode):
+        policy = deployment["autoscaling_config"]["policy"]
+        module, _, name = policy["policy_function"].partition(":")
+        assert getattr(importlib.import_module(module), name) is LoadPolicy
+        LoadPolicy(**policy["policy_kwargs"])
