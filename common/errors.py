@@ -6,6 +6,7 @@ BatonError
 ├── DuplicateRequest       a request with this id is in progress
 ├── Overloaded             admission is full
 ├── RecordingInProgress    another caller records the service's timeline
+├── RoleRefused            the process cannot have the role, or is changing to another
 ├── NotServed              this server does not serve the called method
 ├── Unauthenticated        the caller sent no valid token
 ├── DeadlineExceeded       the request's deadline passed
@@ -114,6 +115,21 @@ class RecordingInProgress(BatonError):
     reason = "RECORDING_IN_PROGRESS"
 
 
+class RoleRefused(BatonError):
+    """The process cannot be given a role. `setting` names the setting that is missing, if that is why."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "ROLE_REFUSED"
+
+    def __init__(self, message: str, *, setting: str = "") -> None:
+        super().__init__(f"{setting}: {message}" if setting else message)
+        self.setting = setting
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"field": self.setting} if self.setting else {}
+
+
 class NotServed(BatonError):
     code = "UNIMPLEMENTED"
     reason = "NOT_SERVED"
@@ -219,7 +235,7 @@ def request_reasons() -> list[str]:
     def below(kind: type[BatonError]) -> list[type[BatonError]]:
         return [kind, *(each for child in kind.__subclasses__() for each in below(child))]
 
-    unrelated = (StartupError, RecordingInProgress, NotServed)
+    unrelated = (StartupError, RecordingInProgress, RoleRefused, NotServed)
     return sorted({kind.reason for kind in below(BatonError) if not issubclass(kind, unrelated)})
 
 

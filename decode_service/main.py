@@ -72,9 +72,19 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(settings: DecodeSettings, process: Process) -> None:
-    """Serves until SIGTERM or SIGINT. Raises the errors of `ServiceLife.run`."""
+    """Serves until the process says that this service leaves. Raises the errors of `ServiceLife.run`."""
     async with assembled(settings, process) as life:
-        await life.run_until_signalled()
+        await life.run(process.switch.leaves, process.on_serving)
+
+
+def check(settings: DecodeSettings, runtime: Runtime) -> None:
+    """Raises StartupError if `serve` could not serve with these settings, as far as that is known before."""
+    if runtime.draft is not None:
+        speculation_of(settings, runtime.draft)
+    if settings.prefill_tls:
+        channel_credentials(settings.prefill_tls_ca, settings.tls_cert, settings.tls_key)
+    if settings.prefill_token_file is not None:
+        read_tokens("prefill_token_file", settings.prefill_token_file)
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import structlog
@@ -31,7 +32,8 @@ def _serve_traced(settings: GatewaySettings, instance_id: str) -> None:
 async def serve(settings: GatewaySettings, tracer: Tracer) -> None:
     """Serves until SIGTERM or SIGINT, then finishes open requests within the grace period."""
     server = GatewayServer(settings, tracer=tracer)
-    with termination_signals() as terminated:
+    terminated = asyncio.Event()
+    with termination_signals(terminated.set):
         port = await server.start()
         _log.info("serving", port=port)
         await terminated.wait()

@@ -43,9 +43,14 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(settings: PrefillSettings, process: Process) -> None:
-    """Serves until SIGTERM or SIGINT. Raises the errors of `ServiceLife.run`."""
+    """Serves until the process says that this service leaves. Raises the errors of `ServiceLife.run`."""
     async with assembled(settings, process) as life:
-        await life.run_until_signalled()
+        await life.run(process.switch.leaves, process.on_serving)
+
+
+def check(settings: PrefillSettings, runtime: Runtime) -> None:
+    """Raises StartupError if `serve` could not serve with these settings, as far as that is known before."""
+    check_chunks(settings, runtime.draft)
 
 
 @asynccontextmanager

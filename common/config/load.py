@@ -50,7 +50,7 @@ def load_settings(
     try:
         return read()
     except ValidationError as error:
-        raise ConfigError("; ".join(map(_describe, error.errors()))) from error
+        raise ConfigError("; ".join(map(describe_error, error.errors()))) from error
     except SettingsError as error:
         raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from error
 
@@ -157,17 +157,32 @@ class _YamlFile(PydanticBaseSettingsSource):
         path = self.current_state.get("config")
         if path is None:
             return {}
-        try:
-            values = yaml.safe_load(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"config: {path}: {error}") from error
-        if values is None:
-            return {}
-        if not isinstance(values, dict):
-            raise ConfigError(f"config: {path}: is not a mapping of keys to values")
+        values = read_yaml("config", Path(path))
         if "config" in values:
             raise ConfigError(f"config: {path}: a file cannot name another")
-        return {str(key).replace("-", "_"): value for key, value in values.items()}
+        return values
+
+
+def read_yaml(setting: str, path: Path) -> dict[str, Any]:
+    """Returns the keys and values in the YAML file that `setting` names. Raises ConfigError, which names both."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{setting}: {path}: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{setting}: {path}: is not a mapping of keys to values")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def describe_error(error: Any) -> str:
+    """Returns what one of a ValidationError's errors says, with the key that is wrong."""
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"unknown key: {key}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
 
 
 def _check_environment() -> None:
@@ -176,11 +191,3 @@ def _check_environment() -> None:
     unknown = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
     if unknown:
         raise ConfigError(f"unknown in the environment: {', '.join(unknown)}")
-
-
-def _describe(error: Any) -> str:
-    key = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden":
-        return f"unknown key: {key}"
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{key}: {message}" if key else message

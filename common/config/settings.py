@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -40,9 +41,18 @@ DEMO_MODEL = "demo"
 NO_DRAFT = "none"
 
 
+class Role(StrEnum):
+    """What a process is: a prefill or a decode service."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class ServiceSettings(ProcessSettings):
     """Settings that both services share. After validation, `draft` names the draft head in use; "" means none."""
 
+    role: ClassVar[Role]
+    """The role that a process with these settings has."""
     share_of_cores: ClassVar[float]
     """The share of a CPU's cores that a forward uses if `num_threads` is 0."""
 
@@ -67,6 +77,8 @@ class ServiceSettings(ProcessSettings):
         """The device's name in one form: "cuda" becomes "cuda:0", which is the same device."""
         return "cuda:0" if self.device == "cuda" else self.device
 
+    other_role: Path | None = None
+    """YAML file with the settings of this process as the other kind of service; unset: its role stays as it is."""
     metrics_listen: OptionalAddress = ""
     """HOST:PORT where Prometheus finds /metrics; unset: there are no metrics."""
     metrics_token_file: Path | None = None
@@ -139,6 +151,7 @@ class ServiceSettings(ProcessSettings):
 
 class PrefillSettings(ServiceSettings):
     example = "--model demo --listen 127.0.0.1:50052"
+    role = Role.PREFILL
     share_of_cores = 0.5
     listen: Address = "127.0.0.1:50052"
     """HOST:PORT to listen on."""
@@ -170,6 +183,7 @@ class PrefillSettings(ServiceSettings):
 
 class DecodeSettings(ServiceSettings):
     example = "--model demo --listen 127.0.0.1:50051 --prefill 127.0.0.1:50052"
+    role = Role.DECODE
     share_of_cores = 1.0
     listen: Address = "127.0.0.1:50051"
     """HOST:PORT to listen on."""
@@ -234,4 +248,6 @@ class DecodeSettings(ServiceSettings):
             raise ValueError("prefill names no address")
         if len(set(self.prefill)) != len(self.prefill):
             raise ValueError("prefill names an address twice")
+        if set(self.prefill) == {self.listen}:
+            raise ValueError("prefill names no service but this one itself: it cannot be both kinds at a time")
         return self

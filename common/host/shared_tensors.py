@@ -62,11 +62,15 @@ class SharedTensors:
                 return TensorPlace(file, first - start, tuple(tensor.shape), tensor.dtype)
         raise ValueError("the tensor is not in shared memory")
 
+    def let_go(self, num_kept: int) -> None:
+        """Closes all files but the first `num_kept`. Tensors in them stay as long as something refers to them."""
+        del self._memories[num_kept:]
+        while len(self.files) > num_kept:
+            os.close(self.files.pop())
+
     def close(self) -> None:
         """Closes the files. Tensors in them stay as long as something refers to them."""
-        while self.files:
-            os.close(self.files.pop())
-        self._memories.clear()
+        self.let_go(0)
 
 
 def mapped(file: int) -> Tensor:

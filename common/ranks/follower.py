@@ -25,7 +25,7 @@ from common.host.shared_tensors import TensorPlace, at, mapped
 from common.model.loader import load_target
 from common.model.part import MemberLost, Part
 from common.ranks.leader import error_place, write_error
-from common.ranks.messages import Forward, Load, NewFile, received
+from common.ranks.messages import Forward, Load, NewFile, NoMorePool, received
 
 _LOST_STATUS = 3
 
@@ -42,6 +42,9 @@ class _Files:
         self._memories.append(mapped(file))
         os.close(file)
         return self._memories[-1]
+
+    def let_go(self) -> None:
+        del self._memories[1:]
 
     def at(self, place: TensorPlace) -> Tensor:
         return at(self._memories[place.file], place)
@@ -82,6 +85,9 @@ def _serve(load: Load, connection: Connection, files: _Files, memory: Tensor) ->
         message = connection.recv()
         if isinstance(message, NewFile):
             files.receive()
+            continue
+        if isinstance(message, NoMorePool):
+            files.let_go()
             continue
         assert isinstance(message, Forward)
         target.forward(received(message, files.at))

@@ -34,7 +34,7 @@ from common.errors import StartupError
 from common.host.shared_tensors import SharedTensors
 from common.model.loader import LoadArguments
 from common.model.part import MemberLost, Part
-from common.ranks.messages import Load, NewFile, sent
+from common.ranks.messages import Load, NewFile, NoMorePool, sent
 
 _ERROR_BYTES = 4096
 _CLOSE_TIMEOUT_S = 5.0
@@ -154,6 +154,14 @@ class Ranks:
     def _send_file(self, connection: Connection, process: subprocess.Popen[bytes], file: int) -> None:
         connection.send(NewFile())
         send_handle(connection, self._tensors.files[file], process.pid)
+
+    def let_go_of_pool(self) -> None:
+        """Makes all ranks let go of the pool's memory. Call it once the engine that used the pool has ended."""
+        with contextlib.suppress(OSError):  # a rank has ended: `loss` says which
+            for connection in self._connections:
+                connection.send(NoMorePool())
+        self._tensors.let_go(1)
+        self._num_sent_files = 1
 
     def give_up(self, error: BaseException) -> str:
         if isinstance(error, MemberLost):  # the end of the rank's process says how, and may take a moment to be seen

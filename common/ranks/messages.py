@@ -40,6 +40,11 @@ class NewFile:
 
 
 @dataclass(frozen=True, slots=True)
+class NoMorePool:
+    """The pool is gone, and with it every file but the first. The next file has number 1 again."""
+
+
+@dataclass(frozen=True, slots=True)
 class SentWindow:
     """A WindowKv."""
 

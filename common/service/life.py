@@ -19,7 +19,6 @@ import structlog
 from common.config.settings import ServiceSettings
 from common.errors import BatonError, EngineLost, EngineStalled
 from common.service.engine_thread import EngineThread
-from common.service.program import termination_signals
 from common.service.runtime import Runtime
 from common.service.server import ServiceServer
 from common.service.watchdog import Watchdog
@@ -97,14 +96,11 @@ class ServiceLife:
             stall_timeout_s=settings.engine_stall_timeout_s,
         )
 
-    async def run_until_signalled(self) -> None:
-        """Runs the service until the first SIGTERM or SIGINT."""
-        with termination_signals() as terminated:
-            await self.run(terminated)
-
-    async def run(self, terminated: asyncio.Event) -> None:
+    async def run(self, terminated: asyncio.Event, on_serving: Callable[[], None] = lambda: None) -> None:
         """Serves until `terminated` is set, then lets open requests end within the grace period.
 
+        `terminated` is set by SIGTERM or SIGINT, or when the process changes its role. Calls `on_serving` once the
+        server listens.
         If the engine is lost, `run` fails everything that is open and sets `terminated` itself. Raises EngineLost if
         the engine died or hangs, ConfigError if the server cannot listen on its address.
         """
@@ -117,6 +113,7 @@ class ServiceLife:
         # From here on clients are answered; health says "not ready".
         port = await self._server.start(self._settings.listen)
         _log.info("serving", port=port)
+        on_serving()
         # After the server, whose health it sets. The background work begins once the service is ready.
         readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
         # Runs until just before the engine stops, so that an engine that hangs while draining is noticed too.

@@ -1,14 +1,21 @@
-"""A service's process: it checks the settings, loads the model, serves, and ends at once if its engine is lost."""
+"""A service's process: it checks the settings, loads the model, serves in one role after another, and ends at once if
+its engine is lost.
+
+    load ─▶ Runtime: weights, programs, ranks ──────────────────────────────────────────▶ end
+            serve as prefill ── order ─▶ drain, stop ─▶ serve as decode ── order ─▶ ...
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 from opentelemetry.trace import Tracer
@@ -17,12 +24,15 @@ from prometheus_client import CollectorRegistry
 from common.checkpoints.draft_source import check_draft
 from common.checkpoints.source import check_model
 from common.config.fast_paths import FastPath
-from common.config.settings import ServiceSettings
-from common.errors import EngineLost
+from common.config.other_role import other_settings
+from common.config.settings import Role, ServiceSettings
+from common.errors import EngineLost, StartupError
 from common.host.cores import spin_briefly, switch_threads_early, wait_for_computing
-from common.host.memory import keep_freed_memory
-from common.service.program import EXIT_ENGINE_LOST, run_program
-from common.telemetry.logs import only_log_lines
+from common.host.memory import keep_freed_memory, return_freed_memory
+from common.service.program import EXIT_ENGINE_LOST, run_program, termination_signals
+from common.service.roles import RoleSwitch
+from common.telemetry.logs import configure_logs, only_log_lines
+from common.telemetry.role_metrics import RoleMetrics
 from common.telemetry.tracing import NO_TRACER, process_tracer
 
 if TYPE_CHECKING:
@@ -37,16 +47,33 @@ _log = structlog.get_logger(__name__)
 class Process:
     """The parts that a service is built from: the loaded models and their device, its metrics and its tracer.
 
-    `instance_id` is new for each start of the process, so that others notice a restart.
+    `instance_id` is new for each start of the process and each change of its role, so that others notice. `switch` says
+    when the service leaves. The service calls `on_serving` once its clients are answered.
     """
 
     instance_id: str
     runtime: Runtime
     registry: CollectorRegistry
+    switch: RoleSwitch
     tracer: Tracer = NO_TRACER
+    on_serving: Callable[[], None] = lambda: None
 
 
 Serve = Callable[[SettingsT, Process], Awaitable[None]]
+
+_PROGRAMS = {Role.PREFILL: "prefill_service", Role.DECODE: "decode_service"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a process needs to serve in one role: the settings, and the function that serves."""
+
+    settings: ServiceSettings
+    serve: Serve[Any]
+
+    @property
+    def program(self) -> str:
+        return _PROGRAMS[self.settings.role]
 
 
 def run_service(
@@ -62,7 +89,7 @@ def run_service(
 
     def work(settings: SettingsT, instance_id: str) -> None:
         try:
-            _load_and_serve(program, settings, instance_id, import_serve)
+            _load_and_serve(settings, instance_id, import_serve)
         except EngineLost as error:
             _log.critical("ended", reason=str(error))
             _end_process(EXIT_ENGINE_LOST)
@@ -71,9 +98,10 @@ def run_service(
         return run_program(program, kind, argv, work)
 
 
-def _load_and_serve(
-    program: str, settings: SettingsT, instance_id: str, import_serve: Callable[[], Serve[SettingsT]]
-) -> None:
+def _load_and_serve(settings: SettingsT, instance_id: str, import_serve: Callable[[], Serve[SettingsT]]) -> None:
+    other = other_settings(settings)
+    if other is not None:
+        _log.info("config_other_role", **other.model_dump(mode="json"))
     check_model(settings.model)
     if settings.draft:
         check_draft(settings.draft)
@@ -89,15 +117,133 @@ def _load_and_serve(
         from common.service.runtime import open_runtime
         from common.telemetry.exposition import MetricsServer
 
-        serve = import_serve()
-    runtime, registry = open_runtime(settings), CollectorRegistry()
+        parts = {settings.role: Part(settings, import_serve())}
+        if other is not None:
+            # By its name: the two services do not import each other, and this module imports neither.
+            main = importlib.import_module(f"{_PROGRAMS[other.role]}.main")
+            parts[other.role] = Part(other, main.serve)
+    runtime, registry = open_runtime(settings, other), CollectorRegistry()
     with (
         contextlib.closing(runtime),
         MetricsServer(settings.metrics_listen, registry, tokens=_metrics_tokens(settings)),
-        process_tracer(settings, service=program, instance_id=instance_id) as tracer,
     ):
-        process = Process(instance_id=instance_id, runtime=runtime, registry=registry, tracer=tracer)
-        run(_serve(serve, settings, process))
+        if other is not None:
+            with _other_role_named(settings):
+                main.check(other, runtime)
+        metrics = RoleMetrics(registry)
+        run(serve_roles(parts, runtime, metrics, instance_id=instance_id, on_role=_name_in_logs))
+
+
+def _name_in_logs(part: Part, instance_id: str) -> None:
+    settings = part.settings
+    configure_logs(settings.log_level, settings.log_format, service=part.program, instance_id=instance_id)
+
+
+async def serve_roles(
+    parts: Mapping[Role, Part],
+    runtime: Runtime,
+    metrics: RoleMetrics,
+    *,
+    instance_id: str,
+    on_role: Callable[[Part, str], None] = lambda part, instance_id: None,
+) -> None:
+    """Serves in the first role of `parts`, then in the one that is ordered, and so on, until SIGTERM or SIGINT.
+
+    If a role cannot begin, the process goes back to the one before. Raises what ends a service that has begun, and what
+    keeps a role from beginning if there is none to go back to. `instance_id` is that of the first role. `on_role` is
+    called before each later one begins, with its instance id.
+    """
+    switch = RoleSwitch(tuple(parts))
+    turn = _Turn(parts[switch.role], instance_id, runtime)
+    with contextlib.ExitStack() as signals:
+        while True:
+            could_not = await turn.serve(switch, metrics, signals)
+            role = switch.changing_to
+            if switch.is_ending or role is None:
+                return
+            if could_not:
+                assert turn.before is not None
+                turn = _Turn(turn.before, uuid.uuid4().hex, runtime, failure=could_not)
+            else:
+                turn = _Turn(parts[role], uuid.uuid4().hex, runtime, before=turn.part)
+            _free()
+            on_role(turn.part, turn.instance_id)
+
+
+def _free() -> None:
+    """Frees the memory of a role that has ended. Its parts refer to each other, so nothing but this frees them now."""
+    gc.collect()
+    return_freed_memory()
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One turn of a process in a role. `runtime` is the one that was opened.
+
+    `before` is the part to go back to if this one cannot begin, None if there is none. `failure` says why the process
+    has gone back to this role, if it has.
+    """
+
+    part: Part
+    instance_id: str
+    runtime: Runtime
+    before: Part | None = None
+    failure: str = ""
+
+    async def serve(self, switch: RoleSwitch, metrics: RoleMetrics, signals: contextlib.ExitStack) -> str:
+        """Serves until `switch` says that the service leaves. Returns "" then, or why the role could not begin.
+
+        From when the first role serves until `signals` is closed, SIGTERM and SIGINT end the service in order. Before
+        that they end the process at once.
+        """
+        settings, role = self.part.settings, self.part.settings.role
+        is_first = switch.changing_to is None
+        has_begun = False
+
+        def on_serving() -> None:
+            nonlocal has_begun
+            has_begun = True
+            if is_first:
+                signals.enter_context(termination_signals(switch.end))
+            else:
+                seconds = switch.settle(self.failure)
+                metrics.on_change("failed" if self.failure else "changed")
+                _log.info("role_settled", role=role, seconds=round(seconds, 3), failure=self.failure)
+
+        switch.begin(role)
+        registry = metrics.begin(role)
+        runtime = self.runtime
+        try:
+            if not is_first:
+                runtime = self.runtime.in_role(settings)
+            with process_tracer(settings, service=self.part.program, instance_id=self.instance_id) as tracer:
+                process = Process(
+                    instance_id=self.instance_id,
+                    runtime=runtime,
+                    registry=registry,
+                    switch=switch,
+                    tracer=tracer,
+                    on_serving=on_serving,
+                )
+                await self.part.serve(settings, process)
+        except EngineLost:
+            raise
+        except Exception as error:
+            if has_begun or self.before is None:
+                raise
+            _log.error("role_not_changed", to=role, error=str(error), exc_info=not isinstance(error, StartupError))
+            return str(error) or type(error).__name__
+        finally:
+            runtime.leave_role()
+        return ""
+
+
+@contextlib.contextmanager
+def _other_role_named(settings: ServiceSettings) -> Iterator[None]:
+    try:
+        yield
+    except StartupError as error:
+        raise type(error)(f"other_role: {settings.other_role}: {error}") from error
 
 
 def _metrics_tokens(settings: ServiceSettings) -> tuple[str, ...]:
@@ -105,10 +251,6 @@ def _metrics_tokens(settings: ServiceSettings) -> tuple[str, ...]:
 
     file = settings.metrics_token_file
     return () if file is None else read_tokens("metrics_token_file", file)
-
-
-async def _serve(serve: Serve[SettingsT], settings: SettingsT, process: Process) -> None:
-    await serve(settings, process)
 
 
 def _end_process(status: int) -> NoReturn:

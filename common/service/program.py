@@ -79,20 +79,21 @@ def _exit_on_termination() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def termination_signals() -> Iterator[asyncio.Event]:
-    """Yields an event that the first SIGTERM or SIGINT sets. A second signal has the system's default effect."""
+def termination_signals(on_first: Callable[[], None]) -> Iterator[None]:
+    """Inside this context the first SIGTERM or SIGINT calls `on_first`, on the event loop. A second signal has the
+    system's default effect.
+    """
     loop = asyncio.get_running_loop()
-    received = asyncio.Event()
 
     def on_signal() -> None:
-        received.set()
+        on_first()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
     try:
-        yield received
+        yield
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)

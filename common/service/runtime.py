@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
@@ -48,7 +48,7 @@ from common.model.target import TargetModel
 from common.priority import Ageing
 from common.ranks.leader import Ranks, load_together, lost_ranks_named, open_ranks
 from common.sampling.state import DrawKernels
-from common.service.work_beside import Work, WorkBeside, new_fusing, populating
+from common.service.work_beside import Check, Work, WorkBeside, new_fusing, populating
 from common.telemetry.forward_counts import ForwardCounts
 from common.telemetry.timeline import Timeline
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
@@ -74,6 +74,9 @@ class Runtime:
     background work that compiles forwards into programs, None if there is none. `populates` says whether the KV pool's
     memory is allocated in the background. `ranks` are the other processes that compute the model, None if there are
     none.
+
+    When the process changes its role, all of it stays but `device` and `beside` (see `in_role`). `beside` runs what
+    belongs to one role, `beside_roles` what goes on while the role changes.
     """
 
     directory: Path
@@ -87,6 +90,7 @@ class Runtime:
     populates: bool
     fusing: Work | None
     beside: WorkBeside
+    beside_roles: WorkBeside
     ranks: Ranks | None
 
     @property
@@ -141,19 +145,47 @@ class Runtime:
     def start_beside(self, populate: Work) -> None:
         """Starts the background work, as far as settings and model allow it. Call it once, when the service serves.
 
-        `populate` comes first, which allocates the KV pool's memory. Then forwards are compiled into programs.
+        `populate` comes first, which allocates the KV pool's memory. Then forwards are compiled into programs, unless
+        that began in an earlier role.
         """
-        works = (populating(populate) if self.populates else None, self.fusing)
-        self.beside.start(*(work for work in works if work is not None))
+        self.beside.start(*((populating(populate),) if self.populates else ()), self._start_fusing)
+
+    def _start_fusing(self, _check: Check) -> None:
+        if self.fusing is not None and not self.beside_roles.has_started:
+            self.beside_roles.start(self.fusing)
+
+    def in_role(self, settings: ServiceSettings) -> Runtime:
+        """Returns the runtime for the next role of this process, which `settings` describe. `leave_role` comes first.
+
+        It has a device of its own, since an engine closes its device's streams, and the number of threads is the
+        role's.
+        """
+        device = open_device(settings.device, num_threads=_num_stream_threads(settings), timeline=self.timeline)
+        return replace(self, device=device, beside=WorkBeside())
+
+    def leave_role(self) -> None:
+        """Ends what belongs to one role. Call it when its engine has ended."""
+        _stop(self.beside)
+        if self.ranks is not None:
+            self.ranks.let_go_of_pool()
 
     def close(self) -> None:
-        """Ends the background work. Call it before the process ends. It returns at once if there is nothing left to
-        end.
+        """Ends the background work. Call it before the process ends, after `leave_role`. It returns at once if there is
+        nothing left to end.
         """
-        if not self.beside.stop(_STOP_TIMEOUT_S):
-            _log.warning("work_beside_did_not_stop", timeout_s=_STOP_TIMEOUT_S)
+        _stop(self.beside_roles)
         if self.ranks is not None:
             self.ranks.close()
+
+
+def _stop(beside: WorkBeside) -> None:
+    if not beside.stop(_STOP_TIMEOUT_S):
+        _log.warning("work_beside_did_not_stop", timeout_s=_STOP_TIMEOUT_S)
+
+
+def _num_stream_threads(settings: ServiceSettings) -> int:
+    """Returns how many threads of this process each compute stream has."""
+    return max(1, num_compute_threads(settings.num_threads, settings.share_of_cores) // settings.tensor_parallel)
 
 
 class EngineArguments(TypedDict):
@@ -235,14 +267,15 @@ def memory_beside(
     return MemoryBeside(row_bytes=each_row, peak_bytes=peak_bytes)
 
 
-def open_runtime(settings: ServiceSettings) -> Runtime:
-    """Loads everything, which takes minutes for a large model. Raises StartupError."""
+def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None) -> Runtime:
+    """Loads everything, which takes minutes for a large model. `other` are the settings of the process's other role,
+    None if it has none. Raises StartupError.
+    """
     _only_log_lines()
     torch.set_num_threads(1)  # more would keep OpenMP threads for as long as this thread lives
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
     timeline = Timeline()
-    num_threads = num_compute_threads(settings.num_threads, settings.share_of_cores)
-    num_threads = max(1, num_threads // settings.tensor_parallel)
+    num_threads = _num_stream_threads(settings)
     device = open_device(settings.device, num_threads=num_threads, timeline=timeline)
     draw_kernels = new_draw_kernels(settings.attention, torch_device=device.torch_device)
     _log.info("draw_chosen", draws="operators" if draw_kernels is None else "kernels", device=settings.device)
@@ -301,7 +334,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
             model,
             head,
             num_threads=num_compute_threads(settings.num_threads, _FUSED_SHARE_OF_CORES),
-            max_tokens=settings.max_fused_tokens,
+            max_tokens=max(each.max_fused_tokens for each in (settings, other) if each is not None),
         )
     return Runtime(
         directory=directory,
@@ -315,6 +348,7 @@ def open_runtime(settings: ServiceSettings) -> Runtime:
         populates=settings.uses(FastPath.PREFAULTED_POOL),
         fusing=fusing,
         beside=WorkBeside(),
+        beside_roles=WorkBeside(),
         ranks=ranks,
     )
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -14,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
-from baton.v1 import timeline_pb2_grpc
+from baton.v1 import roles_pb2_grpc, timeline_pb2_grpc
 from common.addresses import is_loopback, why_not_listen
 from common.config.settings import ServiceSettings
 from common.errors import ConfigError, NotServed, Overloaded, RequestCancelled
@@ -26,6 +27,7 @@ from common.rpc.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MES
 from common.rpc.server_bounds import BoundedRequests, Context, StreamLimit, clients_told_apart
 from common.rpc.tls import server_credentials
 from common.service.process import Process
+from common.service.roles_rpc import ROLES_SERVICE, RolesServicer
 from common.telemetry.timeline_rpc import TIMELINE_SERVICE, TimelineServicer
 
 READINESS_INTERVAL_S = 0.1
@@ -34,6 +36,8 @@ _Response = health_pb2.HealthCheckResponse
 _MAX_WATCHES_PER_HOST = 1024
 _WRITE_TIMEOUT_S = 10.0
 _ANSWERING = {"baton.v1.Inference": "decode service", "baton.v1.Prefill": "prefill service"}
+
+NewRoles = Callable[[Callable[[], bool]], RolesServicer]
 
 _log = structlog.get_logger(__name__)
 
@@ -57,11 +61,11 @@ class ServerLimits:
 
 
 class ServiceServer:
-    """A gRPC server with health checks and reflection, and with the Timeline service if `timeline` is given.
+    """A gRPC server with health checks and reflection, and with the services Timeline and Roles if they are given.
 
     Add other servicers to `grpc_server` before `start`. Health has two names: "" says that the process is alive,
     `service_name` that requests are served (`set_ready`). If there are `tokens`, every call except health checks must
-    carry one of them.
+    carry one of them. `new_roles` makes the Roles service from a function that says whether requests are served.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class ServiceServer:
         tokens: Sequence[str] = (),
         limits: ServerLimits | None = None,
         timeline: TimelineServicer | None = None,
+        new_roles: NewRoles | None = None,
     ) -> None:
         """Builds the server. `checks_certificates` says whether `credentials` admit only clients with a certificate."""
         limits = limits or ServerLimits()
@@ -102,6 +107,9 @@ class ServiceServer:
         if timeline is not None:
             timeline_pb2_grpc.add_TimelineServicer_to_server(timeline, self.grpc_server)
             names.append(TIMELINE_SERVICE)
+        if new_roles is not None:
+            roles_pb2_grpc.add_RolesServicer_to_server(new_roles(lambda: self.is_ready), self.grpc_server)
+            names.append(ROLES_SERVICE)
         reflection.enable_server_reflection(names, self.grpc_server)
 
     async def start(self, address: str) -> int:
@@ -258,6 +266,12 @@ def open_server(
         limits=limits,
         timeline=TimelineServicer(
             timeline=process.runtime.timeline, service=service_name, instance_id=process.instance_id
+        ),
+        new_roles=partial(
+            RolesServicer,
+            process.switch,
+            instance_id=process.instance_id,
+            grace_period_s=settings.grace_period_s,
         ),
     )
 

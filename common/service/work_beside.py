@@ -47,6 +47,10 @@ class WorkBeside:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def has_started(self) -> bool:
+        return self._thread is not None
+
     def start(self, *works: Work) -> None:
         """Starts the thread, which runs `works` one after the other. Call it once."""
         assert self._thread is None, "is started once"

@@ -21,7 +21,10 @@ _PEER_LOST = frozenset(
         grpc.StatusCode.INTERNAL,
     }
 )
-_PEER_REFUSES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+# UNIMPLEMENTED: the process at this address is a decode service now.
+_PEER_REFUSES = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED}
+)
 
 
 def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:

@@ -14,11 +14,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.config.fast_paths import FastPath
-from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
 from common.kv.pool_size import PoolSize
 from common.sampling.triton_draws import TritonDraws
 from common.service import runtime
 from common.service.process import Process
+from common.service.roles import RoleSwitch
 from decode_service import main as decode_main
 from decode_service.speculate.depth import AdaptiveDepth, Depth, FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
@@ -68,7 +69,9 @@ def argument_of(tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.Monke
         model = str(tiny_model_dir("llama"))
         settings = KINDS[main](model=model, dtype="float32", num_threads=1, max_kv_tokens=256, **options)
         opened = runtime.open_runtime(settings)
-        process = Process(instance_id="a", runtime=opened, registry=CollectorRegistry())
+        process = Process(
+            instance_id="a", runtime=opened, registry=CollectorRegistry(), switch=RoleSwitch([Role.DECODE])
+        )
         try:
             with pytest.raises(Made) as made:
                 async with main.assembled(settings, process):
@@ -115,7 +118,9 @@ def test_the_depth_of_drafts_adapts_unless_it_is_told_not_to(
 
     monkeypatch.setattr(decode_main, "DecodeEngine", make)
     monkeypatch.setattr(decode_main, "speculation_of", lambda settings, draft: SpecInfo(2, 2, 1))
-    process = Process(instance_id="a", runtime=MagicMock(), registry=CollectorRegistry())
+    process = Process(
+        instance_id="a", runtime=MagicMock(), registry=CollectorRegistry(), switch=RoleSwitch([Role.DECODE])
+    )
     size = PoolSize(max_rows=4, max_kv_tokens=256, max_window_tokens=0, max_context_tokens=128, decided_by="the test")
     with pytest.raises(Made) as made:
         decode_main.new_engine(DecodeSettings(adaptive_depth=adapts), process, size, on_step=lambda stats: None)

@@ -23,7 +23,7 @@ from baton_cpu.kv_copy import copy_kv
 from common.attention.torch_attention import TorchAttention
 from common.checkpoints.cache import kernels_cache_dir
 from common.config.fast_paths import FastPath
-from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
 from common.cpu_engine import CpuEngine
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
@@ -33,6 +33,7 @@ from common.sampling.triton_draws import TritonDraws
 from common.service import process, runtime
 from common.service.process import Process, Serve, run_service
 from common.service.program import EXIT_STARTUP
+from common.service.roles import RoleSwitch
 from common.service.work_beside import Check, Work
 from decode_service.main import new_engine
 from prefill_service import main as prefill_main
@@ -252,7 +253,12 @@ def test_large_kv_lands_past_the_caches(
     disabled = () if nontemporal else (FastPath.NONTEMPORAL_COPIES,)
     model = str(tiny_model_dir("llama"))
     settings = DecodeSettings(model=model, dtype="float32", num_threads=1, disabled_fast_paths=disabled)
-    process = Process(instance_id="a", runtime=runtime.open_runtime(settings), registry=CollectorRegistry())
+    process = Process(
+        instance_id="a",
+        runtime=runtime.open_runtime(settings),
+        registry=CollectorRegistry(),
+        switch=RoleSwitch([Role.DECODE]),
+    )
     engine = new_engine(settings, process, SIZE, on_step=lambda stats: None)
     engine.close()
     process.runtime.device.close(5.0)

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from common.config.settings import DecodeSettings
+from common.config.settings import DecodeSettings, Role
 from common.device.graph import GraphWork
 from common.draft.head import DraftHead
 from common.errors import StartupError
@@ -23,6 +23,7 @@ from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
 from common.service.process import Process
+from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime
 from common.telemetry.timeline import Timeline
 from decode_service import main as decode_main
@@ -92,7 +93,12 @@ def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for
         model=target, draft=None, draw_kernels=None, device=RecordingCpuDevice(), timeline=Timeline()
     )
     size = PoolSize(max_rows=2, max_kv_tokens=64, max_window_tokens=0, max_context_tokens=64, decided_by="the test")
-    process = Process(instance_id="here", runtime=cast(Runtime, runtime), registry=CollectorRegistry())
+    process = Process(
+        instance_id="here",
+        runtime=cast(Runtime, runtime),
+        registry=CollectorRegistry(),
+        switch=RoleSwitch([Role.DECODE]),
+    )
     with pytest.raises(StartupError, match=r"^cuda_graphs: .*stream is capturing"):
         decode_main.new_engine(DecodeSettings(), process, size, on_step=lambda stats: None)
     runtime.device.close(BOUND_S)

@@ -193,7 +193,8 @@ LOST_WITH_A_THREAD_THAT_NEVER_ENDS = """
         print("served", end="")
         raise EngineStalled("stream forward has not moved")
 
-    runtime.open_runtime = lambda settings: SimpleNamespace(close=lambda: None)
+    nothing = lambda: None
+    runtime.open_runtime = lambda settings, other: SimpleNamespace(close=nothing, leave_role=nothing)
     sys.exit(process.run_service("decode_service", DecodeSettings, lambda: serve, []))
 """
 

@@ -26,6 +26,7 @@ from common.config.settings import DecodeSettings, PrefillSettings, ServiceSetti
 from common.errors import EngineLost
 from common.service.life import ServiceLife
 from common.service.process import Process
+from common.service.roles import RoleSwitch
 from common.service.runtime import open_runtime
 from common.telemetry.tracing import NO_TRACER
 from decode_service import main as decode_main
@@ -114,6 +115,7 @@ async def serving_here(
         instance_id=ready_service,
         runtime=dataclasses.replace(runtime, model=model),
         registry=CollectorRegistry(),
+        switch=RoleSwitch([settings.role]),
         tracer=tracer,
     )
 

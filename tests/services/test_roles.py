@@ -1,0 +1,343 @@
+"""Tests of changing a process's role: what may be ordered, what happens if a role cannot begin, and what stays."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from baton.client import AsyncClient
+from baton.errors import FailedPrecondition, Unauthenticated
+from baton.roles import Role as ClientRole
+from baton.roles import RoleClient, RoleState
+from baton.v1 import roles_pb2, roles_pb2_grpc
+from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
+from common.errors import Draining, EngineLost, RoleRefused, StartupError
+from common.kv.pool import KvPool
+from common.service.process import Part, Process, Serve, serve_roles
+from common.service.roles import RoleSwitch
+from common.service.runtime import Runtime, open_runtime
+from common.telemetry.role_metrics import RoleMetrics
+from decode_service import main as decode_main
+from prefill_service import main as prefill_main
+from tests.support.services_here import BOUND_S, free_address, pair_here, until
+
+PREFILL, DECODE = PrefillSettings(), DecodeSettings()
+
+# ---- orders ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_order_makes_the_service_leave_and_another_order_for_the_same_role_does_nothing() -> None:
+    switch = RoleSwitch([Role.PREFILL, Role.DECODE])
+    switch.order(Role.PREFILL)
+    assert not switch.leaves.is_set() and switch.num_orders == 0
+
+    switch.order(Role.DECODE)
+    switch.order(Role.DECODE)
+
+    assert switch.leaves.is_set() and switch.changing_to is Role.DECODE and switch.num_orders == 1
+
+
+def test_a_change_that_is_in_progress_cannot_be_turned_round() -> None:
+    switch = RoleSwitch([Role.PREFILL, Role.DECODE])
+    switch.order(Role.DECODE)
+    with pytest.raises(RoleRefused, match="changing to decode"):
+        switch.order(Role.PREFILL)
+
+
+def test_a_role_without_settings_is_refused_and_the_setting_is_named() -> None:
+    switch = RoleSwitch([Role.PREFILL])
+    with pytest.raises(RoleRefused, match=r"^other_role: is not set") as refused:
+        switch.order(Role.DECODE)
+    assert refused.value.metadata == {"field": "other_role"} and not switch.leaves.is_set()
+
+
+def test_a_process_that_ends_takes_no_orders() -> None:
+    switch = RoleSwitch([Role.PREFILL, Role.DECODE])
+    switch.end()
+    with pytest.raises(Draining):
+        switch.order(Role.DECODE)
+
+
+# ---- one role after another -----------------------------------------------------------------------------------------
+
+
+class Fakes:
+    """Parts whose services only note what happens, in `steps`. `fails` has the errors with which services begin."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.fails: list[Exception | None] = []
+        self.processes: list[Process] = []
+        self.registry = CollectorRegistry()
+        self.metrics = RoleMetrics(self.registry)
+        self.switch: RoleSwitch | None = None
+        runtime = SimpleNamespace(leave_role=lambda: self.steps.append("leaves"))
+        runtime.in_role = lambda settings: runtime
+        self.runtime = cast(Runtime, runtime)
+
+    def serve(self, role: Role) -> Serve[Any]:
+        async def serve(_settings: ServiceSettings, process: Process) -> None:
+            self.switch = process.switch
+            Counter("baton_requests", "The same name in both roles.", registry=process.registry).inc()
+            if self.fails and (error := self.fails.pop(0)) is not None:
+                raise error
+            process.on_serving()
+            self.steps.append(role)
+            self.processes.append(process)
+            await process.switch.leaves.wait()
+
+        return serve
+
+    async def run(self) -> None:
+        parts = {each.role: Part(each, self.serve(each.role)) for each in (PREFILL, DECODE)}
+        async with asyncio.timeout(BOUND_S):
+            await serve_roles(parts, self.runtime, self.metrics, instance_id="first")
+
+    async def serves(self, num_times: int) -> RoleSwitch:
+        """Waits until a service has begun to serve for the `num_times`-th time."""
+        await until(lambda: len(self.processes) >= num_times)
+        assert self.switch is not None
+        return self.switch
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, labels)
+
+
+@pytest.fixture
+def fakes() -> Fakes:
+    return Fakes()
+
+
+async def test_a_role_follows_the_other_and_has_metrics_and_an_id_of_its_own(fakes: Fakes) -> None:
+    running = asyncio.create_task(fakes.run())
+    (await fakes.serves(1)).order(Role.DECODE)
+    (await fakes.serves(2)).order(Role.PREFILL)
+    switch = await fakes.serves(3)
+
+    assert fakes.steps == ["prefill", "leaves", "decode", "leaves", "prefill"]
+    first, second, third = (process.instance_id for process in fakes.processes)
+    assert first == "first" and len({first, second, third}) == 3
+    assert switch.role is Role.PREFILL and switch.changing_to is None and switch.num_orders == 2
+    assert fakes.sample("baton_role", role="prefill") == 1 and fakes.sample("baton_role", role="decode") == 0
+    assert fakes.sample("baton_role_changes_total", outcome="changed") == 2
+    assert fakes.sample("baton_requests_total") == 1  # as after a restart
+
+    os.kill(os.getpid(), signal.SIGTERM)
+    await running
+
+
+async def test_a_role_that_cannot_begin_gives_way_to_the_one_before(fakes: Fakes) -> None:
+    fakes.fails = [None, StartupError("max_kv_tokens: too few")]
+    running = asyncio.create_task(fakes.run())
+    (await fakes.serves(1)).order(Role.DECODE)
+    switch = await fakes.serves(2)
+
+    assert fakes.steps == ["prefill", "leaves", "leaves", "prefill"]
+    assert switch.changing_to is None and switch.last_failure == "max_kv_tokens: too few"
+    assert fakes.sample("baton_role_changes_total", outcome="failed") == 1
+
+    switch.order(Role.DECODE)  # what failed once may be tried again
+    assert (await fakes.serves(3)).role is Role.DECODE and switch.last_failure == ""
+    switch.end()
+    await running
+
+
+async def test_if_the_role_before_cannot_begin_again_the_process_ends_with_its_error(fakes: Fakes) -> None:
+    fakes.fails = [None, StartupError("no"), StartupError("listen: nor that")]
+    running = asyncio.create_task(fakes.run())
+    (await fakes.serves(1)).order(Role.DECODE)
+    with pytest.raises(StartupError, match=r"^listen: nor that$"):
+        await running
+
+
+async def test_sigterm_during_a_change_ends_the_process_without_another_role(fakes: Fakes) -> None:
+    running = asyncio.create_task(fakes.run())
+    switch = await fakes.serves(1)
+    switch.order(Role.DECODE)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0)
+    await running
+    assert fakes.steps[0] == "prefill" and fakes.steps[-1] == "leaves" and switch.is_ending
+
+
+async def test_a_lost_engine_ends_the_process_also_while_its_role_changes(fakes: Fakes) -> None:
+    fakes.fails = [None, EngineLost("dead")]
+    running = asyncio.create_task(fakes.run())
+    (await fakes.serves(1)).order(Role.DECODE)
+    with pytest.raises(EngineLost):
+        await running
+
+
+# ---- real services --------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def both_here(model: Path, *, prefill: str = "", **more: Any) -> AsyncIterator[str]:
+    """Runs a process that can have both roles, and yields its address. As a decode service it hands over to `prefill`,
+    or computes prompts itself. Settings in `more` are those of both roles.
+    """
+    address = free_address()
+    shared: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "num_threads": 1,
+        "max_kv_tokens": 4096,
+        "debug_checks": True,
+        "listen": address,
+        **more,
+    }
+    settings = (
+        PrefillSettings(**shared),
+        DecodeSettings(
+            prefill=(prefill or "127.0.0.1:1", address),
+            local_prefill_tokens=0 if prefill else None,
+            prefill_fallback=not prefill,
+            **shared,
+        ),
+    )
+    runtime = open_runtime(*settings)
+    parts = {
+        Role.PREFILL: Part(settings[0], prefill_main.serve),
+        Role.DECODE: Part(settings[1], decode_main.serve),
+    }
+    serving = asyncio.create_task(serve_roles(parts, runtime, RoleMetrics(CollectorRegistry()), instance_id="first"))
+    try:
+        await settles(address, ClientRole.PREFILL, serving)
+        yield address
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(BOUND_S):
+            await serving
+        runtime.close()
+
+
+async def settles(address: str, role: ClientRole, serving: asyncio.Task[None]) -> None:
+    """Waits until the process is ready in `role`."""
+
+    def is_settled(state: RoleState) -> bool:
+        return state.role is role and state.is_ready and state.changing_to is None
+
+    with RoleClient(address) as client:
+        async with asyncio.timeout(BOUND_S):
+            while True:
+                try:
+                    if is_settled(await asyncio.to_thread(client.state)):
+                        return
+                except Exception:
+                    assert not serving.done(), serving.exception()
+                    await asyncio.sleep(0.01)
+
+
+def pools() -> int:
+    return sum(isinstance(each, KvPool) for each in gc.get_objects())
+
+
+async def test_a_role_is_switched_back_and_forth_under_load_and_no_request_notices(
+    tiny_model_dir: Callable[[str], Path],
+) -> None:
+    prompts = [[10 + number, 20, 30 + number] for number in range(4)]
+    model = tiny_model_dir("llama")
+    async with (
+        pair_here(model) as pair,
+        both_here(model, prefill=pair.prefill.address) as both,
+    ):
+        options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "seed": 3, "ignore_eos": True}
+        alone = [await pair.decode.client.complete(token_ids=prompt, **options) for prompt in prompts]
+        done = asyncio.Event()
+
+        async def ask(client: AsyncClient, number: int) -> int:
+            num_served = 0
+            while not done.is_set():
+                served = await client.complete(token_ids=prompts[number], **options)
+                assert served.token_ids == alone[number].token_ids
+                num_served += 1
+            return num_served
+
+        async with AsyncClient(f"{pair.decode.address},{both}", resume=True) as client:
+            asking = [asyncio.create_task(ask(client, number)) for number in range(len(prompts))]
+            with RoleClient(both) as roles:
+                for wanted in (ClientRole.DECODE, ClientRole.PREFILL, ClientRole.DECODE, ClientRole.PREFILL):
+                    change = await asyncio.to_thread(roles.change, wanted)
+                    assert change.after.role is wanted and change.seconds > 0
+                again = await asyncio.to_thread(roles.change, ClientRole.PREFILL)
+                assert again.seconds == 0 and again.after.num_orders == 4
+            done.set()
+            assert all(await asyncio.gather(*asking))
+        gc.collect()
+        assert pools() == 3
+
+
+async def test_the_roles_service_refuses_what_it_does_not_know_and_asks_for_the_token(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a-secret-of-these-tests\n")
+    tokens.chmod(0o600)
+    async with pair_here(
+        tiny_model_dir("llama"), prefill={"auth_token_file": tokens}, decode={"prefill_token_file": tokens}
+    ) as pair:
+
+        def ask() -> None:
+            with RoleClient(pair.prefill.address) as stranger, pytest.raises(Unauthenticated):
+                stranger.order(ClientRole.DECODE)
+            with RoleClient(pair.prefill.address, token="a-secret-of-these-tests") as client:
+                assert client.state().roles == (ClientRole.PREFILL,)
+                with pytest.raises(FailedPrecondition, match="other_role: is not set") as refused:
+                    client.change(ClientRole.DECODE)
+                assert refused.value.field == "other_role" and refused.value.reason == "ROLE_REFUSED"
+            with grpc.insecure_channel(pair.decode.address) as channel:
+                stub: Any = roles_pb2_grpc.RolesStub(channel)
+                assert stub.GetRole(roles_pb2.GetRoleRequest()).state.role == roles_pb2.ROLE_DECODE
+                with pytest.raises(grpc.RpcError, match="role: 0 is neither"):
+                    stub.SetRole(roles_pb2.SetRoleRequest())
+
+        await asyncio.to_thread(ask)
+
+
+# ---- what stays -----------------------------------------------------------------------------------------------------
+
+
+def test_forwards_are_fused_once_for_the_largest_of_both_roles(
+    tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    def new_fusing(*_: object, max_tokens: int, **__: object) -> Callable[[object], None]:
+        return lambda _check: begun.append(max_tokens)
+
+    monkeypatch.setattr("common.service.runtime.new_fusing", new_fusing)
+    model = str(tiny_model_dir("llama"))
+    decode = DecodeSettings(model=model, dtype="float32", num_threads=1)
+    prefill = PrefillSettings(model=model, dtype="float32", num_threads=1, max_batch_tokens=700)
+    runtime = open_runtime(decode, prefill)
+    for role in (runtime, runtime.in_role(prefill), runtime.in_role(decode)):
+        populated: list[str] = []
+        role.start_beside(lambda _check, populated=populated: populated.append("once"))
+        role.beside._thread.join(BOUND_S)  # type: ignore[union-attr]
+        role.leave_role()
+        role.device.close(5.0)
+        assert populated == ["once"]
+    runtime.close()
+    assert begun == [700]
+
+
+def test_the_model_stays_and_the_device_is_new(tiny_model_dir: Callable[[str], Path]) -> None:
+    settings = DecodeSettings(model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1)
+    runtime = open_runtime(settings)
+    stream = weakref.ref(runtime.device)
+    later = runtime.in_role(settings)
+    assert later.model is runtime.model and later.device is not stream()
+    for each in (runtime, later):
+        each.device.close(5.0)
