@@ -7,6 +7,7 @@ deployment, such as resources and autoscaling.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class DirectoryReplica:
 
 
 class ServiceReplica:
-    """One prefill or decode service. Its requests and its KV come by gRPC, not through Serve."""
+    """One service. The requests and the KV of prefill and decode services come by gRPC, not through Serve."""
 
     def __init__(self, role: Role, flags: Sequence[str], grace_period_s: float, directory: DeploymentHandle) -> None:
         def exchange(announcement: Announcement, wanted: str) -> Sequence[str]:
@@ -53,6 +54,9 @@ class ServiceReplica:
             found: Sequence[str] = asked.result(timeout_s=DIRECTORY_TIMEOUT_S)
             return found
 
+        if role != "gateway":
+            # Ray sets it to the replica's num_cpus. Without it a service would compute on all cores of the node.
+            os.environ.setdefault("BATON_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
         context = ray.get_runtime_context()
         self._service = Service(
             role=role,
@@ -74,7 +78,7 @@ class ServiceReplica:
         return {LOAD: self._service.load()}
 
     def __del__(self) -> None:
-        """Called by Serve to stop the replica, when it has no open calls of Serve's any more."""
+        """Called by Serve to stop the replica, when it has no open calls of Serve's any more, and then by Python."""
         self._service.stop()
 
 

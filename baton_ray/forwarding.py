@@ -51,7 +51,9 @@ class Forwarder:
             answer = await self._client.send(asked, stream=True)
         except httpx2.HTTPError as error:
             why = f"the gateway did not answer: {str(error) or type(error).__name__}"
-            return JSONResponse({"error": {"message": why, "type": "server_error", "code": "bad_gateway"}}, 502)
+            return JSONResponse(
+                {"error": {"message": why, "type": "server_error", "param": None, "code": "bad_gateway"}}, 502
+            )
         response = StreamingResponse(
             _body(answer), status_code=answer.status_code, background=BackgroundTask(answer.aclose)
         )

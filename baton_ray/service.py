@@ -80,7 +80,7 @@ class Service:
         self._probe: Probe | None = None
         self._address = ""
         self._listed: tuple[str, ...] = ()
-        self._exchange_failed = False
+        self._is_failing = False
         self._has_started: Future[None] = Future()
         self._is_stopping = threading.Event()
         # The process dies with the thread that started it, so this thread must last as long.
@@ -116,7 +116,12 @@ class Service:
         return self._probe.load()
 
     def stop(self) -> None:
-        """Lets the service finish its requests and end, within `stop_timeout_s`, and kills it after that."""
+        """Lets the service finish its requests and end, within `stop_timeout_s`, and kills it after that.
+
+        Further calls do nothing.
+        """
+        if self._is_stopping.is_set():
+            return
         self._is_stopping.set()
         self._thread.join()
         if self._probe is not None:
@@ -147,29 +152,32 @@ class Service:
             self._has_started.set_exception(error)
             return
         while not self._is_stopping.wait(self._exchange_interval_s):
-            for words in self._words.new_words():
-                _log.info("%s %s", self._process.name, words)
-            if self._address:
-                self._ask_directory()
+            try:
+                self._log_words()
+                if self._address:
+                    self._ask_directory()
+                self._is_failing = False
+            except Exception as error:  # of Ray's, or a full disk: what was found stays, and the next time may succeed
+                if not self._is_failing:
+                    _log.warning("%s: asking the directory fails: %s", self._process.name, error)
+                self._is_failing = True
         self._process.terminate()
         if not self._process.wait(self._stop_timeout_s):
             self._process.kill()
             self._process.wait(KILL_TIMEOUT_S)
 
+    def _log_words(self) -> None:
+        for words in self._words.new_words():
+            _log.info("%s %s", self._process.name, words)
+
     def _ask_directory(self) -> None:
-        try:
-            found = tuple(self._exchange(Announcement(self.role, self.name, self._address), self._wanted or ""))
-        except Exception as error:  # any error of Ray's: what was found stays, and the next exchange may succeed
-            if not self._exchange_failed:
-                _log.warning("the directory does not answer: %s", error)
-            self._exchange_failed = True
-            return
-        self._exchange_failed = False
+        """Announces the service, and writes the addresses of those it calls to its file."""
+        found = tuple(self._exchange(Announcement(self.role, self.name, self._address), self._wanted or ""))
         if found and found != self._listed:  # a directory that has just started may know nobody yet
-            self._listed = found
             new = self._found.with_suffix(".new")
             new.write_text("".join(f"{address}\n" for address in found))
             os.replace(new, self._found)
+            self._listed = found
 
 
 class Probe(Protocol):

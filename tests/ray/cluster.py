@@ -107,9 +107,13 @@ class RayCluster:
 
     def address(self, replica: Replica) -> str | None:
         """Returns where a decode or prefill service listens; None before it does."""
-        log = self.log_dir / f"baton-{replica.deployment}-{replica.name}.log"
-        port = serving_port(log.read_text()) if log.exists() else None
+        port = serving_port(self.log(replica))
         return None if port is None else f"{ray.util.get_node_ip_address()}:{port}"
+
+    def log(self, replica: Replica) -> str:
+        """Returns what the replica's service has logged so far."""
+        log = self.log_dir / f"baton-{replica.deployment}-{replica.name}.log"
+        return log.read_text() if log.exists() else ""
 
     def num_rows(self, replica: Replica) -> int:
         """Returns how many requests a decode replica has in its rows; 0 if it does not listen, or no more."""

@@ -50,8 +50,6 @@ def _run(report: Report) -> None:
             _scale(cluster, port, report)
             _gateway(cluster, port, report)
             _ranks(cluster, port, Path(directory), report)
-            with report.step("shut down"):
-                pass
 
 
 def _config(port: int) -> Mapping[str, Any]:
@@ -213,6 +211,8 @@ def _ranks(cluster: RayCluster, port: int, directory: Path, report: Report) -> N
         report.expect(
             cluster.placement_groups() == [[{"CPU": 2.0}]], f"it has one placement group: {cluster.placement_groups()}"
         )
+        (replica,) = [each for each in cluster.replicas() if each.deployment == "decode"]
+        report.expect('"num_threads": 2,' in cluster.log(replica), "it computes on the two CPUs of its bundle")
         outcome = ask([over_http(port)], num_requests=4, num_at_a_time=4)
         report.note(str(outcome))
         _expect_no_failure(outcome, report)

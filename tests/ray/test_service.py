@@ -136,6 +136,7 @@ def test_it_listens_on_a_free_port_and_follows_a_file_of_those_it_calls(rig: Rig
     rig.one_more_exchange()
     assert file.read_text() == "10.0.0.3:1\n"
     service.stop()
+    service.stop()
     assert process.signals == ["TERM"] and not file.exists()
 
 
