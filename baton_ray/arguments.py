@@ -18,12 +18,13 @@ _KINDS: Mapping[Role, type[ProcessSettings]] = {
     "decode": DecodeSettings,
     "gateway": GatewaySettings,
 }
-_SET_HERE: Mapping[Role, frozenset[str]] = {
-    "prefill": frozenset({"listen", "log_format"}),
-    "decode": frozenset({"listen", "log_format", "prefill"}),
-    "gateway": frozenset({"listen", "log_format", "decode"}),
+_WHY_NOT: Mapping[str, str] = {
+    **dict.fromkeys(("listen", "prefill", "decode"), "the services find each other"),
+    "log_format": "the replica reads the service's log",
+    "other_role": "Serve scales each kind of service",
+    **{name.removeprefix("BATON_").lower(): "the services use no TLS under Ray" for name in TLS_SETTINGS},
 }
-_TLS = frozenset(name.removeprefix("BATON_").lower() for name in TLS_SETTINGS)
+"""Why a setting cannot be set under Ray."""
 
 
 class Args(BaseModel):
@@ -43,10 +44,8 @@ class Args(BaseModel):
         """Returns the flags of one kind of service. Raises ValueError for a key that may not be set here."""
         settings = self.gateway if role == "gateway" else {**self.services, **getattr(self, role)}
         for key in settings:
-            if key in _SET_HERE[role]:
-                raise ValueError(f"{role}: {key} cannot be set, because the services find each other")
-            if key in _TLS:
-                raise ValueError(f"{role}: {key} cannot be set, because the services use no TLS under Ray")
+            if key in _WHY_NOT:
+                raise ValueError(f"{role}: {key} cannot be set, because {_WHY_NOT[key]}")
         return [_flag(key.replace("_", "-"), value) for key, value in settings.items() if value is not None]
 
 

@@ -37,6 +37,7 @@ def test_settings_become_flags_and_those_of_services_are_for_prefill_and_decode(
         ({"decode": {"prefill": "a:1"}}, ValueError, "decode: prefill cannot be set"),
         ({"services": {"listen": "a:1"}}, ValueError, "prefill: listen cannot be set"),
         ({"gateway": {"decode_tls": True}}, ValueError, "gateway: decode_tls cannot be set"),
+        ({"prefill": {"other_role": "a.yaml"}}, ValueError, "prefill: other_role cannot be set, because Serve scales"),
         ({"services": {"tls_cert": "a"}}, ValueError, "prefill: tls_cert cannot be set"),
         ({"decode": {"max_rows": 0}}, ConfigError, "max_rows"),
         ({"decode": {"max_row": 1}}, ConfigError, "max.row"),
