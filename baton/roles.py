@@ -66,7 +66,10 @@ class RoleChange:
 
 
 class RoleClient:
-    """Asks the service at `address` for its role, and changes it. Blocking; use it as a context."""
+    """Asks the service at `address` for its role, and changes it. Blocking; use it as a context.
+
+    Each call may take `timeout_s`.
+    """
 
     def __init__(
         self,
@@ -74,10 +77,12 @@ class RoleClient:
         *,
         tls: Tls | None = None,
         token: str | None = None,
+        timeout_s: float = CALL_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.address = address
+        self._timeout_s = timeout_s
         self._clock = clock
         self._sleep = sleep
         target, options = single_server(address), channel_options(tls, None)
@@ -138,7 +143,7 @@ class RoleClient:
 
     def _called(self, method: Callable[..., AnswerT], request: object) -> AnswerT:
         try:
-            return method(request, timeout=CALL_TIMEOUT_S)
+            return method(request, timeout=self._timeout_s)
         except grpc.RpcError as failure:
             error = error_from_rpc(failure)
             raise type(error)(

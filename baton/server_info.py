@@ -104,7 +104,11 @@ class InferenceLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLoad:
-    """The load of a prefill service. `num_uncomputed_tokens` counts those of queued and running prompts."""
+    """The load of a prefill service.
+
+    `num_uncomputed_tokens` counts the tokens of queued and running prompts that are still to be computed.
+    `num_admitted_tokens` counts those that it had to compute since it started; None if it does not report them.
+    """
 
     instance_id: str
     rows: PoolLoad
@@ -114,3 +118,4 @@ class PrefillLoad:
     num_steps: int
     unsent_bytes: int
     num_uncomputed_tokens: int = 0
+    num_admitted_tokens: int | None = None

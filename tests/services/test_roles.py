@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import signal
 import weakref
@@ -14,22 +15,27 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from baton.cli.plan import plan
+from baton.cli.role import role
 from baton.client import AsyncClient
 from baton.errors import FailedPrecondition, Unauthenticated
+from baton.load_samples import sample_loads
 from baton.roles import Role as ClientRole
 from baton.roles import RoleClient, RoleState
 from baton.v1 import roles_pb2, roles_pb2_grpc
 from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
-from common.errors import Draining, EngineLost, RoleRefused, StartupError
+from common.errors import Draining, EngineLost, PrefillUnavailable, RoleRefused, StartupError
 from common.kv.pool import KvPool
 from common.service.process import Part, Process, Serve, serve_roles
 from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime, open_runtime
 from common.telemetry.role_metrics import RoleMetrics
 from decode_service import main as decode_main
+from decode_service.handoff.status_errors import error_of_status
 from prefill_service import main as prefill_main
 from tests.support.services_here import BOUND_S, free_address, pair_here, until
 
@@ -275,8 +281,18 @@ async def test_a_role_is_switched_back_and_forth_under_load_and_no_request_notic
                 assert again.seconds == 0 and again.after.num_orders == 4
             done.set()
             assert all(await asyncio.gather(*asking))
-        gc.collect()
         assert pools() == 3
+
+
+async def test_a_handoff_to_a_process_that_is_a_decode_service_by_now_is_tried_elsewhere(
+    tiny_model_dir: Callable[[str], Path],
+) -> None:
+    async with pair_here(tiny_model_dir("llama")) as pair, grpc.aio.insecure_channel(pair.decode.address) as channel:
+        call = channel.stream_stream("/baton.v1.Prefill/Handoff")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(iter([b""])).read()
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert isinstance(error_of_status("replica", refused.value), PrefillUnavailable)
 
 
 async def test_the_roles_service_refuses_what_it_does_not_know_and_asks_for_the_token(
@@ -306,7 +322,48 @@ async def test_the_roles_service_refuses_what_it_does_not_know_and_asks_for_the_
         await asyncio.to_thread(ask)
 
 
+async def test_the_commands_tell_roles_and_what_the_load_wants(
+    tiny_model_dir: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    nobody = free_address()
+    async with pair_here(tiny_model_dir("llama")) as pair:
+        prefill, decode = pair.prefill.address, pair.decode.address
+        await pair.decode.client.complete(token_ids=[10, 20, 30], max_tokens=2)
+        await asyncio.to_thread(role, prefill, None, as_json=True)
+        await asyncio.to_thread(role, decode, None)
+        await asyncio.to_thread(plan, [prefill, decode, nobody], window_s=1.0, interval_s=0.1, as_json=True)
+        load = await asyncio.to_thread(sample_loads, [prefill], window_s=0.0, interval_s=1.0)
+    printed = capfd.readouterr().out
+    first, last = (json.loads(line) for line in printed.splitlines() if line.startswith('{"event": '))
+    assert (first["event"], first["state"]["role"], first["state"]["roles"]) == ("role", "prefill", ["prefill"])
+    assert f"{decode}: a decode service, ready; stays one: its setting other_role is not set" in printed
+    advice = last["advice"]
+    assert [(advice[kind]["now"], advice[kind]["wanted"]) for kind in ("prefill", "decode")] == [(1, 1), (1, 1)]
+    assert advice["holds"] == "" and nobody in advice["missing"][0] and not advice["switches"]
+    assert load.prefill[prefill][0].num_admitted_tokens == 3
+
+
 # ---- what stays -----------------------------------------------------------------------------------------------------
+
+
+def shared_files_of(pid: int) -> int:
+    """Returns how many files of shared tensors a process maps."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if "memfd:baton" in line})
+
+
+async def test_ranks_stay_and_let_go_of_the_pool_of_the_role_before(tiny_model_dir: Callable[[str], Path]) -> None:
+    seen = []
+    async with both_here(tiny_model_dir("llama"), tensor_parallel=2) as address:
+        (rank,) = [each for each in psutil.Process().children() if "common.ranks.follower" in each.cmdline()]
+        with RoleClient(address) as roles:
+            for _ in range(2):
+                await asyncio.to_thread(roles.change, ClientRole.DECODE)
+                async with AsyncClient(address) as client:
+                    served = await client.complete(token_ids=[10, 20, 30], max_tokens=8, temperature=0.0)
+                seen.append((served.token_ids, rank.pid, shared_files_of(rank.pid)))
+                await asyncio.to_thread(roles.change, ClientRole.PREFILL)
+    assert rank.pid == seen[0][1] and seen[0] == seen[1]
 
 
 def test_forwards_are_fused_once_for_the_largest_of_both_roles(
@@ -322,12 +379,12 @@ def test_forwards_are_fused_once_for_the_largest_of_both_roles(
     decode = DecodeSettings(model=model, dtype="float32", num_threads=1)
     prefill = PrefillSettings(model=model, dtype="float32", num_threads=1, max_batch_tokens=700)
     runtime = open_runtime(decode, prefill)
-    for role in (runtime, runtime.in_role(prefill), runtime.in_role(decode)):
+    for turn in (runtime, runtime.in_role(prefill), runtime.in_role(decode)):
         populated: list[str] = []
-        role.start_beside(lambda _check, populated=populated: populated.append("once"))
-        role.beside._thread.join(BOUND_S)  # type: ignore[union-attr]
-        role.leave_role()
-        role.device.close(5.0)
+        turn.start_beside(lambda _check, populated=populated: populated.append("once"))
+        turn.beside._thread.join(BOUND_S)  # type: ignore[union-attr]
+        turn.leave_role()
+        turn.device.close(5.0)
         assert populated == ["once"]
     runtime.close()
     assert begun == [700]

@@ -1,0 +1,53 @@
+"""The `baton plan` command: says how many prefill and decode services the present load wants. It changes nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton.cli import options
+from baton.cli.output import print_json, reported_errors
+from baton.load_samples import sample_loads
+from baton.planner import MIN_SAMPLES, Advice, Need, advise
+
+
+def plan(
+    addresses: Annotated[list[str], typer.Argument(help="HOST:PORT of every service, of both kinds.")],
+    window_s: Annotated[float, typer.Option(min=1.0, max=3600.0, help="How long to watch the load.")] = 60.0,
+    interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="Between two looks.")] = 0.5,
+    use_tls: options.UseTls = False,
+    ca_file: options.CaFile = None,
+    cert_file: options.CertFile = None,
+    key_file: options.KeyFile = None,
+    server_name: options.ServerName = None,
+    token_file: options.TokenFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Watch the load of running services, and say how many of each kind it wants."""
+    if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
+        raise typer.BadParameter(f"{twice[0]} is named twice", param_hint="ADDRESSES")
+    if window_s < MIN_SAMPLES * interval_s:
+        raise typer.BadParameter(f"is less than {MIN_SAMPLES} times --interval-s", param_hint="--window-s")
+    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
+    token = options.read_token(token_file)
+    with reported_errors(as_json):
+        seen = sample_loads(addresses, window_s=window_s, interval_s=interval_s, tls=tls, token=token)
+        advice = advise(seen.prefill, seen.decode, missing=seen.missing)
+    if as_json:
+        print_json("plan", window_s=window_s, advice=advice)
+    else:
+        print(_text(advice))
+
+
+def _text(advice: Advice) -> str:
+    lines = [_need_text("prefill", advice.prefill), _need_text("decode", advice.decode)]
+    lines += [f"switch: baton role {address} {role}" for address, role in advice.switches.items()]
+    if advice.holds:
+        lines.append(f"no change is advised now: {advice.holds}")
+    lines += [f"not known: {what}" for what in advice.missing]
+    return "\n".join(lines)
+
+
+def _need_text(kind: str, need: Need) -> str:
+    return f"{kind}: {need.now} now, {need.wanted} wanted; busy {need.mean:.2f} on average, {need.peak:.2f} at the peak"

@@ -1,0 +1,215 @@
+"""How many prefill and decode services a load wants. It is a pure function of what services reported for a while.
+
+The demand of each kind is counted in services: how many of them the load would keep busy all the time.
+
+    prefill   the services that computed, on average, and those that would work off the waiting prompts in one window
+    decode    the pools' share that running requests hold, and that the waiting ones would hold
+
+The number of services follows the demand with hysteresis. It grows when the mean demand of the window is above HIGH of
+what there is, and shrinks only if its peak would stay below LOW of what would be left. So a load that goes up and down
+within the window changes nothing, and a change does not call for its own undoing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.roles import Role
+
+HIGH, LOW = 0.8, 0.5
+"""A kind of service is short if its mean demand is above HIGH of its number. It has one too many if without that one
+its peak demand would still be below LOW of the number.
+"""
+NUM_PARTS = 4
+"""The window is cut into so many parts; the peak is the largest mean demand of a part."""
+MIN_SAMPLES = 2 * NUM_PARTS
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSample:
+    """What a prefill service reported at one time.
+
+    `num_admitted_tokens` counts the tokens since its start that it had to compute, None if it does not report them.
+    `num_uncomputed_tokens` are those of them and of queued prompts that are left.
+    """
+
+    at_s: float
+    instance_id: str
+    is_computing: bool
+    num_uncomputed_tokens: int
+    num_admitted_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSample:
+    """What a decode service reported at one time.
+
+    `running_share` is the share of its pool that running requests hold, of rows or of slots, whichever is larger.
+    `num_running` counts these requests, and `num_arriving` those that have a row and wait for a prefill service.
+    `num_queued` wait for a row.
+    """
+
+    at_s: float
+    instance_id: str
+    running_share: float
+    num_running: int
+    num_arriving: int
+    num_queued: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """How many services of a kind there are and are wanted. `mean` and `peak` are the demand, in services."""
+
+    now: int
+    wanted: int
+    mean: float
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a load wants. `switches` maps addresses to the role that they should have, where one kind has too many and
+    the other too few. `missing` says what could not be known, and `holds` why no change is advised now, or is "".
+    """
+
+    prefill: Need
+    decode: Need
+    switches: Mapping[str, Role]
+    missing: tuple[str, ...]
+    holds: str
+
+
+def advise(
+    prefill: Mapping[str, Sequence[PrefillSample]],
+    decode: Mapping[str, Sequence[DecodeSample]],
+    *,
+    missing: Sequence[str] = (),
+) -> Advice:
+    """Returns the advice for one window. `prefill` and `decode` map the address of each service to its samples of this
+    window, in the order of time. `missing` are things that were not to be known; they are passed on.
+
+    No change is advised if a service began or changed its role within the window, or if there are too few samples.
+    """
+    notes = list(missing)
+    times = [each.at_s for services in (prefill, decode) for samples in services.values() for each in samples]
+    begin_s, end_s = min(times, default=0.0), max(times, default=0.0)
+    parts = _Parts(begin_s, end_s)
+    holds = _why_hold(prefill, decode)
+    rate = _tokens_per_busy_s(prefill)
+    if prefill and rate is None and any(each.num_uncomputed_tokens for samples in prefill.values() for each in samples):
+        notes.append(
+            "how fast prefill services compute: they took no new prompts, or do not report num_admitted_tokens"
+        )
+    window_s = max(end_s - begin_s, _EPSILON)
+    of_prefill = [
+        parts.means([(each.at_s, _prefill_demand(each, rate, window_s)) for each in samples])
+        for samples in prefill.values()
+    ]
+    of_decode = [parts.means([(each.at_s, _decode_demand(each)) for each in samples]) for samples in decode.values()]
+    for kind, services in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        if not services:
+            notes.append(f"the demand for {kind}: no {kind} service answered")
+    need_of_prefill = _need(len(prefill), of_prefill, is_held=bool(holds))
+    need_of_decode = _need(len(decode), of_decode, is_held=bool(holds))
+    return Advice(
+        prefill=need_of_prefill,
+        decode=need_of_decode,
+        switches=_switches(
+            {Role.PREFILL: need_of_prefill, Role.DECODE: need_of_decode},
+            {
+                Role.PREFILL: dict(zip(prefill, map(sum, of_prefill), strict=True)),
+                Role.DECODE: dict(zip(decode, map(sum, of_decode), strict=True)),
+            },
+        ),
+        missing=tuple(notes),
+        holds=holds,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of a window from `begin_s` to `end_s`, of equal length."""
+
+    begin_s: float
+    end_s: float
+
+    def means(self, values: Sequence[tuple[float, float]]) -> list[float]:
+        """Returns the mean of the values in each part. A part without values has the mean of all."""
+        length_s = max(self.end_s - self.begin_s, _EPSILON) / NUM_PARTS
+        parts: list[list[float]] = [[] for _ in range(NUM_PARTS)]
+        for at_s, value in values:
+            parts[min(int((at_s - self.begin_s) / length_s), NUM_PARTS - 1)].append(value)
+        everything = [value for _, value in values]
+        return [_mean(part or everything) for part in parts]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _tokens_per_busy_s(prefill: Mapping[str, Sequence[PrefillSample]]) -> float | None:
+    """Returns how many tokens a prefill service computes in a second of computing, on average over all of them."""
+    num_tokens, busy_s = 0, 0.0
+    for samples in prefill.values():
+        for before, after in itertools.pairwise(samples):
+            if before.num_admitted_tokens is None or after.num_admitted_tokens is None:
+                continue
+            num_tokens += max(0, after.num_admitted_tokens - before.num_admitted_tokens)
+            busy_s += (after.at_s - before.at_s) * (before.is_computing + after.is_computing) / 2
+    return num_tokens / busy_s if num_tokens and busy_s > 0 else None
+
+
+def _prefill_demand(sample: PrefillSample, rate: float | None, window_s: float) -> float:
+    backlog_s = sample.num_uncomputed_tokens / rate if rate else 0.0
+    return float(sample.is_computing) + backlog_s / window_s
+
+
+def _decode_demand(sample: DecodeSample) -> float:
+    """A request that waits for a row waits for decode only as far as running requests hold the rows. Where requests
+    hold them that wait for a prefill service, more decode services would not help.
+    """
+    num_held = sample.num_running + sample.num_arriving
+    waits_for_decode = sample.num_queued * (sample.num_running / num_held if num_held else 0.0)
+    return sample.running_share + waits_for_decode / max(1, sample.num_rows)
+
+
+def _need(now: int, services: Sequence[Sequence[float]], *, is_held: bool) -> Need:
+    """`services` has each service's demand in each part of the window."""
+    demands = [sum(part) for part in zip(*services, strict=True)]
+    mean, peak = _mean(demands), max(demands, default=0.0)
+    least = max(1, math.ceil(mean / HIGH - _EPSILON))
+    most = max(least, math.ceil(peak / LOW - _EPSILON))
+    wanted = now if is_held else min(max(now, least), most)
+    return Need(now=now, wanted=wanted, mean=round(mean, 3), peak=round(peak, 3))
+
+
+def _why_hold(prefill: Mapping[str, Sequence[PrefillSample]], decode: Mapping[str, Sequence[DecodeSample]]) -> str:
+    for address in sorted(prefill.keys() & decode.keys()):
+        return f"{address} changed its role within the window"
+    instances = {
+        address: [each.instance_id for each in samples]
+        for services in (prefill, decode)
+        for address, samples in services.items()
+    }
+    for address, ids in instances.items():
+        if len(set(ids)) > 1:
+            return f"{address} began anew within the window"
+        if len(ids) < MIN_SAMPLES:
+            return f"{address} gave {len(ids)} samples, and {MIN_SAMPLES} are needed"
+    return ""
+
+
+def _switches(needs: Mapping[Role, Need], loads: Mapping[Role, Mapping[str, float]]) -> dict[str, Role]:
+    """Returns the services that should change their role: those with the least load of the kind that has too many."""
+    for short, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+        num = min(needs[short].wanted - needs[short].now, needs[other].now - needs[other].wanted)
+        if num > 0:
+            idle_first = sorted(loads[other], key=lambda address: loads[other][address])
+            return dict.fromkeys(idle_first[:num], short)
+    return {}
