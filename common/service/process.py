@@ -235,6 +235,7 @@ class _Turn:
             return str(error) or type(error).__name__
         finally:
             runtime.leave_role()
+            metrics.end()
         return ""
 
 

@@ -31,6 +31,10 @@ class RoleMetrics(Collector):
         self.of_role = CollectorRegistry()
         return self.of_role
 
+    def end(self) -> None:
+        """Lets go of the metrics of the role that has ended, which hold on to its engine."""
+        self.of_role = CollectorRegistry()
+
     def on_change(self, outcome: str) -> None:
         """Counts the end of a change, `outcome` is one of OUTCOMES."""
         self._num_changes[outcome] += 1

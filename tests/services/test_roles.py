@@ -17,7 +17,7 @@ from typing import Any, cast
 import grpc
 import psutil
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Gauge
 
 from baton.cli.plan import plan
 from baton.cli.role import role
@@ -79,13 +79,25 @@ def test_a_process_that_ends_takes_no_orders() -> None:
 # ---- one role after another -----------------------------------------------------------------------------------------
 
 
+class FakeEngine:
+    """What a role's metrics refer to. It refers to itself, as the parts of a service refer to each other."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
 class Fakes:
-    """Parts whose services only note what happens, in `steps`. `fails` has the errors with which services begin."""
+    """Parts whose services only note what happens, in `steps`. `fails` has the errors with which services begin.
+
+    `engines` are those of the roles so far, and `num_engines_left` how many of them were left when the last one began.
+    """
 
     def __init__(self) -> None:
         self.steps: list[str] = []
         self.fails: list[Exception | None] = []
-        self.processes: list[Process] = []
+        self.instance_ids: list[str] = []
+        self.engines: list[weakref.ref[FakeEngine]] = []
+        self.num_engines_left = 0
         self.registry = CollectorRegistry()
         self.metrics = RoleMetrics(self.registry)
         self.switch: RoleSwitch | None = None
@@ -96,12 +108,16 @@ class Fakes:
     def serve(self, role: Role) -> Serve[Any]:
         async def serve(_settings: ServiceSettings, process: Process) -> None:
             self.switch = process.switch
-            Counter("baton_requests", "The same name in both roles.", registry=process.registry).inc()
+            self.num_engines_left = sum(each() is not None for each in self.engines)
+            engine = FakeEngine()
+            self.engines.append(weakref.ref(engine))
+            load = Gauge("baton_queued_requests", "The same name in both roles.", registry=process.registry)
+            load.set_function(lambda: 1.0 if engine.itself else 0.0)
             if self.fails and (error := self.fails.pop(0)) is not None:
                 raise error
             process.on_serving()
             self.steps.append(role)
-            self.processes.append(process)
+            self.instance_ids.append(process.instance_id)
             await process.switch.leaves.wait()
 
         return serve
@@ -113,7 +129,7 @@ class Fakes:
 
     async def serves(self, num_times: int) -> RoleSwitch:
         """Waits until a service has begun to serve for the `num_times`-th time."""
-        await until(lambda: len(self.processes) >= num_times)
+        await until(lambda: len(self.instance_ids) >= num_times)
         assert self.switch is not None
         return self.switch
 
@@ -133,12 +149,12 @@ async def test_a_role_follows_the_other_and_has_metrics_and_an_id_of_its_own(fak
     switch = await fakes.serves(3)
 
     assert fakes.steps == ["prefill", "leaves", "decode", "leaves", "prefill"]
-    first, second, third = (process.instance_id for process in fakes.processes)
-    assert first == "first" and len({first, second, third}) == 3
+    assert fakes.instance_ids[0] == "first" and len(set(fakes.instance_ids)) == 3
+    assert fakes.num_engines_left == 0  # when the last role began
     assert switch.role is Role.PREFILL and switch.changing_to is None and switch.num_orders == 2
     assert fakes.sample("baton_role", role="prefill") == 1 and fakes.sample("baton_role", role="decode") == 0
     assert fakes.sample("baton_role_changes_total", outcome="changed") == 2
-    assert fakes.sample("baton_requests_total") == 1  # as after a restart
+    assert fakes.sample("baton_queued_requests") == 1
 
     os.kill(os.getpid(), signal.SIGTERM)
     await running
@@ -281,6 +297,7 @@ async def test_a_role_is_switched_back_and_forth_under_load_and_no_request_notic
                 assert again.seconds == 0 and again.after.num_orders == 4
             done.set()
             assert all(await asyncio.gather(*asking))
+        gc.collect()
         assert pools() == 3
 
 
