@@ -44,11 +44,14 @@ class Replica:
 
 
 class RayCluster:
-    """A head node and others, all on this machine. Use it as a context manager."""
+    """A head node and others, all on this machine. Use it as a context manager.
+
+    The head has the resource "head".
+    """
 
     def __init__(self, *, num_nodes: int) -> None:
         os.environ.update(ENVIRONMENT)
-        self._cluster = Cluster(initialize_head=True, head_node_args=dict(NODE))
+        self._cluster = Cluster(initialize_head=True, head_node_args={**NODE, "resources": {"head": 1}})
         try:
             self._nodes = [self.add_node() for _ in range(num_nodes - 1)]
             ray.init(address=self._cluster.address, log_to_driver=False)
@@ -133,11 +136,10 @@ class RayCluster:
         self._cluster.shutdown()
 
 
-def wait_until(holds: Callable[[], bool], *, timeout_s: float, about: Callable[[], object]) -> float:
-    """Waits until `holds()`. Returns the seconds it took. Raises TimeoutError, which says what `about()` returns."""
+def wait_until(holds: Callable[[], bool], *, timeout_s: float, about: Callable[[], object]) -> None:
+    """Waits until `holds()`. Raises TimeoutError after `timeout_s`, which says what `about()` returns."""
     began_s = time.monotonic()
     while not holds():
         if time.monotonic() - began_s > timeout_s:
             raise TimeoutError(f"not so within {timeout_s:g} s: {about()}")
         time.sleep(_POLL_S)
-    return time.monotonic() - began_s

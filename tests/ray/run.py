@@ -64,7 +64,8 @@ def _config(port: int) -> Mapping[str, Any]:
         "services": {"model": "demo", "dtype": "float32", "max_kv_tokens": 8192},
         "decode": {"max_rows": 4, "local_prefill_tokens": 0},
     }
-    prefill, decode, _ = application["deployments"]
+    prefill, decode, gateway = application["deployments"]
+    gateway["ray_actor_options"] = {"num_cpus": 0, "resources": {"head": 0.01}}  # its node is not the one that dies
     for deployment in (prefill, decode):
         deployment["max_replicas_per_node"] = 1
         deployment["autoscaling_config"] |= {
@@ -82,12 +83,8 @@ def _config(port: int) -> Mapping[str, Any]:
 
 
 def _lose_a_node(cluster: RayCluster, port: int, report: Report) -> None:
-    away_from = {each.node_id for each in cluster.replicas() if each.deployment == "gateway"}
-    victim = next(
-        each
-        for each in cluster.replicas()
-        if each.deployment == "decode" and each.node_id in cluster.worker_ids and each.node_id not in away_from
-    )
+    workers = cluster.worker_ids
+    victim = next(each for each in cluster.replicas() if each.deployment == "decode" and each.node_id in workers)
     lost = [each.deployment for each in cluster.replicas() if each.node_id == victim.node_id]
     num_rows_lost, replaced = 0, None
 
@@ -97,12 +94,17 @@ def _lose_a_node(cluster: RayCluster, port: int, report: Report) -> None:
         is_gone = all(each.node_id != victim.node_id for each in living)
         return is_gone and len(living) == 4 and all(running[kind] == 2 for kind in KINDS)
 
+    def seconds_until_replaced(died_at_s: float) -> float:
+        wait_until(is_replaced, timeout_s=BOUND_S, about=cluster.num_running)
+        return time.monotonic() - died_at_s
+
     def on_answer(num_ended: int) -> None:
         nonlocal num_rows_lost, replaced
         if replaced is None and num_ended >= NUM_CHATS // 2 and (num_rows := cluster.num_rows(victim)):
+            died_at_s = time.monotonic()
             cluster.kill_node(victim.node_id)
             num_rows_lost = num_rows
-            replaced = executor.submit(wait_until, is_replaced, timeout_s=BOUND_S, about=cluster.num_running)
+            replaced = executor.submit(seconds_until_replaced, died_at_s)
 
     with (
         ThreadPoolExecutor(1) as executor,
