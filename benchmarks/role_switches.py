@@ -3,6 +3,7 @@
 python -m benchmarks.role_switches
 
 One prefill and one decode service keep their roles. The third, which both of them and the clients list, is switched.
+The first case is switched most often. The others are switched a few times, with a feature each.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
 from benchmarks.benchmark_run import BenchmarkRun
 from tests.e2e.load import Workload, assert_same
+from tests.support.draft_heads import save_eagle3_head
 from tests.support.models import save_tiny_model
 from tests.support.running_pair import BOUND_S, wait_until
 
@@ -41,7 +43,31 @@ SETTLING_SWITCHES = 10
 """The first switches, which load code and fill caches. What is left behind is counted from then on."""
 MAX_GROWTH_MIB = 16.0
 """The most memory that the switched process may gain over all later switches together. One KV pool of it is larger."""
+NUM_SWITCHES, NUM_SWITCHES_OF_OTHERS = 50, 6
 SETTINGS = ("--dtype=float32", "--num-threads=1", "--max-rows=16", "--max-kv-tokens=16384", "--grace-period-s=30")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A feature beside which roles are switched. `settings` are those of all services, `prefill_settings` those of the
+    services that begin as prefill services.
+    """
+
+    name: str
+    architecture: str = "llama"
+    has_draft: bool = False
+    settings: tuple[str, ...] = ()
+    prefill_settings: tuple[str, ...] = ()
+
+
+CASES = (
+    Case("KV through shared memory"),
+    Case("KV over gRPC", prefill_settings=("--kv-transport=grpc",)),
+    Case("KV through NIXL", prefill_settings=("--kv-transport=nixl",)),
+    Case("a draft head", has_draft=True),
+    Case("windows", architecture="gemma3_text"),
+    Case("two ranks", settings=("--tensor-parallel=2",)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +167,10 @@ class Services:
 
 
 @contextmanager
-def services(model: Path, directory: Path, settings: Sequence[str] = SETTINGS) -> Iterator[Services]:
+def services(case: Case, model: Path, directory: Path) -> Iterator[Services]:
+    settings = [*SETTINGS, *case.settings]
+    if case.has_draft:
+        settings.append(f"--draft={save_eagle3_head(directory / 'head', target_dir=model)}")
     prefill, decode, switched = (f"127.0.0.1:{port}" for port in free_ports(3))
     other = directory / "as-decode.yaml"
     other.write_text(f"prefill: [{prefill}, {switched}]\nlocal_prefill_tokens: 0\n")
@@ -153,9 +182,9 @@ def services(model: Path, directory: Path, settings: Sequence[str] = SETTINGS) -
         )
 
     three = Services(
-        service("prefill", Role.PREFILL, prefill),
+        service("prefill", Role.PREFILL, prefill, *case.prefill_settings),
         service("decode", Role.DECODE, decode, f"--prefill={prefill},{switched}", "--local-prefill-tokens=0"),
-        service("switched", Role.PREFILL, switched, f"--other-role={other}"),
+        service("switched", Role.PREFILL, switched, f"--other-role={other}", *case.prefill_settings),
     )
     every = (three.prefill, three.switched, three.decode)
     try:
@@ -193,9 +222,10 @@ class Switch:
     footprint: Footprint
 
 
-def switch(num_switches: int, model: Path, directory: Path) -> tuple[list[Switch], Load]:
+def switch(case: Case, num_switches: int, directory: Path) -> tuple[list[Switch], Load]:
     done: list[Switch] = []
-    with services(model, directory) as three:
+    model = save_tiny_model(directory, case.architecture)
+    with services(case, model, directory) as three:
         with Client(three.decode.address) as client:
             expected = WORKLOAD.undisturbed(client)
         with (
@@ -245,35 +275,54 @@ def rows_of(done: Sequence[Switch]) -> Iterator[str]:
         )
 
 
+def summary_of(case: Case, done: Sequence[Switch], load: Load) -> str:
+    seconds = sorted(each.seconds for each in done)
+    return (
+        f"| {case.name} | {len(done)} | {statistics.median(seconds):.2f} | {seconds[-1]:.2f} | {load.num_served} | "
+        f"{len(load.errors)} | {load.longest_s:.1f} |"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--switches", type=int, default=50)
+    parser.add_argument("--switches", type=int, default=NUM_SWITCHES, help="of the first case")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        model = save_tiny_model(Path(directory), "llama")
-        done, load = switch(args.switches, model, Path(directory))
-    seconds = sorted(each.seconds for each in done)
+    summaries: list[str] = []
+    rows: list[str] = []
+    problems: list[str] = []
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as directory:
+            is_first = case is CASES[0]
+            done, load = switch(case, args.switches if is_first else NUM_SWITCHES_OF_OTHERS, Path(directory))
+        summaries.append(summary_of(case, done, load))
+        problems += [f"{case.name}: {problem}" for problem in problems_of(done, load)]
+        if is_first:
+            rows += rows_of(done)
     run = BenchmarkRun.of("role_switches")
     table = "\n".join(
         [
             *run.heading(
                 "Roles switched under load",
-                f"a tiny model, {NUM_STREAMS} streams at a time with `resume=True` over two addresses. "
-                f"{load.num_served} requests had the tokens of the undisturbed run, {len(load.errors)} did not; the "
-                f"longest took {load.longest_s:.1f} s. A switch took {statistics.median(seconds):.2f} s in the middle, "
-                f"{seconds[-1]:.2f} s at most, until it was ready.",
+                f"a tiny model, {NUM_STREAMS} streams at a time with `resume=True` over two addresses. A request that "
+                "is served has the tokens of the undisturbed run. A switch lasts until the service is ready; times are "
+                "in seconds.",
             ),
+            "",
+            "| with | switches | median | longest | served | failed | longest request |",
+            "|---|---|---|---|---|---|---|",
+            *summaries,
+            "",
+            "What the switched process uses after a switch, in the first of these:",
             "",
             "| switch | to | seconds | memory, MiB | threads | open files | of them in memory | children |",
             "|---|---|---|---|---|---|---|---|",
-            *rows_of(done),
+            *rows,
         ]
     )
     print(table)
     if not args.no_save:
         run.save("role-switches", table)
-    problems = problems_of(done, load)
     print("\n".join(problems))
     return 1 if problems else 0
 
