@@ -159,7 +159,7 @@ class Service:
                 self._is_failing = False
             except Exception as error:  # of Ray's, or a full disk: what was found stays, and the next time may succeed
                 if not self._is_failing:
-                    _log.warning("%s: asking the directory fails: %s", self._process.name, error)
+                    _log.warning("directory_fails", service=self._process.name, error=str(error))
                 self._is_failing = True
         self._process.terminate()
         if not self._process.wait(self._stop_timeout_s):
@@ -168,7 +168,7 @@ class Service:
 
     def _log_words(self) -> None:
         for words in self._words.new_words():
-            _log.info("%s %s", self._process.name, words)
+            _log.info("service_says", service=self._process.name, words=words)
 
     def _ask_directory(self) -> None:
         """Announces the service, and writes the addresses of those it calls to its file."""

@@ -1,6 +1,6 @@
 """Assembles the decode service from its parts.
 
-gRPC server ─▶ InferenceServicer ─▶ LiveRequests ─post─▶ EngineInbox ─▶ DecodeEngine ─deliver─▶ EventRouter
+gRPC server ─▶ InferenceServicer ─▶ OpenRequests ─post─▶ EngineInbox ─▶ DecodeEngine ─deliver─▶ EventRouter
                                         ▲                    ▲                                    │  │
                                         └──────────── requests' events ───────────────────────────┘  │
                                                   reports ───┴──── GrpcTransport ◀── handoffs ───────┘
@@ -14,18 +14,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 
-from baton.v1 import inference_pb2_grpc
 from common.addresses import is_loopback
 from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings
 from common.device.errors import PieceFailed
 from common.errors import StartupError
-from common.grammar.grammar import GrammarKind
-from common.host.descriptors import max_connections
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
 from common.model.model_files import GENERATION_CONFIG
 from common.model.sampling_defaults import read_sampling_defaults
-from common.priority import Ageing
 from common.rpc.bearer_tokens import authorization, read_tokens
 from common.rpc.grpc_options import Metadata
 from common.rpc.name_lookup import look_up
@@ -34,30 +30,29 @@ from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.life import ServiceLife
 from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, engine_arguments, memory_beside
-from common.service.server import ServerLimits, open_server
+from common.service.server import Server
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
-from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from common.telemetry.step_stats import OnStep, StepStats
 from common.text.grammar_compiler import GrammarCompiler, GrammarTrials
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
-from common.text.tool_grammars import ToolGrammars
+from decode_service.edge.assembly import EdgePlan, opened_edge
 from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
-from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
-from decode_service.edge.live_requests import LiveRequests
-from decode_service.edge.model_info import model_info, output_format_of
-from decode_service.edge.observer import RequestObserver
+from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES, OpenRequests
+from decode_service.edge.matchers import MatchersHere, Replay
+from decode_service.edge.model_info import model_info
+from decode_service.edge.processes.edges import EdgeProcesses
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits, tenant_key
-from decode_service.edge.text.prompts import Prompts
+from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
 from decode_service.forward.recording import num_step_tokens, recorded_bytes
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
-from decode_service.messages import Command, FinishReason
+from decode_service.messages import Command
 from decode_service.schedule.local_prefill import local_chunk_tokens
 from decode_service.schedule.scheduler import DecodeEngine, Deliver, tokens_in_flight
 from decode_service.schedule.shares import OTHERS
@@ -65,7 +60,6 @@ from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
 
-_CONNECTION_AGE_S = 30.0  # within this time other gRPC clients than Baton's find a new replica behind a DNS name
 _NUM_CONNECTIONS = 2  # connections to each prefill replica; calls take turns on them
 
 _log = structlog.get_logger(__name__)
@@ -99,7 +93,6 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
     if runtime.draft is None:
         _log.info("no_draft_head", model=settings.model)
     metrics = EngineMetrics(process.registry)
-    observer = RequestObserver(RequestMetrics(process.registry, finish_reasons=FinishReason, grammar_kinds=GrammarKind))
     spec_info = speculation_of(settings, runtime.draft) if runtime.draft else None
     size = runtime.size_pool(
         settings,
@@ -120,44 +113,6 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         inbox.post(report)
 
     transport = _transport(settings, process, post_report)
-    live_requests = LiveRequests(
-        engine=inbox,
-        max_live=size.max_rows + settings.max_queued_requests,
-        observer=observer,
-        ageing=Ageing(settings.priority_step_s),
-        timeline=runtime.timeline,
-    )
-    router = EventRouter(
-        loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
-    )
-    engine = new_engine(settings, process, size, on_step=_on_step(metrics, process), deliver=router.deliver)
-    if (recorded := engine.recorded) is not None:
-        _log.info(
-            "forwards_recorded",
-            num_graphs=recorded.num_graphs,
-            num_bytes=recorded.num_bytes,
-            seconds=round(recorded.seconds, 3),
-        )
-    thread = EngineThread(
-        inbox=inbox,
-        engine=engine,
-        deliver=router.deliver,
-        on_death=router.on_death,
-        name="decode-engine",
-        enter=runtime.device.enter_thread,
-        timeline=runtime.timeline,
-    )
-    server = open_server(
-        settings,
-        process,
-        service_name=INFERENCE_SERVICE,
-        limits=ServerLimits(
-            max_message_bytes=settings.max_request_bytes,
-            max_streams=settings.max_streams,
-            max_connections=max_connections(),
-            connection_age_s=_CONNECTION_AGE_S,
-        ),
-    )
     sampling_defaults = {} if settings.generation_config == "none" else read_sampling_defaults(runtime.directory)
     if sampling_defaults:
         _log.info("sampling_defaults", source=GENERATION_CONFIG, **sampling_defaults)
@@ -168,48 +123,104 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         sampling_defaults=sampling_defaults,
         best_priority=settings.best_priority,
     )
-    grammar_metrics = GrammarMetrics(process.registry)
-    grammars = Grammars(
-        lambda: tokenizer,
-        vocab_size=limits.vocab_size,
-        eos_token_ids=limits.eos_token_ids,
-        on_found=grammar_metrics.on_found,
-        on_compiled=grammar_metrics.on_compiled,
-    )
     async with AsyncExitStack() as stack:
-        prompts = await stack.enter_async_context(
-            Prompts(tokenizer=tokenizer, limits=limits, timeline=runtime.timeline)
-        )
-        trials = await stack.enter_async_context(GrammarTrials(grammars.vocabulary))
-        compiler = await stack.enter_async_context(GrammarCompiler(grammars, trials.try_out))
-        servicer = InferenceServicer(
-            engine=inbox,
-            live_requests=live_requests,
-            prompts=prompts,
-            new_matcher=compiler.matcher,
-            tool_grammars=ToolGrammars(output_format_of(settings, tokenizer), tokenizer.special_tokens),
-            decoder=tokenizer,
+        compiler = await stack.enter_async_context(_grammar_compiler(process, tokenizer, limits))
+        num_edges = settings.edge_processes
+        plan = EdgePlan(
+            settings=settings,
+            instance_id=process.instance_id,
+            directory=runtime.directory,
             limits=limits,
             model_info=model_info(settings, runtime, size, tokenizer, sampling_defaults=sampling_defaults),
-            replicas=replicas,
-            instance_id=process.instance_id,
-            observer=observer,
-            client_stall_timeout_s=settings.client_stall_timeout_s,
-            client_of=server.client_of,
-            tells_tenants_apart=bool(settings.tenant_weights),
-            tracer=process.tracer,
-            timeline=runtime.timeline,
+            max_live=size.max_rows + settings.max_queued_requests // max(num_edges, 1),
+            max_prompt_logprob_bytes=MAX_PROMPT_LOGPROB_BYTES // max(num_edges, 1),
+            shares_port=num_edges > 0,
         )
-        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
+
+        def new_matchers(replay: Replay) -> MatchersHere:
+            return MatchersHere(new_matcher=compiler.matcher, replay=replay, vocab_size=limits.vocab_size)
+
+        live_requests: OpenRequests
+        server: Server
+        if num_edges:
+            threads = TextThreads(timeline=runtime.timeline, max_bytes=MAX_WAITING_BYTES)
+            stack.callback(threads.shut_down)
+            edges = await stack.enter_async_context(
+                EdgeProcesses(
+                    plan,
+                    num=num_edges,
+                    engine=inbox,
+                    matchers=new_matchers(threads.replay),
+                    replicas=replicas,
+                    roles=process.switch,
+                    timeline=runtime.timeline,
+                    registry=process.registry,
+                    stall_timeout_s=settings.engine_stall_timeout_s,
+                )
+            )
+            live_requests, server = edges, edges
+        else:
+            edge = await stack.enter_async_context(
+                opened_edge(
+                    plan,
+                    engine=inbox,
+                    new_matchers=new_matchers,
+                    replicas=replicas,
+                    roles=process.switch,
+                    tokenizer=tokenizer,
+                    registry=process.registry,
+                    tracer=process.tracer,
+                    timeline=runtime.timeline,
+                )
+            )
+            live_requests, server = edge.live_requests, edge.server
+        router = EventRouter(
+            loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
+        )
+        engine = new_engine(settings, process, size, on_step=_on_step(metrics, process), deliver=router.deliver)
+        if (recorded := engine.recorded) is not None:
+            _log.info(
+                "forwards_recorded",
+                num_graphs=recorded.num_graphs,
+                num_bytes=recorded.num_bytes,
+                seconds=round(recorded.seconds, 3),
+            )
         yield ServiceLife(
             settings=settings,
             runtime=runtime,
             metrics=metrics,
-            thread=thread,
+            thread=EngineThread(
+                inbox=inbox,
+                engine=engine,
+                deliver=router.deliver,
+                on_death=router.on_death,
+                name="decode-engine",
+                enter=runtime.device.enter_thread,
+                timeline=runtime.timeline,
+            ),
             edge=DecodeEdge(engine=inbox, live_requests=live_requests, replicas=replicas, transport=transport),
             server=server,
             populate=engine.pool.populate,
         )
+
+
+@asynccontextmanager
+async def _grammar_compiler(
+    process: Process, tokenizer: TextTokenizer, limits: ModelLimits
+) -> AsyncIterator[GrammarCompiler]:
+    metrics = GrammarMetrics(process.registry)
+    grammars = Grammars(
+        lambda: tokenizer,
+        vocab_size=limits.vocab_size,
+        eos_token_ids=limits.eos_token_ids,
+        on_found=metrics.on_found,
+        on_compiled=metrics.on_compiled,
+    )
+    async with (
+        GrammarTrials(grammars.vocabulary) as trials,
+        GrammarCompiler(grammars, trials.try_out) as compiler,
+    ):
+        yield compiler
 
 
 def _on_step(metrics: EngineMetrics, process: Process) -> OnStep:

@@ -123,7 +123,14 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
             timeline=runtime.timeline,
         )
         limits = ServerLimits(max_streams=settings.max_streams, max_connections=max_connections())
-        server = open_server(settings, process, service_name=PREFILL_SERVICE, limits=limits)
+        server = open_server(
+            settings,
+            service_name=PREFILL_SERVICE,
+            instance_id=process.instance_id,
+            limits=limits,
+            timeline=runtime.timeline,
+            roles=process.switch,
+        )
         add_prefill_servicer(servicer, server)
         if settings.kv_transport == "nixl" and (settings.tls_cert or settings.auth_token_file):
             _log.warning("kv_in_plain_text", kv_transport=settings.kv_transport)

@@ -48,7 +48,8 @@ def load_settings(
     _check_environment()
     read = _sources(kind, list(argv), program, frozenset(name.lower() for name in without))
     try:
-        return read()
+        values = read()
+        return kind.model_construct(values.model_fields_set, **dict(values))  # an object that can be pickled
     except ValidationError as error:
         raise ConfigError("; ".join(map(describe_error, error.errors()))) from error
     except SettingsError as error:

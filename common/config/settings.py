@@ -215,6 +215,8 @@ class DecodeSettings(ServiceSettings):
     """How long a request waits for a prefill service to be ready."""
     handoff_progress_timeout_s: Seconds = 30.0
     """If a prefill service sends nothing for this long, the call to it is ended."""
+    edge_processes: Annotated[int, Field(ge=0, le=64)] = 0
+    """Processes that serve clients for the engine, on one port; 0: the engine's process does."""
     client_stall_timeout_s: Seconds = 60.0
     """A client that reads nothing for this long counts as gone."""
     prefill_tls: bool = False

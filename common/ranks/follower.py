@@ -8,7 +8,6 @@ FILE is the number of an inherited socket to the first rank. The process ends wh
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from common.cpu_engine import cpu_engine
 from common.errors import BatonError
+from common.host.peer_end import end_with_peer
 from common.host.shared_tensors import TensorPlace, at, mapped
 from common.model.loader import load_target
 from common.model.part import MemberLost, Part
@@ -55,7 +55,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     descriptor = int(sys.argv[1])
     connection = Connection(descriptor)
-    threading.Thread(target=_end_with_the_first, args=(descriptor,), name="end", daemon=True).start()
+    threading.Thread(target=end_with_peer, args=(descriptor,), name="end", daemon=True).start()
     load, files = connection.recv(), _Files(connection)
     assert isinstance(load, Load) and isinstance(connection.recv(), NewFile)
     memory = files.receive()
@@ -91,14 +91,6 @@ def _serve(load: Load, connection: Connection, files: _Files, memory: Tensor) ->
             continue
         assert isinstance(message, Forward)
         target.forward(received(message, files.at))
-
-
-def _end_with_the_first(descriptor: int) -> None:
-    """Ends the process as soon as the first rank's end of the socket is closed, whatever it computes then."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLRDHUP)
-    poll.poll()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ def server_options(
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     connection_age_s: float | None = None,
     max_connections: int | None = None,
+    shares_port: bool = False,
 ) -> Options:
     """Returns the gRPC options of a server.
 
@@ -43,6 +44,7 @@ def server_options(
     - After `connection_age_s` a client is asked to connect again, which makes it look up the server's name anew.
       Running calls go on where they are.
     - New connections beyond `max_connections` are closed.
+    - A port that another process listens on is an error, unless the server `shares_port`.
 
     Keepalive pings of clients never make the server close the connection.
     """
@@ -61,7 +63,7 @@ def server_options(
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.so_reuseport", 0),  # a port in use is an error
+        ("grpc.so_reuseport", int(shares_port)),
     )
 
 

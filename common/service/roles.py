@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
@@ -14,7 +16,31 @@ from common.errors import Draining, RoleRefused
 _log = structlog.get_logger(__name__)
 
 
-class RoleSwitch:
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """The role that a process has, the one that it is changing to if any, and those that it can have.
+
+    `num_orders` counts the changes that were ordered, and `last_failure` says why the last one failed, if it did.
+    """
+
+    role: Role
+    changing_to: Role | None
+    roles: tuple[Role, ...]
+    num_orders: int
+    last_failure: str
+
+
+class Roles(Protocol):
+    """The role of a service's process, as its servers see it."""
+
+    @property
+    def state(self) -> RoleState: ...
+
+    async def ask(self, role: Role) -> None:
+        """Orders a change to `role`, as `RoleSwitch.order` does."""
+
+
+class RoleSwitch(Roles):
     """Says which role a process has, and takes the order to change it. For the event loop only.
 
     `order` only asks: `common.service.process.serve_roles` ends the one role and begins the other. `roles` are those
@@ -32,6 +58,13 @@ class RoleSwitch:
         self.is_ending = False
         self._clock = clock
         self._ordered_s = 0.0
+
+    @property
+    def state(self) -> RoleState:
+        return RoleState(self.role, self.changing_to, self.roles, self.num_orders, self.last_failure)
+
+    async def ask(self, role: Role) -> None:
+        self.order(role)
 
     def order(self, role: Role) -> None:
         """Orders a change to `role`. Does nothing if the process has this role, or is changing to it.

@@ -11,7 +11,7 @@ from baton.v1 import roles_pb2, roles_pb2_grpc
 from common.config.settings import Role
 from common.errors import BatonError, InvalidRequest
 from common.rpc.errors import abort_with
-from common.service.roles import RoleSwitch
+from common.service.roles import Roles
 
 ROLES_SERVICE: str = roles_pb2.DESCRIPTOR.services_by_name["Roles"].full_name
 _WIRE = {Role.PREFILL: roles_pb2.ROLE_PREFILL, Role.DECODE: roles_pb2.ROLE_DECODE}
@@ -20,16 +20,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RolesServicer(roles_pb2_grpc.RolesServicer):
-    """Tells the state of `switch`, and passes orders on to it. Use it from the event loop only.
+    """Tells the state of `roles`, and passes orders on. Use it from the event loop only.
 
     `is_ready` says whether the service is ready. `grace_period_s` is how long its open requests may take to finish when
     the role changes.
     """
 
-    def __init__(
-        self, switch: RoleSwitch, is_ready: Callable[[], bool], *, instance_id: str, grace_period_s: float
-    ) -> None:
-        self._switch = switch
+    def __init__(self, roles: Roles, is_ready: Callable[[], bool], *, instance_id: str, grace_period_s: float) -> None:
+        self._roles = roles
         self._instance_id = instance_id
         self._is_ready = is_ready
         self._grace_period_s = grace_period_s
@@ -39,21 +37,21 @@ class RolesServicer(roles_pb2_grpc.RolesServicer):
 
     async def SetRole(self, request: roles_pb2.SetRoleRequest, context: Context) -> roles_pb2.SetRoleResponse:
         try:
-            self._switch.order(_role_of(request))
+            await self._roles.ask(_role_of(request))
         except BatonError as error:
             await abort_with(context, error)
         return roles_pb2.SetRoleResponse(state=self._state())
 
     def _state(self) -> roles_pb2.RoleState:
-        switch = self._switch
+        state = self._roles.state
         return roles_pb2.RoleState(
-            role=_WIRE[switch.role],
-            changing_to=roles_pb2.ROLE_UNSPECIFIED if switch.changing_to is None else _WIRE[switch.changing_to],
+            role=_WIRE[state.role],
+            changing_to=roles_pb2.ROLE_UNSPECIFIED if state.changing_to is None else _WIRE[state.changing_to],
             instance_id=self._instance_id,
             is_ready=self._is_ready(),
-            roles=[_WIRE[role] for role in switch.roles],
-            num_orders=switch.num_orders,
-            last_failure=switch.last_failure,
+            roles=[_WIRE[role] for role in state.roles],
+            num_orders=state.num_orders,
+            last_failure=state.last_failure,
             grace_period_s=self._grace_period_s,
         )
 

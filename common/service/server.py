@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ from common.rpc.errors import abort_with
 from common.rpc.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
 from common.rpc.server_bounds import BoundedRequests, Context, StreamLimit, clients_told_apart
 from common.rpc.tls import server_credentials
-from common.service.process import Process
+from common.service.roles import Roles
 from common.service.roles_rpc import ROLES_SERVICE, RolesServicer
-from common.telemetry.timeline_rpc import TIMELINE_SERVICE, TimelineServicer
+from common.telemetry.timeline import Timeline
+from common.telemetry.timeline_rpc import TIMELINE_SERVICE, OtherTimeline, TimelineServicer
 
 READINESS_INTERVAL_S = 0.1
 _ALIVE = ""
@@ -60,7 +62,50 @@ class ServerLimits:
     connection_age_s: float | None = None
 
 
-class ServiceServer:
+class Server(ABC):
+    """What answers a service's clients: a gRPC server in this process, or those of several processes."""
+
+    @abstractmethod
+    async def start(self, address: str) -> int:
+        """Listens on `address` ("host:port"; port 0 takes a free one) and returns the port. Health checks report the
+        service as not ready until `set_ready`.
+
+        Raises ConfigError if it cannot listen on the address.
+        """
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether health checks report the service as ready."""
+
+    @abstractmethod
+    async def set_ready(self, is_ready: bool) -> None: ...
+
+    @abstractmethod
+    async def stop(self, grace_s: float) -> None:
+        """Refuses further calls; open ones have `grace_s` to end."""
+
+    async def follow(
+        self,
+        is_ready: Callable[[], bool],
+        *,
+        on_ready: Callable[[], None] = lambda: None,
+        interval_s: float = READINESS_INTERVAL_S,
+    ) -> None:
+        """Polls `is_ready` and sets the server's readiness accordingly, until cancelled. Calls `on_ready` once, the
+        first time.
+        """
+        while not is_ready():
+            await self.set_ready(False)
+            await asyncio.sleep(interval_s)
+        await self.set_ready(True)
+        on_ready()
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.set_ready(is_ready())
+
+
+class ServiceServer(Server):
     """A gRPC server with health checks and reflection, and with the services Timeline and Roles if they are given.
 
     Add other servicers to `grpc_server` before `start`. Health has two names: "" says that the process is alive,
@@ -78,8 +123,11 @@ class ServiceServer:
         limits: ServerLimits | None = None,
         timeline: TimelineServicer | None = None,
         new_roles: NewRoles | None = None,
+        shares_port: bool = False,
     ) -> None:
-        """Builds the server. `checks_certificates` says whether `credentials` admit only clients with a certificate."""
+        """Builds the server. `checks_certificates` says whether `credentials` admit only clients with a certificate. If
+        it `shares_port`, other processes listen on the same port, and the kernel chooses one for each connection.
+        """
         limits = limits or ServerLimits()
         self._service_name = service_name
         self._credentials = credentials
@@ -100,6 +148,7 @@ class ServiceServer:
                 idle_timeout_s=limits.idle_timeout_s,
                 connection_age_s=limits.connection_age_s,
                 max_connections=limits.max_connections,
+                shares_port=shares_port,
             ),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
@@ -113,11 +162,6 @@ class ServiceServer:
         reflection.enable_server_reflection(names, self.grpc_server)
 
     async def start(self, address: str) -> int:
-        """Listens on `address` ("host:port"; port 0 takes a free one) and returns the port. Health checks report the
-        service as not ready until `set_ready`.
-
-        Raises ConfigError if it cannot listen on the address.
-        """
         if not is_loopback(address):
             if self._has_tokens and self._credentials is None:
                 _log.warning("tokens_in_plain_text", listen=address)
@@ -139,7 +183,6 @@ class ServiceServer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether health checks report the service as ready."""
         return self._is_ready is True
 
     async def set_ready(self, is_ready: bool) -> None:
@@ -149,27 +192,7 @@ class ServiceServer:
         self._health.set(self._service_name, is_serving=is_ready)
         _log.info("readiness", service=self._service_name, is_ready=is_ready)
 
-    async def follow(
-        self,
-        is_ready: Callable[[], bool],
-        *,
-        on_ready: Callable[[], None] = lambda: None,
-        interval_s: float = READINESS_INTERVAL_S,
-    ) -> None:
-        """Polls `is_ready` and sets the server's readiness accordingly, until cancelled. Calls `on_ready` once, the
-        first time.
-        """
-        while not is_ready():
-            await self.set_ready(False)
-            await asyncio.sleep(interval_s)
-        await self.set_ready(True)
-        on_ready()
-        while True:
-            await asyncio.sleep(interval_s)
-            await self.set_ready(is_ready())
-
     async def stop(self, grace_s: float) -> None:
-        """Refuses further calls; open ones have `grace_s` to end."""
         await asyncio.shield(self.grpc_server.stop(grace_s))
 
 
@@ -253,7 +276,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
 
 def open_server(
-    settings: ServiceSettings, process: Process, *, service_name: str, limits: ServerLimits
+    settings: ServiceSettings,
+    *,
+    service_name: str,
+    instance_id: str,
+    limits: ServerLimits,
+    timeline: Timeline,
+    roles: Roles,
+    other_timeline: OtherTimeline | None = None,
+    shares_port: bool = False,
 ) -> ServiceServer:
     """Builds a server with the TLS files and tokens that the settings name. Raises ConfigError if one of them is
     invalid.
@@ -265,14 +296,10 @@ def open_server(
         tokens=server_tokens(settings),
         limits=limits,
         timeline=TimelineServicer(
-            timeline=process.runtime.timeline, service=service_name, instance_id=process.instance_id
+            timeline=timeline, service=service_name, instance_id=instance_id, other=other_timeline
         ),
-        new_roles=partial(
-            RolesServicer,
-            process.switch,
-            instance_id=process.instance_id,
-            grace_period_s=settings.grace_period_s,
-        ),
+        new_roles=partial(RolesServicer, roles, instance_id=instance_id, grace_period_s=settings.grace_period_s),
+        shares_port=shares_port,
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -33,12 +33,21 @@ _KINDS = {
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+class OtherTimeline(Protocol):
+    """The timeline of another process of the service, on the same machine."""
+
+    async def start(self, *, max_events: int) -> None: ...
+
+    async def stop(self) -> Sequence[RecordedTrack]: ...
+
+
 class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
     """Records the timeline for a caller. Use it from the event loop only; events are encoded on a thread, after the
     recording.
 
     A caller counts as gone if it reads nothing for `write_timeout_s`, or takes longer than `answer_timeout_s` for the
-    whole answer. Until then no other caller can record, so at most one recording is in memory.
+    whole answer. Until then no other caller can record, so at most one recording is in memory. The `other` timeline, if
+    any, is recorded with it.
     """
 
     def __init__(
@@ -47,6 +56,7 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
         timeline: Timeline,
         service: str,
         instance_id: str,
+        other: OtherTimeline | None = None,
         write_timeout_s: float = WRITE_TIMEOUT_S,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
@@ -54,6 +64,7 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
         self._timeline = timeline
         self._service = service
         self._instance_id = instance_id
+        self._other = other
         self._write_timeout_s = write_timeout_s
         self._answer_timeout_s = answer_timeout_s
 
@@ -66,9 +77,10 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
                 raise RecordingInProgress("the timeline is being recorded for somebody else")
             self._is_busy = True
             try:
-                recording = await self._record(context, duration_s, max_events)
+                recording, tracks = await self._record(context, duration_s, max_events)
                 async with asyncio.timeout(self._answer_timeout_s):
-                    await self._answer(context, recording)
+                    tracks += await asyncio.to_thread(recording.take_tracks)
+                    await self._answer(context, tracks, recording.end_ns)
             except TimeoutError:
                 raise RequestCancelled(f"the caller did not take all within {self._answer_timeout_s} s") from None
             finally:
@@ -76,9 +88,15 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
         except BatonError as error:
             await abort_with(context, error)
 
-    async def _record(self, context: Context, duration_s: float, max_events: int) -> Recording:
+    async def _record(
+        self, context: Context, duration_s: float, max_events: int
+    ) -> tuple[Recording, list[RecordedTrack]]:
+        """Returns the recording of this process, and the tracks of the other one."""
+        other: list[RecordedTrack] = []
         self._timeline.start(max_events=max_events)
         try:
+            if self._other is not None:
+                await self._other.start(max_events=max_events)
             started = timeline_pb2.TimelineStarted(
                 service=self._service,
                 instance_id=self._instance_id,
@@ -86,20 +104,23 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
                 unix_offset_ns=time.time_ns() - time.monotonic_ns(),
                 clock_id=_clock_id(),
             )
-            await self._write(context, timeline_pb2.RecordTimelineResponse(started=started))
-            await asyncio.sleep(duration_s)
+            try:
+                await self._write(context, timeline_pb2.RecordTimelineResponse(started=started))
+                await asyncio.sleep(duration_s)
+            finally:
+                if self._other is not None:
+                    other += await self._other.stop()
         finally:
             recording = self._timeline.stop()
-        return recording
+        return recording, other
 
-    async def _answer(self, context: Context, recording: Recording) -> None:
-        tracks = await asyncio.to_thread(recording.take_tracks)
+    async def _answer(self, context: Context, tracks: Sequence[RecordedTrack], end_ns: int) -> None:
         for track in tracks:
             for begin in range(0, len(track.events), _EVENTS_PER_MESSAGE):
                 events = track.events[begin : begin + _EVENTS_PER_MESSAGE]
                 message = await asyncio.to_thread(_events_message, track.name, events)
                 await self._write(context, timeline_pb2.RecordTimelineResponse(events=message))
-        ended = timeline_pb2.TimelineEnded(end_ns=recording.end_ns, tracks=_sizes(tracks))
+        ended = timeline_pb2.TimelineEnded(end_ns=end_ns, tracks=_sizes(tracks))
         await self._write(context, timeline_pb2.RecordTimelineResponse(ended=ended))
 
     async def _write(self, context: Context, response: timeline_pb2.RecordTimelineResponse) -> None:
@@ -159,6 +180,6 @@ def _events_message(track: str, events: list[TimelineEvent]) -> timeline_pb2.Tim
     return message
 
 
-def _sizes(tracks: list[RecordedTrack]) -> Iterator[timeline_pb2.TimelineTrack]:
+def _sizes(tracks: Sequence[RecordedTrack]) -> Iterator[timeline_pb2.TimelineTrack]:
     for track in tracks:
         yield timeline_pb2.TimelineTrack(name=track.name, num_events=len(track.events), num_dropped=track.num_dropped)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from common.errors import EngineLost
-from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.live_requests import OpenRequests
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.unread_events import UnreadEvents
 from decode_service.handoff.transport import HandoffTransport
@@ -43,7 +43,7 @@ class EventRouter:
         self,
         *,
         loop: asyncio.AbstractEventLoop,
-        live_requests: LiveRequests,
+        live_requests: OpenRequests,
         transport: HandoffTransport,
         replicas: ReplicaBoard,
     ) -> None:
@@ -80,7 +80,7 @@ class EventRouter:
                 case PhaseBegan() | PromptScored() | Tokens() | Finished() | Failed():
                     self._live_requests.dispatch(event)
                 case StartHandoff():
-                    self._live_requests.handed_off(row.request_id for row in event.rows)
+                    self._live_requests.handed_off([row.request_id for row in event.rows])
                     self._replicas.on_start(event)
                     self._transport.start(event)
                 case CancelHandoffRows():

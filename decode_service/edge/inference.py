@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -17,9 +17,8 @@ from opentelemetry.trace import Tracer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import BatonError, DeadlineExceeded, EngineFault, RequestCancelled
 from common.grammar.grammar import TokenRules
-from common.grammar.matcher import Matcher, NewMatcher, no_matchers
+from common.grammar.matcher import Matcher
 from common.grammar.reasoning import NUM_LAST_TOKENS
-from common.grammar.token_rules_matcher import TokenRulesMatcher
 from common.rpc.errors import abort_with
 from common.rpc.server_bounds import BY_ADDRESS, ClientOf
 from common.sampling.params import ResolvedSampling
@@ -33,8 +32,9 @@ from decode_service.edge.brought_output import ending_of_brought
 from decode_service.edge.client_writes import ClientWrites
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.matchers import Matchers
 from decode_service.edge.observer import RequestObserver, client_left
-from decode_service.edge.replicas import ReplicaBoard
+from decode_service.edge.replicas import ReplicaStates
 from decode_service.edge.request_checks import (
     GENERIC_TOOL_GRAMMARS,
     MAX_CONTEXTS,
@@ -72,14 +72,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         engine: EnginePort[Command],
         live_requests: LiveRequests,
         prompts: Prompts,
+        matchers: Matchers,
         decoder: TextTokenizer,
         limits: ModelLimits,
         model_info: inference_pb2.GetModelInfoResponse,
-        replicas: ReplicaBoard,
+        replicas: ReplicaStates,
         instance_id: str,
         observer: RequestObserver,
         client_stall_timeout_s: float,
-        new_matcher: NewMatcher = no_matchers,
         tool_grammars: ToolGrammars = GENERIC_TOOL_GRAMMARS,
         client_of: ClientOf = BY_ADDRESS,
         tells_tenants_apart: bool = False,
@@ -93,7 +93,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._engine = engine
         self._live_requests = live_requests
         self._prompts = prompts
-        self._new_matcher = new_matcher
+        self._matchers = matchers
         self._tool_grammars = tool_grammars
         self._decoder = decoder
         self._limits = limits
@@ -210,12 +210,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await client.write(started_event(live.request_id, len(prompt_token_ids), sampling))
             return ending
         matcher = None
-        if sampling.constrains_text:
+        if sampling.is_constrained:
             matcher = await self._matcher(live, sampling, checked.generated_token_ids, whose)
-        if (token_rules := sampling.token_rules) is not None:
-            output_ids = checked.generated_token_ids
-            apply = partial(TokenRulesMatcher, matcher, token_rules, output_ids, vocab_size=self._limits.vocab_size)
-            matcher = await self._prompts.replay(apply, num_tokens=len(output_ids))
         self._live_requests.submit(
             live,
             output=output,
@@ -247,11 +243,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _matcher(
         self, live: LiveRequest, sampling: ResolvedSampling, output_ids: Sequence[int], client: str
     ) -> Matcher:
-        if (grammar := sampling.grammar) is None:
-            return await self._new_matcher(None, output_ids, sampling.reasoning, client=client)
-        self._observer.on_grammar(grammar.kind)
-        with live.trace.grammar(grammar.kind.value):
-            return await self._new_matcher(grammar, output_ids, sampling.reasoning, client=client)
+        with ExitStack() as spans:
+            if (grammar := sampling.grammar) is not None:
+                self._observer.on_grammar(grammar.kind)
+                spans.enter_context(live.trace.grammar(grammar.kind.value))
+            return await self._matchers.of(sampling, output_ids, client=client)
 
     def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
         """Starts and returns a timer that fails the request at its deadline, or returns None if it has no deadline.

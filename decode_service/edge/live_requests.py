@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Protocol
 
 import structlog
 
@@ -45,7 +45,31 @@ MAX_PROMPT_LOGPROB_BYTES = 256 << 20
 _RETRY_AFTER_S = 1
 
 
-class LiveRequests:
+class OpenRequests(Protocol):
+    """The live requests of a service, for its engine and its life, whichever processes have them."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    def dispatch(self, event: RequestEvent) -> None:
+        """Applies one engine event. Events come in order; those of released requests are dropped."""
+
+    def handed_off(self, engine_ids: Collection[str]) -> None:
+        """Notes that requests have had rows. They keep their places from now on."""
+
+    def fail_all(self, error: BatonError) -> None:
+        """Ends every live stream with `error`."""
+
+    def drain(self) -> None:
+        """Stops admitting requests."""
+
+    async def wait_idle(self) -> None:
+        """Waits until no request is live any more."""
+
+
+class LiveRequests(OpenRequests):
     """The live requests of the process. For the event loop only.
 
     From `admit` to `release` a request takes one of `max_live` places, which clients share fairly. If a client finds no
@@ -78,7 +102,6 @@ class LiveRequests:
         self._observer = observer
         self._by_request_id: dict[str, LiveRequest] = {}
         self._by_engine_id: dict[str, LiveRequest] = {}
-        self._serials = itertools.count(1)
         self._is_draining = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -121,7 +144,7 @@ class LiveRequests:
         if request_id is None:
             request_id = engine_id = uuid.uuid4().hex
         else:
-            engine_id = f"{request_id}#{next(self._serials)}"
+            engine_id = f"{request_id}#{uuid.uuid4().hex}"
         live = LiveRequest(request_id, engine_id, trace, due_s=due_s)
         self._by_request_id[request_id] = self._by_engine_id[engine_id] = live
         self._taken[engine_id] = client, taken_s
@@ -141,8 +164,7 @@ class LiveRequests:
         last.fail(Overloaded(message, retry_after_s=retry_after_s))
         return self._places.hand_over(holder, client)
 
-    def handed_off(self, engine_ids: Iterable[str]) -> None:
-        """Notes that requests have had rows. They keep their places from now on."""
+    def handed_off(self, engine_ids: Collection[str]) -> None:
         for engine_id in engine_ids:
             if (live := self._by_engine_id.get(engine_id)) is not None:
                 live.is_handed_off = True
@@ -214,7 +236,6 @@ class LiveRequests:
             self._is_idle.set()
 
     def dispatch(self, event: RequestEvent) -> None:
-        """Applies one engine event. Events come in order; those of released requests are dropped."""
         match event:
             case Tokens():
                 with self._track.span("take_tokens", requests=len(event.request_ids), tokens=len(event.token_ids)):
@@ -230,12 +251,10 @@ class LiveRequests:
                 self._apply(event.request_id, lambda live: live.fail_by_engine(event.error))
 
     def fail_all(self, error: BatonError) -> None:
-        """Ends every live stream with `error`."""
         for live in tuple(self._by_request_id.values()):
             live.fail(error)
 
     def drain(self) -> None:
-        """Stops admitting requests."""
         self._is_draining = True
 
     async def wait_idle(self) -> None:

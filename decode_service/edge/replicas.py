@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
@@ -22,7 +24,11 @@ class ReplicaState:
     num_rows: int
 
 
-class ReplicaBoard:
+class ReplicaStates(Protocol):
+    def states(self) -> Sequence[ReplicaState]: ...
+
+
+class ReplicaBoard(ReplicaStates):
     """Tracks the replicas' states and open rows from the messages between engine and transport. Any thread may use it.
 
     If the service `serves_alone`, it computes prompts itself while no replica is ready. The log says when that begins,

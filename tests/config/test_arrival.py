@@ -21,6 +21,7 @@ from common.service import runtime
 from common.service.process import Process
 from common.service.roles import RoleSwitch
 from decode_service import main as decode_main
+from decode_service.edge import assembly
 from decode_service.speculate.depth import AdaptiveDepth, Depth, FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import main as prefill_main
@@ -41,14 +42,14 @@ ARRIVALS: list[tuple[ModuleType, dict[str, Any], str, str, Any, Any]] = [
     (decode_main, _without(FastPath.CUDA_GRAPHS), "DecodeEngine", "replays_forwards", True, False),
     (decode_main, {"max_handoff_attempts": 7}, "DecodeEngine", "max_handoff_attempts", 3, 7),
     (decode_main, _without(FastPath.PARALLEL_CONNECTIONS), "GrpcTransport", "num_channels_per_replica", 2, 1),
-    (decode_main, {"max_streams": 5}, "ServerLimits", "max_streams", 1024, 5),
-    (decode_main, {"client_stall_timeout_s": 7.0}, "InferenceServicer", "client_stall_timeout_s", 60.0, 7.0),
+    (assembly, {"max_streams": 5}, "ServerLimits", "max_streams", 1024, 5),
+    (assembly, {"client_stall_timeout_s": 7.0}, "InferenceServicer", "client_stall_timeout_s", 60.0, 7.0),
     (prefill_main, _without(FastPath.OVERLAP), "PrefillEngine", "overlap", True, False),
     (prefill_main, _without(FastPath.EARLY_SENDING), "PrefillEngine", "early_sending", True, False),
     (prefill_main, {"max_streams": 5}, "ServerLimits", "max_streams", 1024, 5),
 ]
-"""The main module of a service, settings, the component that it builds, and a keyword argument of that component. Then
-the argument's values: by default, and with these settings.
+"""The module that builds a service or its edge, settings, the component that it builds, and a keyword argument of that
+component. Then the argument's values: by default, and with these settings.
 """
 
 ArgumentOf = Callable[..., Awaitable[Any]]
@@ -61,11 +62,12 @@ def argument_of(tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.Monke
     """
     monkeypatch.setattr(runtime, "new_fusing", lambda *_, **__: lambda check: None)
 
-    async def argument_of(main: Any, component: str, argument: str, **options: Any) -> Any:
-        def make(**arguments: Any) -> None:
+    async def argument_of(module: Any, component: str, argument: str, **options: Any) -> Any:
+        def make(*_: Any, **arguments: Any) -> None:
             raise Made(arguments[argument])
 
-        monkeypatch.setattr(main, component, make)
+        monkeypatch.setattr(module, component, make)
+        main = decode_main if module is assembly else module
         model = str(tiny_model_dir("llama"))
         settings = KINDS[main](model=model, dtype="float32", num_threads=1, max_kv_tokens=256, **options)
         opened = runtime.open_runtime(settings)
@@ -96,6 +98,10 @@ async def test_a_setting_arrives_at_its_component(
 ) -> None:
     assert await argument_of(main, component, argument) == default
     assert await argument_of(main, component, argument, **options) == changed
+
+
+async def test_the_number_of_edge_processes_arrives(argument_of: ArgumentOf) -> None:
+    assert await argument_of(decode_main, "EdgeProcesses", "num", edge_processes=3) == 3
 
 
 @pytest.mark.parametrize(

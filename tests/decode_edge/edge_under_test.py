@@ -29,6 +29,7 @@ from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES, LiveRequests
+from decode_service.edge.matchers import MatchersHere
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
@@ -144,7 +145,9 @@ async def running_edge(
         instance_id="this process",
         observer=observer,
         client_stall_timeout_s=0.2,
-        new_matcher=compiler.matcher,
+        matchers=MatchersHere(
+            new_matcher=compiler.matcher, replay=prompts.replay, vocab_size=limits_of_model.vocab_size
+        ),
         client_of=server.client_of,
         tells_tenants_apart=tells_tenants_apart,
         tracer=tracer,

@@ -19,6 +19,7 @@ from structlog.typing import EventDict
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.grammar.grammar import GrammarKind
+from common.grammar.matcher import no_matchers
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.engine_thread import EngineInbox, EngineThread
@@ -30,6 +31,7 @@ from decode_service import messages as decode
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
 from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.matchers import MatchersHere
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
@@ -219,6 +221,7 @@ async def start_decode(
         engine=inbox,
         live_requests=live_requests,
         prompts=prompts,
+        matchers=MatchersHere(new_matcher=no_matchers, replay=prompts.replay, vocab_size=limits.vocab_size),
         decoder=tokenizer,
         limits=limits,
         model_info=inference_pb2.GetModelInfoResponse(model="tiny"),

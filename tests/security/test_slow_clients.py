@@ -249,6 +249,7 @@ async def test_what_a_slow_reader_has_not_taken_is_kept_once(edge: Edge, connect
     request_id = (await edge.engine.submitted()).request_id
     for _ in range(40):
         edge.deliver(tokens_of(request_id, (97,)))
+        await asyncio.sleep(0)  # the edge takes each by itself
     edge.deliver(Finished(request_id, FinishReason.LENGTH, 3, 40, Timings()))
 
     for _ in range(200):

@@ -16,8 +16,6 @@ from decode_service.edge.text.chat_rendering import RENDER_CPU_S, ChatRendering
 from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
 
 T = TypeVar("T")
-_BYTES_PER_REPLAYED_TOKEN = 16
-"""The number of bytes of text that take about as long to tokenise as one token takes to replay."""
 
 
 class Prompts:
@@ -56,7 +54,7 @@ class Prompts:
 
         Raises Overloaded if too much text waits there.
         """
-        return await self._threads.run("replay", work, num_bytes=num_tokens * _BYTES_PER_REPLAYED_TOKEN)
+        return await self._threads.replay(work, num_tokens=num_tokens)
 
     async def encode(
         self, prompt: Prompt, *, max_contexts: int = 1, adds_special_tokens: bool | None = None

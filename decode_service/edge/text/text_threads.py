@@ -17,6 +17,8 @@ LANES = ((4 << 10, TOKENIZE), (64 << 10, f"{TOKENIZE}-long"), (None, f"{TOKENIZE
 """The lanes: the largest number of bytes of a text (None: no limit), and the name of the lane's thread."""
 MAX_WAITING_BYTES = 64 << 20
 _RETRY_AFTER_S = 1
+_BYTES_PER_REPLAYED_TOKEN = 16
+"""The number of bytes of text that take about as long to tokenise as one token takes to replay."""
 
 
 class WaitingBytes:
@@ -82,6 +84,13 @@ class TextThreads:
         future: Future[T] = executor.submit(recorded)
         future.add_done_callback(lambda _: waiting.give_back(num_bytes))
         return await asyncio.wrap_future(future)
+
+    async def replay(self, work: Callable[[], T], *, num_tokens: int) -> T:
+        """Runs `work`, which goes through `num_tokens` tokens of output, and returns its result.
+
+        Raises Overloaded if too much text waits.
+        """
+        return await self.run("replay", work, num_bytes=num_tokens * _BYTES_PER_REPLAYED_TOKEN)
 
     def shut_down(self) -> None:
         """Drops work that has not begun, and waits until the work that has begun is done."""

@@ -1,0 +1,130 @@
+"""Builds what serves the decode service's clients, in the engine's process or in one of its own.
+
+gRPC server ─▶ InferenceServicer ─▶ LiveRequests ─post─▶ EnginePort
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from opentelemetry.trace import Tracer
+from prometheus_client import CollectorRegistry
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.config.settings import DecodeSettings
+from common.grammar.grammar import GrammarKind
+from common.host.descriptors import max_connections
+from common.priority import Ageing
+from common.service.engine_thread import EnginePort
+from common.service.roles import Roles
+from common.service.server import ServerLimits, ServiceServer, open_server
+from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.timeline import Timeline
+from common.telemetry.timeline_rpc import OtherTimeline
+from common.text.tokenizer import TextTokenizer
+from common.text.tool_grammars import ToolGrammars
+from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
+from decode_service.edge.live_requests import LiveRequests
+from decode_service.edge.matchers import Matchers, Replay
+from decode_service.edge.model_info import output_format_of
+from decode_service.edge.observer import RequestObserver
+from decode_service.edge.replicas import ReplicaStates
+from decode_service.edge.request_checks import ModelLimits
+from decode_service.edge.text.prompts import Prompts
+from decode_service.messages import Command, FinishReason
+
+_CONNECTION_AGE_S = 30.0  # within this time other gRPC clients than Baton's find a new replica behind a DNS name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgePlan:
+    """What an edge is built from, besides its engine. A process can be given it.
+
+    At most `max_live` requests are live, whose prompts' log-probabilities take at most `max_prompt_logprob_bytes`. If
+    the server `shares_port`, other edges listen on it too.
+    """
+
+    settings: DecodeSettings
+    instance_id: str
+    directory: Path
+    limits: ModelLimits
+    model_info: inference_pb2.GetModelInfoResponse
+    max_live: int
+    max_prompt_logprob_bytes: int
+    shares_port: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEdge:
+    """The server has not started yet."""
+
+    live_requests: LiveRequests
+    server: ServiceServer
+
+
+@asynccontextmanager
+async def opened_edge(
+    plan: EdgePlan,
+    *,
+    engine: EnginePort[Command],
+    new_matchers: Callable[[Replay], Matchers],
+    replicas: ReplicaStates,
+    roles: Roles,
+    tokenizer: TextTokenizer,
+    registry: CollectorRegistry,
+    tracer: Tracer,
+    timeline: Timeline,
+    other_timeline: OtherTimeline | None = None,
+) -> AsyncIterator[OpenedEdge]:
+    """Yields an edge in front of `engine`. `new_matchers` gets what runs work on the edge's threads. The
+    `other_timeline` is the one of the engine's process, if that is another one.
+    """
+    settings = plan.settings
+    observer = RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason, grammar_kinds=GrammarKind))
+    live_requests = LiveRequests(
+        engine=engine,
+        max_live=plan.max_live,
+        observer=observer,
+        ageing=Ageing(settings.priority_step_s),
+        timeline=timeline,
+        max_prompt_logprob_bytes=plan.max_prompt_logprob_bytes,
+    )
+    server = open_server(
+        settings,
+        service_name=INFERENCE_SERVICE,
+        instance_id=plan.instance_id,
+        limits=ServerLimits(
+            max_message_bytes=settings.max_request_bytes,
+            max_streams=settings.max_streams,
+            max_connections=max_connections(),
+            connection_age_s=_CONNECTION_AGE_S,
+        ),
+        timeline=timeline,
+        roles=roles,
+        other_timeline=other_timeline,
+        shares_port=plan.shares_port,
+    )
+    async with Prompts(tokenizer=tokenizer, limits=plan.limits, timeline=timeline) as prompts:
+        servicer = InferenceServicer(
+            engine=engine,
+            live_requests=live_requests,
+            prompts=prompts,
+            matchers=new_matchers(prompts.replay),
+            tool_grammars=ToolGrammars(output_format_of(settings, tokenizer), tokenizer.special_tokens),
+            decoder=tokenizer,
+            limits=plan.limits,
+            model_info=plan.model_info,
+            replicas=replicas,
+            instance_id=plan.instance_id,
+            observer=observer,
+            client_stall_timeout_s=settings.client_stall_timeout_s,
+            client_of=server.client_of,
+            tells_tenants_apart=bool(settings.tenant_weights),
+            tracer=tracer,
+            timeline=timeline,
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
+        yield OpenedEdge(live_requests, server)

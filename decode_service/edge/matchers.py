@@ -1,0 +1,43 @@
+"""Makes the matchers of constrained requests, from their grammar and from their rules about tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from common.grammar.matcher import Matcher, NewMatcher
+from common.grammar.token_rules_matcher import TokenRulesMatcher
+from common.sampling.params import ResolvedSampling
+
+
+class Matchers(Protocol):
+    async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str) -> Matcher:
+        """Returns the matcher of a constrained request, which has accepted the output tokens `output_ids` already.
+
+        Requests of different clients take turns. Raises InvalidRequest, naming the field, or Overloaded.
+        """
+
+
+class Replay(Protocol):
+    def __call__(self, work: Callable[[], Matcher], *, num_tokens: int) -> Awaitable[Matcher]:
+        """Runs `work`, which goes through `num_tokens` tokens, on a thread. Raises Overloaded if too much waits."""
+
+
+class MatchersHere(Matchers):
+    """Makes matchers in this process. `new_matcher` makes those of grammars."""
+
+    def __init__(self, *, new_matcher: NewMatcher, replay: Replay, vocab_size: int) -> None:
+        self._new_matcher = new_matcher
+        self._replay = replay
+        self._vocab_size = vocab_size
+
+    async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str) -> Matcher:
+        matcher = None
+        if sampling.constrains_text:
+            matcher = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning, client=client)
+        if (rules := sampling.token_rules) is not None:
+            apply = partial(TokenRulesMatcher, matcher, rules, output_ids, vocab_size=self._vocab_size)
+            matcher = await self._replay(apply, num_tokens=len(output_ids))
+        assert matcher is not None, "the request is not constrained"
+        return matcher

@@ -1,0 +1,438 @@
+"""The engine's side of edges in processes of their own: starts, feeds, watches and stops them.
+
+    clients ──▶ edge 1 ──commands──▶ EdgeProcesses ──▶ EngineInbox ──▶ engine
+    clients ──▶ edge 2 ◀──events──── EdgeProcesses ◀── EventRouter ◀── engine
+
+All edges listen on one port, and the kernel gives each connection to one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Self
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from common.addresses import address_of, host_and_port, why_not_listen
+from common.errors import BatonError, ConfigError, EngineFault, StartupError
+from common.grammar.matcher import Matcher
+from common.service.engine_thread import EnginePort
+from common.service.roles import Roles
+from common.service.server import Server
+from common.telemetry.timeline import Timeline
+from decode_service.edge.assembly import EdgePlan
+from decode_service.edge.live_requests import OpenRequests
+from decode_service.edge.matchers import Matchers
+from decode_service.edge.processes.edge_metrics import EdgeMetrics
+from decode_service.edge.processes.link import Link
+from decode_service.edge.processes.messages import (
+    Answer,
+    Ask,
+    Begin,
+    CannotStart,
+    ChangeRole,
+    EndRecording,
+    Events,
+    FailAll,
+    FromEdge,
+    HeldMatcher,
+    Idle,
+    Listen,
+    Listening,
+    MakeMatcher,
+    NoLonger,
+    Record,
+    Said,
+    Stop,
+    StopAdmitting,
+    ToEdge,
+    Told,
+)
+from decode_service.edge.replicas import ReplicaStates
+from decode_service.edge.unread_events import UnreadEvents
+from decode_service.messages import (
+    Abort,
+    Command,
+    Event,
+    Failed,
+    FinishAtStop,
+    Finished,
+    PhaseBegan,
+    PromptScored,
+    RequestEvent,
+    Submit,
+    Tokens,
+)
+
+START_TIMEOUT_S = 60.0
+HELD_S = 60.0
+_TELL_INTERVAL_S = 0.1
+_RESTART_S = 1.0
+_END_TIMEOUT_S = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Edge:
+    """One process of an edge. Events wait in `unread` until it takes them, and matchers in `held` for their requests.
+
+    `live` has the engine's ids of its requests. `listening` gets the port, or the error for which it does not listen.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    link: Link
+    listening: asyncio.Future[int]
+    said_s: float
+    told: Told | None = None
+    unread: UnreadEvents = field(default_factory=UnreadEvents)
+    handed_off: list[str] = field(default_factory=list)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    is_idle: asyncio.Event = field(default_factory=asyncio.Event)
+    live: set[str] = field(default_factory=set)
+    held: dict[int, Matcher] = field(default_factory=dict)
+    answering: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    records: bool = False
+
+    def send(self, message: ToEdge) -> None:
+        self.link.send(message)
+
+
+class EdgeProcesses(OpenRequests, Server):
+    """The edges of an engine in `num` processes. Use it on the event loop only, inside an `async with`.
+
+    An edge that ends is replaced; so is one that says nothing for `stall_timeout_s`. Its requests are aborted. Entering
+    the context starts the processes.
+    """
+
+    def __init__(
+        self,
+        plan: EdgePlan,
+        *,
+        num: int,
+        engine: EnginePort[Command],
+        matchers: Matchers,
+        replicas: ReplicaStates,
+        roles: Roles,
+        timeline: Timeline,
+        registry: CollectorRegistry,
+        stall_timeout_s: float,
+    ) -> None:
+        self._plan = plan
+        self._num = num
+        self._engine = engine
+        self._matchers = matchers
+        self._replicas = replicas
+        self._roles = roles
+        self._timeline = timeline
+        self._stall_timeout_s = stall_timeout_s
+        self._metrics = EdgeMetrics()
+        registry.register(self._metrics)
+        self._edges: dict[int, _Edge] = {}
+        self._owners: dict[str, _Edge] = {}
+        self._address: str | None = None
+        self._is_ready = False
+        self._is_draining = False
+        self._is_stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        for number in range(1, self._num + 1):
+            edge = await self._begin(number)
+            self._tasks.append(asyncio.create_task(self._keep(edge), name=f"edge-{number}"))
+        self._tasks.append(asyncio.create_task(self._tell_from_time_to_time(), name="tell-edges"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for edge in self._edges.values():
+            edge.link.close()
+            edge.process.kill()
+            edge.process.wait()
+
+    # ---- as the requests that are open ------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def dispatch(self, event: RequestEvent) -> None:
+        match event:
+            case Tokens():
+                for edge, tokens in self._by_edge(event):
+                    self._give(edge, tokens)
+            case PhaseBegan() | PromptScored():
+                if (owner := self._owners.get(event.request_id)) is not None:
+                    self._give(owner, event)
+            case Finished() | Failed():
+                if (owner := self._owners.get(event.request_id)) is not None:
+                    self._forget(event.request_id)
+                    self._give(owner, event)
+
+    def handed_off(self, engine_ids: Collection[str]) -> None:
+        for engine_id in engine_ids:
+            if (owner := self._owners.get(engine_id)) is not None:
+                owner.handed_off.append(engine_id)
+                owner.has_news.set()
+
+    def fail_all(self, error: BatonError) -> None:
+        for edge in self._edges.values():
+            edge.send(FailAll(error))
+
+    def drain(self) -> None:
+        if not self._is_draining:
+            self._is_draining = True
+            for edge in self._edges.values():
+                edge.send(StopAdmitting())
+
+    async def wait_idle(self) -> None:
+        for number in range(1, self._num + 1):
+            await self._edges[number].is_idle.wait()
+
+    # ---- as the server ----------------------------------------------------------------------------------------------
+
+    async def start(self, address: str) -> int:
+        if reason := why_not_listen(address):  # edges would share the port with another service's
+            raise ConfigError(f"listen: cannot listen on {address}: {reason}")
+        host, _ = host_and_port(address)
+        for number in range(1, self._num + 1):
+            edge = self._edges[number]
+            edge.send(Listen(address))
+            try:
+                port = await asyncio.wait_for(asyncio.shield(edge.listening), START_TIMEOUT_S)
+            except TimeoutError:
+                raise StartupError(f"edge_processes: edge {number} does not listen") from None
+            address = address_of(host, port)
+        self._address = address
+        return port
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_ready
+
+    async def set_ready(self, is_ready: bool) -> None:
+        if is_ready != self._is_ready:
+            self._is_ready = is_ready
+            self._tell()
+
+    async def stop(self, grace_s: float) -> None:
+        self._is_stopping = True
+        for edge in self._edges.values():
+            edge.send(Stop(grace_s))
+        ends = [asyncio.to_thread(edge.process.wait, grace_s + _END_TIMEOUT_S) for edge in self._edges.values()]
+        await asyncio.gather(*ends, return_exceptions=True)  # those that do not end are killed on leaving the context
+
+    # ---- the processes ----------------------------------------------------------------------------------------------
+
+    async def _begin(self, number: int) -> _Edge:
+        """Starts the process of an edge. Raises StartupError if it cannot be started."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
+                    [sys.executable, "-m", "decode_service.edge.processes.process", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+        except OSError as error:
+            ours.close()
+            raise StartupError(f"edge_processes: an edge cannot be started: {error}") from error
+        link = await Link.on(ours)
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        edge = _Edge(number, process, link, listening, said_s=time.monotonic() + START_TIMEOUT_S)
+        self._edges[number] = edge
+        edge.send(Begin(self._plan, number))
+        self._tell_one(edge)
+        return edge
+
+    async def _keep(self, edge: _Edge) -> None:
+        """Serves an edge until it ends, and then starts another one in its place."""
+        while True:
+            how = await self._attend(edge)
+            num_aborted = self._abandon(edge)
+            if self._is_stopping:
+                return
+            _log.error("edge_lost", edge=edge.number, pid=edge.process.pid, how=how, num_requests=num_aborted)
+            await asyncio.sleep(_RESTART_S)
+            with contextlib.suppress(StartupError):  # it is tried again
+                edge = await self._begin(edge.number)
+                if self._address is not None:
+                    edge.send(Listen(self._address))
+                if self._is_draining:
+                    edge.send(StopAdmitting())
+
+    async def _attend(self, edge: _Edge) -> str:
+        """Reads what the edge sends until it ends. Returns how it ended."""
+        feeding = asyncio.create_task(self._feed(edge), name="feed-edge")
+        why = ""
+        try:
+            while True:
+                message: FromEdge = await edge.link.receive()
+                if isinstance(message, CannotStart):
+                    why = f": {message.error}"
+                    if not edge.listening.done():
+                        edge.listening.set_exception(message.error)
+                        edge.listening.exception()  # also if nobody waits for it
+                self._take(edge, message)
+        except (EOFError, OSError):
+            code = await asyncio.to_thread(edge.process.wait)
+        finally:
+            feeding.cancel()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        if not edge.listening.done():
+            edge.listening.set_exception(StartupError(f"edge_processes: edge {edge.number} {how}"))
+            edge.listening.exception()
+        return how + why
+
+    async def _feed(self, edge: _Edge) -> None:
+        """Sends events as fast as the edge takes them. What it does not take is merged."""
+        with contextlib.suppress(OSError):  # `_attend` sees that too
+            while True:
+                await edge.has_news.wait()
+                await edge.link.can_send()
+                edge.has_news.clear()
+                events, edge.handed_off, handed_off = edge.unread.take(), [], tuple(edge.handed_off)
+                edge.send(Events(_of_requests(events), handed_off))
+
+    def _abandon(self, edge: _Edge) -> int:
+        """Aborts the requests of an edge that has ended, and frees what was kept for it. Returns their number."""
+        edge.link.close()
+        for task in edge.answering.values():
+            task.cancel()
+        if edge.records:
+            self._timeline.stop()
+        aborted = tuple(edge.live)
+        for engine_id in aborted:
+            self._forget(engine_id)
+            self._engine.post(Abort(engine_id))
+        self._metrics.ended(edge.number)
+        edge.is_idle.set()
+        return len(aborted)
+
+    # ---- what edges say ---------------------------------------------------------------------------------------------
+
+    def _take(self, edge: _Edge, message: FromEdge) -> None:
+        match message:
+            case Submit():
+                self._submit(edge, message)
+            case Abort():
+                self._forget(message.request_id)
+                self._engine.post(message)
+            case FinishAtStop():
+                self._engine.post(message)
+            case Ask():
+                edge.answering[message.number] = asyncio.create_task(self._answer(edge, message), name="answer-edge")
+            case NoLonger(number):
+                edge.held.pop(number, None)
+                if (answering := edge.answering.get(number)) is not None:
+                    answering.cancel()
+            case Said():
+                edge.said_s = time.monotonic()
+                self._metrics.said(edge.number, message.metrics)
+            case Listening(port):
+                edge.listening.set_result(port)
+            case Idle():
+                edge.is_idle.set()
+
+    def _submit(self, edge: _Edge, submit: Submit) -> None:
+        if isinstance(submit.matcher, HeldMatcher):
+            matcher = edge.held.pop(submit.matcher.number, None)
+            if matcher is None:
+                error = EngineFault(f"the matcher was not used within {HELD_S:g} s")
+                self._give(edge, Failed(submit.request_id, error))
+                return
+            submit = dataclasses.replace(submit, matcher=matcher)
+        self._owners[submit.request_id] = edge
+        edge.live.add(submit.request_id)
+        self._engine.post(submit)
+
+    async def _answer(self, edge: _Edge, ask: Ask) -> None:
+        try:
+            answer = Answer(ask.number, await self._value_of(edge, ask))
+        except BatonError as error:
+            answer = Answer(ask.number, error=error)
+        except Exception as error:  # the asker must not wait for ever
+            _log.exception("edge_answer_failed", edge=edge.number, question=type(ask.question).__name__)
+            answer = Answer(ask.number, error=EngineFault(f"{type(error).__name__}: {error}"))
+        finally:
+            del edge.answering[ask.number]
+        edge.send(answer)
+
+    async def _value_of(self, edge: _Edge, ask: Ask) -> object:
+        match ask.question:
+            case MakeMatcher(sampling, output_ids, client):
+                edge.held[ask.number] = await self._matchers.of(sampling, output_ids, client=client)
+                asyncio.get_running_loop().call_later(HELD_S, edge.held.pop, ask.number, None)
+                return HeldMatcher(ask.number)
+            case ChangeRole(role):
+                await self._roles.ask(role)
+                return self._roles.state
+            case Record(max_events):
+                self._timeline.start(max_events=max_events)
+                edge.records = True
+                return None
+            case EndRecording():
+                edge.records = False
+                return await asyncio.to_thread(self._timeline.stop().take_tracks)
+
+    # ---- what edges are told ----------------------------------------------------------------------------------------
+
+    def _by_edge(self, event: Tokens) -> list[tuple[_Edge, Tokens]]:
+        """Splits an event with tokens of several requests by the edges that have them."""
+        owners = [self._owners.get(request_id) for request_id in event.request_ids]
+        split = []
+        for edge in self._edges.values():
+            mine = [owner is edge for owner in owners]
+            if all(mine):
+                return [(edge, event)]
+            if any(mine):
+                split.append((edge, event.of(mine)))
+        return split
+
+    def _give(self, edge: _Edge, event: RequestEvent) -> None:
+        edge.unread.add((event,))
+        edge.has_news.set()
+
+    def _forget(self, engine_id: str) -> None:
+        if (owner := self._owners.pop(engine_id, None)) is not None:
+            owner.live.discard(engine_id)
+
+    def _tell(self) -> None:
+        for edge in self._edges.values():
+            self._tell_one(edge)
+
+    def _tell_one(self, edge: _Edge) -> None:
+        engine = self._engine
+        told = Told(self._is_ready, engine.is_alive, self._roles.state, engine.load, tuple(self._replicas.states()))
+        if told != edge.told:
+            edge.told = told
+            edge.send(told)
+
+    async def _tell_from_time_to_time(self) -> None:
+        while True:
+            await asyncio.sleep(_TELL_INTERVAL_S)
+            self._tell()
+            for edge in self._edges.values():
+                if time.monotonic() - edge.said_s > self._stall_timeout_s:
+                    edge.process.kill()
+
+
+def _of_requests(events: Collection[Event]) -> list[RequestEvent]:
+    return [event for event in events if isinstance(event, RequestEvent)]

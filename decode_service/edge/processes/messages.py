@@ -1,0 +1,182 @@
+"""The messages between the engine's process and the processes of its edges. They are pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+from common.config.settings import Role
+from common.errors import BatonError
+from common.grammar.matcher import Mask, Matcher
+from common.load import EngineLoad
+from common.sampling.params import ResolvedSampling
+from common.service.roles import RoleState
+from decode_service.edge.assembly import EdgePlan
+from decode_service.edge.replicas import ReplicaState
+from decode_service.messages import Command, RequestEvent
+
+# ---- to an edge -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The first message. `number` is the edge's, from 1."""
+
+    plan: EdgePlan
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an edge tells clients: whether the service is ready, its role, and the engine's and the replicas' state."""
+
+    is_ready: bool
+    is_alive: bool
+    role: RoleState
+    load: EngineLoad
+    replicas: tuple[ReplicaState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Events of this edge's requests, and the ids of those that have had rows."""
+
+    events: Sequence[RequestEvent]
+    handed_off: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answers the `Ask` with this number: with a value, or with the error that the asker gets instead."""
+
+    number: int
+    value: Any = None
+    error: BatonError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopAdmitting:
+    """The edge answers with Idle once no request is live."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailAll:
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The edge stops its server, and then ends."""
+
+    grace_s: float
+
+
+# ---- from an edge ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Answers Listen with the port."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class CannotStart:
+    """The edge ends, because of this error."""
+
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an edge says from time to time: the number of its live requests, and its metrics."""
+
+    num_live: int
+    metrics: tuple[Metric, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """No request is live, and none will be admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Asks what is answered under the same number."""
+
+    number: int
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class NoLonger:
+    """Nobody waits for the answer with this number any more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeMatcher:
+    """Asks for the matcher of a request that will be submitted. The answer is a HeldMatcher."""
+
+    sampling: ResolvedSampling
+    output_ids: tuple[int, ...]
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRole:
+    """Orders a change to `role`. The answer is the role's state."""
+
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Begins to record the timeline of the engine's process. The answer is None."""
+
+    max_events: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndRecording:
+    """Ends what `Record` has begun. The answer has the tracks."""
+
+
+Question = MakeMatcher | ChangeRole | Record | EndRecording
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMatcher(Matcher):
+    """Stands for a matcher that is in the engine's process."""
+
+    number: int
+
+    @property
+    def failure(self) -> str:
+        raise NotImplementedError
+
+    def copy(self) -> Matcher:
+        raise NotImplementedError
+
+    def accept(self, token_id: int) -> bool:
+        raise NotImplementedError
+
+    def fill(self, mask: Mask) -> None:
+        raise NotImplementedError
+
+    def forced(self) -> Sequence[int]:
+        raise NotImplementedError
+
+
+ToEdge = Begin | Listen | Told | Events | Answer | StopAdmitting | FailAll | Stop
+FromEdge = Command | Listening | CannotStart | Said | Idle | Ask | NoLonger

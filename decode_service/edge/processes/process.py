@@ -1,0 +1,257 @@
+"""The process of an edge: serves clients, for an engine in another process.
+
+    python -m decode_service.edge.processes.process FILE
+
+FILE is the number of an inherited socket to the engine's process. The process ends when the socket is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, assert_never, cast
+
+from opentelemetry.trace import Tracer
+from prometheus_client import CollectorRegistry
+
+from common.config.settings import Role
+from common.errors import BatonError
+from common.grammar.matcher import Matcher
+from common.host.descriptors import raise_descriptor_limit
+from common.host.peer_end import end_with_peer
+from common.load import EngineLoad
+from common.rpc.event_loop import run
+from common.sampling.params import ResolvedSampling
+from common.service.engine_thread import EnginePort
+from common.service.roles import Roles, RoleState
+from common.telemetry.logs import configure_logs, only_log_lines
+from common.telemetry.timeline import RecordedTrack, Timeline
+from common.telemetry.timeline_rpc import OtherTimeline
+from common.telemetry.tracing import process_tracer
+from common.text.tokenizer import TextTokenizer
+from decode_service.edge.assembly import EdgePlan, OpenedEdge, opened_edge
+from decode_service.edge.matchers import Matchers
+from decode_service.edge.processes.link import Link
+from decode_service.edge.processes.messages import (
+    Answer,
+    Ask,
+    Begin,
+    CannotStart,
+    ChangeRole,
+    EndRecording,
+    Events,
+    FailAll,
+    Idle,
+    Listen,
+    Listening,
+    MakeMatcher,
+    NoLonger,
+    Question,
+    Record,
+    Said,
+    Stop,
+    StopAdmitting,
+    ToEdge,
+    Told,
+)
+from decode_service.edge.replicas import ReplicaState, ReplicaStates
+from decode_service.messages import Command
+
+SAYS_EVERY_S = 1.0
+PROGRAM = "decode_service"
+
+
+class _Engine(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline):
+    """The engine's process, as it last told about itself, and as what answers questions."""
+
+    def __init__(self, link: Link, told: Told) -> None:
+        self._link = link
+        self.told = told
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+
+    def post(self, command: Command) -> None:
+        self._link.send(command)
+
+    @property
+    def load(self) -> EngineLoad:
+        return self.told.load
+
+    @property
+    def is_alive(self) -> bool:
+        return self.told.is_alive
+
+    def states(self) -> Sequence[ReplicaState]:
+        return self.told.replicas
+
+    @property
+    def state(self) -> RoleState:
+        return self.told.role
+
+    async def ask(self, role: Role) -> None:
+        self.told = dataclasses.replace(self.told, role=await self._answer_to(ChangeRole(role)))
+
+    async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str) -> Matcher:
+        return cast(Matcher, await self._answer_to(MakeMatcher(sampling, tuple(output_ids), client)))
+
+    async def start(self, *, max_events: int) -> None:
+        await self._answer_to(Record(max_events))
+
+    async def stop(self) -> Sequence[RecordedTrack]:
+        return cast(Sequence[RecordedTrack], await self._answer_to(EndRecording()))
+
+    def answered(self, answer: Answer) -> None:
+        asked = self._asked.get(answer.number)
+        if asked is None or asked.done():  # nobody waits any more
+            return
+        if answer.error is None:
+            asked.set_result(answer.value)
+        else:
+            asked.set_exception(answer.error)
+
+    async def _answer_to(self, question: Question) -> Any:
+        number = next(self._numbers)
+        self._asked[number] = answer = asyncio.get_running_loop().create_future()
+        self._link.send(Ask(number, question))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._link.send(NoLonger(number))
+            raise
+        finally:
+            del self._asked[number]
+
+
+class _Edge:
+    """An edge that does what the engine's process says."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        engine: _Engine,
+        opened: OpenedEdge,
+        registry: CollectorRegistry,
+    ) -> None:
+        self._link = link
+        self._engine = engine
+        self._live_requests = opened.live_requests
+        self._server = opened.server
+        self._registry = registry
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Returns when it was stopped. Raises EOFError or OSError if the engine's process has ended."""
+        self._tasks.append(asyncio.create_task(self._say_from_time_to_time(), name="say"))
+        try:
+            while True:
+                message: ToEdge = await self._link.receive()
+                if isinstance(message, Stop):
+                    await self._server.stop(message.grace_s)
+                    self._say()
+                    await self._link.can_send()
+                    return
+                await self._follow(message)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    async def _follow(self, message: ToEdge) -> None:
+        match message:
+            case Events():
+                self._live_requests.handed_off(message.handed_off)
+                for event in message.events:
+                    self._live_requests.dispatch(event)
+                await asyncio.sleep(0)  # clients get what has come before more is taken
+            case Told():
+                self._engine.told = message
+                await self._server.set_ready(message.is_ready)
+            case Listen():
+                self._link.send(Listening(await self._server.start(message.address)))
+            case Answer():
+                self._engine.answered(message)
+            case StopAdmitting():
+                self._live_requests.drain()
+                self._tasks.append(asyncio.create_task(self._say_when_idle(), name="idle"))
+            case FailAll():
+                self._live_requests.fail_all(message.error)
+            case Begin() | Stop():
+                raise AssertionError(message)
+            case _:
+                assert_never(message)
+
+    def _say(self) -> None:
+        self._link.send(Said(len(self._live_requests), tuple(self._registry.collect())))
+
+    async def _say_from_time_to_time(self) -> None:
+        while True:
+            self._say()
+            await asyncio.sleep(SAYS_EVERY_S)
+
+    async def _say_when_idle(self) -> None:
+        await self._live_requests.wait_idle()
+        self._link.send(Idle())
+
+
+async def _serve(end: socket.socket) -> None:
+    link = await Link.on(end)
+    begin = await link.receive()
+    assert isinstance(begin, Begin)
+    plan = begin.plan
+    settings = plan.settings
+    configure_logs(
+        settings.log_level,
+        settings.log_format,
+        service=PROGRAM,
+        instance_id=plan.instance_id,
+        edge=str(begin.number),
+    )
+    try:
+        with process_tracer(settings, service=PROGRAM, instance_id=plan.instance_id) as tracer:
+            await _run(link, plan, tracer)
+    except BatonError as error:
+        link.send(CannotStart(error))
+        await link.can_send()
+    link.close()
+
+
+async def _run(link: Link, plan: EdgePlan, tracer: Tracer) -> None:
+    told = await link.receive()
+    assert isinstance(told, Told)
+    engine, registry = _Engine(link, told), CollectorRegistry()
+    async with opened_edge(
+        plan,
+        engine=engine,
+        new_matchers=lambda _: engine,
+        replicas=engine,
+        roles=engine,
+        tokenizer=TextTokenizer.from_directory(plan.directory),
+        registry=registry,
+        tracer=tracer,
+        timeline=Timeline(),
+        other_timeline=engine,
+    ) as opened:
+        await _Edge(link, engine=engine, opened=opened, registry=registry).run()
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the engine's process gets them too, and stops this one in order
+        signal.signal(number, signal.SIG_IGN)
+    descriptor = int(sys.argv[1])
+    threading.Thread(target=end_with_peer, args=(descriptor,), name="end", daemon=True).start()
+    raise_descriptor_limit()
+    with only_log_lines():
+        run(_serve(socket.socket(fileno=os.dup(descriptor))))
+    sys.stderr.flush()
+    os._exit(0)  # the interpreter's own end would take a second
+
+
+if __name__ == "__main__":
+    main()

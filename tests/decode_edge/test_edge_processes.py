@@ -1,0 +1,305 @@
+"""Tests of edges in processes of their own, in front of a fake engine.
+
+The processes take seconds to start, so one test does everything that leaves them in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.v1 import inference_pb2, inference_pb2_grpc, roles_pb2, roles_pb2_grpc, timeline_pb2, timeline_pb2_grpc
+from common.config.settings import DecodeSettings, Role
+from common.errors import ConfigError, Draining, EngineLost, InvalidRequest
+from common.grammar.grammar import Grammar
+from common.grammar.matcher import Matcher
+from common.grammar.reasoning import Reasoning
+from common.grammar.token_rules_matcher import TokenRulesMatcher
+from common.request_stats import Timings
+from common.rpc.grpc_options import channel_options
+from common.service.roles import RoleSwitch
+from common.telemetry.timeline import Timeline
+from decode_service.edge.assembly import EdgePlan
+from decode_service.edge.event_router import EventRouter
+from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES
+from decode_service.edge.matchers import MatchersHere
+from decode_service.edge.processes.edges import EdgeProcesses
+from decode_service.edge.replicas import ReplicaBoard
+from decode_service.edge.request_checks import ModelLimits
+from decode_service.messages import Abort, Finished, FinishReason, Replica, ReplicasChanged, Submit, Tokens
+from tests.decode_edge.edge_under_test import error_of, events_of, ids_in
+from tests.decode_edge.fake_engine import FakeEngine
+from tests.support.models import save_tiny_model
+
+BOUND_S = 60.0
+NUM_EDGES = 2
+STALL_S = 3.0
+NUM_CHANNELS = 16  # so many connections go to one of two edges once in 32,768 times
+
+
+class _GrammarMatcher:
+    """Stands in for the matcher of a grammar."""
+
+    failure = ""
+
+
+@dataclass
+class Running:
+    engine: FakeEngine
+    edges: EdgeProcesses
+    router: EventRouter
+    registry: CollectorRegistry
+    roles: RoleSwitch
+    timeline: Timeline
+    channels: list[grpc.aio.Channel]
+    matchers: list[Any]
+
+    def generate(self, channel: int = 0, **fields: Any) -> Any:
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[68, 69, 70]), **fields)
+        return inference_pb2_grpc.InferenceStub(self.channels[channel]).Generate(request, timeout=BOUND_S)
+
+    async def submitted(self, request_id: str) -> Submit:
+        def found() -> Submit | None:
+            return next(
+                (each for each in self.engine.of_type(Submit) if each.request_id.startswith(f"{request_id}#")), None
+            )
+
+        await wait_for(lambda: found() is not None)
+        submit = found()
+        assert submit is not None
+        return submit
+
+    async def all_answered(self) -> None:
+        """Waits until each connection is answered. Those to an edge that has ended connect again."""
+        for channel in self.channels:
+            while True:
+                try:
+                    load = inference_pb2.GetInferenceLoadRequest()
+                    await inference_pb2_grpc.InferenceStub(channel).GetLoad(load, wait_for_ready=True, timeout=BOUND_S)
+                    break
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+    def end(self, submit: Submit, num_tokens: int) -> None:
+        self.router.deliver([Finished(submit.request_id, FinishReason.LENGTH, 3, num_tokens, Timings())])
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+async def wait_for(condition: Any) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while not condition():  # noqa: ASYNC110 - conditions are over processes and files
+            await asyncio.sleep(0.02)
+
+
+def edge_pids() -> set[int]:
+    """Returns the ids of this process's children that are edges."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {int(pid) for pid in children if b"edge.processes.process" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+@asynccontextmanager
+async def running(directory: Path, log: list[Any], **settings: Any) -> AsyncIterator[Running]:
+    engine, registry, replicas = FakeEngine(), CollectorRegistry(), ReplicaBoard()
+    replicas.on_report(ReplicasChanged((Replica("127.0.0.1:1", is_ready=True),)))
+    roles, timeline = RoleSwitch((Role.DECODE, Role.PREFILL)), Timeline()
+    made: list[Any] = []
+
+    async def new_matcher(
+        grammar: Grammar | None, output_ids: Any, reasoning: Reasoning | None, *, client: str = ""
+    ) -> Matcher:
+        assert grammar is not None
+        if grammar.text == "broken":
+            raise RuntimeError("broken")
+        if grammar.text == "refused":
+            raise InvalidRequest("sampling.regex", "is refused")
+        if grammar.text == "slow":
+            made.append("began")
+            try:
+                await asyncio.sleep(BOUND_S)
+            except asyncio.CancelledError:
+                made.append("cancelled")
+                raise
+        made.append(matcher := _GrammarMatcher())
+        return matcher  # type: ignore[return-value]
+
+    async def replay(work: Any, *, num_tokens: int) -> Any:
+        return work()
+
+    plan = EdgePlan(
+        settings=DecodeSettings(model=str(directory), listen="127.0.0.1:0", prefill=("127.0.0.1:1",), **settings),
+        instance_id="this service",
+        directory=directory,
+        limits=ModelLimits(vocab_size=268, max_context_tokens=1000, eos_token_ids=(0,)),
+        model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
+        max_live=4,
+        max_prompt_logprob_bytes=MAX_PROMPT_LOGPROB_BYTES,
+        shares_port=True,
+    )
+    edges = EdgeProcesses(
+        plan,
+        num=NUM_EDGES,
+        engine=engine,
+        matchers=MatchersHere(new_matcher=new_matcher, replay=replay, vocab_size=268),
+        replicas=replicas,
+        roles=roles,
+        timeline=timeline,
+        registry=registry,
+        stall_timeout_s=STALL_S,
+    )
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(edges)
+        router = EventRouter(
+            loop=asyncio.get_running_loop(),
+            live_requests=edges,
+            transport=None,
+            replicas=replicas,  # type: ignore[arg-type]
+        )
+        port = await edges.start("127.0.0.1:0")
+        await edges.set_ready(True)
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options()))
+            for _ in range(NUM_CHANNELS)
+        ]
+        yield Running(engine, edges, router, registry, roles, timeline, channels, made)
+    assert not edge_pids(), "an edge is left"
+
+
+async def test_several_edges_are_one_service(tmp_path: Path, log: list[dict[str, Any]]) -> None:
+    """All that clients may ask is answered through any edge, and each gets the tokens of its own requests."""
+    directory = save_tiny_model(tmp_path / "m", "llama")
+    async with running(directory, log, max_queued_requests=0) as service:
+        # Requests of many connections at once: the engine's events reach the right edge, in order.
+        calls = {f"r{i}": service.generate(i, request_id=f"r{i}") for i in range(NUM_CHANNELS // 4)}
+        submits = [await service.submitted(request_id) for request_id in calls]
+        ids = tuple(submit.request_id for submit in submits)
+        num = len(ids)
+        service.router.deliver([Tokens(ids, (1,) * num, tuple(range(70, 70 + num)))])
+        service.router.deliver(
+            [Tokens(ids, (2,) * num, tuple(number for i in range(num) for number in (80 + i, 90 + i)))]
+        )
+        for submit in submits:
+            service.end(submit, 3)
+        outputs = [ids_in(await events_of(call)) for call in calls.values()]
+        assert outputs == [[70 + i, 80 + i, 90 + i] for i in range(num)]
+        await wait_for(lambda: service.count("baton_requests_total", outcome="length") == num)
+        assert service.count("baton_output_tokens_total") == 3 * num
+        assert len(service.edges) == 0
+
+        # Every connection is answered, by both edges.
+        loads = [
+            await inference_pb2_grpc.InferenceStub(channel).GetLoad(inference_pb2.GetInferenceLoadRequest())
+            for channel in service.channels
+        ]
+        assert {(load.num_steps, load.prefill_replicas[0].address) for load in loads} == {(9, "127.0.0.1:1")}
+
+        # Grammars are compiled by the engine's process. What clients get for a bad one is as ever.
+        call = service.generate(1, request_id="constrained", sampling={"regex": "ab", "bad_words": ["z"]})
+        constrained = await service.submitted("constrained")
+        assert isinstance(constrained.matcher, TokenRulesMatcher)
+        call.cancel()
+        await wait_for(lambda: any(each.request_id == constrained.request_id for each in service.engine.of_type(Abort)))
+        code, reason, metadata = await error_of(service.generate(2, sampling={"regex": "refused"}))
+        assert (code, reason, metadata) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+            {"field": "sampling.regex"},
+        )
+        assert (await error_of(service.generate(2, sampling={"regex": "broken"})))[0] is grpc.StatusCode.INTERNAL
+        slow = service.generate(3, sampling={"regex": "slow"})
+        await wait_for(lambda: "began" in service.matchers)
+        slow.cancel()
+        await wait_for(lambda: service.matchers[-1] == "cancelled")
+
+        # The role, and the timeline of the engine's process, which an edge asks for.
+        roles = roles_pb2_grpc.RolesStub(service.channels[4])
+        state = (await roles.SetRole(roles_pb2.SetRoleRequest(role=roles_pb2.ROLE_PREFILL))).state
+        assert state.changing_to == roles_pb2.ROLE_PREFILL and service.roles.changing_to is Role.PREFILL
+        recording = timeline_pb2_grpc.TimelineStub(service.channels[5]).Record(
+            timeline_pb2.RecordTimelineRequest(duration_s=0.5)
+        )
+        track = service.timeline.track("engine")
+        await wait_for(lambda: track.ring is not None)
+        with track.span("a step of the engine"):
+            pass
+        strings = [text async for message in recording for text in message.events.strings]
+        assert "a step of the engine" in strings
+
+        # An edge that is killed: its requests are aborted, those of the other go on, and another takes its place.
+        held = [service.generate(i, request_id=f"held{i}") for i in range(4, 8)]
+        held_submits = [await service.submitted(f"held{i}") for i in range(4, 8)]
+        before = edge_pids()
+        assert len(before) == NUM_EDGES
+        num_aborts = len(service.engine.of_type(Abort))
+        victim = min(before)
+        os.kill(victim, signal.SIGKILL)
+        await wait_for(lambda: len(edge_pids() - before) == 1)
+        (lost,) = [line for line in log if line["event"] == "edge_lost"]
+        assert lost["pid"] == victim and lost["how"] == "was killed by SIGKILL"
+        aborted = {abort.request_id for abort in service.engine.of_type(Abort)[num_aborts:]}
+        assert len(aborted) == lost["num_requests"]
+        for submit, call in zip(held_submits, held, strict=True):
+            if submit.request_id in aborted:
+                with pytest.raises(grpc.aio.AioRpcError) as ended:
+                    await events_of(call)
+                assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            else:
+                service.router.deliver([Tokens((submit.request_id,), (1,), (75,))])
+                service.end(submit, 1)
+                assert ids_in(await events_of(call)) == [75]
+        assert service.count("baton_requests_total", outcome="length") >= num, "counts of an edge that ended are kept"
+        await service.all_answered()
+
+        # One that hangs is replaced too.
+        before = edge_pids()
+        os.kill(min(before), signal.SIGSTOP)
+        await wait_for(lambda: len(edge_pids() - before) == 1)
+
+        await service.all_answered()
+
+        # While the service drains, requests that are live go on, and others are refused.
+        call = service.generate(0, request_id="last")
+        last = await service.submitted("last")
+        service.edges.drain()
+        idle = asyncio.create_task(service.edges.wait_idle())
+        await asyncio.sleep(0.5)  # the edges are told by other sockets than the clients'
+        assert (await error_of(service.generate(1)))[1] == Draining.reason
+        assert not idle.done()
+        service.end(last, 0)
+        await events_of(call)
+        await asyncio.wait_for(idle, BOUND_S)
+        await service.edges.stop(0.1)
+        assert not edge_pids()
+
+
+async def test_edges_do_not_share_the_port_of_another_service(tmp_path: Path, log: list[dict[str, Any]]) -> None:
+    directory = save_tiny_model(tmp_path / "m", "llama")
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(ConfigError, match="listen: cannot listen on"):
+            async with running(directory, log) as service:
+                await service.edges.start(f"127.0.0.1:{other.getsockname()[1]}")
+
+
+async def test_requests_fail_when_the_engine_dies(tmp_path: Path, log: list[dict[str, Any]]) -> None:
+    directory = save_tiny_model(tmp_path / "m", "llama")
+    async with running(directory, log) as service:
+        call = service.generate(request_id="r")
+        await service.submitted("r")
+        service.engine.die()
+        service.router.on_death(RuntimeError("broken"))
+        assert (await error_of(call))[1] == EngineLost.reason
