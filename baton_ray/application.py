@@ -48,7 +48,7 @@ class DirectoryReplica:
 class ServiceReplica:
     """One service. The requests and the KV of prefill and decode services come by gRPC, not through Serve."""
 
-    def __init__(self, role: Role, flags: Sequence[str], grace_period_s: float, directory: DeploymentHandle) -> None:
+    def __init__(self, role: Role, flags: list[str], grace_period_s: float, directory: DeploymentHandle) -> None:
         def exchange(announcement: Announcement, wanted: str) -> Sequence[str]:
             asked = directory.exchange.remote(announcement, wanted)
             found: Sequence[str] = asked.result(timeout_s=DIRECTORY_TIMEOUT_S)
@@ -67,6 +67,7 @@ class ServiceReplica:
             exchange=exchange,
             start_timeout_s=START_TIMEOUT_S,
             stop_timeout_s=grace_period_s + EXIT_S,
+            token_file=None if role == "gateway" else settings_of(role, flags).auth_token_file,
         )
         self._service.start()
 
@@ -87,7 +88,7 @@ class GatewayReplica(ServiceReplica):
 
     def __init__(
         self,
-        flags: Sequence[str],
+        flags: list[str],
         grace_period_s: float,
         directory: DeploymentHandle,
         services: Sequence[DeploymentHandle],

@@ -23,6 +23,7 @@ from baton.service_log import ServiceLog, serving_port
 from baton.service_process import Role, ServiceProcess
 from baton_ray.directory import Announcement
 from common.addresses import address_of
+from common.rpc.token_files import read_token_file
 
 PROBE_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
@@ -41,7 +42,9 @@ class Service:
 
     It listens on a free port of `host`. Its output goes to a file in `log_dir`. Every `exchange_interval_s` it is
     announced in the directory, and the addresses that the directory has of the services it calls are written to a
-    file, which it reads as `file:///PATH`. `stop_timeout_s` is what it has to end by itself.
+    file, which it reads as `file:///PATH`. `stop_timeout_s` is what it has to end by itself. If its callers need
+    a token, `token_file` has those that it accepts, and the first one is shown to it with each question. Raises
+    ConfigError if that file is invalid.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Service:
         exchange: Exchange,
         start_timeout_s: float,
         stop_timeout_s: float,
+        token_file: Path | None = None,
         exchange_interval_s: float = 1.0,
         new_process: Callable[..., ServiceProcess] = ServiceProcess,
     ) -> None:
@@ -65,6 +69,7 @@ class Service:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._exchange_interval_s = exchange_interval_s
+        self._token = None if token_file is None else read_token_file("auth_token_file", token_file)[0][0]
         self._directory = tempfile.TemporaryDirectory(prefix="baton-")
         self._wanted = _FINDS.get(role)
         self._found = Path(self._directory.name) / "found"
@@ -140,7 +145,7 @@ class Service:
                 raise StartTimedOut({self._process.name: ""}, self._start_timeout_s, self._process.log_file.parent)
             time.sleep(_POLL_INTERVAL_S)
         address = address_of(self._host, port)
-        self._probe = _PROBES[self.role](address)
+        self._probe = _PROBES[self.role](address, self._token)
         self._probe.check()
         self._address = address
 
@@ -191,8 +196,8 @@ class Probe(Protocol):
 
 
 class _PrefillProbe:
-    def __init__(self, address: str) -> None:
-        self._client = PrefillClient(address, rpc_timeout_s=PROBE_TIMEOUT_S)
+    def __init__(self, address: str, token: str | None) -> None:
+        self._client = PrefillClient(address, token=token, rpc_timeout_s=PROBE_TIMEOUT_S)
 
     def check(self) -> None:
         self._client.load()
@@ -206,8 +211,8 @@ class _PrefillProbe:
 
 
 class _DecodeProbe:
-    def __init__(self, address: str) -> None:
-        self._client = Client(address, rpc_timeout_s=PROBE_TIMEOUT_S)
+    def __init__(self, address: str, token: str | None) -> None:
+        self._client = Client(address, token=token, rpc_timeout_s=PROBE_TIMEOUT_S)
 
     def check(self) -> None:
         self._client.health()
@@ -220,7 +225,7 @@ class _DecodeProbe:
 
 
 class _GatewayProbe:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: str | None) -> None:
         self._url = f"http://{address}/health/live"
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -236,7 +241,7 @@ class _GatewayProbe:
         self._opener.close()
 
 
-_PROBES: Mapping[Role, Callable[[str], Probe]] = {
+_PROBES: Mapping[Role, Callable[[str, str | None], Probe]] = {
     "prefill": _PrefillProbe,
     "decode": _DecodeProbe,
     "gateway": _GatewayProbe,

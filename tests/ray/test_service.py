@@ -12,15 +12,17 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2_grpc
 
 from baton.errors import BatonError, ServiceDied, StartTimedOut
 from baton.service_process import Role
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton_ray.directory import Announcement
 from baton_ray.service import Exchange, Service
-from tests.client.scripted_inference import ScriptedServer
+from tests.client.scripted_inference import ScriptedInference, ScriptedServer
 
 BOUND_S = 20.0
+TOKEN = "a-token-of-the-test"
 
 
 class StandIn:
@@ -193,6 +195,39 @@ def test_the_load_of_prefill_is_its_uncomputed_tokens(rig: Rig) -> None:
     service.check()
     assert service.load() == 300
     assert not [each for each in rig.processes[0].arguments if "file://" in each], "it calls nobody"
+    service.stop()
+    server.stop(None).wait(BOUND_S)
+
+
+class NeedsToken(grpc.ServerInterceptor):
+    """Refuses every call without the token, but health checks, as services do."""
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        is_open = details.method.startswith("/grpc.health.v1.Health/")
+        if is_open or ("authorization", f"Bearer {TOKEN}") in details.invocation_metadata:
+            return continuation(details)
+        return grpc.unary_unary_rpc_method_handler(
+            lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+        )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_service_that_needs_a_token_is_asked_with_the_first_of_its_file(rig: Rig, role: Role, tmp_path: Path) -> None:
+    class Prefill(prefill_pb2_grpc.PrefillServicer):
+        def GetLoad(self, request: Any, context: Any) -> prefill_pb2.GetPrefillLoadResponse:
+            return prefill_pb2.GetPrefillLoadResponse(num_uncomputed_tokens=300)
+
+    server = grpc.server(ThreadPoolExecutor(2), interceptors=[NeedsToken()])
+    prefill_pb2_grpc.add_PrefillServicer_to_server(Prefill(), server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(ScriptedInference(), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    (tokens := tmp_path / "tokens").write_text(f"{TOKEN}\nanother-token\n")
+    service = rig.service(role, port=port, token_file=tokens)
+    service.start()
+    service.check()
+    assert service.load() > 0
     service.stop()
     server.stop(None).wait(BOUND_S)
 
