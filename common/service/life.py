@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Protocol
 
 import structlog
@@ -28,6 +28,8 @@ from common.telemetry.engine_metrics import EngineMetrics
 ENGINE_STOP_TIMEOUT_S = 10.0
 CLOSE_GRACE_S = 1.0
 """Seconds that the remaining calls get to end before the stopping server cuts them off."""
+_A_TURN_S = 0.001
+"""A wait within which the event loop handles all that has happened before it. A wait of 0 s would be too short."""
 
 _log = structlog.get_logger(__name__)
 
@@ -100,20 +102,31 @@ class ServiceLife:
         """Serves until `terminated` is set, then lets open requests end within the grace period.
 
         `terminated` is set by SIGTERM or SIGINT, or when the process changes its role. Calls `on_serving` once the
-        server listens.
+        server listens, unless `terminated` is set by then. If it is set before, the server does not listen at all.
         If the engine is lost, `run` fails everything that is open and sets `terminated` itself. Raises EngineLost if
-        the engine died or hangs, ConfigError if the server cannot listen on its address.
+        the engine died or hangs, ConfigError if the server cannot listen on its address. Whatever it raises, nothing
+        that it started is left, except a lost engine.
         """
         # First, so that metrics say "not ready" while the rest starts.
         self._watch_metrics()
         # Before any command is posted: requests are refused while the engine is not alive.
         self.thread.start()
-        # Before clients connect, so that readiness waits for the peers as briefly as possible.
-        await self._edge.open()
-        # From here on clients are answered; health says "not ready".
-        port = await self._server.start(self._settings.listen)
-        _log.info("serving", port=port)
-        on_serving()
+        try:
+            # Before clients connect, so that readiness waits for the peers as briefly as possible.
+            await self._edge.open()
+            # Signals that arrived while the parts were built are handled now: the loop had no turn until here.
+            await asyncio.sleep(_A_TURN_S)
+            if terminated.is_set():
+                await self._stop_all()
+                return
+            # From here on clients are answered; health says "not ready".
+            port = await self._server.start(self._settings.listen)
+            _log.info("serving", port=port)
+            if not terminated.is_set():
+                on_serving()
+        except BaseException:
+            await self._stop_all()
+            raise
         # After the server, whose health it sets. The background work begins once the service is ready.
         readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
         # Runs until just before the engine stops, so that an engine that hangs while draining is noticed too.
@@ -142,7 +155,20 @@ class ServiceLife:
         # Without stopping the thread: a lost engine's may hang for ever, and the process ends anyway.
         if self._watchdog.lost is not None:
             raise self._watchdog.lost
-        # Last, since all parts above post to the engine. An engine that makes no progress is not waited for.
+        # Last, since all parts above post to the engine.
+        await self._stop_engine()
+
+    async def _stop_all(self) -> None:
+        """Stops a service that has not begun to serve, in the order in which one that serves stops. Some of its parts
+        may not have started. Each part is stopped, even if one before it raises.
+        """
+        async with AsyncExitStack() as parts:
+            parts.push_async_callback(self._stop_engine)
+            parts.push_async_callback(self._edge.close)
+            parts.push_async_callback(self._server.stop, CLOSE_GRACE_S)
+
+    async def _stop_engine(self) -> None:
+        """Stops the engine. One that makes no progress is not waited for. Raises EngineStalled if it did not stop."""
         stop_timeout_s = ENGINE_STOP_TIMEOUT_S if self._watchdog.is_well else 0.0
         if not await asyncio.to_thread(self.thread.stop, stop_timeout_s):
             raise EngineStalled("the engine did not stop")

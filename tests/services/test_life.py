@@ -5,6 +5,8 @@ the calls they get.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -14,9 +16,10 @@ from prometheus_client import CollectorRegistry
 
 from common.config.settings import DecodeSettings
 from common.device.scripted import ScriptedDevice
-from common.errors import BatonError, EngineLost, EngineStalled
+from common.errors import BatonError, ConfigError, EngineLost, EngineStalled
 from common.service.engine_thread import EngineInbox
 from common.service.life import ServiceLife
+from common.service.program import termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
 
 BOUND_S = 10.0
@@ -53,8 +56,10 @@ class Server:
         self._steps = steps
         self.is_ready = False
         self.serves = asyncio.Event()
+        self.while_starting: Callable[[], None] = lambda: None
 
     async def start(self, _address: str) -> int:
+        self.while_starting()
         self._steps.append("server listens")
         return 1
 
@@ -88,9 +93,12 @@ class Edge:
         self.is_idle = asyncio.Event()
         self.is_idle.set()
         self.failed_with: list[BatonError] = []
+        self.while_opening: Callable[[], None] = lambda: None
+        self.while_closing: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
         self._steps.append("edge opens")
+        self.while_opening()
 
     def drain(self) -> None:
         self._steps.append("drains")
@@ -109,6 +117,7 @@ class Edge:
 
     async def close(self) -> None:
         self._steps.append("edge closes")
+        self.while_closing()
 
 
 class Parts:
@@ -131,9 +140,8 @@ def parts() -> Parts:
     return Parts()
 
 
-async def live(parts: Parts, end: Callable[[asyncio.Event], None], *, grace_period_s: float = BOUND_S) -> None:
-    """Runs a service from start to end. `end` is called once it serves."""
-    life = ServiceLife(
+def life_of(parts: Parts, *, grace_period_s: float = BOUND_S) -> ServiceLife:
+    return ServiceLife(
         settings=DecodeSettings(grace_period_s=grace_period_s),
         runtime=cast(Any, parts.runtime),
         metrics=EngineMetrics(CollectorRegistry()),
@@ -142,8 +150,12 @@ async def live(parts: Parts, end: Callable[[asyncio.Event], None], *, grace_peri
         server=cast(Any, parts.server),
         populate=lambda _check: parts.steps.append("populates"),
     )
+
+
+async def live(parts: Parts, end: Callable[[asyncio.Event], None], *, grace_period_s: float = BOUND_S) -> None:
+    """Runs a service from start to end. `end` is called once it serves."""
     terminated = asyncio.Event()
-    running = asyncio.create_task(life.run(terminated))
+    running = asyncio.create_task(life_of(parts, grace_period_s=grace_period_s).run(terminated))
     async with asyncio.timeout(BOUND_S):
         await parts.server.serves.wait()
         end(terminated)
@@ -190,3 +202,31 @@ async def test_an_engine_that_does_not_stop_is_told(parts: Parts) -> None:
     with pytest.raises(EngineStalled, match="did not stop"):
         await live(parts, lambda terminated: terminated.set())
     assert parts.steps[-1] == "engine stops"
+
+
+def fail() -> None:
+    raise ConfigError("listen: it is taken")
+
+
+async def test_a_part_that_cannot_start_stops_those_that_have(parts: Parts) -> None:
+    parts.server.while_starting = fail
+    parts.edge.while_closing = fail  # which keeps no other part from stopping
+    with pytest.raises(ConfigError, match="it is taken"):
+        await life_of(parts).run(asyncio.Event())
+    assert parts.steps == [*STARTS[:2], "server stops", "edge closes", "engine stops"]
+
+
+async def test_a_service_that_has_to_leave_before_it_listens_does_not_serve(parts: Parts) -> None:
+    terminated = asyncio.Event()
+    parts.edge.while_opening = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    with termination_signals(terminated.set):
+        await life_of(parts).run(terminated, on_serving=lambda: parts.steps.append("serves"))
+    assert parts.steps == [*STARTS[:2], "server stops", "edge closes", "engine stops"]
+
+
+async def test_a_service_that_has_to_leave_while_it_begins_to_listen_drains_at_once(parts: Parts) -> None:
+    terminated = asyncio.Event()
+    parts.server.while_starting = terminated.set
+    await life_of(parts).run(terminated, on_serving=lambda: parts.steps.append("serves"))
+    assert parts.steps[:4] == [*STARTS[:3], "drains"] and parts.steps[-1] == "engine stops"
+    assert "serves" not in parts.steps

@@ -7,8 +7,10 @@ import gc
 import json
 import os
 import signal
+import socket
+import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +92,7 @@ class Fakes:
     """Parts whose services only note what happens, in `steps`. `fails` has the errors with which services begin.
 
     `engines` are those of the roles so far, and `num_engines_left` how many of them were left when the last one began.
+    A service that leaves waits for `has_drained`.
     """
 
     def __init__(self) -> None:
@@ -98,6 +101,8 @@ class Fakes:
         self.instance_ids: list[str] = []
         self.engines: list[weakref.ref[FakeEngine]] = []
         self.num_engines_left = 0
+        self.has_drained = asyncio.Event()
+        self.has_drained.set()
         self.registry = CollectorRegistry()
         self.metrics = RoleMetrics(self.registry)
         self.switch: RoleSwitch | None = None
@@ -119,6 +124,7 @@ class Fakes:
             self.steps.append(role)
             self.instance_ids.append(process.instance_id)
             await process.switch.leaves.wait()
+            await self.has_drained.wait()
 
         return serve
 
@@ -187,11 +193,13 @@ async def test_if_the_role_before_cannot_begin_again_the_process_ends_with_its_e
 async def test_sigterm_during_a_change_ends_the_process_without_another_role(fakes: Fakes) -> None:
     running = asyncio.create_task(fakes.run())
     switch = await fakes.serves(1)
+    fakes.has_drained.clear()
     switch.order(Role.DECODE)
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.sleep(0)
+    await until(lambda: switch.is_ending)
+    fakes.has_drained.set()
     await running
-    assert fakes.steps[0] == "prefill" and fakes.steps[-1] == "leaves" and switch.is_ending
+    assert fakes.steps == ["prefill", "leaves"] and switch.is_ending
 
 
 async def test_a_lost_engine_ends_the_process_also_while_its_role_changes(fakes: Fakes) -> None:
@@ -206,9 +214,11 @@ async def test_a_lost_engine_ends_the_process_also_while_its_role_changes(fakes:
 
 
 @asynccontextmanager
-async def both_here(model: Path, *, prefill: str = "", **more: Any) -> AsyncIterator[str]:
+async def both_here(
+    model: Path, *, prefill: str = "", decode: Mapping[str, Any] | None = None, **more: Any
+) -> AsyncIterator[str]:
     """Runs a process that can have both roles, and yields its address. As a decode service it hands over to `prefill`,
-    or computes prompts itself. Settings in `more` are those of both roles.
+    or computes prompts itself. Settings in `more` are those of both roles, those in `decode` of the one.
     """
     address = free_address()
     shared: dict[str, Any] = {
@@ -226,7 +236,7 @@ async def both_here(model: Path, *, prefill: str = "", **more: Any) -> AsyncIter
             prefill=(prefill or "127.0.0.1:1", address),
             local_prefill_tokens=0 if prefill else None,
             prefill_fallback=not prefill,
-            **shared,
+            **shared | dict(decode or {}),
         ),
     )
     runtime = open_runtime(*settings)
@@ -299,6 +309,23 @@ async def test_a_role_is_switched_back_and_forth_under_load_and_no_request_notic
             assert all(await asyncio.gather(*asking))
         gc.collect()
         assert pools() == 3
+
+
+async def test_a_role_that_cannot_listen_leaves_nothing_behind_and_the_role_before_serves(
+    tiny_model_dir: Callable[[str], Path],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        async with both_here(tiny_model_dir("llama"), decode={"listen": address}) as both:
+            with RoleClient(both) as roles:
+                for _ in range(5):
+                    with pytest.raises(FailedPrecondition, match="listen: cannot listen"):
+                        await asyncio.to_thread(roles.change, ClientRole.DECODE)
+                state = await asyncio.to_thread(roles.state)
+            gc.collect()
+            engines = [each.name for each in threading.enumerate() if each.name.endswith("-engine")]
+            assert pools() == 1 and engines == ["prefill-engine"]
+            assert state.role is ClientRole.PREFILL and state.num_orders == 5
 
 
 async def test_a_handoff_to_a_process_that_is_a_decode_service_by_now_is_tried_elsewhere(
