@@ -52,7 +52,9 @@ def test_what_cannot_be_set_is_told_by_its_name(args: dict[str, Any], error: typ
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_the_files_of_deploy_serve_what_they_say(file: Path) -> None:
-    (application,) = yaml.safe_load(file.read_text())["applications"]
+    config = yaml.safe_load(file.read_text())
+    assert config["http_options"]["host"] == "127.0.0.1", "no keys are set"
+    (application,) = config["applications"]
     assert application["import_path"] == "baton_ray.application:build"
     args = Args.model_validate(application["args"])
     for role in ("prefill", "decode", "gateway"):
