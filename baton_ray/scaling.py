@@ -9,13 +9,16 @@ from typing import Any
 
 LOAD = "load"
 """The name under which each replica reports its load to Serve."""
+_NUM_DIGITS = 6
+"""Serve rounds up, so the error of a floating-point sum would ask for one replica more."""
 
 
 class LoadPolicy:
     """A policy of Serve's autoscaling: as many replicas as bring each one's mean load to `target`.
 
     Serve applies the bounds and the delays of the deployment's `autoscaling_config`, and takes the mean of each
-    replica's load over its `look_back_period_s`. While no replica has reported a load, the number stays as it is.
+    replica's load over its `look_back_period_s`. While a running replica has reported none, the number does not fall,
+    because its load may be what it is too busy to report.
     """
 
     def __init__(self, target: float) -> None:
@@ -28,7 +31,8 @@ class LoadPolicy:
 
         `context` is Serve's AutoscalingContext.
         """
-        loads = (context.aggregated_metrics or {}).get(LOAD)
-        if not loads:
-            return context.target_num_replicas, {}
-        return sum(loads.values()) / self._target, {}
+        loads = (context.aggregated_metrics or {}).get(LOAD, {})
+        wanted = round(sum(loads.values()) / self._target, _NUM_DIGITS)
+        if not loads or len(loads) < context.current_num_replicas:
+            wanted = max(wanted, context.target_num_replicas)
+        return wanted, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -21,11 +22,12 @@ class Context:
 
     aggregated_metrics: dict[str, dict[str, float]]
     target_num_replicas: int = 2
+    current_num_replicas: int = 2
 
 
 @pytest.mark.parametrize(
     ("loads", "wanted"),
-    [([0.7, 0.7], 2.0), ([1.4, 0.7, 0.7], 4.0), ([0.0, 0.0], 0.0), ([0.35], 0.5)],
+    [([0.7, 0.7], 2.0), ([1.4, 0.7, 0.7], 4.0), ([0.0, 0.0], 0.0), ([0.35, 0.0], 0.5)],
 )
 def test_there_should_be_as_many_replicas_as_have_the_load_at_its_target(loads: list[float], wanted: float) -> None:
     context = Context({LOAD: {f"replica {i}": load for i, load in enumerate(loads)}})
@@ -35,6 +37,19 @@ def test_there_should_be_as_many_replicas_as_have_the_load_at_its_target(loads: 
 @pytest.mark.parametrize("metrics", [{}, {LOAD: {}}])
 def test_while_no_load_is_known_the_number_stays(metrics: dict[str, dict[str, float]]) -> None:
     assert LoadPolicy(target=0.7)(Context(metrics)) == (2, {})
+
+
+@pytest.mark.parametrize(("loads", "wanted"), [([0.0], 2), ([0.7], 2), ([1.4], 2), ([2.1], 3)])
+def test_while_a_replica_reports_nothing_the_number_does_not_fall(loads: list[float], wanted: float) -> None:
+    context = Context({LOAD: {f"replica {i}": load for i, load in enumerate(loads)}})
+    assert LoadPolicy(target=0.7)(context) == (wanted, {})
+
+
+def test_the_error_of_a_sum_asks_for_no_replica_more() -> None:
+    loads = dict.fromkeys("abcdef", 0.7)
+    assert sum(loads.values()) / 0.7 > 6, "the sum has an error"
+    context = Context({LOAD: loads}, target_num_replicas=6, current_num_replicas=6)
+    assert math.ceil(LoadPolicy(target=0.7)(context)[0]) == 6
 
 
 @pytest.mark.parametrize("target", [0.0, -1.0, float("nan")])
