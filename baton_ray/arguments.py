@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -12,6 +12,7 @@ from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings
 from common.config.process_settings import ProcessSettings
 from common.config.settings import DecodeSettings, PrefillSettings
+from common.errors import ConfigError
 
 _KINDS: Mapping[Role, type[ProcessSettings]] = {
     "prefill": PrefillSettings,
@@ -20,11 +21,12 @@ _KINDS: Mapping[Role, type[ProcessSettings]] = {
 }
 _WHY_NOT: Mapping[str, str] = {
     **dict.fromkeys(("listen", "prefill", "decode"), "the services find each other"),
+    "config": "the settings stand in args",
     "log_format": "the replica reads the service's log",
     "other_role": "Serve scales each kind of service",
     **{name.removeprefix("BATON_").lower(): "the services use no TLS under Ray" for name in TLS_SETTINGS},
 }
-"""Why a setting cannot be set under Ray."""
+"""Why a setting cannot be set under Ray, be it in the arguments or in the environment."""
 
 
 class Args(BaseModel):
@@ -41,20 +43,38 @@ class Args(BaseModel):
     gateway: dict[str, Any] = {}
 
     def flags(self, role: Role) -> list[str]:
-        """Returns the flags of one kind of service. Raises ValueError for a key that may not be set here."""
-        settings = self.gateway if role == "gateway" else {**self.services, **getattr(self, role)}
-        for key in settings:
-            if key in _WHY_NOT:
-                raise ValueError(f"{role}: {key} cannot be set, because {_WHY_NOT[key]}")
-        return [_flag(key.replace("_", "-"), value) for key, value in settings.items() if value is not None]
+        """Returns the flags of one kind of service. Raises ConfigError for a key that is unknown or refused."""
+        given = _by_name(self.gateway) if role == "gateway" else _by_name(self.services) | _by_name(getattr(self, role))
+        for name in given:
+            if name not in _KINDS[role].model_fields:
+                raise ConfigError(f"{role}: unknown key: {name}")
+        _refuse(role, given)
+        return [_flag(name, value) for name, value in given.items() if value is not None]
 
 
 def settings_of(role: Role, flags: list[str]) -> Any:
-    """Returns the settings that a service with these flags has. Raises ConfigError, which names the key."""
-    return load_settings(_KINDS[role], flags, program=role, without=TLS_SETTINGS)
+    """Returns the settings that a service with these flags has in the environment of this process.
+
+    Raises ConfigError, which names the key, for a setting that is wrong or may not be set.
+    """
+    settings = load_settings(_KINDS[role], flags, program=role, without=TLS_SETTINGS)
+    _refuse(role, settings.model_fields_set)
+    return settings
+
+
+def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values by the names of their settings. A key may have hyphens, as in Baton's own YAML files."""
+    return {key.replace("-", "_"): value for key, value in given.items()}
+
+
+def _refuse(role: Role, names: Collection[str]) -> None:
+    for name, why in _WHY_NOT.items():
+        if name in names:
+            raise ConfigError(f"{role}: {name} cannot be set, because {why}")
 
 
 def _flag(name: str, value: object) -> str:
+    flag = name.replace("_", "-")
     if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    return f"--{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag}={','.join(map(str, value)) if isinstance(value, list) else value}"

@@ -34,11 +34,16 @@ def test_settings_become_flags_and_those_of_services_are_for_prefill_and_decode(
     ("args", "error", "words"),
     [
         ({"decoding": {}}, ValidationError, "decoding"),
-        ({"decode": {"prefill": "a:1"}}, ValueError, "decode: prefill cannot be set"),
-        ({"services": {"listen": "a:1"}}, ValueError, "prefill: listen cannot be set"),
-        ({"gateway": {"decode_tls": True}}, ValueError, "gateway: decode_tls cannot be set"),
-        ({"prefill": {"other_role": "a.yaml"}}, ValueError, "prefill: other_role cannot be set, because Serve scales"),
-        ({"services": {"tls_cert": "a"}}, ValueError, "prefill: tls_cert cannot be set"),
+        ({"decode": {"prefill": "a:1"}}, ConfigError, "decode: prefill cannot be set"),
+        ({"services": {"listen": "a:1"}}, ConfigError, "prefill: listen cannot be set"),
+        ({"gateway": {"decode_tls": True}}, ConfigError, "gateway: decode_tls cannot be set"),
+        ({"prefill": {"other_role": "a.yaml"}}, ConfigError, "prefill: other_role cannot be set, because Serve scales"),
+        ({"services": {"tls_cert": "a"}}, ConfigError, "prefill: tls_cert cannot be set"),
+        ({"prefill": {"other-role": "a.yaml"}}, ConfigError, "prefill: other_role cannot be set"),
+        ({"services": {"tls-cert": "a"}}, ConfigError, "prefill: tls_cert cannot be set"),
+        ({"gateway": {"config": "a.yaml"}}, ConfigError, "gateway: config cannot be set"),
+        ({"decode": {"help": True}}, ConfigError, "decode: unknown key: help"),
+        ({"decode": {"max_rows=4 --help": True}}, ConfigError, "decode: unknown key"),
         ({"decode": {"max_rows": 0}}, ConfigError, "max_rows"),
         ({"decode": {"max_row": 1}}, ConfigError, "max.row"),
     ],
@@ -48,6 +53,24 @@ def test_what_cannot_be_set_is_told_by_its_name(args: dict[str, Any], error: typ
         asked = Args.model_validate(args)
         for role in ("prefill", "decode", "gateway"):
             settings_of(role, asked.flags(role))
+
+
+@pytest.mark.parametrize("variable", ["BATON_OTHER_ROLE", "baton_other_role"])
+def test_what_cannot_be_set_cannot_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "a.yaml")
+    with pytest.raises(ConfigError, match="prefill: other_role cannot be set"):
+        settings_of("prefill", [])
+
+
+def test_a_file_that_the_environment_names_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (file := tmp_path / "a.yaml").write_text("other_role: a.yaml")
+    monkeypatch.setenv("BATON_CONFIG", str(file))
+    with pytest.raises(ConfigError, match="decode: config cannot be set"):
+        settings_of("decode", [])
+
+
+def test_the_setting_of_one_kind_wins_however_it_is_spelt() -> None:
+    assert Args(services={"max_rows": 4}, decode={"max-rows": 8}).flags("decode") == ["--max-rows=8"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
