@@ -8,10 +8,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from baton.service_process import TLS_SETTINGS, Role
+from baton_ray.options import is_on_gpu
 from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings
 from common.config.process_settings import ProcessSettings
-from common.config.settings import DecodeSettings, PrefillSettings
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import ConfigError
 
 _KINDS: Mapping[Role, type[ProcessSettings]] = {
@@ -60,6 +61,22 @@ def settings_of(role: Role, flags: list[str]) -> Any:
     settings = load_settings(_KINDS[role], flags, program=role, without=TLS_SETTINGS)
     _refuse(role, settings.model_fields_set)
     return settings
+
+
+def replica_flags(settings: ServiceSettings, assigned: Mapping[str, float]) -> list[str]:
+    """Returns the flags of a service that follow from the resources that Ray has assigned to its replica.
+
+    It computes on as many threads as it has CPUs, unless `num_threads` is set. Without the flag it would compute on all
+    cores of the node. Raises ConfigError if `device` is a GPU, and the replica has none.
+    """
+    if is_on_gpu(settings) and not assigned.get("GPU"):
+        raise ConfigError(
+            f"{settings.role}: device is {settings.device}, and the replica has no GPU: set num_gpus in the "
+            "ray_actor_options of this deployment, or leave them out"
+        )
+    if "num_threads" in settings.model_fields_set:
+        return []
+    return [_flag("num_threads", max(1, int(assigned.get("CPU", 0))))]
 
 
 def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""Tests of Serve's options of each deployment, and of what a replica's resources mean for its service."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.service_process import Role
+from baton_ray.arguments import replica_flags, settings_of
+from baton_ray.options import gateway_options, service_options
+from common.errors import ConfigError
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_service_has_the_time_to_drain_before_serve_kills_it(role: Role) -> None:
+    options = service_options(settings_of(role, ["--grace-period-s=60"]))
+    assert (options["name"], options["graceful_shutdown_timeout_s"]) == (role, 80.0)
+
+
+def test_serve_gives_the_gateway_more_requests_than_it_takes_so_that_it_can_refuse_them() -> None:
+    options = gateway_options(settings_of("gateway", ["--max-open-requests=100", "--grace-period-s=60"]))
+    assert (options["max_ongoing_requests"], options["graceful_shutdown_timeout_s"]) == (200, 80.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "resources"),
+    [
+        ([], {"num_cpus": 1}),
+        (["--device=cuda"], {"num_cpus": 1, "num_gpus": 1}),
+        (["--device=cuda:0"], {"num_cpus": 1, "num_gpus": 1}),
+        (["--tensor-parallel=2"], {"num_cpus": 2}),
+    ],
+)
+def test_a_service_asks_for_what_it_computes_on(flags: list[str], resources: dict[str, float]) -> None:
+    options = service_options(settings_of("decode", flags))
+    assert options["ray_actor_options"] == resources
+    assert options.get("placement_group_bundles") == ([{"CPU": 2}] if "--tensor-parallel=2" in flags else None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "assigned", "expected"),
+    [
+        ([], {"CPU": 4.0}, ["--num-threads=4"]),
+        ([], {"CPU": 0.5}, ["--num-threads=1"]),
+        ([], {}, ["--num-threads=1"]),
+        (["--num-threads=2"], {"CPU": 4.0}, []),
+        (["--device=cuda"], {"CPU": 4.0, "GPU": 0.5}, ["--num-threads=4"]),
+    ],
+)
+def test_a_service_computes_on_as_many_threads_as_its_replica_has_cpus(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], assigned: dict[str, float], expected: list[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    assert replica_flags(settings_of("decode", flags), assigned) == expected
+
+
+def test_a_gpu_is_not_taken_by_a_replica_that_asked_for_none() -> None:
+    with pytest.raises(ConfigError, match="decode: device is cuda, and the replica has no GPU: set num_gpus"):
+        replica_flags(settings_of("decode", ["--device=cuda"]), {"CPU": 4.0})
