@@ -168,7 +168,7 @@ def prefill_load_from_wire(load: prefill_pb2.GetPrefillLoadResponse) -> PrefillL
         num_steps=load.num_steps,
         unsent_bytes=load.unsent_bytes,
         num_uncomputed_tokens=load.num_uncomputed_tokens,
-        num_admitted_tokens=load.num_admitted_tokens if load.HasField("num_admitted_tokens") else None,
+        num_computed_tokens=load.num_computed_tokens if load.HasField("num_computed_tokens") else None,
     )
 
 

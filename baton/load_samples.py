@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from baton.client import Client, PrefillClient, Tls
-from baton.errors import BatonError
+from baton.errors import BatonError, Unauthenticated
 from baton.planner import DecodeSample, PrefillSample
 from baton.roles import Role, RoleClient
 from baton.server_info import InferenceLoad, PrefillLoad
@@ -26,22 +26,46 @@ class LoadSamples:
     missing: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a service said at one look: its load, and whether it was ready and not about to change its role."""
+
+    load: PrefillLoad | InferenceLoad
+    is_settled: bool
+
+
 class _Service:
-    """The clients of one service, whichever kind it is."""
+    """The clients of one service, whichever kind it is, with one of its tokens."""
 
     def __init__(self, address: str, tls: Tls | None, token: str | None, stack: ExitStack) -> None:
-        self.address = address
         self._roles = stack.enter_context(RoleClient(address, tls=tls, token=token, timeout_s=CALL_TIMEOUT_S))
         self._prefill = stack.enter_context(PrefillClient(address, tls=tls, token=token, rpc_timeout_s=CALL_TIMEOUT_S))
         self._decode = stack.enter_context(Client(address, tls=tls, token=token, rpc_timeout_s=CALL_TIMEOUT_S))
 
-    def look(self) -> PrefillLoad | InferenceLoad | BatonError:
-        try:
-            if self._roles.state().role is Role.PREFILL:
-                return self._prefill.load()
-            return self._decode.load()
-        except BatonError as error:
-            return error
+    def look(self) -> _Seen:
+        state = self._roles.state()
+        load = self._prefill.load() if state.role is Role.PREFILL else self._decode.load()
+        return _Seen(load, state.is_ready and state.changing_to is None)
+
+
+class _ServiceOfTokens:
+    """The clients of one service. Each token is tried until one is not refused."""
+
+    def __init__(self, address: str, tls: Tls | None, tokens: Sequence[str | None], stack: ExitStack) -> None:
+        self.address = address
+        self._with_tokens = [_Service(address, tls, token, stack) for token in tokens]
+
+    def look(self) -> _Seen | BatonError:
+        refused: BatonError | None = None
+        for service in self._with_tokens:
+            try:
+                return service.look()
+            except Unauthenticated as error:
+                refused = error
+            except BatonError as error:
+                return error
+        assert refused is not None
+        return refused
 
 
 def sample_loads(
@@ -51,32 +75,41 @@ def sample_loads(
     interval_s: float,
     tls: Tls | None = None,
     token: str | None = None,
+    other_token: str | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> LoadSamples:
     """Asks all services every `interval_s` for `window_s`, and returns what they said.
 
-    A service that did not answer once has no samples; `missing` has its last error. So it has if some answers of a
-    service are missing.
+    `other_token` is shown to the services that refuse `token`. If answers of a service are missing, `missing` has its
+    last error. A service that did not answer the last time counts as gone, and has no samples.
     """
     samples = LoadSamples()
+    tokens = [token] if other_token is None else [token, other_token]
     errors: dict[str, list[BatonError]] = {address: [] for address in addresses}
     with ExitStack() as stack, ThreadPoolExecutor(len(addresses)) as threads:
-        services = [_Service(address, tls, token, stack) for address in addresses]
+        services = [_ServiceOfTokens(address, tls, tokens, stack) for address in addresses]
         end_s, num_looks = clock() + window_s, 0
         while True:
-            begin_s = clock()
-            for service, seen in zip(services, threads.map(_Service.look, services), strict=True):
+            begin_s, gone = clock(), []
+            for service, seen in zip(services, threads.map(_ServiceOfTokens.look, services), strict=True):
                 if isinstance(seen, BatonError):
                     errors[service.address].append(seen)
-                elif isinstance(seen, PrefillLoad):
-                    samples.prefill.setdefault(service.address, []).append(_prefill_sample(begin_s, seen))
+                    gone.append(service.address)
+                elif isinstance(seen.load, PrefillLoad):
+                    sample = _prefill_sample(begin_s, seen.load, seen.is_settled)
+                    samples.prefill.setdefault(service.address, []).append(sample)
                 else:
-                    samples.decode.setdefault(service.address, []).append(_decode_sample(begin_s, seen))
+                    samples.decode.setdefault(service.address, []).append(
+                        _decode_sample(begin_s, seen.load, seen.is_settled)
+                    )
             num_looks += 1
             if begin_s + interval_s > end_s:
                 break
             sleep(max(0.0, begin_s + interval_s - clock()))
+    for address in gone:
+        samples.prefill.pop(address, None)
+        samples.decode.pop(address, None)
     samples.missing += [
         f"{len(failed)} of {num_looks} answers of {address}: {failed[-1]}"
         for address, failed in errors.items()
@@ -85,21 +118,23 @@ def sample_loads(
     return samples
 
 
-def _prefill_sample(at_s: float, load: PrefillLoad) -> PrefillSample:
+def _prefill_sample(at_s: float, load: PrefillLoad, is_settled: bool) -> PrefillSample:
     return PrefillSample(
         at_s=at_s,
         instance_id=load.instance_id,
-        is_computing=bool(load.num_computing or load.num_queued or load.num_uncomputed_tokens),
+        is_settled=is_settled,
+        is_computing=load.num_computing > 0,
         num_uncomputed_tokens=load.num_uncomputed_tokens,
-        num_admitted_tokens=load.num_admitted_tokens,
+        num_computed_tokens=load.num_computed_tokens,
     )
 
 
-def _decode_sample(at_s: float, load: InferenceLoad) -> DecodeSample:
+def _decode_sample(at_s: float, load: InferenceLoad, is_settled: bool) -> DecodeSample:
     shares = (pool.running / pool.total for pool in (load.rows, load.slots) if pool.total)
     return DecodeSample(
         at_s=at_s,
         instance_id=load.instance_id,
+        is_settled=is_settled,
         running_share=max(shares, default=0.0),
         num_running=load.rows.running,
         num_arriving=load.rows.reserved + load.rows.transferring,

@@ -33,21 +33,24 @@ _EPSILON = 1e-9
 class PrefillSample:
     """What a prefill service reported at one time.
 
-    `num_admitted_tokens` counts the tokens since its start that it had to compute, None if it does not report them.
-    `num_uncomputed_tokens` are those of them and of queued prompts that are left.
+    `is_settled` says whether it was ready and not about to change its role. `num_computed_tokens` counts the tokens
+    that it has computed since its start, None if it does not report them. `num_uncomputed_tokens` counts those of
+    queued and running prompts that are left.
     """
 
     at_s: float
     instance_id: str
+    is_settled: bool
     is_computing: bool
     num_uncomputed_tokens: int
-    num_admitted_tokens: int | None
+    num_computed_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
     """What a decode service reported at one time.
 
+    `is_settled` says whether it was ready and not about to change its role.
     `running_share` is the share of its pool that running requests hold, of rows or of slots, whichever is larger.
     `num_running` counts these requests, and `num_arriving` those that have a row and wait for a prefill service.
     `num_queued` wait for a row.
@@ -55,6 +58,7 @@ class DecodeSample:
 
     at_s: float
     instance_id: str
+    is_settled: bool
     running_share: float
     num_running: int
     num_arriving: int
@@ -92,20 +96,19 @@ def advise(
     missing: Sequence[str] = (),
 ) -> Advice:
     """Returns the advice for one window. `prefill` and `decode` map the address of each service to its samples of this
-    window, in the order of time. `missing` are things that were not to be known; they are passed on.
+    window, in the order of time. `missing` says which answers of services are missing; it is passed on.
 
-    No change is advised if a service began or changed its role within the window, or if there are too few samples.
+    No change is advised if answers are missing or too few, or if a service began, changed its role or was not ready
+    within the window.
     """
     notes = list(missing)
     times = [each.at_s for services in (prefill, decode) for samples in services.values() for each in samples]
     begin_s, end_s = min(times, default=0.0), max(times, default=0.0)
     parts = _Parts(begin_s, end_s)
-    holds = _why_hold(prefill, decode)
+    holds = _why_hold(prefill, decode, missing)
     rate = _tokens_per_busy_s(prefill)
     if prefill and rate is None and any(each.num_uncomputed_tokens for samples in prefill.values() for each in samples):
-        notes.append(
-            "how fast prefill services compute: they took no new prompts, or do not report num_admitted_tokens"
-        )
+        notes.append("how fast prefill services compute: they computed nothing, or do not report num_computed_tokens")
     window_s = max(end_s - begin_s, _EPSILON)
     of_prefill = [
         parts.means([(each.at_s, _prefill_demand(each, rate, window_s)) for each in samples])
@@ -158,9 +161,9 @@ def _tokens_per_busy_s(prefill: Mapping[str, Sequence[PrefillSample]]) -> float 
     num_tokens, busy_s = 0, 0.0
     for samples in prefill.values():
         for before, after in itertools.pairwise(samples):
-            if before.num_admitted_tokens is None or after.num_admitted_tokens is None:
+            if before.num_computed_tokens is None or after.num_computed_tokens is None:
                 continue
-            num_tokens += max(0, after.num_admitted_tokens - before.num_admitted_tokens)
+            num_tokens += max(0, after.num_computed_tokens - before.num_computed_tokens)
             busy_s += (after.at_s - before.at_s) * (before.is_computing + after.is_computing) / 2
     return num_tokens / busy_s if num_tokens and busy_s > 0 else None
 
@@ -189,19 +192,23 @@ def _need(now: int, services: Sequence[Sequence[float]], *, is_held: bool) -> Ne
     return Need(now=now, wanted=wanted, mean=round(mean, 3), peak=round(peak, 3))
 
 
-def _why_hold(prefill: Mapping[str, Sequence[PrefillSample]], decode: Mapping[str, Sequence[DecodeSample]]) -> str:
+def _why_hold(
+    prefill: Mapping[str, Sequence[PrefillSample]],
+    decode: Mapping[str, Sequence[DecodeSample]],
+    missing: Sequence[str],
+) -> str:
+    if missing:
+        return "not every service answered all the time"
     for address in sorted(prefill.keys() & decode.keys()):
         return f"{address} changed its role within the window"
-    instances = {
-        address: [each.instance_id for each in samples]
-        for services in (prefill, decode)
-        for address, samples in services.items()
-    }
-    for address, ids in instances.items():
-        if len(set(ids)) > 1:
+    services: dict[str, Sequence[PrefillSample | DecodeSample]] = {**prefill, **decode}
+    for address, samples in services.items():
+        if len({each.instance_id for each in samples}) > 1:
             return f"{address} began anew within the window"
-        if len(ids) < MIN_SAMPLES:
-            return f"{address} gave {len(ids)} samples, and {MIN_SAMPLES} are needed"
+        if not all(each.is_settled for each in samples):
+            return f"{address} was not ready or changed its role within the window"
+        if len(samples) < MIN_SAMPLES:
+            return f"{address} gave {len(samples)} samples, and {MIN_SAMPLES} are needed"
     return ""
 
 

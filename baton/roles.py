@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import grpc
 
 from baton.client import Tls
 from baton.client.channel import authorized, channel_options
 from baton.client.target import single_server
-from baton.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Internal, Unavailable, error_from_rpc
+from baton.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    Unauthenticated,
+    Unavailable,
+    error_from_rpc,
+)
 from baton.v1 import roles_pb2, roles_pb2_grpc
 from common.peer_text import peer_text
 
@@ -22,8 +31,6 @@ CALL_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 120.0
 """How long a service may take, after its grace period, to begin in the other role and to be ready."""
 LOOK_INTERVAL_S = 0.1
-
-AnswerT = TypeVar("AnswerT")
 
 
 class Role(StrEnum):
@@ -68,7 +75,8 @@ class RoleChange:
 class RoleClient:
     """Asks the service at `address` for its role, and changes it. Blocking; use it as a context.
 
-    Each call may take `timeout_s`.
+    Each call may take `timeout_s`. `other_token` is shown where `token` is refused, for a process that takes other
+    tokens in its other role.
     """
 
     def __init__(
@@ -77,6 +85,7 @@ class RoleClient:
         *,
         tls: Tls | None = None,
         token: str | None = None,
+        other_token: str | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -91,7 +100,8 @@ class RoleClient:
             if tls is None
             else grpc.secure_channel(target, tls.credentials(), options)
         )
-        self._stub: Any = roles_pb2_grpc.RolesStub(authorized(self._channel, token))
+        tokens = [token] if other_token is None else [token, other_token]
+        self._stubs: list[Any] = [roles_pb2_grpc.RolesStub(authorized(self._channel, each)) for each in tokens]
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +113,7 @@ class RoleClient:
 
     def state(self) -> RoleState:
         """Returns the state now. Raises Unavailable if nothing answers, as for a moment in a change."""
-        return _state_of(self._called(self._stub.GetRole, roles_pb2.GetRoleRequest()).state)
+        return _state_of(self._called("GetRole", roles_pb2.GetRoleRequest()).state)
 
     def order(self, role: Role) -> RoleState:
         """Orders a change, which then begins, and returns the state at its beginning. Does nothing if the process has
@@ -111,7 +121,7 @@ class RoleClient:
 
         Raises FailedPrecondition if the process cannot have the role, or is changing to another one.
         """
-        return _state_of(self._called(self._stub.SetRole, roles_pb2.SetRoleRequest(role=_WIRE[role])).state)
+        return _state_of(self._called("SetRole", roles_pb2.SetRoleRequest(role=_WIRE[role])).state)
 
     def change(self, role: Role, *, start_timeout_s: float = START_TIMEOUT_S) -> RoleChange:
         """Orders a change, and waits until the service is ready in its new role.
@@ -141,9 +151,16 @@ class RoleClient:
             self._sleep(LOOK_INTERVAL_S)
         raise DeadlineExceeded(f"{self.address}: {why}, {timeout_s:g} s after the order to be a {role} service")
 
-    def _called(self, method: Callable[..., AnswerT], request: object) -> AnswerT:
+    def _called(self, method: str, request: object) -> Any:
+        """Calls `method` with the first token that is not refused. Raises the error of the last one."""
+        for stub in self._stubs[:-1]:
+            with suppress(Unauthenticated):
+                return self._called_with(stub, method, request)
+        return self._called_with(self._stubs[-1], method, request)
+
+    def _called_with(self, stub: Any, method: str, request: object) -> Any:
         try:
-            return method(request, timeout=self._timeout_s)
+            return getattr(stub, method)(request, timeout=self._timeout_s)
         except grpc.RpcError as failure:
             error = error_from_rpc(failure)
             raise type(error)(

@@ -107,7 +107,7 @@ class PrefillLoad:
     """The load of a prefill service.
 
     `num_uncomputed_tokens` counts the tokens of queued and running prompts that are still to be computed.
-    `num_admitted_tokens` counts those that it had to compute since it started; None if it does not report them.
+    `num_computed_tokens` counts those that it has computed since it started; None if it does not report them.
     """
 
     instance_id: str
@@ -118,4 +118,4 @@ class PrefillLoad:
     num_steps: int
     unsent_bytes: int
     num_uncomputed_tokens: int = 0
-    num_admitted_tokens: int | None = None
+    num_computed_tokens: int | None = None

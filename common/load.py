@@ -45,7 +45,8 @@ class EngineLoad:
     """An engine's load at one time. `num_steps` counts the steps that launched or finished a forward. `window_slots`
     maps the name of each layer group with a window to the states of its slots.
 
-    On prefill, `num_uncomputed_tokens` counts the tokens of queued and running prompts that are still to be computed.
+    On prefill, `num_computed_tokens` counts the tokens of all forwards that have ended, and `num_uncomputed_tokens`
+    those of queued and running prompts that are still to be computed.
     On decode, `num_expected_cached` counts the tokens that prefill services were expected to have cached when rows were
     handed to them. `num_known_tokens` maps a prefill service's address to the number of tokens that it is expected to
     have cached now. `held_bytes` is the size of the KV of landed rows that was not sent, because the decode engine had
@@ -63,6 +64,7 @@ class EngineLoad:
     num_row_retries: int = 0
     num_retractions: int = 0
     num_uncomputed_tokens: int = 0
+    num_computed_tokens: int = 0
     num_expected_cached: int = 0
     num_known_tokens: Mapping[str, int] = field(default_factory=dict)
     held_bytes: int = 0

@@ -54,6 +54,10 @@ TokenFile = Annotated[
         envvar="BATON_TOKEN_FILE", help="File with the token to show, on its first line.", rich_help_panel=_TLS
     ),
 ]
+OtherTokenFile = Annotated[
+    Path | None,
+    typer.Option(help="File with the token to show where that one is refused.", rich_help_panel=_TLS),
+]
 
 _SAMPLING = "Sampling"
 

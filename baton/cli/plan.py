@@ -22,6 +22,7 @@ def plan(
     key_file: options.KeyFile = None,
     server_name: options.ServerName = None,
     token_file: options.TokenFile = None,
+    other_token_file: options.OtherTokenFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Watch the load of running services, and say how many of each kind it wants."""
@@ -30,9 +31,11 @@ def plan(
     if window_s < MIN_SAMPLES * interval_s:
         raise typer.BadParameter(f"is less than {MIN_SAMPLES} times --interval-s", param_hint="--window-s")
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
-    token = options.read_token(token_file)
+    token, other_token = options.read_token(token_file), options.read_token(other_token_file)
     with reported_errors(as_json):
-        seen = sample_loads(addresses, window_s=window_s, interval_s=interval_s, tls=tls, token=token)
+        seen = sample_loads(
+            addresses, window_s=window_s, interval_s=interval_s, tls=tls, token=token, other_token=other_token
+        )
         advice = advise(seen.prefill, seen.decode, missing=seen.missing)
     if as_json:
         print_json("plan", window_s=window_s, advice=advice)

@@ -25,12 +25,13 @@ def role(
     key_file: options.KeyFile = None,
     server_name: options.ServerName = None,
     token_file: options.TokenFile = None,
+    other_token_file: options.OtherTokenFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Show whether a service is a prefill or a decode service, or make it the other."""
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
-    token = options.read_token(token_file)
-    with reported_errors(as_json), RoleClient(address, tls=tls, token=token) as client:
+    token, other_token = options.read_token(token_file), options.read_token(other_token_file)
+    with reported_errors(as_json), RoleClient(address, tls=tls, token=token, other_token=other_token) as client:
         if wanted is None:
             state = client.state()
             print_json("role", address=address, state=state) if as_json else print(_state_text(address, state))

@@ -801,7 +801,7 @@ class GetPrefillLoadResponse(_message.Message):
     NUM_UNCOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_ADMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     num_queued: _builtins.int
     num_computing: _builtins.int
@@ -816,8 +816,8 @@ class GetPrefillLoadResponse(_message.Message):
     """the most whose KV is kept for later rows; 0: none is"""
     num_evicted_tokens: _builtins.int
     """cached since the start, and given up to make room for rows"""
-    num_admitted_tokens: _builtins.int
-    """of rows since the start that had to be computed, counted when a row got its slots"""
+    num_computed_tokens: _builtins.int
+    """by forwards that have ended since the start"""
     @_builtins.property
     def rows(self) -> _types_pb2.PoolLoad: ...
     @_builtins.property
@@ -836,14 +836,14 @@ class GetPrefillLoadResponse(_message.Message):
         num_uncomputed_tokens: _builtins.int = ...,
         max_cached_tokens: _builtins.int = ...,
         num_evicted_tokens: _builtins.int = ...,
-        num_admitted_tokens: _builtins.int | None = ...,
+        num_computed_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_admitted_tokens", b"_num_admitted_tokens", "num_admitted_tokens", b"num_admitted_tokens", "rows", b"rows", "slots", b"slots"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_computed_tokens", b"_num_computed_tokens", "num_computed_tokens", b"num_computed_tokens", "rows", b"rows", "slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_admitted_tokens", b"_num_admitted_tokens", "instance_id", b"instance_id", "max_cached_tokens", b"max_cached_tokens", "max_context_tokens", b"max_context_tokens", "num_admitted_tokens", b"num_admitted_tokens", "num_computing", b"num_computing", "num_evicted_tokens", b"num_evicted_tokens", "num_queued", b"num_queued", "num_steps", b"num_steps", "num_uncomputed_tokens", b"num_uncomputed_tokens", "rows", b"rows", "slots", b"slots", "unsent_bytes", b"unsent_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_computed_tokens", b"_num_computed_tokens", "instance_id", b"instance_id", "max_cached_tokens", b"max_cached_tokens", "max_context_tokens", b"max_context_tokens", "num_computed_tokens", b"num_computed_tokens", "num_computing", b"num_computing", "num_evicted_tokens", b"num_evicted_tokens", "num_queued", b"num_queued", "num_steps", b"num_steps", "num_uncomputed_tokens", b"num_uncomputed_tokens", "rows", b"rows", "slots", b"slots", "unsent_bytes", b"unsent_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__num_admitted_tokens: _TypeAlias = _typing.Literal["num_admitted_tokens"]  # noqa: Y015
-    _WhichOneofArgType__num_admitted_tokens: _TypeAlias = _typing.Literal["_num_admitted_tokens", b"_num_admitted_tokens"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_admitted_tokens) -> _WhichOneofReturnType__num_admitted_tokens | None: ...
+    _WhichOneofReturnType__num_computed_tokens: _TypeAlias = _typing.Literal["num_computed_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_computed_tokens: _TypeAlias = _typing.Literal["_num_computed_tokens", b"_num_computed_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_computed_tokens) -> _WhichOneofReturnType__num_computed_tokens | None: ...
 
 Global___GetPrefillLoadResponse: _TypeAlias = GetPrefillLoadResponse  # noqa: Y015

@@ -188,7 +188,7 @@ class PrefillServicer:
             num_uncomputed_tokens=load.num_uncomputed_tokens,
             max_cached_tokens=self._max_cached_tokens,
             num_evicted_tokens=load.prefixes.num_evicted,
-            num_admitted_tokens=load.prefixes.num_tokens - load.prefixes.num_found,
+            num_computed_tokens=load.num_computed_tokens,
         )
 
     # ---- one call ---------------------------------------------------------------------------------------------------

@@ -200,6 +200,7 @@ class PrefillEngine:
         self._has_freed = False  # at the last step's end; then a queued prompt is tried at once
         self._lacks_room = False  # whether the last step found a queued prompt that must wait for a row or slots
         self._num_steps = 0
+        self._num_computed_tokens = 0
         self._last_end_s = 0.0  # end of the last forward
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -252,6 +253,7 @@ class PrefillEngine:
             num_steps=self._num_steps,
             prefixes=self.pool.prefix_counts,
             unsent_bytes=self._sender.unsent_bytes,
+            num_computed_tokens=self._num_computed_tokens,
             num_uncomputed_tokens=sum(
                 prompt.num_uncomputed
                 for phase in (PromptPhase.QUEUED, PromptPhase.COMPUTING)
@@ -481,6 +483,7 @@ class PrefillEngine:
                     self._fail(chunk.prompt, RowFailure.COMPUTE, f"a prefill step failed: {error}", retryable=True)
                     self._end_call_if_done(chunk.prompt.call_id)
             return
+        self._num_computed_tokens += step.batch.num_tokens
         for chunk in step.batch.chunks:
             if chunk.prompt.phase is PromptPhase.COMPUTING and chunk.prompt.lease is not None:
                 self.pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)

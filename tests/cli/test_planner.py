@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -19,20 +20,22 @@ def prefill(load: Load, *, backlog: Load = lambda look: 0.0, tells_rate: bool = 
     """A prefill service that computes in each look for which `load` is 1, 1,000 tokens a second, and has `backlog`
     tokens left.
     """
-    num_admitted, samples = 0, []
+    num_computed, samples = 0, []
     for look in range(NUM_LOOKS):
         is_computing = load(look) > 0
         samples.append(
-            PrefillSample(float(look), "same", is_computing, int(backlog(look)), num_admitted if tells_rate else None)
+            PrefillSample(
+                float(look), "same", True, is_computing, int(backlog(look)), num_computed if tells_rate else None
+            )
         )
-        num_admitted += 1000 * is_computing
+        num_computed += 1000 * is_computing
     return samples
 
 
 def decode(load: Load, *, arriving: int = 0, queued: int = 0) -> list[DecodeSample]:
     """A decode service of 100 rows, of which running requests hold the share `load`."""
     return [
-        DecodeSample(float(look), "same", load(look), round(100 * load(look)), arriving, queued, 100)
+        DecodeSample(float(look), "same", True, load(look), round(100 * load(look)), arriving, queued, 100)
         for look in range(NUM_LOOKS)
     ]
 
@@ -127,9 +130,30 @@ def test_a_service_that_just_changed_its_role_or_began_anew_holds_all_advice() -
     changed = advise({**busy, "d-1": prefill(steady(0.0))}, {"d-0": idle, "d-1": idle})
     assert changed.holds == "d-1 changed its role within the window" and wanted(changed) == (2, 2)
 
-    restarted = [*idle[:-1], DecodeSample(99.0, "another", 0.0, 0, 0, 0, 100)]
+    restarted = [*idle[:-1], DecodeSample(99.0, "another", True, 0.0, 0, 0, 0, 100)]
     anew = advise(busy, {"d-0": idle, "d-1": restarted})
     assert anew.holds == "d-1 began anew within the window" and wanted(anew) == (1, 2) and not anew.switches
+
+
+def test_a_service_that_misses_answers_holds_all_advice() -> None:
+    busy, idle = {"p": prefill(steady(1.0))}, {"d-0": decode(steady(0.01)), "d-1": decode(steady(0.01))}
+    missed = advise(busy, idle, missing=["1 of 64 answers of d-1: gone"])
+    assert missed.holds == "not every service answered all the time"
+    assert wanted(missed) == (1, 2) and not missed.switches
+
+
+def test_a_service_that_is_not_ready_or_changing_its_role_holds_all_advice() -> None:
+    busy, idle = {"p": prefill(steady(1.0))}, decode(steady(0.01))
+    leaving = [*idle[:-1], replace(idle[-1], is_settled=False)]
+    advice = advise(busy, {"d-0": idle, "d-1": leaving})
+    assert advice.holds == "d-1 was not ready or changed its role within the window" and wanted(advice) == (1, 2)
+
+
+def test_a_burst_that_waits_counts_at_the_rate_at_which_tokens_are_computed() -> None:
+    """1,000,000 tokens arrive at once at a service that computes 10,000 a second, and is watched for 40 s."""
+    burst = [PrefillSample(look / 2, "same", True, True, 1_000_000 - 5_000 * look, 5_000 * look) for look in range(81)]
+    advice = advise({"p": burst}, {"d": decode(steady(0.6))[:MIN_SAMPLES]})
+    assert advice.prefill.mean == pytest.approx(1 + 80 / 40, abs=0.1)  # 80 s are left on average
 
 
 def test_too_few_samples_hold_the_advice() -> None:
@@ -140,7 +164,8 @@ def test_too_few_samples_hold_the_advice() -> None:
 def test_what_is_not_known_is_said() -> None:
     nobody = advise({}, {"d": decode(steady(0.5))}, missing=["1 of 64 answers of p: gone"])
     assert nobody.missing == ("1 of 64 answers of p: gone", "the demand for prefill: no prefill service answered")
+    assert nobody.holds == "not every service answered all the time"
 
     no_rate = advise({"p": prefill(steady(1.0), backlog=steady(9), tells_rate=False)}, {"d": decode(steady(0.5))})
-    assert len(no_rate.missing) == 1 and "num_admitted_tokens" in no_rate.missing[0]
+    assert len(no_rate.missing) == 1 and "num_computed_tokens" in no_rate.missing[0]
     assert no_rate.prefill.wanted == 2  # it is busy all the time, whatever waits

@@ -495,6 +495,7 @@ async def test_the_load_is_the_engines(edge: Edge) -> None:
         num_steps=11,
         unsent_bytes=77,
         num_uncomputed_tokens=300,
+        num_computed_tokens=700,
         prefixes=PrefixCounts(num_evicted=13),
     )
     load = await prefill_pb2_grpc.PrefillStub(edge.channel).GetLoad(prefill_pb2.GetPrefillLoadRequest())
@@ -502,6 +503,7 @@ async def test_the_load_is_the_engines(edge: Edge) -> None:
     assert (load.rows.total, load.rows.free, load.rows.running) == (8, 5, 3)
     assert (load.slots.transferring, load.slots.quarantined, load.unsent_bytes) == (30, 10, 77)
     assert (load.num_uncomputed_tokens, load.num_evicted_tokens, load.max_cached_tokens) == (300, 13, 90)
+    assert load.num_computed_tokens == 700
 
 
 @pytest.fixture

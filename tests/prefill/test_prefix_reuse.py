@@ -264,9 +264,12 @@ def test_the_load_counts_what_is_left_to_compute_and_not_what_is_or_will_be_cach
     prefill.ask("call", PROMPT, (*PROMPT, 7, 8), (*PROMPT[:8], *range(700, 711)), (501, 502, 503))
     lefts = [prefill.engine.load().num_uncomputed_tokens]
     assert lefts[0] == (20 - 8) + 2 + 11 + 3, "the second waits for the first, and the others wait for rows"
+    computed = [prefill.engine.load().num_computed_tokens]
     while prefill.engine.load().num_uncomputed_tokens:
         prefill.go_on()
         lefts.append(prefill.engine.load().num_uncomputed_tokens)
+        computed.append(prefill.engine.load().num_computed_tokens)
+    assert computed[0] == 8 and all(sum(each) == lefts[0] + 8 for each in zip(lefts, computed, strict=True))
     assert lefts == sorted(lefts, reverse=True) and len(set(lefts)) > 3, "it falls as chunks end"
     prefill.run()
     assert sum(prefill.check_sent("call")) == 8 + 20 + 8

@@ -1,14 +1,22 @@
-"""Tests of how a client waits for a change of a role: until the service is ready, for a bounded time."""
+"""Tests of how a client waits for a change of a role, until the service is ready, for a bounded time; and of the tokens
+that it shows a service with others in each role.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
+import grpc
 import pytest
 
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, FailedPrecondition, Unavailable
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, FailedPrecondition, Unauthenticated, Unavailable
+from baton.load_samples import sample_loads
 from baton.roles import Role, RoleClient, RoleState
+from baton.v1 import prefill_pb2, prefill_pb2_grpc, roles_pb2, roles_pb2_grpc
 
 BEFORE = RoleState(
     role=Role.PREFILL,
@@ -82,3 +90,67 @@ def test_it_waits_as_long_as_the_grace_period_and_a_start_take(
     with scripted(answer) as client, pytest.raises(DeadlineExceeded, match=why):
         client.change(Role.DECODE, start_timeout_s=20.0)
     assert client.now_s == pytest.approx(25.0, abs=0.2)
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+class FakeService(roles_pb2_grpc.RolesServicer, prefill_pb2_grpc.PrefillServicer):
+    """A service that changes its role at once, and takes another token in each. Its prefill engine is blocked: it has a
+    prompt in the queue, and computes none.
+    """
+
+    def __init__(self, tokens: dict[Role, str]) -> None:
+        self._tokens = tokens
+        self.role = Role.PREFILL
+
+    def _state(self, context: Any) -> Any:
+        metadata = dict(context.invocation_metadata())
+        if metadata.get("authorization") != f"Bearer {self._tokens[self.role]}":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: the token is not known here")
+        number = roles_pb2.ROLE_PREFILL if self.role is Role.PREFILL else roles_pb2.ROLE_DECODE
+        return roles_pb2.RoleState(role=number, is_ready=True, roles=[1, 2])
+
+    def GetRole(self, request: roles_pb2.GetRoleRequest, context: Any) -> roles_pb2.GetRoleResponse:
+        return roles_pb2.GetRoleResponse(state=self._state(context))
+
+    def SetRole(self, request: roles_pb2.SetRoleRequest, context: Any) -> roles_pb2.SetRoleResponse:
+        state = self._state(context)
+        state.changing_to = request.role
+        self.role = Role.DECODE if request.role == roles_pb2.ROLE_DECODE else Role.PREFILL
+        return roles_pb2.SetRoleResponse(state=state)
+
+    def GetLoad(self, request: Any, context: Any) -> prefill_pb2.GetPrefillLoadResponse:
+        self._state(context)
+        return prefill_pb2.GetPrefillLoadResponse(num_queued=1, num_uncomputed_tokens=9, num_computed_tokens=5)
+
+
+@contextmanager
+def fake_service(**tokens: str) -> Iterator[str]:
+    server, fake = grpc.server(ThreadPoolExecutor(1)), FakeService({Role(role): each for role, each in tokens.items()})
+    roles_pb2_grpc.add_RolesServicer_to_server(fake, server)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(fake, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def test_the_other_token_is_shown_where_the_first_is_refused() -> None:
+    with fake_service(prefill="for-handoffs", decode="for-clients") as address:
+        with RoleClient(address, token="for-handoffs", other_token="for-clients") as client:
+            assert client.change(Role.DECODE).after.role is Role.DECODE
+            assert client.change(Role.PREFILL).after.role is Role.PREFILL
+        with RoleClient(address, token="for-handoffs") as client, pytest.raises(Unauthenticated):
+            client.change(Role.DECODE)
+
+
+def test_a_planner_has_a_token_for_each_kind_and_a_blocked_prefill_service_does_not_compute() -> None:
+    with fake_service(prefill="for-handoffs", decode="for-clients") as address:
+        one = sample_loads([address], window_s=0.0, interval_s=1.0, token="for-clients")
+        both = sample_loads([address], window_s=0.0, interval_s=1.0, token="for-clients", other_token="for-handoffs")
+    assert not one.prefill and "the token is not known" in one.missing[0]
+    (sample,) = both.prefill[address]
+    assert not both.missing and sample.num_uncomputed_tokens == 9 and not sample.is_computing

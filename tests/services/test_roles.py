@@ -273,6 +273,8 @@ async def settles(address: str, role: ClientRole, serving: asyncio.Task[None]) -
 
 
 def pools() -> int:
+    """Returns how many KV pools there are in this process, other tests' too."""
+    gc.collect()
     return sum(isinstance(each, KvPool) for each in gc.get_objects())
 
 
@@ -280,7 +282,7 @@ async def test_a_role_is_switched_back_and_forth_under_load_and_no_request_notic
     tiny_model_dir: Callable[[str], Path],
 ) -> None:
     prompts = [[10 + number, 20, 30 + number] for number in range(4)]
-    model = tiny_model_dir("llama")
+    model, num_before = tiny_model_dir("llama"), pools()
     async with (
         pair_here(model) as pair,
         both_here(model, prefill=pair.prefill.address) as both,
@@ -307,13 +309,13 @@ async def test_a_role_is_switched_back_and_forth_under_load_and_no_request_notic
                 assert again.seconds == 0 and again.after.num_orders == 4
             done.set()
             assert all(await asyncio.gather(*asking))
-        gc.collect()
-        assert pools() == 3
+        assert pools() <= num_before + 3
 
 
 async def test_a_role_that_cannot_listen_leaves_nothing_behind_and_the_role_before_serves(
     tiny_model_dir: Callable[[str], Path],
 ) -> None:
+    num_before = pools()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         async with both_here(tiny_model_dir("llama"), decode={"listen": address}) as both:
@@ -322,9 +324,8 @@ async def test_a_role_that_cannot_listen_leaves_nothing_behind_and_the_role_befo
                     with pytest.raises(FailedPrecondition, match="listen: cannot listen"):
                         await asyncio.to_thread(roles.change, ClientRole.DECODE)
                 state = await asyncio.to_thread(roles.state)
-            gc.collect()
             engines = [each.name for each in threading.enumerate() if each.name.endswith("-engine")]
-            assert pools() == 1 and engines == ["prefill-engine"]
+            assert pools() <= num_before + 1 and engines == ["prefill-engine"]
             assert state.role is ClientRole.PREFILL and state.num_orders == 5
 
 
@@ -376,15 +377,27 @@ async def test_the_commands_tell_roles_and_what_the_load_wants(
         await asyncio.to_thread(role, prefill, None, as_json=True)
         await asyncio.to_thread(role, decode, None)
         await asyncio.to_thread(plan, [prefill, decode, nobody], window_s=1.0, interval_s=0.1, as_json=True)
-        load = await asyncio.to_thread(sample_loads, [prefill], window_s=0.0, interval_s=1.0)
+        loop = asyncio.get_running_loop()
+
+        def stop_decode(_seconds: float) -> None:
+            async def stop() -> None:
+                pair.decode.terminated.set()
+                await pair.decode.serving
+
+            asyncio.run_coroutine_threadsafe(stop(), loop).result(BOUND_S)
+
+        load = await asyncio.to_thread(
+            sample_loads, [prefill, decode], window_s=0.2, interval_s=0.15, sleep=stop_decode
+        )
     printed = capfd.readouterr().out
     first, last = (json.loads(line) for line in printed.splitlines() if line.startswith('{"event": '))
     assert (first["event"], first["state"]["role"], first["state"]["roles"]) == ("role", "prefill", ["prefill"])
     assert f"{decode}: a decode service, ready; stays one: its setting other_role is not set" in printed
     advice = last["advice"]
     assert [(advice[kind]["now"], advice[kind]["wanted"]) for kind in ("prefill", "decode")] == [(1, 1), (1, 1)]
-    assert advice["holds"] == "" and nobody in advice["missing"][0] and not advice["switches"]
-    assert load.prefill[prefill][0].num_admitted_tokens == 3
+    assert advice["holds"] == "not every service answered all the time" and nobody in advice["missing"][0]
+    assert load.prefill[prefill][0].num_computed_tokens == 3 and load.prefill[prefill][0].is_settled
+    assert not load.decode and f"answers of {decode}: " in load.missing[0]
 
 
 # ---- what stays -----------------------------------------------------------------------------------------------------
