@@ -14,6 +14,7 @@ from tests.support.pair import InProcessPair
 
 NEW_TOKENS = 24
 NUM_STAGGERED = 6
+_PAD_ID = 0
 PROMPT_LENS = (1, 2, 15, 16, 17, 31, 40, 63, 64, 65, 70, 90, 100, 129, 130, 150)
 
 
@@ -25,29 +26,29 @@ def prompts(vocab_size: int = 260) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def reference(directory: Path, vocab_size: int, num_tokens: int, attention: str) -> list[list[int]]:
-    """Returns `generate`'s greedy tokens for every prompt. Raises AssertionError where the two best choices nearly
-    tie.
+    """Returns `generate`'s greedy tokens for every prompt. The prompts form one batch, padded on the left. Raises
+    AssertionError where the two best choices nearly tie.
 
     `attention` names an implementation that transformers knows.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention).eval()
-    outputs = []
-    for prompt in prompts(vocab_size):
-        ids = torch.tensor([prompt])
-        generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            output_logits=True,
-            return_dict_in_generate=True,
-            eos_token_id=None,
-        )
-        gaps = [float(step.topk(2).values[0].diff().abs()) for step in generated.logits]
-        assert min(gaps) > 1e-4, "the reference nearly ties"
-        outputs.append(generated.sequences[0, len(prompt) :].tolist())
-    return outputs
+    batch = prompts(vocab_size)
+    width = max(map(len, batch))
+    generated = model.generate(
+        torch.tensor([[_PAD_ID] * (width - len(ids)) + list(ids) for ids in batch]),
+        attention_mask=torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch]),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+        pad_token_id=_PAD_ID,
+    )
+    gaps = [float(step.topk(2).values.diff(dim=-1).abs().min()) for step in generated.logits]
+    assert min(gaps) > 1e-4, "the reference nearly ties"
+    tokens: list[list[int]] = generated.sequences[:, width:].tolist()
+    return tokens
 
 
 def check_tokens_equal_generate(
