@@ -16,6 +16,7 @@ from pathlib import Path
 
 from baton.client import EventStream
 from baton.events import Delta
+from baton.local_pair import LocalPair
 from tests.support.models import save_tiny_model
 from tests.support.running_pair import RunningPair, running_pair, wait_until
 
@@ -107,14 +108,15 @@ class CancellationRig:
 
 
 @contextmanager
-def cancellation_rig(directory: Path) -> Iterator[CancellationRig]:
-    """Runs a pair whose model has 64 KiB of KV per token.
+def cancellation_rig(directory: Path, *, kind: Callable[..., LocalPair] = LocalPair) -> Iterator[CancellationRig]:
+    """Runs a pair whose model has 64 KiB of KV per token. `kind` starts its services.
 
     Its KV segments arrive one at a time over gRPC, so the transfer takes longer than the computation.
     """
     model = save_tiny_model(directory, "llama", num_hidden_layers=8, num_key_value_heads=4, head_dim=256)
     with running_pair(
         model,
+        kind=kind,
         shared_args=("--max-kv-tokens=8192",),
         prefill_args=("--kv-transport=grpc", "--max-segment-bytes=65536", f"--chunk-tokens={CHUNK_TOKENS}"),
         decode_args=("--receive-budget-bytes=1", "--max-rows=1"),

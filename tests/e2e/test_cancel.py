@@ -4,13 +4,14 @@ service.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from baton import errors
 from baton.client import EventStream
 from baton.events import Delta
+from baton.local_pair import LocalPair
 from baton.server_info import InferenceLoad
 from benchmarks.cancellation import CHUNK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, CancellationRig, Phase, cancellation_rig
 from tests.support.running_pair import RunningPair, is_empty, wait_until
@@ -25,8 +26,8 @@ there are two; a step takes milliseconds.
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CancellationRig]:
-    with cancellation_rig(tmp_path_factory.mktemp("slow")) as rig:
+def rig(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair]) -> Iterator[CancellationRig]:
+    with cancellation_rig(tmp_path_factory.mktemp("slow"), kind=forked) as rig:
         yield rig
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from baton import errors
 from baton.events import Delta
+from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from baton.service_process import ServiceProcess
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
@@ -22,8 +23,8 @@ GRACE_S = 4
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model_dir: Callable[[str], Path]) -> Iterator[RunningPair]:
-    with running_pair(tiny_model_dir("llama"), decode_args=[f"--grace-period-s={GRACE_S}"]) as running:
+def pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
+    with running_pair(tiny_model_dir("llama"), kind=forked, decode_args=[f"--grace-period-s={GRACE_S}"]) as running:
         yield running
 
 

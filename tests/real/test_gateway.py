@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ nothing.
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[LocalPair]:
+def pair(forked: Callable[..., LocalPair]) -> Iterator[LocalPair]:
     # In bfloat16 two logits are often equal, and the number of drafts then decides which one is chosen.
     decode_args = (*ARGUMENTS, ALWAYS_DRAFTS)
-    with LocalPair(dtype="float32", prefill_args=ARGUMENTS, decode_args=decode_args, exposes_metrics=True) as pair:
+    with forked(dtype="float32", prefill_args=ARGUMENTS, decode_args=decode_args, exposes_metrics=True) as pair:
         yield pair
 
 
