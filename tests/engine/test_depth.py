@@ -22,7 +22,7 @@ HEAD_S = 0.001
 HEAD_SHARE = 0.04
 """Lower bound on the head's forward time, as a share of the target's forward time over the same number of tokens."""
 NONE = np.zeros(100, np.int64)
-NUM_STEPS = 1500
+NUM_STEPS = 1000
 WARM_UP = 100
 
 

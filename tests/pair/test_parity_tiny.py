@@ -36,5 +36,5 @@ def test_tokens_equal_generate(
 ) -> None:
     pair = make_pair(tiny_target(architecture), PairOptions(overlap=overlap, chunk_tokens=chunk_tokens))
     check_tokens_equal_generate(
-        pair, tiny_model_dir(architecture), crowd=mode == "crowd", chunk_tokens=chunk_tokens, alone_step=2
+        pair, tiny_model_dir(architecture), crowd=mode == "crowd", chunk_tokens=chunk_tokens, alone_step=3
     )

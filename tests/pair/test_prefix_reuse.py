@@ -239,13 +239,14 @@ def test_conversations_are_the_same_cold_and_warm(
 
 
 def ways_in_turn(heads: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Returns each head with each of SIDES in two of the four WAYS. Every head is in all ways, and so are all sides."""
+    """Returns three heads with each of SIDES in one of the four WAYS, and the first head in the way that is left. Every
+    pair of values of head, sides and way occurs.
+    """
     ways = list(WAYS)
     return [
-        (head, sides, ways[(number + place + later) % len(ways)])
-        for number, head in enumerate(heads)
+        (head, sides, ways[(number + place) % len(ways)])
+        for number, head in enumerate([*heads, heads[0]])
         for place, sides in enumerate(SIDES)
-        for later in (0, 1)
     ]
 
 

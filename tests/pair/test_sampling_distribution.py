@@ -30,7 +30,7 @@ from tests.support.models import SMALL_VOCAB_SIZE, next_token_logits
 from tests.support.pair import InProcessPair, MakePair, PairOptions, pairs_that_keep_all
 
 NUM_REQUESTS = 320
-NEW_TOKENS = 64
+NEW_TOKENS = 40
 NUM_FIRST_TOKENS = 1600
 NUM_SPECULATING = 160
 FIRST_SEED = 1000

@@ -98,7 +98,6 @@ def test_greedy_tokens_equal_generate(
         crowd=mode == "crowd",
         chunk_tokens=chunk_tokens,
         vocab_size=vocab_size,
-        num_tokens=40,
         alone_step=3,
     )
     if head.startswith("copying"):

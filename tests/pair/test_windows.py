@@ -54,7 +54,7 @@ def test_slots_and_bytes_of_windows_stay_the_same_while_a_context_grows_to_8000_
 ) -> None:
     directory = save_tiny_model(tmp_path / "model", family, max_position_embeddings=8192)
     model = load_target(directory, device="cpu", dtype="float32")
-    prompt, num_new = [4 + 37 * place % 250 for place in range(7300)], 700
+    prompt, num_new = [4 + 37 * place % 250 for place in range(7800)], 200
     options = PairOptions(prefill_tokens=8192, decode_tokens=8192, context_tokens=8192, chunk_tokens=CHUNK_TOKENS)
     pair = make_pair(model, options)
     watched = Watched(pair)

@@ -14,7 +14,7 @@ from tests.parity.prompts import PROMPTS
 from tests.parity.reference import MAX_TIES_PER_TOKEN, Reference
 from tests.support.drafted import Drafted, load_drafted
 
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 MAX_TOKENS = 512
 """The most tokens of a forward in a pair within one process."""
 ONE_THREAD = ("--num-threads=1",)

@@ -16,7 +16,7 @@ from tests.support.drafted import Counts, Drafted, assert_same
 from tests.support.fused import fused
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 
-NUM_SAMPLED = 12
+NUM_SAMPLED = 8
 
 
 @pytest.mark.timeout(600)
