@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from urllib.parse import quote
 
 import httpx2
 from starlette.background import BackgroundTask
@@ -37,9 +38,8 @@ class Forwarder:
 
         An answer that breaks off raises an error while it is sent, so that it breaks off for the caller too.
         """
-        path = request.scope.get("raw_path") or request.url.path.encode()
         query = request.scope["query_string"]
-        url = httpx2.URL(self._origin).copy_with(raw_path=path.partition(b"?")[0] + (b"?" + query if query else b""))
+        url = httpx2.URL(self._origin).copy_with(raw_path=_path(request) + (b"?" + query if query else b""))
         has_body = not {"content-length", "transfer-encoding"}.isdisjoint(request.headers)
         asked = self._client.build_request(
             request.method,
@@ -72,6 +72,13 @@ async def _body(answer: httpx2.Response) -> AsyncIterator[bytes]:
             yield part
     finally:
         await answer.aclose()
+
+
+def _path(request: Request) -> bytes:
+    """Returns the path as it was sent, without the application's `route_prefix`, which the gateway knows nothing of."""
+    path: bytes = request.scope.get("raw_path") or quote(request.scope["path"]).encode()
+    prefix = quote(request.scope.get("root_path", "")).encode()
+    return path.partition(b"?")[0].removeprefix(prefix) or b"/"
 
 
 def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

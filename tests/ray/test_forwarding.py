@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import unquote
 
 import httpx2
 import pytest
@@ -33,14 +34,17 @@ async def forwarder_to(serve: Serve) -> AsyncIterator[Forwarder]:
         server.close()
 
 
-def request(method: str = "GET", path: str = "/v1/models", body: bytes = b"", **headers: str) -> Request:
+def request(
+    method: str = "GET", path: str = "/v1/models", body: bytes = b"", root_path: str = "", **headers: str
+) -> Request:
     sent = {"host": "baton.example", "connection": "keep-alive", **headers}
     if body:
         sent["content-length"] = str(len(body))
     scope = {
         "type": "http",
         "method": method,
-        "path": path,
+        "path": unquote(path),
+        "root_path": root_path,
         "raw_path": path.encode(),
         "query_string": b"a=b%20c",
         "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
@@ -85,6 +89,29 @@ async def test_a_request_is_passed_on_with_its_headers_and_body_but_not_those_of
         b"host: baton.example",
     ]
     assert seen.endswith(b"hello")
+
+
+@pytest.mark.parametrize(
+    ("root_path", "path", "passed_on"),
+    [
+        ("", "/v1/models", b"/v1/models"),
+        ("/llm", "/llm/v1/models/a%2Fb", b"/v1/models/a%2Fb"),
+        ("/our llm", "/our%20llm/health", b"/health"),
+        ("/llm", "/llm", b"/"),
+    ],
+)
+async def test_the_prefix_of_the_application_is_not_passed_on(root_path: str, path: str, passed_on: bytes) -> None:
+    seen = b""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal seen
+        seen = await reader.readuntil(b"\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    async with forwarder_to(serve) as forwarder:
+        await body_of(await forwarder.forward(request(path=path, root_path=root_path)))
+    assert seen.split()[1] == passed_on + b"?a=b%20c"
 
 
 async def test_parts_of_a_stream_come_as_they_are_sent() -> None:
