@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from baton.service_process import Role
 from baton_ray.arguments import Args, replica_flags, settings_of
-from baton_ray.directory import Announcement, Directory
+from baton_ray.directory import EXCHANGE_TIMEOUT_S, Announcement, Directory
 from baton_ray.forwarding import Forwarder
 from baton_ray.options import EXIT_S, directory_options, gateway_options, service_options
 from baton_ray.scaling import LOAD
@@ -28,7 +28,6 @@ from baton_ray.service import Service
 
 START_TIMEOUT_S = 1800.0
 """How long a service may take to load its model."""
-DIRECTORY_TIMEOUT_S = 5.0
 _SERVICES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -48,7 +47,7 @@ class ServiceReplica:
     def __init__(self, role: Role, flags: list[str], directory: DeploymentHandle) -> None:
         def exchange(announcement: Announcement, wanted: str) -> Sequence[str]:
             asked = directory.exchange.remote(announcement, wanted)
-            found: Sequence[str] = asked.result(timeout_s=DIRECTORY_TIMEOUT_S)
+            found: Sequence[str] = asked.result(timeout_s=EXCHANGE_TIMEOUT_S)
             return found
 
         context = ray.get_runtime_context()

@@ -21,7 +21,7 @@ from baton.local_pair import MODULES
 from baton.server_info import InferenceLoad
 from baton.service_log import ServiceLog, serving_port
 from baton.service_process import Role, ServiceProcess
-from baton_ray.directory import Announcement
+from baton_ray.directory import ANNOUNCEMENT_INTERVAL_S, Announcement
 from common.addresses import address_of
 from common.rpc.token_files import read_token_file
 
@@ -59,7 +59,7 @@ class Service:
         start_timeout_s: float,
         stop_timeout_s: float,
         token_file: Path | None = None,
-        exchange_interval_s: float = 1.0,
+        exchange_interval_s: float = ANNOUNCEMENT_INTERVAL_S,
         new_process: Callable[..., ServiceProcess] = ServiceProcess,
     ) -> None:
         self.role: Role = role
@@ -178,7 +178,7 @@ class Service:
     def _ask_directory(self) -> None:
         """Announces the service, and writes the addresses of those it calls to its file."""
         found = tuple(self._exchange(Announcement(self.role, self.name, self._address), self._wanted or ""))
-        if found and found != self._listed:  # a directory that has just started may know nobody yet
+        if found and found != self._listed:  # a directory that has just started lists nobody yet
             new = self._found.with_suffix(".new")
             new.write_text("".join(f"{address}\n" for address in found))
             os.replace(new, self._found)
