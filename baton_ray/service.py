@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
 import urllib.request
@@ -41,8 +40,8 @@ class Service:
     """One service, which runs from `start` to `stop` and dies with this process.
 
     It listens on a free port of `host`. Its output goes to a file in `log_dir`. Every `exchange_interval_s` it is
-    announced in the directory, and the addresses that the directory has of the services it calls are written to a
-    file, which it reads as `file:///PATH`. `stop_timeout_s` is what it has to end by itself. If its callers need
+    announced in the directory, and the addresses that the directory has of the services it calls are written to another
+    file there, which it reads as `file:///PATH`. `stop_timeout_s` is what it has to end by itself. If its callers need
     a token, `token_file` has those that it accepts, and the first one is shown to it with each question. Raises
     ConfigError if that file is invalid.
     """
@@ -70,9 +69,8 @@ class Service:
         self._stop_timeout_s = stop_timeout_s
         self._exchange_interval_s = exchange_interval_s
         self._token = None if token_file is None else read_token_file("auth_token_file", token_file)[0][0]
-        self._directory = tempfile.TemporaryDirectory(prefix="baton-")
         self._wanted = _FINDS.get(role)
-        self._found = Path(self._directory.name) / "found"
+        self._found = log_dir / f"baton-{role}-{name}.found"
         finds = [] if self._wanted is None else [f"--{self._wanted}=file://{self._found}"]
         self._process = new_process(
             role=role,
@@ -131,7 +129,7 @@ class Service:
         self._thread.join()
         if self._probe is not None:
             self._probe.close()
-        self._directory.cleanup()
+        self._found.unlink(missing_ok=True)
 
     def _wait_until_it_answers(self) -> None:
         self._has_started.result()

@@ -116,7 +116,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.server.stop()
 
 
-def test_it_listens_on_a_free_port_and_follows_a_file_of_those_it_calls(rig: Rig) -> None:
+def test_it_listens_on_a_free_port_and_follows_a_file_of_those_it_calls(rig: Rig, tmp_path: Path) -> None:
     service = rig.service()
     service.start()
     (process,) = rig.processes
@@ -127,6 +127,7 @@ def test_it_listens_on_a_free_port_and_follows_a_file_of_those_it_calls(rig: Rig
     assert rig.announced[-1] == (Announcement("decode", "r1", service.address), "prefill")
     (flag,) = [each for each in process.arguments if each.startswith("--prefill=file:///")]
     file = Path(flag.removeprefix("--prefill=file://"))
+    assert file.parent == tmp_path
     assert file.read_text() == "10.0.0.1:1\n10.0.0.2:1\n"
 
     rig.found = OSError("the directory is lost")
@@ -139,7 +140,8 @@ def test_it_listens_on_a_free_port_and_follows_a_file_of_those_it_calls(rig: Rig
     assert file.read_text() == "10.0.0.3:1\n"
     service.stop()
     service.stop()
-    assert process.signals == ["TERM"] and not file.exists()
+    assert process.signals == ["TERM"]
+    assert list(tmp_path.iterdir()) == [process.log_file], "and nothing is left elsewhere if the replica is killed"
 
 
 def test_a_service_that_has_ended_is_not_healthy(rig: Rig) -> None:
