@@ -7,6 +7,7 @@ its engine is lost.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import importlib
@@ -234,8 +235,10 @@ class _Turn:
             _log.error("role_not_changed", to=role, error=str(error), exc_info=not isinstance(error, StartupError))
             return str(error) or type(error).__name__
         finally:
-            runtime.leave_role()
-            metrics.end()
+            try:
+                await asyncio.to_thread(runtime.leave_role)  # it may wait for seconds
+            finally:
+                metrics.end()
         return ""
 
 

@@ -11,12 +11,14 @@ from prometheus_client.registry import Collector
 
 ROLES = ("prefill", "decode")
 OUTCOMES = ("changed", "failed")
+READY = "baton_ready"
 
 
 class RoleMetrics(Collector):
     """Exposes the role, and the metrics in `of_role`, a registry that is new for each time in a role.
 
-    The metrics of a role begin at 0 whenever the role does, as after a restart.
+    The metrics of a role begin at 0 whenever the role does, as after a restart; only the counts of forwards are those
+    of the models, which stay. While no role serves, "not ready" is exposed.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -51,4 +53,7 @@ class RoleMetrics(Collector):
         for outcome in OUTCOMES:
             changes.add_metric([outcome], self._num_changes[outcome])
         yield changes
-        yield from self.of_role.collect()
+        of_role = tuple(self.of_role.collect())
+        if not any(each.name == READY for each in of_role):
+            yield GaugeMetricFamily(READY, "1 while health says that it serves.", value=0.0)
+        yield from of_role

@@ -106,7 +106,8 @@ class Fakes:
         self.registry = CollectorRegistry()
         self.metrics = RoleMetrics(self.registry)
         self.switch: RoleSwitch | None = None
-        runtime = SimpleNamespace(leave_role=lambda: self.steps.append("leaves"))
+        self.leave = lambda: self.steps.append("leaves")
+        runtime = SimpleNamespace(leave_role=lambda: self.leave())  # noqa: PLW0108 - tests set another
         runtime.in_role = lambda settings: runtime
         self.runtime = cast(Runtime, runtime)
 
@@ -164,6 +165,36 @@ async def test_a_role_follows_the_other_and_has_metrics_and_an_id_of_its_own(fak
 
     os.kill(os.getpid(), signal.SIGTERM)
     await running
+
+
+async def test_the_loop_goes_on_while_a_role_is_left_and_metrics_say_not_ready(fakes: Fakes) -> None:
+    begins, may_end = threading.Event(), threading.Event()
+
+    def leave() -> None:
+        begins.set()
+        fakes.steps.append("in time" if may_end.wait(BOUND_S) else "too late")
+
+    fakes.leave = leave
+    running = asyncio.create_task(fakes.run())
+    (await fakes.serves(1)).end()
+    await until(begins.is_set)
+    may_end.set()
+    await running
+    assert fakes.steps == ["prefill", "in time"] and fakes.sample("baton_ready") == 0
+
+
+async def test_metrics_let_go_of_a_role_that_cannot_be_left(fakes: Fakes) -> None:
+    def leave() -> None:
+        raise RuntimeError("stuck")
+
+    fakes.leave = leave
+    running = asyncio.create_task(fakes.run())
+    switch = await fakes.serves(1)
+    assert fakes.sample("baton_queued_requests") == 1
+    switch.end()
+    with pytest.raises(RuntimeError, match="stuck"):
+        await running
+    assert fakes.sample("baton_queued_requests") is None
 
 
 async def test_a_role_that_cannot_begin_gives_way_to_the_one_before(fakes: Fakes) -> None:
