@@ -60,6 +60,8 @@ def settings_of(role: Role, flags: list[str]) -> Any:
     """
     settings = load_settings(_KINDS[role], flags, program=role, without=TLS_SETTINGS)
     _refuse(role, settings.model_fields_set)
+    if settings.log_level not in ("debug", "info"):
+        raise ConfigError(f"{role}: log_level cannot be {settings.log_level}, because a line of info says the port")
     return settings
 
 

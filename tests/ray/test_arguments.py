@@ -44,6 +44,7 @@ def test_settings_become_flags_and_those_of_services_are_for_prefill_and_decode(
         ({"gateway": {"config": "a.yaml"}}, ConfigError, "gateway: config cannot be set"),
         ({"decode": {"help": True}}, ConfigError, "decode: unknown key: help"),
         ({"decode": {"max_rows=4 --help": True}}, ConfigError, "decode: unknown key"),
+        ({"gateway": {"log_level": "warning"}}, ConfigError, "gateway: log_level cannot be warning"),
         ({"decode": {"max_rows": 0}}, ConfigError, "max_rows"),
         ({"decode": {"max_row": 1}}, ConfigError, "max.row"),
     ],
