@@ -79,6 +79,8 @@ class ServiceSettings(ProcessSettings):
 
     other_role: Path | None = None
     """YAML file with the settings of this process as the other kind of service; unset: its role stays as it is."""
+    role_token_file: Path | None = None
+    """File of tokens, one per line; an order to change the role must then carry one of these."""
     metrics_listen: OptionalAddress = ""
     """HOST:PORT where Prometheus finds /metrics; unset: there are no metrics."""
     metrics_token_file: Path | None = None

@@ -19,6 +19,7 @@ from common.rpc.server_bounds import Context, Continuation
 from common.rpc.token_files import is_open_to_others, read_token_file
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+_SET_ROLE, _GET_ROLE = "/baton.v1.Roles/SetRole", "/baton.v1.Roles/GetRole"
 _SCHEME = "Bearer "
 
 _log = structlog.get_logger(__name__)
@@ -70,25 +71,38 @@ def authorization(token: str) -> Metadata:
 class TokenCheck(grpc.aio.ServerInterceptor):
     """Refuses calls without one of `tokens` as UNAUTHENTICATED, before it reads their messages.
 
-    Health checks need no token.
+    Health checks need no token. If there are `role_tokens`, an order to change the role needs one of these, and whoever
+    has one may also ask for the role. Without `tokens` all other calls are open.
     """
 
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self._expected = [f"{_SCHEME}{token}".encode() for token in tokens]
+    def __init__(self, tokens: Sequence[str], role_tokens: Sequence[str] = ()) -> None:
+        self._expected = _headers(tokens)
+        self._expected_of = {}
+        if role_tokens:
+            self._expected_of[_SET_ROLE] = _headers(role_tokens)
+            if tokens:
+                self._expected_of[_GET_ROLE] = _headers([*tokens, *role_tokens])
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        if str(handler_call_details.method).startswith(_OPEN_SERVICES):
+        method = str(handler_call_details.method)
+        expected = self._expected_of.get(method, self._expected)
+        if not expected or method.startswith(_OPEN_SERVICES):
             return await continuation(handler_call_details)
         shown = [value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"]
-        if len(shown) == 1 and self._is_known(shown[0]):
+        if len(shown) == 1 and _is_among(shown[0], expected):
             return await continuation(handler_call_details)
         return _refuse_without_token if not shown else _refuse_unknown_token
 
-    def _is_known(self, shown: str | bytes) -> bool:
-        """Returns True if the header has a known token. The time it takes tells nothing about the tokens."""
-        shown_bytes = shown.encode(errors="replace") if isinstance(shown, str) else shown
-        matches = [hmac.compare_digest(shown_bytes, expected) for expected in self._expected]
-        return any(matches)
+
+def _headers(tokens: Sequence[str]) -> list[bytes]:
+    return [f"{_SCHEME}{token}".encode() for token in tokens]
+
+
+def _is_among(shown: str | bytes, headers: Sequence[bytes]) -> bool:
+    """Returns True if the header that was shown is one of `headers`. The time it takes tells nothing about these."""
+    shown_bytes = shown.encode(errors="replace") if isinstance(shown, str) else shown
+    matches = [hmac.compare_digest(shown_bytes, header) for header in headers]
+    return any(matches)
 
 
 def _refusal(message: str) -> Any:

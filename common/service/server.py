@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -110,7 +111,8 @@ class ServiceServer(Server):
 
     Add other servicers to `grpc_server` before `start`. Health has two names: "" says that the process is alive,
     `service_name` that requests are served (`set_ready`). If there are `tokens`, every call except health checks must
-    carry one of them. `new_roles` makes the Roles service from a function that says whether requests are served.
+    carry one of them. If there are `role_tokens`, an order to change the role must carry one of those instead.
+    `new_roles` makes the Roles service from a function that says whether requests are served.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class ServiceServer(Server):
         credentials: grpc.ServerCredentials | None = None,
         checks_certificates: bool = False,
         tokens: Sequence[str] = (),
+        role_tokens: Sequence[str] = (),
         limits: ServerLimits | None = None,
         timeline: TimelineServicer | None = None,
         new_roles: NewRoles | None = None,
@@ -133,12 +136,13 @@ class ServiceServer(Server):
         self._credentials = credentials
         self._checks_certificates = checks_certificates
         self._has_tokens = bool(tokens)
+        self._has_role_tokens = bool(role_tokens)
         self.client_of = clients_told_apart(tokens)
         self._health = HealthServicer()
         self._is_ready: bool | None = None
         self.grpc_server = grpc.aio.server(
             interceptors=[
-                *([TokenCheck(tokens)] if tokens else []),
+                *([TokenCheck(tokens, role_tokens)] if tokens or role_tokens else []),
                 StreamLimit(max_streams=limits.max_streams, client_of=self.client_of),
                 BoundedRequests(timeout_s=limits.request_timeout_s),
             ],
@@ -163,7 +167,7 @@ class ServiceServer(Server):
 
     async def start(self, address: str) -> int:
         if not is_loopback(address):
-            if self._has_tokens and self._credentials is None:
+            if (self._has_tokens or self._has_role_tokens) and self._credentials is None:
                 _log.warning("tokens_in_plain_text", listen=address)
             if not self._has_tokens and not self._checks_certificates:
                 _log.warning("open_to_all", listen=address, what="everything")
@@ -294,6 +298,7 @@ def open_server(
         credentials=server_credentials(settings.tls_cert, settings.tls_key, settings.tls_ca),
         checks_certificates=settings.tls_ca is not None,
         tokens=server_tokens(settings),
+        role_tokens=_tokens_in("role_token_file", settings.role_token_file),
         limits=limits,
         timeline=TimelineServicer(
             timeline=timeline, service=service_name, instance_id=instance_id, other=other_timeline
@@ -308,4 +313,8 @@ def server_tokens(settings: ServiceSettings) -> tuple[str, ...]:
 
     Returns none if the settings name no file: callers then need no token. Raises ConfigError if the file is invalid.
     """
-    return () if settings.auth_token_file is None else read_tokens("auth_token_file", settings.auth_token_file)
+    return _tokens_in("auth_token_file", settings.auth_token_file)
+
+
+def _tokens_in(setting: str, file: Path | None) -> tuple[str, ...]:
+    return () if file is None else read_tokens(setting, file)

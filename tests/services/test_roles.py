@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from baton.cli.plan import plan
 from baton.cli.role import role
-from baton.client import AsyncClient
+from baton.client import AsyncClient, PrefillClient
 from baton.errors import FailedPrecondition, Unauthenticated
 from baton.load_samples import sample_loads
 from baton.roles import Role as ClientRole
@@ -377,14 +377,28 @@ async def test_the_roles_service_refuses_what_it_does_not_know_and_asks_for_the_
     tokens = tmp_path / "tokens"
     tokens.write_text("a-secret-of-these-tests\n")
     tokens.chmod(0o600)
+    for_roles = tmp_path / "role-tokens"
+    for_roles.write_text("only-for-operators\n")
+    for_roles.chmod(0o600)
     async with pair_here(
-        tiny_model_dir("llama"), prefill={"auth_token_file": tokens}, decode={"prefill_token_file": tokens}
+        tiny_model_dir("llama"),
+        prefill={"auth_token_file": tokens, "role_token_file": for_roles},
+        decode={"prefill_token_file": tokens, "role_token_file": for_roles},
     ) as pair:
 
         def ask() -> None:
             with RoleClient(pair.prefill.address) as stranger, pytest.raises(Unauthenticated):
                 stranger.order(ClientRole.DECODE)
-            with RoleClient(pair.prefill.address, token="a-secret-of-these-tests") as client:
+            with RoleClient(pair.prefill.address, token="a-secret-of-these-tests") as a_client:
+                assert a_client.state().roles == (ClientRole.PREFILL,)
+                with pytest.raises(Unauthenticated):
+                    a_client.order(ClientRole.DECODE)
+            with (
+                PrefillClient(pair.prefill.address, token="only-for-operators") as operator,
+                pytest.raises(Unauthenticated),
+            ):
+                operator.load()
+            with RoleClient(pair.prefill.address, token="only-for-operators") as client:
                 assert client.state().roles == (ClientRole.PREFILL,)
                 with pytest.raises(FailedPrecondition, match="other_role: is not set") as refused:
                     client.change(ClientRole.DECODE)
@@ -392,8 +406,10 @@ async def test_the_roles_service_refuses_what_it_does_not_know_and_asks_for_the_
             with grpc.insecure_channel(pair.decode.address) as channel:
                 stub: Any = roles_pb2_grpc.RolesStub(channel)
                 assert stub.GetRole(roles_pb2.GetRoleRequest()).state.role == roles_pb2.ROLE_DECODE
-                with pytest.raises(grpc.RpcError, match="role: 0 is neither"):
+                with pytest.raises(grpc.RpcError, match="no bearer token was shown"):
                     stub.SetRole(roles_pb2.SetRoleRequest())
+                with pytest.raises(grpc.RpcError, match="role: 0 is neither"):
+                    stub.SetRole(roles_pb2.SetRoleRequest(), metadata=[("authorization", "Bearer only-for-operators")])
 
         await asyncio.to_thread(ask)
 
