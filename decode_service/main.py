@@ -143,7 +143,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         live_requests: OpenRequests
         server: Server
         if num_edges:
-            threads = TextThreads(timeline=runtime.timeline, max_bytes=MAX_WAITING_BYTES)
+            threads = TextThreads(timeline=None, max_bytes=MAX_WAITING_BYTES)
             stack.callback(threads.shut_down)
             edges = await stack.enter_async_context(
                 EdgeProcesses(

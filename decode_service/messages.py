@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import compress
 
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
@@ -199,16 +198,6 @@ class Tokens:
             start, stop = stop, stop + num_tokens
             logprobs = tuple(entry for entry in self.logprobs[start:stop] if entry is not None)
             yield request_id, self.token_ids[start:stop], logprobs
-
-    def of(self, requests: Sequence[bool]) -> Tokens:
-        """Returns the event with the tokens of some requests only: one flag for each, of which at least one is True."""
-        flags = [is_kept for is_kept, num in zip(requests, self.num_tokens, strict=True) for _ in range(num)]
-        return Tokens(
-            tuple(compress(self.request_ids, requests)),
-            tuple(compress(self.num_tokens, requests)),
-            tuple(compress(self.token_ids, flags)),
-            tuple(compress(self.logprobs, flags)),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
         other: list[RecordedTrack] = []
         self._timeline.start(max_events=max_events)
         try:
-            if self._other is not None:
+            if self._other is not None:  # if the caller leaves meanwhile, the other process ends what it has begun
                 await self._other.start(max_events=max_events)
             started = timeline_pb2.TimelineStarted(
                 service=self._service,

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, roles_pb2, roles_pb2_grpc, timeline_pb2, timeline_pb2_grpc
 from common.config.settings import DecodeSettings, Role
-from common.errors import ConfigError, Draining, EngineLost, InvalidRequest
+from common.errors import ConfigError, Draining, EngineLost, InvalidRequest, Overloaded, StartupError
 from common.grammar.grammar import Grammar
 from common.grammar.matcher import Matcher
 from common.grammar.reasoning import Reasoning
@@ -34,7 +34,10 @@ from decode_service.edge.assembly import EdgePlan
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES
 from decode_service.edge.matchers import MatchersHere
+from decode_service.edge.processes import edges as edges_module
 from decode_service.edge.processes.edges import EdgeProcesses
+from decode_service.edge.processes.link import Link
+from decode_service.edge.processes.messages import Events
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.messages import Abort, Finished, FinishReason, Replica, ReplicasChanged, Submit, Tokens
@@ -45,6 +48,7 @@ from tests.support.models import save_tiny_model
 BOUND_S = 60.0
 NUM_EDGES = 2
 STALL_S = 3.0
+MAX_LIVE = 4
 NUM_CHANNELS = 16  # so many connections go to one of two edges once in 32,768 times
 
 
@@ -111,7 +115,9 @@ def edge_pids() -> set[int]:
 
 
 @asynccontextmanager
-async def running(directory: Path, log: list[Any], **settings: Any) -> AsyncIterator[Running]:
+async def running(
+    directory: Path, log: list[Any], *, num: int = NUM_EDGES, stall_timeout_s: float = STALL_S, **settings: Any
+) -> AsyncIterator[Running]:
     engine, registry, replicas = FakeEngine(), CollectorRegistry(), ReplicaBoard()
     replicas.on_report(ReplicasChanged((Replica("127.0.0.1:1", is_ready=True),)))
     roles, timeline = RoleSwitch((Role.DECODE, Role.PREFILL)), Timeline()
@@ -144,20 +150,20 @@ async def running(directory: Path, log: list[Any], **settings: Any) -> AsyncIter
         directory=directory,
         limits=ModelLimits(vocab_size=268, max_context_tokens=1000, eos_token_ids=(0,)),
         model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
-        max_live=4,
+        max_live=MAX_LIVE,
         max_prompt_logprob_bytes=MAX_PROMPT_LOGPROB_BYTES,
         shares_port=True,
     )
     edges = EdgeProcesses(
         plan,
-        num=NUM_EDGES,
+        num=num,
         engine=engine,
         matchers=MatchersHere(new_matcher=new_matcher, replay=replay, vocab_size=268),
         replicas=replicas,
         roles=roles,
         timeline=timeline,
         registry=registry,
-        stall_timeout_s=STALL_S,
+        stall_timeout_s=stall_timeout_s,
     )
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(edges)
@@ -284,6 +290,124 @@ async def test_several_edges_are_one_service(tmp_path: Path, log: list[dict[str,
         assert not edge_pids()
 
 
+async def test_an_edge_that_is_behind_or_whose_clients_leave(
+    tmp_path: Path, log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(save_tiny_model(tmp_path / "m", "llama"), log, num=1, stall_timeout_s=BOUND_S) as service:
+        await what_it_does_not_take_is_merged(service, monkeypatch)
+        await requests_that_have_had_rows_keep_their_places(service)
+        await matchers_that_are_not_used_in_time_are_dropped(service, monkeypatch)
+        await requests_fail_when_the_engine_dies(service)
+        await recordings_end_with_the_caller(service)
+
+
+async def what_it_does_not_take_is_merged(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an edge is stopped, thousands of steps cost little memory, and afterwards its client gets every token."""
+    sent: list[Events] = []
+    send = Link.send
+
+    def noting(link: Link, message: object) -> None:
+        if isinstance(message, Events):
+            sent.append(message)
+        send(link, message)
+
+    num_steps = 20_000
+    with monkeypatch.context() as patched:
+        patched.setattr(Link, "send", noting)
+        call = service.generate(request_id="r")
+        submit = await service.submitted("r")
+        (pid,) = edge_pids()
+        os.kill(pid, signal.SIGSTOP)
+        for step in range(num_steps):
+            service.router.deliver([Tokens((submit.request_id,), (1,), (70 + step % 10,))])
+            await asyncio.sleep(0)
+        num_sent = sum(len(event.token_ids) for events in sent for event in events.events if isinstance(event, Tokens))
+        assert 0 < num_sent < num_steps // 2
+        os.kill(pid, signal.SIGCONT)
+        service.end(submit, num_steps)
+        assert ids_in(await events_of(call)) == [70 + step % 10 for step in range(num_steps)]
+        assert len(sent) < num_steps // 2
+
+
+async def requests_that_have_had_rows_keep_their_places(service: Running) -> None:
+    calls, submits = [], []
+    for i in range(MAX_LIVE):
+        calls.append(service.generate(request_id=f"place{i}", priority=3))
+        submits.append(await service.submitted(f"place{i}"))
+    service.edges.handed_off([submit.request_id for submit in submits[1:]])
+    await asyncio.sleep(0.5)  # the edge is told by another socket than the client's
+    calls.append(service.generate(request_id="better", priority=0))
+    await service.submitted("better")
+    assert (await error_of(calls[0]))[1] == Overloaded.reason, "the only one that waits"
+    for call in calls:
+        call.cancel()
+    await wait_for(lambda: len(service.edges) == 0)
+
+
+async def matchers_that_are_not_used_in_time_are_dropped(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(edges_module, "HELD_S", 0.0)
+        num_submits = len(service.engine.of_type(Submit))
+        code, _, _ = await error_of(service.generate(sampling={"regex": "ab"}))
+        assert code is grpc.StatusCode.INTERNAL
+        assert len(service.engine.of_type(Submit)) == num_submits
+
+
+async def requests_fail_when_the_engine_dies(service: Running) -> None:
+    call = service.generate(request_id="unlucky")
+    await service.submitted("unlucky")
+    service.engine.die()
+    service.router.on_death(RuntimeError("broken"))
+    assert (await error_of(call))[1] == EngineLost.reason
+
+
+async def recordings_end_with_the_caller(service: Running) -> None:
+    """Also if the caller leaves before the engine's process has begun one, or the edge ends meanwhile."""
+    track = service.timeline.track("engine")
+    (pid,) = edge_pids()
+    stub = timeline_pb2_grpc.TimelineStub(service.channels[0])
+    for pause_s in (0.0, 0.002, 0.01, 0.5):
+        call = stub.Record(timeline_pb2.RecordTimelineRequest(duration_s=30))
+        reading = asyncio.create_task(call.read())
+        await asyncio.sleep(pause_s)
+        call.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        assert track.ring is None
+    stub.Record(timeline_pb2.RecordTimelineRequest(duration_s=30))
+    await wait_for(lambda: track.ring is not None)
+    os.kill(pid, signal.SIGKILL)
+    await wait_for(lambda: track.ring is None)
+
+
+async def test_processes_that_cannot_be_started(
+    tmp_path: Path, log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start that is an error, and what was started ends. Later it is tried again."""
+    directory, start = save_tiny_model(tmp_path / "m", "llama"), edges_module._started_process
+    num_started = 0
+
+    def failing() -> Any:
+        nonlocal num_started
+        num_started += 1
+        if num_started == 2:
+            raise StartupError("edge_processes: an edge cannot be started: no memory")
+        return start()
+
+    monkeypatch.setattr(edges_module, "_started_process", failing)
+    with pytest.raises(StartupError, match="no memory"):
+        async with running(directory, log):
+            pass
+    assert not edge_pids()
+    num_started = 0
+    async with running(directory, log, num=1) as service:
+        (pid,) = edge_pids()
+        os.kill(pid, signal.SIGKILL)
+        await wait_for(lambda: edge_pids() - {pid})
+        await service.all_answered()
+        assert [line["event"] for line in log if line["event"].startswith("edge_")] == ["edge_lost", "edge_not_started"]
+
+
 async def test_edges_do_not_share_the_port_of_another_service(tmp_path: Path, log: list[dict[str, Any]]) -> None:
     directory = save_tiny_model(tmp_path / "m", "llama")
     with socket.socket() as other:
@@ -291,15 +415,5 @@ async def test_edges_do_not_share_the_port_of_another_service(tmp_path: Path, lo
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(ConfigError, match="listen: cannot listen on"):
-            async with running(directory, log) as service:
+            async with running(directory, log, num=1) as service:
                 await service.edges.start(f"127.0.0.1:{other.getsockname()[1]}")
-
-
-async def test_requests_fail_when_the_engine_dies(tmp_path: Path, log: list[dict[str, Any]]) -> None:
-    directory = save_tiny_model(tmp_path / "m", "llama")
-    async with running(directory, log) as service:
-        call = service.generate(request_id="r")
-        await service.submitted("r")
-        service.engine.die()
-        service.router.on_death(RuntimeError("broken"))
-        assert (await error_of(call))[1] == EngineLost.reason

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import structlog
@@ -26,10 +27,11 @@ from prometheus_client import CollectorRegistry
 from common.addresses import address_of, host_and_port, why_not_listen
 from common.errors import BatonError, ConfigError, EngineFault, StartupError
 from common.grammar.matcher import Matcher
+from common.sampling.params import TokenLogprobs
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles
 from common.service.server import Server
-from common.telemetry.timeline import Timeline
+from common.telemetry.timeline import Recording, Timeline
 from decode_service.edge.assembly import EdgePlan
 from decode_service.edge.live_requests import OpenRequests
 from decode_service.edge.matchers import Matchers
@@ -55,8 +57,8 @@ from decode_service.edge.processes.messages import (
     Said,
     Stop,
     StopAdmitting,
-    ToEdge,
     Told,
+    packed,
 )
 from decode_service.edge.replicas import ReplicaStates
 from decode_service.edge.unread_events import UnreadEvents
@@ -103,10 +105,7 @@ class _Edge:
     live: set[str] = field(default_factory=set)
     held: dict[int, Matcher] = field(default_factory=dict)
     answering: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    records: bool = False
-
-    def send(self, message: ToEdge) -> None:
-        self.link.send(message)
+    recorded_for: int | None = None  # the number of the Ask for which the timeline is recorded
 
 
 class EdgeProcesses(OpenRequests, Server):
@@ -148,9 +147,13 @@ class EdgeProcesses(OpenRequests, Server):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        for number in range(1, self._num + 1):
-            edge = await self._begin(number)
-            self._tasks.append(asyncio.create_task(self._keep(edge), name=f"edge-{number}"))
+        try:
+            for number in range(1, self._num + 1):
+                edge = await self._begin(number)
+                self._tasks.append(asyncio.create_task(self._keep(edge), name=f"edge-{number}"))
+        except BaseException:
+            await self.__aexit__()
+            raise
         self._tasks.append(asyncio.create_task(self._tell_from_time_to_time(), name="tell-edges"))
         return self
 
@@ -160,7 +163,7 @@ class EdgeProcesses(OpenRequests, Server):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for edge in self._edges.values():
-            edge.link.close()
+            self._abandon(edge)
             edge.process.kill()
             edge.process.wait()
 
@@ -194,13 +197,13 @@ class EdgeProcesses(OpenRequests, Server):
 
     def fail_all(self, error: BatonError) -> None:
         for edge in self._edges.values():
-            edge.send(FailAll(error))
+            edge.link.send(FailAll(error))
 
     def drain(self) -> None:
         if not self._is_draining:
             self._is_draining = True
             for edge in self._edges.values():
-                edge.send(StopAdmitting())
+                edge.link.send(StopAdmitting())
 
     async def wait_idle(self) -> None:
         for number in range(1, self._num + 1):
@@ -212,15 +215,18 @@ class EdgeProcesses(OpenRequests, Server):
         if reason := why_not_listen(address):  # edges would share the port with another service's
             raise ConfigError(f"listen: cannot listen on {address}: {reason}")
         host, _ = host_and_port(address)
-        for number in range(1, self._num + 1):
-            edge = self._edges[number]
-            edge.send(Listen(address))
-            try:
-                port = await asyncio.wait_for(asyncio.shield(edge.listening), START_TIMEOUT_S)
-            except TimeoutError:
-                raise StartupError(f"edge_processes: edge {number} does not listen") from None
-            address = address_of(host, port)
-        self._address = address
+        first, *others = self._edges.values()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                first.link.send(Listen(address))
+                port = await asyncio.shield(first.listening)
+                self._address = address_of(host, port)  # from now on an edge that is replaced listens by itself
+                for edge in others:
+                    edge.link.send(Listen(self._address))
+                for edge in others:
+                    await asyncio.shield(edge.listening)
+        except TimeoutError:
+            raise StartupError(f"edge_processes: not all edges listen within {START_TIMEOUT_S:g} s") from None
         return port
 
     @property
@@ -235,7 +241,7 @@ class EdgeProcesses(OpenRequests, Server):
     async def stop(self, grace_s: float) -> None:
         self._is_stopping = True
         for edge in self._edges.values():
-            edge.send(Stop(grace_s))
+            edge.link.send(Stop(grace_s))
         ends = [asyncio.to_thread(edge.process.wait, grace_s + _END_TIMEOUT_S) for edge in self._edges.values()]
         await asyncio.gather(*ends, return_exceptions=True)  # those that do not end are killed on leaving the context
 
@@ -243,44 +249,54 @@ class EdgeProcesses(OpenRequests, Server):
 
     async def _begin(self, number: int) -> _Edge:
         """Starts the process of an edge. Raises StartupError if it cannot be started."""
-        ours, theirs = socket.socketpair()
+        process, end = _started_process()
         try:
-            with theirs:
-                process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
-                    [sys.executable, "-m", "decode_service.edge.processes.process", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                )
-        except OSError as error:
-            ours.close()
-            raise StartupError(f"edge_processes: an edge cannot be started: {error}") from error
-        link = await Link.on(ours)
+            link = await Link.on(end)
+        except BaseException:
+            end.close()
+            process.kill()
+            process.wait()
+            raise
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         edge = _Edge(number, process, link, listening, said_s=time.monotonic() + START_TIMEOUT_S)
         self._edges[number] = edge
-        edge.send(Begin(self._plan, number))
+        link.send(Begin(self._plan, number))
         self._tell_one(edge)
+        if self._address is not None:
+            link.send(Listen(self._address))
+        if self._is_draining:
+            link.send(StopAdmitting())
         return edge
 
     async def _keep(self, edge: _Edge) -> None:
         """Serves an edge until it ends, and then starts another one in its place."""
         while True:
-            how = await self._attend(edge)
+            try:
+                how = await self._attend(edge)
+            except Exception:  # a defect must cost an edge only
+                _log.exception("edge_answer_failed", edge=edge.number)
+                edge.process.kill()
+                how = "failed"
             num_aborted = self._abandon(edge)
             if self._is_stopping:
                 return
             _log.error("edge_lost", edge=edge.number, pid=edge.process.pid, how=how, num_requests=num_aborted)
-            await asyncio.sleep(_RESTART_S)
-            with contextlib.suppress(StartupError):  # it is tried again
-                edge = await self._begin(edge.number)
-                if self._address is not None:
-                    edge.send(Listen(self._address))
-                if self._is_draining:
-                    edge.send(StopAdmitting())
+            while (next_edge := await self._replaced(edge)) is None:
+                pass
+            edge = next_edge
+
+    async def _replaced(self, edge: _Edge) -> _Edge | None:
+        await asyncio.sleep(_RESTART_S)
+        try:
+            return await self._begin(edge.number)
+        except (StartupError, OSError) as error:
+            _log.error("edge_not_started", edge=edge.number, error=str(error))
+            return None
 
     async def _attend(self, edge: _Edge) -> str:
         """Reads what the edge sends until it ends. Returns how it ended."""
         feeding = asyncio.create_task(self._feed(edge), name="feed-edge")
+        feeding.add_done_callback(partial(_end_starved, edge))
         why = ""
         try:
             while True:
@@ -309,15 +325,15 @@ class EdgeProcesses(OpenRequests, Server):
                 await edge.link.can_send()
                 edge.has_news.clear()
                 events, edge.handed_off, handed_off = edge.unread.take(), [], tuple(edge.handed_off)
-                edge.send(Events(_of_requests(events), handed_off))
+                edge.link.send(Events(_of_requests(events), handed_off))
 
     def _abandon(self, edge: _Edge) -> int:
         """Aborts the requests of an edge that has ended, and frees what was kept for it. Returns their number."""
         edge.link.close()
         for task in edge.answering.values():
             task.cancel()
-        if edge.records:
-            self._timeline.stop()
+        edge.held.clear()
+        self._end_recording(edge)
         aborted = tuple(edge.live)
         for engine_id in aborted:
             self._forget(engine_id)
@@ -337,12 +353,16 @@ class EdgeProcesses(OpenRequests, Server):
                 self._engine.post(message)
             case FinishAtStop():
                 self._engine.post(message)
-            case Ask():
-                edge.answering[message.number] = asyncio.create_task(self._answer(edge, message), name="answer-edge")
+            case Ask(number):
+                task = asyncio.create_task(self._answer(edge, message), name="answer-edge")
+                edge.answering[number] = task
+                task.add_done_callback(lambda _: edge.answering.pop(number, None))
             case NoLonger(number):
                 edge.held.pop(number, None)
                 if (answering := edge.answering.get(number)) is not None:
                     answering.cancel()
+                if edge.recorded_for == number:
+                    self._end_recording(edge)
             case Said():
                 edge.said_s = time.monotonic()
                 self._metrics.said(edge.number, message.metrics)
@@ -371,9 +391,7 @@ class EdgeProcesses(OpenRequests, Server):
         except Exception as error:  # the asker must not wait for ever
             _log.exception("edge_answer_failed", edge=edge.number, question=type(ask.question).__name__)
             answer = Answer(ask.number, error=EngineFault(f"{type(error).__name__}: {error}"))
-        finally:
-            del edge.answering[ask.number]
-        edge.send(answer)
+        edge.link.send(answer)
 
     async def _value_of(self, edge: _Edge, ask: Ask) -> object:
         match ask.question:
@@ -386,25 +404,42 @@ class EdgeProcesses(OpenRequests, Server):
                 return self._roles.state
             case Record(max_events):
                 self._timeline.start(max_events=max_events)
-                edge.records = True
+                edge.recorded_for = ask.number
                 return None
             case EndRecording():
-                edge.records = False
-                return await asyncio.to_thread(self._timeline.stop().take_tracks)
+                recording = self._end_recording(edge)
+                return [] if recording is None else await asyncio.to_thread(lambda: packed(recording.take_tracks()))
+
+    def _end_recording(self, edge: _Edge) -> Recording | None:
+        if edge.recorded_for is None:
+            return None
+        edge.recorded_for = None
+        return self._timeline.stop()
 
     # ---- what edges are told ----------------------------------------------------------------------------------------
 
     def _by_edge(self, event: Tokens) -> list[tuple[_Edge, Tokens]]:
         """Splits an event with tokens of several requests by the edges that have them."""
         owners = [self._owners.get(request_id) for request_id in event.request_ids]
-        split = []
-        for edge in self._edges.values():
-            mine = [owner is edge for owner in owners]
-            if all(mine):
-                return [(edge, event)]
-            if any(mine):
-                split.append((edge, event.of(mine)))
-        return split
+        present = {owner for owner in owners if owner is not None}
+        if len(present) == 1 and None not in owners:
+            return [(present.pop(), event)]
+        split: dict[_Edge, tuple[list[str], list[int], list[int], list[TokenLogprobs | None]]] = {
+            owner: ([], [], [], []) for owner in present
+        }
+        stop = 0
+        for owner, request_id, num_tokens in zip(owners, event.request_ids, event.num_tokens, strict=True):
+            start, stop = stop, stop + num_tokens
+            if owner is not None:
+                request_ids, nums, token_ids, logprobs = split[owner]
+                request_ids.append(request_id)
+                nums.append(num_tokens)
+                token_ids += event.token_ids[start:stop]
+                logprobs += event.logprobs[start:stop]
+        return [
+            (owner, Tokens(tuple(request_ids), tuple(nums), tuple(token_ids), tuple(logprobs)))
+            for owner, (request_ids, nums, token_ids, logprobs) in split.items()
+        ]
 
     def _give(self, edge: _Edge, event: RequestEvent) -> None:
         edge.unread.add((event,))
@@ -423,7 +458,7 @@ class EdgeProcesses(OpenRequests, Server):
         told = Told(self._is_ready, engine.is_alive, self._roles.state, engine.load, tuple(self._replicas.states()))
         if told != edge.told:
             edge.told = told
-            edge.send(told)
+            edge.link.send(told)
 
     async def _tell_from_time_to_time(self) -> None:
         while True:
@@ -432,6 +467,35 @@ class EdgeProcesses(OpenRequests, Server):
             for edge in self._edges.values():
                 if time.monotonic() - edge.said_s > self._stall_timeout_s:
                     edge.process.kill()
+
+
+def _started_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts an edge, and returns it with this process's end of the socket. Raises StartupError.
+
+    The edge is in a process group of its own, so that Ctrl-C reaches the engine's process only, which stops the edges
+    in order.
+    """
+    try:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "decode_service.edge.processes.process", str(theirs.fileno())]
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
+                )
+            except OSError:
+                ours.close()
+                raise
+    except OSError as error:
+        raise StartupError(f"edge_processes: an edge cannot be started: {error}") from error
+    return process, ours
+
+
+def _end_starved(edge: _Edge, feeding: asyncio.Task[None]) -> None:
+    """Ends an edge to which events cannot be sent."""
+    if not feeding.cancelled() and (error := feeding.exception()) is not None:
+        _log.error("edge_answer_failed", edge=edge.number, exc_info=error)
+        edge.process.kill()
 
 
 def _of_requests(events: Collection[Event]) -> list[RequestEvent]:

@@ -25,9 +25,10 @@ class Link:
         return cls(*await asyncio.open_unix_connection(sock=end))
 
     def send(self, message: object) -> None:
-        """Queues a message. It is lost if the other process ends."""
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._writer.writelines((_LEN.pack(len(data)), data))
+        """Queues a message. It is lost if the other process ends, or has ended."""
+        if not self._writer.is_closing():
+            data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+            self._writer.write(_LEN.pack(len(data)) + data)
 
     async def can_send(self) -> None:
         """Waits until the other process has read most of what was sent. Raises OSError if it has ended."""

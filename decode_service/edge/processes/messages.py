@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from common.grammar.matcher import Mask, Matcher
 from common.load import EngineLoad
 from common.sampling.params import ResolvedSampling
 from common.service.roles import RoleState
+from common.telemetry.timeline import RecordedTrack
 from decode_service.edge.assembly import EdgePlan
 from decode_service.edge.replicas import ReplicaState
 from decode_service.messages import Command, RequestEvent
@@ -98,9 +100,8 @@ class CannotStart:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an edge says from time to time: the number of its live requests, and its metrics."""
+    """What an edge says from time to time: that it goes on, and its metrics."""
 
-    num_live: int
     metrics: tuple[Metric, ...]
 
 
@@ -149,7 +150,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class EndRecording:
-    """Ends what `Record` has begun. The answer has the tracks."""
+    """Ends what `Record` has begun. The answer has the tracks, packed."""
 
 
 Question = MakeMatcher | ChangeRole | Record | EndRecording
@@ -180,3 +181,23 @@ class HeldMatcher(Matcher):
 
 ToEdge = Begin | Listen | Told | Events | Answer | StopAdmitting | FailAll | Stop
 FromEdge = Command | Listening | CannotStart | Said | Idle | Ask | NoLonger
+
+
+_EVENTS_TOGETHER = 2048
+
+
+def packed(tracks: Sequence[RecordedTrack]) -> list[bytes]:
+    """Pickles tracks in parts, so that a thread that does it lets others run in between."""
+    return [
+        pickle.dumps(RecordedTrack(track.name, track.events[begin : begin + _EVENTS_TOGETHER], track.num_dropped))
+        for track in tracks
+        for begin in range(0, max(len(track.events), 1), _EVENTS_TOGETHER)
+    ]
+
+
+def unpacked(parts: Sequence[bytes]) -> list[RecordedTrack]:
+    tracks: dict[str, RecordedTrack] = {}
+    for part in parts:
+        track: RecordedTrack = pickle.loads(part)
+        tracks.setdefault(track.name, track._replace(events=[])).events.extend(track.events)
+    return list(tracks.values())

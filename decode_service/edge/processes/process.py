@@ -60,6 +60,7 @@ from decode_service.edge.processes.messages import (
     StopAdmitting,
     ToEdge,
     Told,
+    unpacked,
 )
 from decode_service.edge.replicas import ReplicaState, ReplicaStates
 from decode_service.messages import Command
@@ -105,7 +106,7 @@ class _Engine(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline
         await self._answer_to(Record(max_events))
 
     async def stop(self) -> Sequence[RecordedTrack]:
-        return cast(Sequence[RecordedTrack], await self._answer_to(EndRecording()))
+        return await asyncio.to_thread(unpacked, await self._answer_to(EndRecording()))
 
     def answered(self, answer: Answer) -> None:
         asked = self._asked.get(answer.number)
@@ -188,7 +189,7 @@ class _Edge:
                 assert_never(message)
 
     def _say(self) -> None:
-        self._link.send(Said(len(self._live_requests), tuple(self._registry.collect())))
+        self._link.send(Said(tuple(self._registry.collect())))
 
     async def _say_from_time_to_time(self) -> None:
         while True:
@@ -242,8 +243,7 @@ async def _run(link: Link, plan: EdgePlan, tracer: Tracer) -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the engine's process gets them too, and stops this one in order
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's process stops this one in order
     descriptor = int(sys.argv[1])
     threading.Thread(target=end_with_peer, args=(descriptor,), name="end", daemon=True).start()
     raise_descriptor_limit()
