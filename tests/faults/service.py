@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ from tests.faults.shared_memory import disturb_shared_memory
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 RECEIVED, RESERVE = "handoff.received", "pool.reserve"
 _FLAG = "--faults="
+FIRST_COMMAND_TIMEOUT_S = 2.0
+"""Less than the service's own limit of 10 s, so that a storm waits less for calls whose first command was dropped."""
 
 _log = structlog.get_logger(__name__)
 
@@ -52,6 +55,7 @@ def run_with_faults(
         _disturb_payloads(injector)
         if program == "prefill_service":
             _disturb_calls(injector)
+            _await_commands_briefly()
 
         async def faulty_serve(settings: SettingsT, process: Process) -> None:
             device = FaultyDevice(process.runtime.device, injector)
@@ -104,6 +108,14 @@ def _disturb_received(injector: Injector) -> None:
 
     if injector.watches(RECEIVED):
         FrameCodec.decode = faulty_decode  # type: ignore[method-assign]
+
+
+def _await_commands_briefly() -> None:
+    """Makes a prefill service give up a call whose first command was dropped after FIRST_COMMAND_TIMEOUT_S."""
+    from prefill_service import main
+
+    limits = partial(main.HandoffLimits, first_command_timeout_s=FIRST_COMMAND_TIMEOUT_S)
+    main.HandoffLimits = limits  # type: ignore[misc,assignment]
 
 
 def _disturb_calls(injector: Injector) -> None:

@@ -100,7 +100,7 @@ def faults_everywhere(seed: int, setting: Setting) -> FaultPlan:
     """Returns a plan with faults in frames, and rarer faults at every other point. A failed decode step fails all of
     its requests.
 
-    A call whose PrefillBatch was dropped waits 10 s for it.
+    A call whose PrefillBatch was dropped waits FIRST_COMMAND_TIMEOUT_S for it.
     """
     step = "stream.forward.verify" if setting.speculates else "stream.forward.decode"
     copied = (
