@@ -39,11 +39,13 @@ from tests.support.running_pair import BOUND_S, wait_until
 
 WORKLOAD = Workload(prompt_tokens=60, new_tokens=40)
 NUM_STREAMS = 6
-SETTLING_SWITCHES = 10
-"""The first switches, which load code and fill caches. What is left behind is counted from then on."""
+MAX_SETTLING_SWITCHES = 10
+COMPILER = "baton_cpu.program.compile"
 MAX_GROWTH_MIB = 16.0
-"""The most memory that the switched process may gain over all later switches together. One KV pool of it is larger."""
-NUM_SWITCHES, NUM_SWITCHES_OF_OTHERS = 50, 6
+"""The most memory that a process may gain over all later switches together. One KV pool of it is larger."""
+MAX_MORE = 2
+"""By how much a count may grow: a process maps the pools of two others, as calls to them come and go."""
+NUM_SWITCHES, NUM_SWITCHES_OF_OTHERS = 50, 12
 SETTINGS = ("--dtype=float32", "--num-threads=1", "--max-rows=16", "--max-kv-tokens=16384", "--grace-period-s=30")
 
 
@@ -72,11 +74,11 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process uses: memory that it shares with no other process, with that of its children; threads; open files,
-    and those of them that lie in memory, as KV pools do; children.
+    """What a process uses: memory that it shares with no other process, with that of its children; threads; open files
+    but no connections, and those of them that lie in memory, as KV pools do; children.
 
     Shared memory is left out, because it grows while another service fills its pool. A pool that is not let go is seen
-    as an open file.
+    as an open file. Children that compile kernels are left out too: they go on from role to role, and grow meanwhile.
     """
 
     own_mib: float
@@ -88,16 +90,24 @@ class Footprint:
     @classmethod
     def of(cls, pid: int) -> Footprint:
         process = psutil.Process(pid)
-        children = process.children(recursive=True)
+        children = [each for each in process.children(recursive=True) if not _compiles(each)]
         own = sum(each.memory_full_info().uss for each in (process, *children))
         links = [_target(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
         return cls(
             own_mib=own / 2**20,
             num_threads=process.num_threads(),
-            num_files=len(links),
+            num_files=sum(not link.startswith("socket:") for link in links),
             num_children=len(children),
             num_memory_files=sum(link.startswith("/memfd:") for link in links),
         )
+
+
+def _compiles(child: psutil.Process) -> bool:
+    """Returns whether a child compiles kernels, or has ended meanwhile."""
+    try:
+        return COMPILER in child.cmdline()
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _target(link: Path) -> str:
@@ -215,11 +225,14 @@ def _serves(client: Client, service: str, process: ServiceProcess) -> Callable[[
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """One switch: the role after it, how long it took, and what the process used after it."""
+    """One switch: the role after it, how long it took, and what two processes used after it: the switched one, and the
+    decode service that keeps its role.
+    """
 
     role: Role
     seconds: float
     footprint: Footprint
+    of_decode: Footprint
 
 
 def switch(case: Case, num_switches: int, directory: Path) -> tuple[list[Switch], Load]:
@@ -235,38 +248,65 @@ def switch(case: Case, num_switches: int, directory: Path) -> tuple[list[Switch]
             for number in range(num_switches):
                 change = roles.change(Role.PREFILL if number % 2 else Role.DECODE)
                 load.wait_for_more(NUM_STREAMS)
-                done.append(Switch(change.after.role, change.seconds, Footprint.of(three.switched.pid)))
+                footprints = Footprint.of(three.switched.pid), Footprint.of(three.decode.pid)
+                done.append(Switch(change.after.role, change.seconds, *footprints))
                 print(f"{number + 1}: {done[-1]}", flush=True)
     return done, load
 
 
-def problems_of(done: Sequence[Switch], load: Load) -> list[str]:
-    """Returns what went wrong: requests that were lost, and what the process has more of at the end than early on.
+def num_settling(num_switches: int) -> int:
+    """Returns how many switches come first: they load code and fill caches, and growth is counted after them."""
+    return min(MAX_SETTLING_SWITCHES, num_switches // 3)
 
-    The ends of switches to the same role are compared, because the roles differ in what they use.
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a process has more of at the end than after the settling switches: memory, and counts by their name."""
+
+    own_mib: float
+    counts: dict[str, float]
+
+    @classmethod
+    def of(cls, footprints: Sequence[Footprint]) -> Growth:
+        """Compares the medians of the first and of the last third of `footprints`, of which there are at least two."""
+        assert len(footprints) >= 2, "nothing to compare"
+        third = max(1, len(footprints) // 3)
+
+        def more(name: str) -> float:
+            first, last = ([getattr(each, name) for each in part] for part in (footprints[:third], footprints[-third:]))
+            return float(statistics.median(last) - statistics.median(first))
+
+        counts = ("num_threads", "num_files", "num_children", "num_memory_files")
+        return cls(more("own_mib"), {name: more(name) for name in counts})
+
+    @property
+    def problems(self) -> list[str]:
+        problems = [f"{name} grew by {more:g}" for name, more in self.counts.items() if more > MAX_MORE]
+        return [f"the memory grew by {self.own_mib:.0f} MiB", *problems] if self.own_mib > MAX_GROWTH_MIB else problems
+
+
+def growths_of(done: Sequence[Switch]) -> dict[str, Growth]:
+    """Returns the growth of the switched process in each role, and that of the decode service.
+
+    The ends of switches to the same role are compared, because the roles differ in what both use.
     """
-    problems = load.errors[:3]
+    growths: dict[str, Growth] = {}
     for role in Role:
-        later = [each.footprint for each in done[SETTLING_SWITCHES:] if each.role is role]
-        if len(later) < 2:
-            continue
-        third = max(1, len(later) // 3)
-        first, last = later[:third], later[-third:]
-        grown = statistics.median(each.own_mib for each in last) - statistics.median(each.own_mib for each in first)
-        if grown > MAX_GROWTH_MIB:
-            problems.append(f"as {role}: the memory grew by {grown:.0f} MiB")
-        for name in ("num_threads", "num_files", "num_children", "num_memory_files"):
-            more = statistics.median(getattr(each, name) for each in last) - statistics.median(
-                getattr(each, name) for each in first
-            )
-            if more > 0:
-                problems.append(f"as {role}: {name} grew by {more:g}")
-    return problems
+        later = [each for each in done[num_settling(len(done)) :] if each.role is role]
+        growths[f"the switched process as {role}"] = Growth.of([each.footprint for each in later])
+        growths[f"the decode service beside a {role} service"] = Growth.of([each.of_decode for each in later])
+    return growths
+
+
+def problems_of(done: Sequence[Switch], load: Load) -> list[str]:
+    """Returns what went wrong: requests that were lost, and what processes have more of at the end than early on."""
+    grown = [f"{process}: {problem}" for process, growth in growths_of(done).items() for problem in growth.problems]
+    return [*load.errors[:3], *grown]
 
 
 def rows_of(done: Sequence[Switch]) -> Iterator[str]:
-    numbers = sorted({*range(SETTLING_SWITCHES, len(done) + 1, 10), *range(SETTLING_SWITCHES + 1, len(done) + 1, 10)})
-    for number in (1, 2, *numbers):
+    numbers = {*range(10, len(done) + 1, 10), *range(11, len(done) + 1, 10)} - {1, 2}
+    for number in (1, 2, *sorted(numbers)):
         each = done[number - 1]
         used = each.footprint
         yield (
@@ -276,10 +316,13 @@ def rows_of(done: Sequence[Switch]) -> Iterator[str]:
 
 
 def summary_of(case: Case, done: Sequence[Switch], load: Load) -> str:
-    seconds = sorted(each.seconds for each in done)
+    seconds, growths = sorted(each.seconds for each in done), growths_of(done)
+    switched = max(growth.own_mib for process, growth in growths.items() if "switched" in process)
+    decode = max(growth.own_mib for process, growth in growths.items() if "decode service" in process)
+    count = max(more for growth in growths.values() for more in growth.counts.values())
     return (
         f"| {case.name} | {len(done)} | {statistics.median(seconds):.2f} | {seconds[-1]:.2f} | {load.num_served} | "
-        f"{len(load.errors)} | {load.longest_s:.1f} |"
+        f"{len(load.errors)} | {load.longest_s:.1f} | {switched:+.1f} | {decode:+.1f} | {count:+g} |"
     )
 
 
@@ -288,6 +331,8 @@ def main() -> int:
     parser.add_argument("--switches", type=int, default=NUM_SWITCHES, help="of the first case")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args()
+    if args.switches < NUM_SWITCHES_OF_OTHERS:
+        parser.error(f"--switches: {args.switches} is less than {NUM_SWITCHES_OF_OTHERS}, which leaves none to compare")
     summaries: list[str] = []
     rows: list[str] = []
     problems: list[str] = []
@@ -309,9 +354,15 @@ def main() -> int:
                 "in seconds.",
             ),
             "",
-            "| with | switches | median | longest | served | failed | longest request |",
-            "|---|---|---|---|---|---|---|",
+            "| with | switches | median | longest | served | failed | longest request | switched, MiB | decode, MiB "
+            "| counts |",
+            "|---|---|---|---|---|---|---|---|---|---|",
             *summaries,
+            "",
+            "The last three columns are growths: of the memory of the switched process, of the memory of the decode "
+            "service that keeps its role, and the largest of a count of threads, files or children of either. The "
+            f"first third of the switches, at most {MAX_SETTLING_SWITCHES}, is left out. Of the rest the last third "
+            "is compared with the first, for switches to the same role, and the larger growth of both roles is shown.",
             "",
             "What the switched process uses after a switch, in the first of these:",
             "",
