@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def unknown_memory() -> Iterator[None]:
     """Lets no pool ask how much memory there is. Reading the answer from several files of /proc and of control groups
     took a tenth of each life's time.

@@ -282,11 +282,15 @@ class EdgeProcesses(OpenRequests, Server):
                 return
             _log.error("edge_lost", edge=edge.number, pid=edge.process.pid, how=how, num_requests=num_aborted)
             while (next_edge := await self._replaced(edge)) is None:
-                pass
+                if self._is_stopping:
+                    return
             edge = next_edge
 
     async def _replaced(self, edge: _Edge) -> _Edge | None:
+        """Returns another edge in place of one that was lost, or None if it cannot be started or the service stops."""
         await asyncio.sleep(_RESTART_S)
+        if self._is_stopping:
+            return None
         try:
             return await self._begin(edge.number)
         except (StartupError, OSError) as error:
