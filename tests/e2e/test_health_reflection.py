@@ -29,7 +29,12 @@ def address_of(pair: RunningPair, role: str) -> str:
 def test_reflection_lists_the_services_and_health_knows_them(pair: RunningPair, role: str) -> None:
     with grpc.insecure_channel(address_of(pair, role)) as channel:
         services = set(ProtoReflectionDescriptorDatabase(channel).get_services())
-    common = {"baton.v1.Timeline", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    common = {
+        "baton.v1.Roles",
+        "baton.v1.Timeline",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
     assert services == {SERVICES[role], *common}
     with Client(address_of(pair, role)) as client:
         assert client.health("") is HealthStatus.SERVING
