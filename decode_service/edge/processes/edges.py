@@ -281,21 +281,20 @@ class EdgeProcesses(OpenRequests, Server):
             if self._is_stopping:
                 return
             _log.error("edge_lost", edge=edge.number, pid=edge.process.pid, how=how, num_requests=num_aborted)
-            while (next_edge := await self._replaced(edge)) is None:
-                if self._is_stopping:
-                    return
+            if (next_edge := await self._replaced(edge)) is None:
+                return
             edge = next_edge
 
     async def _replaced(self, edge: _Edge) -> _Edge | None:
-        """Returns another edge in place of one that was lost, or None if it cannot be started or the service stops."""
-        await asyncio.sleep(_RESTART_S)
-        if self._is_stopping:
-            return None
-        try:
-            return await self._begin(edge.number)
-        except (StartupError, OSError) as error:
-            _log.error("edge_not_started", edge=edge.number, error=str(error))
-            return None
+        """Returns another edge in place of one that was lost, or None if the service stops. Tries until it can."""
+        while True:
+            await asyncio.sleep(_RESTART_S)
+            if self._is_stopping:
+                return None
+            try:
+                return await self._begin(edge.number)
+            except (StartupError, OSError) as error:
+                _log.error("edge_not_started", edge=edge.number, error=str(error))
 
     async def _attend(self, edge: _Edge) -> str:
         """Reads what the edge sends until it ends. Returns how it ended."""
