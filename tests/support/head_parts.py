@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -69,7 +70,8 @@ class RandomTensors:
         self._generator = torch.Generator().manual_seed(seed)
 
     def weight(self, num_outputs: int, num_inputs: int) -> Tensor:
-        return 1.5 * num_inputs**-0.5 * torch.randn((num_outputs, num_inputs), generator=self._generator)
+        weight: Tensor = torch.randn((num_outputs, num_inputs), generator=self._generator)
+        return weight.mul(1.5 / math.sqrt(num_inputs))
 
     def norm(self, size: int) -> Tensor:
         return 1 + 0.2 * torch.randn(size, generator=self._generator)
