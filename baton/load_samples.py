@@ -19,7 +19,7 @@ CALL_TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class LoadSamples:
-    """What services reported within a window: their samples by address, and what could not be asked."""
+    """The samples of services within a window, by the service's address. `missing` names what could not be asked."""
 
     prefill: dict[str, list[PrefillSample]] = field(default_factory=dict)
     decode: dict[str, list[DecodeSample]] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class LoadSamples:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a service said at one look: its load, and whether it was ready and not about to change its role."""
+    """One answer of a service: its load, and whether it was ready and not about to change its role."""
 
     load: PrefillLoad | InferenceLoad
     is_settled: bool

@@ -31,7 +31,7 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class PrefillSample:
-    """What a prefill service reported at one time.
+    """One report of a prefill service, made at `at_s`.
 
     `is_settled` says whether it was ready and not about to change its role. `num_computed_tokens` counts the tokens
     that it has computed since its start, None if it does not report them. `num_uncomputed_tokens` counts those of
@@ -48,7 +48,7 @@ class PrefillSample:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """What a decode service reported at one time.
+    """One report of a decode service, made at `at_s`.
 
     `is_settled` says whether it was ready and not about to change its role.
     `running_share` is the share of its pool that running requests hold, of rows or of slots, whichever is larger.
@@ -78,8 +78,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a load wants. `switches` maps addresses to the role that they should have, where one kind has too many and
-    the other too few. `missing` says what could not be known, and `holds` why no change is advised now, or is "".
+    """The planner's advice for a load.
+
+    `switches` maps addresses to the role that they should have, where one kind has too many services and the other too
+    few. `missing` says what could not be known, and `holds` why no change is advised now, or is "".
     """
 
     prefill: Need

@@ -19,7 +19,7 @@ EXPIRY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a service says about itself: its `role`, the `name` of its replica, and the "HOST:PORT" it listens on."""
+    """A service tells the directory its `role`, the `name` of its replica, and the "HOST:PORT" that it listens on."""
 
     role: str
     name: str

@@ -12,7 +12,7 @@ from common.config.process_settings import ProcessSettings
 from common.config.settings import ServiceSettings
 
 EXIT_S = 10.0
-"""What a service needs at most to end after its grace period."""
+"""A service ends within so many seconds after its grace period."""
 HEALTH_PERIOD_S = 2.0
 
 

@@ -74,7 +74,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process uses: memory that it shares with no other process, with that of its children; threads; open files
+    """One look at what a process uses: memory that it and its children share with no other process; threads; open files
     but no connections, and those of them that lie in memory, as KV pools do; children.
 
     Shared memory is left out, because it grows while another service fills its pool. A pool that is not let go is seen
@@ -268,21 +268,30 @@ class Growth:
 
     @classmethod
     def of(cls, footprints: Sequence[Footprint]) -> Growth:
-        """Compares the medians of the first and of the last third of `footprints`, of which there are at least two."""
-        assert len(footprints) >= 2, "nothing to compare"
-        third = max(1, len(footprints) // 3)
+        """Compares the medians of the first and of the last third of `footprints`, of which there are at least two.
 
-        def more(name: str) -> float:
-            first, last = ([getattr(each, name) for each in part] for part in (footprints[:third], footprints[-third:]))
-            return float(statistics.median(last) - statistics.median(first))
-
-        counts = ("num_threads", "num_files", "num_children", "num_memory_files")
-        return cls(more("own_mib"), {name: more(name) for name in counts})
+        NIXL's child comes and goes with the replica that it reads from, and has memory and files of its own. So these
+        are compared among the footprints that have as many children as most have.
+        """
+        usual = statistics.mode(each.num_children for each in footprints)
+        alike = [each for each in footprints if each.num_children == usual]
+        counts = ("num_threads", "num_files", "num_memory_files")
+        return cls(
+            _more("own_mib", alike),
+            {"num_children": _more("num_children", footprints), **{name: _more(name, alike) for name in counts}},
+        )
 
     @property
     def problems(self) -> list[str]:
         problems = [f"{name} grew by {more:g}" for name, more in self.counts.items() if more > MAX_MORE]
         return [f"the memory grew by {self.own_mib:.0f} MiB", *problems] if self.own_mib > MAX_GROWTH_MIB else problems
+
+
+def _more(name: str, footprints: Sequence[Footprint]) -> float:
+    assert len(footprints) >= 2, "nothing to compare"
+    third = max(1, len(footprints) // 3)
+    first, last = ([getattr(each, name) for each in part] for part in (footprints[:third], footprints[-third:]))
+    return float(statistics.median(last) - statistics.median(first))
 
 
 def growths_of(done: Sequence[Switch]) -> dict[str, Growth]:

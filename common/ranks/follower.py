@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.cpu_engine import cpu_engine
 from common.errors import BatonError
-from common.host.peer_end import end_with_peer
+from common.host.peer_process import end_with_peer
 from common.host.shared_tensors import TensorPlace, at, mapped
 from common.model.loader import load_target
 from common.model.part import MemberLost, Part

@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +29,7 @@ from torch import Tensor
 from common.attention.backend import ForwardInput
 from common.cpu_engine import CpuEngine
 from common.errors import StartupError
+from common.host.peer_process import start_peer
 from common.host.shared_tensors import SharedTensors
 from common.model.loader import LoadArguments
 from common.model.part import MemberLost, Part
@@ -96,11 +95,8 @@ class Ranks:
             raise StartupError(f"tensor_parallel: a rank cannot be started: {error}") from error
 
     def _start(self, load: Load) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "common.ranks.follower", str(theirs.fileno())]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        connection = Connection(ours.detach())
+        process, end = start_peer("common.ranks.follower")
+        connection = Connection(end.detach())
         self._processes.append(process)
         self._connections.append(connection)
         watcher = threading.Thread(target=self._watch, args=(load.rank, process), name=f"rank-{load.rank}", daemon=True)

@@ -384,17 +384,17 @@ async def test_processes_that_cannot_be_started(
     tmp_path: Path, log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the start that is an error, and what was started ends. Later it is tried again."""
-    directory, start = save_tiny_model(tmp_path / "m", "llama"), edges_module._started_process
+    directory, start = save_tiny_model(tmp_path / "m", "llama"), edges_module.start_peer
     num_started = 0
 
-    def failing() -> Any:
+    def failing(module: str) -> Any:
         nonlocal num_started
         num_started += 1
         if num_started == 2:
-            raise StartupError("edge_processes: an edge cannot be started: no memory")
-        return start()
+            raise OSError("no memory")
+        return start(module)
 
-    monkeypatch.setattr(edges_module, "_started_process", failing)
+    monkeypatch.setattr(edges_module, "start_peer", failing)
     with pytest.raises(StartupError, match="no memory"):
         async with running(directory, log):
             pass

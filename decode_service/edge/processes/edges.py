@@ -12,9 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from common.addresses import address_of, host_and_port, why_not_listen
 from common.errors import BatonError, ConfigError, EngineFault, StartupError
 from common.grammar.matcher import Matcher
+from common.host.peer_process import start_peer
 from common.sampling.params import TokenLogprobs
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles
@@ -249,7 +248,10 @@ class EdgeProcesses(OpenRequests, Server):
 
     async def _begin(self, number: int) -> _Edge:
         """Starts the process of an edge. Raises StartupError if it cannot be started."""
-        process, end = _started_process()
+        try:
+            process, end = start_peer("decode_service.edge.processes.process")
+        except OSError as error:
+            raise StartupError(f"edge_processes: an edge cannot be started: {error}") from error
         try:
             link = await Link.on(end)
         except BaseException:
@@ -470,28 +472,6 @@ class EdgeProcesses(OpenRequests, Server):
             for edge in self._edges.values():
                 if time.monotonic() - edge.said_s > self._stall_timeout_s:
                     edge.process.kill()
-
-
-def _started_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts an edge, and returns it with this process's end of the socket. Raises StartupError.
-
-    The edge is in a process group of its own, so that Ctrl-C reaches the engine's process only, which stops the edges
-    in order.
-    """
-    try:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "decode_service.edge.processes.process", str(theirs.fileno())]
-            try:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
-                )
-            except OSError:
-                ours.close()
-                raise
-    except OSError as error:
-        raise StartupError(f"edge_processes: an edge cannot be started: {error}") from error
-    return process, ours
 
 
 def _end_starved(edge: _Edge, feeding: asyncio.Task[None]) -> None:

@@ -25,7 +25,7 @@ from common.config.settings import Role
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.host.descriptors import raise_descriptor_limit
-from common.host.peer_end import end_with_peer
+from common.host.peer_process import end_with_peer
 from common.load import EngineLoad
 from common.rpc.event_loop import run
 from common.sampling.params import ResolvedSampling
