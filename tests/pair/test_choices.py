@@ -33,6 +33,7 @@ def choices(
         outcomes.append(pair.submit(f"{number} {len(pair.outcomes)}", PROMPT, sampling, choice_index=index))
         if not at_once:
             pair.run()
+    pair.finish_prefill()
     pair.run()
     assert all(outcome.finished is not None for outcome in outcomes)
     return [outcome.token_ids for outcome in outcomes]

@@ -149,6 +149,7 @@ def test_a_retracted_request_goes_on_in_its_grammar(temperature: float, make_pai
         for number, prompt in enumerate(PROMPTS):
             sampling = sampling_of(2 + number % 2, temperature=temperature, min_tokens=NEW_TOKENS)
             pair.submit(str(number), prompt, replace(sampling, seed=number))
+        pair.finish_prefill()
         pair.run()
         return pair
 

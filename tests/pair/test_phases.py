@@ -68,6 +68,7 @@ def test_a_request_that_ends_at_a_stop_string_is_left_to_be_delivered(make_pair:
 def test_a_retracted_request_queues_again(make_pair: MakePair, tiny_target: Tiny) -> None:
     pair = make_pair(tiny_target("llama"), PairOptions(decode_tokens=96))
     outcomes = [pair.submit(str(n), range(10, 30), sampling(48), is_traced=True) for n in range(4)]
+    pair.finish_prefill()
     pair.run()
 
     assert pair.decode.load().num_retractions > 0

@@ -222,6 +222,7 @@ def test_a_retraction_does_not_bring_them_again_and_uses_the_cache(
     pair = make_pair(tiny_target("llama"), replace(CHUNKS, decode_tokens=200))
     long = replace(SCORED, max_tokens=60)
     outcomes = [pair.submit(str(number), PROMPT[number:], long, cache_salt="") for number in range(2)]
+    pair.finish_prefill()
     pair.run()
     assert pair.decode.load().num_retractions > 0
     for number, outcome in enumerate(outcomes):

@@ -251,6 +251,7 @@ def test_a_retracted_request_goes_on_where_it_was(
         for number in (1, 3, 5, 7, 0, 2, 4, 6):  # the first may be as long as they like
             sampling = sampling_of(number, cases[number], temperature=temperature)
             pair.submit(str(number), PROMPTS[number], replace(sampling, max_tokens=40, min_tokens=40))
+        pair.finish_prefill()
         pair.run()
         return pair
 

@@ -97,6 +97,7 @@ def test_a_resumed_request_survives_retraction(make_pair: MakePair, tiny_target:
     pair = make_pair(tiny_target("llama"), PairOptions(decode_tokens=80))
     for name, whole in wholes.items():
         pair.submit(name, [*PROMPT, *whole.token_ids[:5]], SAMPLINGS[name], prompt_len=len(PROMPT))
+    pair.finish_prefill()
     pair.run()
     assert pair.decode.load().num_retractions > 0
     for name, whole in wholes.items():

@@ -70,6 +70,7 @@ def test_retracted_requests_stream_the_tokens_of_an_undisturbed_run(
 
     pair = make_pair(tiny_target("llama"), PairOptions(decode_tokens=POOL_TOKENS, overlap=overlap, chunk_tokens=16))
     submit_all(pair, SAMPLINGS[name])
+    pair.finish_prefill()
     pair.run()
     assert pair.decode.load().num_retractions > 0
     assert pair.decode.load().num_retractions == sum(num_retractions(pair, other) for other in pair.outcomes)
@@ -87,6 +88,7 @@ def test_the_oldest_request_is_never_retracted(make_pair: MakePair, tiny_target:
     oldest = pair.submit("oldest", prompt_of(0), replace(SAMPLINGS["greedy"], max_tokens=100))
     for number in range(30):
         pair.submit(f"younger {number}", prompt_of(number % 8), SAMPLINGS["greedy"])
+    pair.finish_prefill()
     pair.run(until=lambda: oldest.has_ended)
     assert len(oldest.token_ids) == 100
     assert num_retractions(pair, "oldest") == 0

@@ -254,6 +254,7 @@ def tokens_in_a_batch(pair: InProcessPair, *, is_staggered: bool = False) -> lis
         outcomes[number] = pair.submit(str(number), request.prompt, request.sampling)
         for _ in range(number % 3 if is_staggered else 0):
             pair.step()
+    pair.finish_prefill()
     pair.run()
     assert max(step.batch_size for step in pair.decode_steps) >= 8, "the requests did not run together"
     return [outcomes[number].token_ids for number, _ in requests]

@@ -31,6 +31,7 @@ def test_retracted_requests_stream_what_they_would_without_drafts(
         pair = make_pair(leaning.target, options, draft=draft)
         for number, sampling in enumerate(SAMPLINGS):
             pair.submit(str(number), [4 + (5 * number + place) % 50 for place in range(8 + number)], sampling)
+        pair.finish_prefill()
         pair.run()
         return pair
 

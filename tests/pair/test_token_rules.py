@@ -167,6 +167,7 @@ def test_a_retracted_request_keeps_its_rules(make_pair: MakePair, leaning: Draft
         pair = make_pair(leaning.target, PairOptions(decode_tokens=decode_tokens), draft=leaning.head)
         for number, prompt in enumerate(PROMPTS):
             pair.submit(str(number), prompt, sampling_of(number, rules[number], temperature=0.9))
+        pair.finish_prefill()
         pair.run()
         return pair
 

@@ -95,6 +95,7 @@ def serve_twice(
             pair.submit(f"{attempt}-{number}", prompt, greedy(40), cache_salt="")
             for number, prompt in enumerate(prompts)
         ]
+        pair.finish_prefill()
         pair.run(bound_s=120)
         for outcome, prompt in zip(outcomes, prompts, strict=True):
             assert outcome.token_ids == generate_greedily(directory, prompt, 40).token_ids, "other tokens"

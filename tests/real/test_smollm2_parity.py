@@ -52,6 +52,7 @@ def test_in_one_process_sixteen_at_once_in_chunks_of_64_with_overlap(
         pair = make_pair(decode, PairOptions(**SIZES), prefill_model=prefill)
         for name, ids in prompts:
             pair.submit(name, ids, sampling)
+        pair.finish_prefill(bound_s=500)
         pair.run(bound_s=500)
     assert max(step.batch_size for step in pair.decode_steps) == 16
     check(reference, prompts, {name: outcome.token_ids for name, outcome in pair.outcomes.items()})
@@ -98,6 +99,7 @@ def test_a_tree_in_one_process_sixteen_at_once_with_overlap(
         pair = make_pair(decode[0], options, draft=decode[1], prefill_model=prefill[0], prefill_draft=prefill[1])
         for name, ids in prompts:
             pair.submit(name, ids, sampling)
+        pair.finish_prefill(bound_s=500)
         pair.run(bound_s=500)
     assert max(step.batch_size for step in pair.decode_steps) == 16
     check(reference, prompts, {name: outcome.token_ids for name, outcome in pair.outcomes.items()})

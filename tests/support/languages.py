@@ -80,6 +80,7 @@ def submit_all(
             )
             if not at_once:
                 pair.run()
+    pair.finish_prefill()
     pair.run()
     return pair
 
