@@ -69,12 +69,13 @@ def replica_flags(settings: ServiceSettings, assigned: Mapping[str, float]) -> l
     """Returns the flags of a service that follow from the resources that Ray has assigned to its replica.
 
     It computes on as many threads as it has CPUs, unless `num_threads` is set. Without the flag it would compute on all
-    cores of the node. Raises ConfigError if `device` is a GPU, and the replica has none.
+    cores of the node. Raises ConfigError if `device` is a GPU, and the replica has none, or fewer than it has ranks.
     """
-    if is_on_gpu(settings) and not assigned.get("GPU"):
+    num_gpus, num_ranks = assigned.get("GPU", 0), settings.tensor_parallel
+    if is_on_gpu(settings) and (not num_gpus or num_gpus < num_ranks > 1):
         raise ConfigError(
-            f"{settings.role}: device is {settings.device}, and the replica has no GPU: set num_gpus in the "
-            "ray_actor_options of this deployment, or leave them out"
+            f"{settings.role}: device is {settings.device}, tensor_parallel {num_ranks}, and the replica has "
+            f"{num_gpus:g} GPUs: set num_gpus in the ray_actor_options of this deployment, or leave them out"
         )
     if "num_threads" in settings.model_fields_set:
         return []

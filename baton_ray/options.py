@@ -35,8 +35,9 @@ def gateway_options(settings: GatewaySettings) -> dict[str, Any]:
 
 
 def service_options(settings: ServiceSettings) -> dict[str, Any]:
-    """Returns the options of prefill or decode: a CPU for each rank, and a GPU if `device` is one."""
-    resources = {"num_cpus": settings.tensor_parallel, "num_gpus": 1 if is_on_gpu(settings) else 0}
+    """Returns the options of prefill or decode: a CPU for each rank, and a GPU each if `device` is one."""
+    num_gpus = settings.tensor_parallel if is_on_gpu(settings) else 0
+    resources = {"num_cpus": settings.tensor_parallel, "num_gpus": num_gpus}
     options: dict[str, Any] = {
         "name": settings.role.value,
         "ray_actor_options": {name: number for name, number in resources.items() if number},
@@ -44,7 +45,8 @@ def service_options(settings: ServiceSettings) -> dict[str, Any]:
     }
     if settings.tensor_parallel > 1:
         # The ranks are processes of one service on one node, so their resources are one bundle.
-        options["placement_group_bundles"] = [{"CPU": settings.tensor_parallel}]
+        bundle = {"CPU": settings.tensor_parallel, "GPU": num_gpus}
+        options["placement_group_bundles"] = [{name: number for name, number in bundle.items() if number}]
         options["placement_group_strategy"] = "STRICT_PACK"
     return options
 

@@ -24,7 +24,7 @@ from common.checkpoints.source import resolve_model
 from common.cpu_engine import cpu_engine
 from common.model.loader import LoadArguments, load_target
 from common.model.target import TargetModel
-from common.ranks.leader import Ranks, lost_ranks_named, open_ranks
+from common.ranks.leader import Ranks, lost_ranks_named
 
 NUM_RANKS = 2
 CONTEXT = 200
@@ -34,7 +34,8 @@ FORWARDS = {"1 row decodes": (1, 1), "16 rows decode": (16, 1), "a prompt of 512
 
 def forward_of(model: TargetModel, num_rows: int, num_new: int) -> ForwardInput:
     """Returns the input of a forward of rows of CONTEXT + `num_new` tokens, with a pool of their own."""
-    zeros = model.new_zeros or (lambda shape, dtype: torch.zeros(tuple(shape), dtype=dtype))
+    tensors = model.pool_tensors
+    zeros = tensors.zeros if tensors else (lambda shape, dtype: torch.zeros(tuple(shape), dtype=dtype))
     length = CONTEXT + num_new
     group = model.layer_group
     shape = (group.num_layers, group.num_planes, 1 + num_rows * length, group.num_heads, group.head_dim)
@@ -125,9 +126,8 @@ def main() -> None:
     )
     with ExitStack() as stack:
         alone = load_target(directory, **arguments)
-        ranks = open_ranks(
-            engine, directory, arguments, num_ranks=NUM_RANKS, num_threads=1, kernels_dir=kernels_cache_dir()
-        )
+        devices = [alone.torch_device] * NUM_RANKS
+        ranks = Ranks(engine, devices, directory, arguments, num_threads=1, kernels_dir=kernels_cache_dir())
         stack.callback(ranks.close)
         with lost_ranks_named(ranks):
             cut = load_target(directory, **arguments, part=ranks.part)

@@ -100,7 +100,7 @@ class ServiceSettings(ProcessSettings):
     attention: Literal["kernels", "torch"] = "kernels"
     """Kernels made for the device, or PyTorch's operators: the reference, and slower."""
     tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
-    """Ranks: processes that compute each forward together, each a part of the model; on a CPU."""
+    """Ranks: processes that compute each forward together, each a part of the model; with GPUs, each has one."""
     tf32: bool = False
     """On CUDA, lets products of float32 use TF32: faster, and less exact."""
     num_threads: Annotated[int, Field(ge=0)] = 0
@@ -142,12 +142,6 @@ class ServiceSettings(ProcessSettings):
     def _check_draft(self) -> Self:
         if self.draft_topk > 1 and not self.draft:
             raise ValueError("draft_topk needs draft")
-        return self
-
-    @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
-        if self.tensor_parallel > 1 and self.device != "cpu":
-            raise ValueError("tensor_parallel above 1 needs device cpu: ranks of GPUs are not supported yet")
         return self
 
 

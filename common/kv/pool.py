@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -29,10 +29,11 @@ from common.device.stream import Event, Stream
 from common.errors import StartupError
 from common.host.memory import require_room
 from common.host.untouched_memory import populate, untouched_zeros
+from common.kv.kv_shard import WHOLE, KvShard, PoolTensors, across_devices
 from common.kv.layer_group import DRAFT_GROUP, KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers, num_kept_before
 from common.kv.prefix_tree import HeldPrefix, PrefixTree, num_same
 from common.kv.row_columns import LeaseState, RowColumns
-from common.kv.row_table import NewZeros, ReqToTokenPool
+from common.kv.row_table import ReqToTokenPool
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
 from common.kv.window_slots import WindowKv, WindowSlots
@@ -147,12 +148,13 @@ class RowLease:
 class KvPool:
     """The rows, the token slots and the KV of every layer group, allocated once at start-up.
 
-    `buffers[group]` is [layers, planes, slots + 1, heads, head_dim]; slot 0 is padding. With `memory` the buffers lie
-    in that shared memory, which must have the same groups and numbers of slots; then rows cannot grow. Without it, the
+    `shards[group]` is the KV of a group, and `buffers[group]` its first shard, [layers, planes, slots + 1, heads,
+    head_dim], which the forwards of this process use; slot 0 is padding. With `memory` the buffers lie in that shared
+    memory, which must have the same groups and numbers of slots; then rows cannot grow. Without it, the
     operating system provides a CPU's memory when it is first used or populated. `prefixes` is an empty tree for the
     prefix cache, or None to cache nothing. Raises StartupError if there is not enough memory.
 
-    `new_zeros` makes the tensors that forwards use; by default they are on `torch_device`.
+    `tensors` makes the tensors that forwards use; by default they are on `torch_device`, and there is one shard.
 
     `windows` are the target's layers that attend a window. Each of their groups has `max_window_tokens` slots, and a
     row writes at most `num_in_flight` tokens past those that are known to be computed.
@@ -173,7 +175,7 @@ class KvPool:
         max_window_tokens: int = 0,
         num_in_flight: int = 0,
         memory: SharedPool | None = None,
-        new_zeros: NewZeros | None = None,
+        tensors: PoolTensors | None = None,
         prefixes: PrefixTree | None = None,
     ) -> None:
         target, *others = groups
@@ -181,13 +183,14 @@ class KvPool:
         self.groups = {group.name: group for group in groups}
         self._memory = memory
         num_slots = {group.name: max_window_tokens if group.window else max_kv_tokens for group in groups}
-        new_zeros = new_zeros or partial(_zeros, torch_device)
-        self.buffers = (
-            _new_buffers(groups, num_slots, torch_device, new_zeros)
+        tensors = tensors or _OneDevice(torch_device)
+        self.shards = (
+            _new_shards(groups, num_slots, torch_device, tensors)
             if memory is None
-            else {group.name: _view(memory, group) for group in groups}
+            else {group.name: (KvShard(WHOLE, _view(memory, group)),) for group in groups}
         )
-        self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, new_zeros=new_zeros)
+        self.buffers = {name: shards[0].kv for name, shards in self.shards.items()}
+        self.rows = ReqToTokenPool(max_rows=max_rows, max_tokens_per_row=max_tokens_per_row, new_zeros=tensors.zeros)
         self._slots = SlotAllocator(max_kv_tokens)
         self._prefixes = PrefixTree(lookahead=0) if prefixes is None else prefixes  # without a cache it stays empty
         self._caches = prefixes is not None
@@ -200,7 +203,7 @@ class KvPool:
                 num_in_flight=num_in_flight,
                 num_pool_slots=max_kv_tokens,
                 columns=self._columns,
-                new_zeros=new_zeros,
+                new_zeros=tensors.zeros,
             )
             for group in groups
             if group.window
@@ -226,9 +229,9 @@ class KvPool:
         between parts and may raise, to stop it. Raises OSError if the system cannot populate memory or lacks it.
         """
         if self._memory is None:
-            for buffer in self.buffers.values():
-                if buffer.device.type == "cpu" and buffer.numel():
-                    populate(buffer, check)
+            for shard in chain.from_iterable(self.shards.values()):
+                if shard.kv.device.type == "cpu" and shard.kv.numel():
+                    populate(shard.kv, check)
 
     @property
     def num_free_slots(self) -> int:
@@ -515,14 +518,15 @@ class KvPool:
 
         Unlike the other methods it runs on the forward stream, as part of a forward that uses the slots.
         """
-        for name, kv in self.buffers.items():
+        for name, shards in self.shards.items():
             if name == DRAFT_GROUP:
                 continue
             window = self.windows.get(name)
-            from_slots, to_slots = (
-                each if window is None else window.slot_of[each] for each in (sources, destinations)
-            )
-            kv.index_copy_(2, to_slots, kv.index_select(2, from_slots))
+            slots = [each if window is None else window.slot_of[each] for each in (sources, destinations)]
+            with across_devices(shards):
+                for kv in (shard.kv for shard in shards):
+                    from_slots, to_slots = (each.to(kv.device, non_blocking=True) for each in slots)
+                    kv.index_copy_(2, to_slots, kv.index_select(2, from_slots))
 
     def use_until(self, rows: NDArray[np.int64], event: Event, stream: Stream) -> None:
         """Notes that work on `stream` uses `rows` [B] until `event`. They are reclaimed only after that."""
@@ -615,27 +619,34 @@ class KvPool:
             assert np.array_equal(table, lease.slots), f"row {lease.row}: the table disagrees with the lease"
 
 
-def _new_buffers(
+class _OneDevice(PoolTensors):
+    def __init__(self, torch_device: torch.device) -> None:
+        self._torch_device = torch_device
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self._torch_device.type != "cpu" or not math.prod(shape):  # there may be no layer that attends all tokens
+            return torch.zeros(shape, dtype=dtype, device=self._torch_device)
+        return untouched_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def kv(self, group_name: str, shape: Sequence[int], dtype: torch.dtype) -> Sequence[KvShard]:
+        return (KvShard(WHOLE, self.zeros(shape, dtype)),)
+
+
+def _new_shards(
     groups: Sequence[LayerGroupSpec],
     num_slots: Mapping[str, int],
     torch_device: torch.device,
-    new_zeros: NewZeros,
-) -> dict[str, Tensor]:
+    tensors: PoolTensors,
+) -> dict[str, Sequence[KvShard]]:
     shapes = {group.name: _shape(group, num_slots[group.name]) for group in groups}
     num_bytes = sum(math.prod(shapes[group.name]) * _dtype(group).itemsize for group in groups)
     try:
         if torch_device.type == "cpu":
             require_room(num_bytes)
-        return {group.name: new_zeros(shapes[group.name], _dtype(group)) for group in groups}
+        return {group.name: tensors.kv(group.name, shapes[group.name], _dtype(group)) for group in groups}
     except (OSError, OverflowError, torch.OutOfMemoryError) as error:
         needed = f"{max(num_slots.values())} tokens take {num_bytes / 2**30:,.1f} GiB on {torch_device}"
         raise StartupError(f"max_kv_tokens: {needed}, which are not to be had: {error}") from error
-
-
-def _zeros(torch_device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    if torch_device.type != "cpu" or not math.prod(shape):  # a model may have no layer that attends all tokens
-        return torch.zeros(shape, dtype=dtype, device=torch_device)
-    return untouched_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _shape(group: LayerGroupSpec, num_slots: int) -> tuple[int, ...]:

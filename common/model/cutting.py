@@ -51,7 +51,7 @@ def cut_model(model: Any, part: Part, *, name: str) -> list[str]:
 
 def add_up(model: nn.Module, partial: Sequence[str], part: Part) -> None:
     """Makes the ranks add up the outputs of these modules. They are known by name, since they may have been replaced
-    after they were cut.
+    after they were cut. A layer that computes them by itself has the attribute `sum_up`, which is set.
     """
 
     def add(module: nn.Module, args: Any, output: Any) -> Any:
@@ -61,7 +61,11 @@ def add_up(model: nn.Module, partial: Sequence[str], part: Part) -> None:
         return summed if isinstance(output, Tensor) else (summed, *output[1:])
 
     for path in partial:
-        model.get_submodule(path).register_forward_hook(add)
+        layer: Any = model.get_submodule(path.rpartition(".")[0])
+        if hasattr(layer, "sum_up"):
+            layer.sum_up = part.collective.sum_up
+        else:
+            model.get_submodule(path).register_forward_hook(add)
 
 
 class CutHead(nn.Module):

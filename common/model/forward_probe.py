@@ -82,6 +82,11 @@ class Unsplit:
     kv: tuple[Tensor, ...]
     logits: Tensor
 
+    def on(self, torch_device: torch.device) -> Unsplit:
+        """Returns the same on another device."""
+        kv = tuple(each.to(torch_device) for each in self.kv)
+        return Unsplit(self.start, self.token_ids.to(torch_device), kv, self.logits.to(torch_device))
+
 
 def probe_tokens(model: Any, torch_device: torch.device) -> Tensor:
     """Returns [NUM_TOKENS] token ids spread over the vocabulary, without the padding token."""
@@ -154,7 +159,8 @@ class _Pool:
         self._table = torch.zeros((1 + num_rows, NUM_TOKENS), dtype=torch.int64, device=device)
 
         def zeros(group: LayerGroupSpec) -> Tensor:
-            shape = (group.num_layers, group.num_planes, num_slots, group.num_heads, group.head_dim)
+            num_heads = len(target.heads_in_pool(group))
+            shape = (group.num_layers, group.num_planes, num_slots, num_heads, group.head_dim)
             return torch.zeros(shape, dtype=target.dtype, device=device)
 
         self._kv, same_slots = zeros(target.layer_group), torch.arange(num_slots, device=device)
@@ -181,9 +187,9 @@ class _Pool:
             of_row, logits = logits[: stop - start], logits[stop - start :]
             for layer in range(self._target.num_layers):
                 for index, plane in enumerate(("keys", "values")):
-                    heads = self._target.own_heads(layer)
+                    heads, in_pool = self._target.own_heads(layer)
                     expected = unsplit.kv[layer][index, start:stop, heads]
-                    seen = self._kv_of(layer)[index, slots, heads]
+                    seen = self._kv_of(layer)[index, slots, in_pool]
                     self._compare(f"{plane} of layer {layer}", layer, seen, expected, what)
             self._compare("logits", self._target.num_layers, of_row, unsplit.logits[start:stop], what)
 

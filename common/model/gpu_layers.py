@@ -4,12 +4,14 @@
     one token     norm, q, k, v ─▶ rotation ─▶ attention_plan ─▶ out, sum ─▶ norm, gate, up, gated ─▶ down, sum
 
 Each step between two arrows is one kernel, except the attention plan, which may launch several. The weights of q, k and
-v are joined into one matrix, and so are those of gate and up. The model's own copies are freed.
+v are joined into one matrix, and so are those of gate and up. The model's own copies are freed. In a cut layer the
+ranks add up what `out` and `down` return, and then the states are added.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +38,11 @@ from common.model.replace import replace_modules
 class GpuDecoderLayer(nn.Module):
     """A fused decoder layer, made from `layer`, whose class is one of LAYERS. It computes the same as `layer` with
     Baton's attention.
+
+    If the model is cut, `sum_up` adds up the ranks' outputs of attention and MLP, as Collective.sum_up.
     """
+
+    sum_up: Callable[[Tensor], None] | None = None
 
     def __init__(self, layer: Any, kernels: LayerKernels) -> None:
         super().__init__()
@@ -78,15 +84,29 @@ class GpuDecoderLayer(nn.Module):
     def _one(self, states: Tensor, rotation: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         times = self._kernels.multiplied
         heads = times(states, self._qkv.weight, self._qkv.bias, norm=self._input_norm)
-        states = times(self._attend(heads, rotation, plan), self._out.weight, self._out.bias, added=states)
+        attended = self._attend(heads, rotation, plan)
+        if self.sum_up is None:
+            states = times(attended, self._out.weight, self._out.bias, added=states)
+        else:
+            states = self._summed(times(attended, self._out.weight, self._out.bias)).add_(states)
         gated = times(states, self._gate_up.weight, self._gate_up.bias, norm=self._mlp_norm, is_gated=True)
-        return times(gated, self._down.weight, self._down_bias, added=states)
+        if self.sum_up is None:
+            return times(gated, self._down.weight, self._down_bias, added=states)
+        return self._summed(times(gated, self._down.weight, self._down_bias)).add_(states)
 
     def _many(self, states: Tensor, rotation: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         attended = self._attend(self._qkv(self._kernels.normed(states, self._input_norm)), rotation, plan)
-        states, normed = self._kernels.added_and_normed(states, self._out(attended), self._mlp_norm)
-        states.addmm_(self._kernels.gated(self._gate_up(normed)), self._down.weight.T)
+        states, normed = self._kernels.added_and_normed(states, self._summed(self._out(attended)), self._mlp_norm)
+        gated = self._kernels.gated(self._gate_up(normed))
+        if self.sum_up is not None:
+            return states.add_(self._summed(linear(gated, self._down.weight, self._down_bias)))
+        states.addmm_(gated, self._down.weight.T)
         return states if self._down_bias is None else states.add_(self._down_bias)
+
+    def _summed(self, output: Tensor) -> Tensor:
+        if self.sum_up is not None:
+            self.sum_up(output)
+        return output
 
     def _attend(self, joined_heads: Tensor, rotation: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         heads = joined_heads.unflatten(-1, (-1, self._head_dim))

@@ -98,7 +98,8 @@ def load_target(
         check_vocabulary(directory, tokenizer, vocab_size)
     files = read_model_files(directory, versions)
     scales = None if kv_dtype == "unquantized" else kv_scales(files, config)
-    model = load_causal_lm(files, config, DTYPES[dtype], attention=PROBE_NAME, device=device, on_progress=on_progress)
+    home = device if part is None else "cpu"  # a GPU need not have room for the whole model
+    model = load_causal_lm(files, config, DTYPES[dtype], attention=PROBE_NAME, device=home, on_progress=on_progress)
     return target_of(
         model,
         files=files,
@@ -146,24 +147,30 @@ def target_of(
     sizes = {key: _size(config, key, name) for key in ("hidden_size", "vocab_size", "max_position_embeddings")}
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModel(f"{name}: an architecture that cannot select logits is not supported")
-    model = model.to(torch_device).eval().requires_grad_(False)
+    home = torch_device if part is None else torch.device("cpu")
+    model = model.to(home).eval().requires_grad_(False)
     check_finite(model, name=name)
-    shapes, unsplit, far = probe_attention(model, name=name, torch_device=torch_device)
+    shapes, unsplit, far = probe_attention(model, name=name, torch_device=home)
+    unsplit, far = unsplit.on(torch_device), [each.on(torch_device) for each in far]
     model.set_attn_implementation(ATTENTION_NAME)
     partial = [] if part is None else cut_model(model, part, name=name)
+    model.to(torch_device)
     layers_of, kv_dtype = _layers_of(shapes), kv_dtype or dtype
+    ranks = range(1 if part is None else part.num_ranks)
 
-    def heads_of(num_heads: int, num_kv_heads: int) -> Heads:
-        return Heads(range(num_heads), range(num_kv_heads)) if part is None else part.heads(num_heads, num_kv_heads)
+    def heads_of(rank: int, num_heads: int, num_kv_heads: int) -> Heads:
+        if part is None:
+            return Heads(range(num_heads), range(num_kv_heads))
+        return replace(part, rank=rank).heads(num_heads, num_kv_heads)
 
     @cache
     def backend_of(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
-        heads = heads_of(num_heads, num_kv_heads)
+        heads = heads_of(0 if part is None else part.rank, num_heads, num_kv_heads)
         return new_attention(
             attention,
             num_heads=len(heads.queries),
             num_kv_heads=len(heads.kv),
-            first_kv_head=heads.kv.start,
+            first_kv_head=0 if part is not None and part.has_own_kv else heads.kv.start,
             head_dim=head_dim,
             dtype=DTYPES[dtype],
             torch_device=torch_device,
@@ -203,7 +210,7 @@ def target_of(
         new_decoder=new_decoder,
         files=files,
         part=part,
-        kv_heads=[heads_of(shape.num_heads, shape.num_kv_heads).kv for shape in layers_of],
+        kv_heads=[[heads_of(rank, shape.num_heads, shape.num_kv_heads).kv for rank in ranks] for shape in layers_of],
     )
     check_forwards(target, unsplit, far, name=name)
     return target

@@ -39,11 +39,15 @@ class Collective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a model that the rank with number `rank`, of `num_ranks`, computes. `collective` connects them."""
+    """The part of a model that the rank with number `rank`, of `num_ranks`, computes. `collective` connects them.
+
+    With `has_own_kv` each rank has a KV pool of its own heads. Otherwise all ranks share one, with all heads.
+    """
 
     rank: int
     num_ranks: int
     collective: Collective
+    has_own_kv: bool = False
 
     def widths(self, total: int) -> list[int]:
         """Returns how much of a width each rank has, as equally as possible. A later rank has no more than an earlier

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, LayerAttention
 from common.device.errors import DeviceLost
+from common.device.graph import GraphRecorder
 from common.errors import UnsupportedModel
+from common.kv.kv_shard import WHOLE, KvShard, PoolTensors
 from common.kv.layer_group import LayerGroupSpec, WindowLayers
-from common.kv.row_table import NewZeros
 from common.model.capture import HiddenCapture
 from common.model.cutting import CutHead
 from common.model.forward_program import ForwardProgram, NewProgram, OnLayerKv
@@ -78,7 +79,13 @@ class Followers(Protocol):
         """Tells them to compute this forward. What it takes from the pool must be in memory that they map."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns zeros in memory that they map."""
+        """Returns zeros for a table of a pool."""
+
+    def kv(self, shape: Sequence[int], dtype: torch.dtype, heads: Sequence[range]) -> Sequence[KvShard]:
+        """Returns zeros for KV of this whole `shape` (see PoolTensors), in which each rank computes its `heads`."""
+
+    def recorder(self, recorder: GraphRecorder) -> GraphRecorder:
+        """Returns a recorder whose graphs may have a forward, which they replay too."""
 
     def share(self, memory: Tensor, file: int) -> None:
         """Lets them map `memory` [N] uint8, which begins with the beginning of the open `file`."""
@@ -89,6 +96,20 @@ class Followers(Protocol):
         """
 
 
+class _TensorsOfRanks(PoolTensors):
+    def __init__(self, followers: Followers, kv_heads: Mapping[LayerGroupSpec, Sequence[range]]) -> None:
+        self._followers = followers
+        self._heads = {group.name: heads for group, heads in kv_heads.items()}
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._followers.zeros(shape, dtype)
+
+    def kv(self, group_name: str, shape: Sequence[int], dtype: torch.dtype) -> Sequence[KvShard]:
+        if group_name in self._heads:
+            return self._followers.kv(shape, dtype, self._heads[group_name])
+        return (KvShard(WHOLE, self._followers.zeros(shape, dtype)),)  # a draft head's, which this rank alone computes
+
+
 class TargetModel:
     """A decoder-only model.
 
@@ -97,10 +118,10 @@ class TargetModel:
     it is None if no program is wanted, or none supports the model. It keeps parts of the model in memory: set it to
     None when it is no longer needed. `files` are the files that the model was loaded from. `max_context_tokens` is the
     longest context that is served, and `rotation` names the rotation that it chose (see rotation.py). `eos_token_ids`
-    are the ids that end the model's output. If the model is cut, `part` is what this process computes, and `kv_heads`
-    are its KV heads in each layer group. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps
-    hidden states after the final norm to logits. Any thread may call `prepare`, at any time: the engine thread prepares
-    steps while the forward stream computes prompts. Run one forward at a time.
+    are the ids that end the model's output. If the model is cut, `part` is what this process computes. `kv_heads` are
+    the KV heads of each rank, in each layer group. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head`
+    maps hidden states after the final norm to logits. Any thread may call `prepare`, at any time: the engine thread
+    prepares steps while the forward stream computes prompts. Run one forward at a time.
     """
 
     def __init__(
@@ -120,11 +141,12 @@ class TargetModel:
         new_decoder: NewProgram | None = None,
         files: ModelFiles | None = None,
         part: Part | None = None,
-        kv_heads: Sequence[range] = (),
+        kv_heads: Sequence[Sequence[range]],
     ) -> None:
         self.files = files
         self._part = part
-        self._kv_heads = kv_heads
+        self._rank = 0 if part is None else part.rank
+        self._kv_heads = dict(zip((layer_group, *(each.group for each in windows)), kv_heads, strict=True))
         self._followers: Followers | None = None
         self.new_decoder = new_decoder
         self._model = model
@@ -165,22 +187,35 @@ class TargetModel:
         self._followers = followers
 
     @property
-    def new_zeros(self) -> NewZeros | None:
-        """The function that makes the tensors of a pool for this model; None if any will do."""
-        return None if self._followers is None else self._followers.zeros
+    def pool_tensors(self) -> PoolTensors | None:
+        """Makes the tensors of a pool for this model; None if any will do."""
+        return None if self._followers is None else _TensorsOfRanks(self._followers, self._kv_heads)
+
+    def recorder(self, recorder: GraphRecorder) -> GraphRecorder:
+        """Returns a recorder for graphs with a forward of this model, made of the device's."""
+        return recorder if self._followers is None else self._followers.recorder(recorder)
 
     def share(self, memory: Tensor, file: int) -> None:
         """Lets a pool for this model lie in `memory` [N] uint8, which is the mapped open `file`."""
         if self._followers is not None:
             self._followers.share(memory, file)
 
-    def own_heads(self, layer: int) -> slice:
-        """Returns the KV heads of a layer that this process computes. The layer is numbered as in the model."""
-        if self._part is None:
-            return slice(None)
-        parts = self.parts_of(range(layer, layer + 1))
-        heads = next(heads for heads, (_, of_group) in zip(self._kv_heads, parts, strict=True) if of_group)
-        return slice(heads.start, heads.stop)
+    def own_heads(self, layer: int) -> tuple[slice, slice]:
+        """Returns the KV heads of a layer that this process computes: their numbers in the model, and in its pool.
+
+        The layer is numbered as in the model.
+        """
+        group = next(group for group, of_group in self.parts_of(range(layer, layer + 1)) if of_group)
+        heads, first = self._kv_heads[group][self._rank], self.heads_in_pool(group).start
+        return slice(heads.start, heads.stop), slice(heads.start - first, heads.stop - first)
+
+    def heads_in_pool(self, group: LayerGroupSpec) -> range:
+        """Returns the KV heads of a layer group that the pool of this process's forwards has.
+
+        Of a draft head's group it has all.
+        """
+        is_whole = self._part is None or not self._part.has_own_kv or group not in self._kv_heads
+        return range(group.num_heads) if is_whole else self._kv_heads[group][self._rank]
 
     def run_program(self, program: ForwardProgram) -> None:
         """From the next forward on, lets `program` compute the forwards that it accepts.

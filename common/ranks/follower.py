@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
@@ -19,13 +21,20 @@ import transformers
 from torch import Tensor
 
 from common.cpu_engine import cpu_engine
+from common.device.factory import open_device
+from common.device.graph import Graph, GraphWork
+from common.device.stream import Device
 from common.errors import BatonError
 from common.host.peer_process import end_with_peer
 from common.host.shared_tensors import TensorPlace, at, mapped
 from common.model.loader import load_target
 from common.model.part import MemberLost, Part
+from common.model.target import TargetModel
 from common.ranks.leader import error_place, write_error
-from common.ranks.messages import Forward, Load, NewFile, NoMorePool, received
+from common.ranks.messages import AnnouncedForward, Forward, Load, NewFile, NewKv, NoMorePool, Replay
+from common.ranks.one_pool import received
+from common.ranks.own_kv import ReceivedForwards
+from common.ranks.process_group import GroupCollective, new_store
 
 _LOST_STATUS = 3
 
@@ -76,21 +85,92 @@ def main() -> None:
 def _serve(load: Load, connection: Connection, files: _Files, memory: Tensor) -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(load.num_threads)
-    engine = cpu_engine(torch.device("cpu"))
-    assert engine is not None, "the first rank has the engine for CPUs"
-    engine.keep_kernels(load.kernels_dir)
-    collective = engine.new_collective(memory[: load.collective_bytes], rank=load.rank, num_ranks=load.num_ranks)
-    target = load_target(load.directory, **load.arguments, part=Part(load.rank, load.num_ranks, collective))
+    torch_device, counters = torch.device(load.arguments["device"]), memory[: load.collective_bytes]
+    if (engine := cpu_engine(torch_device)) is not None:
+        engine.keep_kernels(load.kernels_dir)
+    if load.store_port is None:
+        assert engine is not None, "the first rank has the engine for CPUs"
+        collective = engine.new_collective(counters, rank=load.rank, num_ranks=load.num_ranks)
+        target = load_target(load.directory, **load.arguments, part=Part(load.rank, load.num_ranks, collective))
+        _compute(target, connection, files)
+        return
+    device = open_device(load.arguments["device"], num_threads=load.num_threads)
+    group = GroupCollective(
+        new_store(load.store_port, num_ranks=load.num_ranks),
+        torch_device=torch_device,
+        rank=load.rank,
+        num_ranks=load.num_ranks,
+        counts=counters.view(torch.int64),
+    )
+    part = Part(load.rank, load.num_ranks, group, has_own_kv=True)
+    target = load_target(load.directory, **load.arguments, part=part)
+    _compute_with_own_kv(target, connection, files, ReceivedForwards(group, torch_device), device)
+
+
+def _compute(target: TargetModel, connection: Connection, files: _Files) -> None:
     while True:
-        message = connection.recv()
-        if isinstance(message, NewFile):
-            files.receive()
-            continue
-        if isinstance(message, NoMorePool):
-            files.let_go()
-            continue
-        assert isinstance(message, Forward)
-        target.forward(received(message, files.at))
+        match connection.recv():
+            case NewFile():
+                files.receive()
+            case NoMorePool():
+                files.let_go()
+            case Forward() as message:
+                target.forward(received(message, files.at))
+            case other:
+                raise AssertionError(f"an unknown message: {other}")
+
+
+def _compute_with_own_kv(
+    target: TargetModel, connection: Connection, files: _Files, forwards: ReceivedForwards, device: Device
+) -> None:
+    """Computes forwards on one stream. On a GPU nothing waits for them: the first rank does, by its part of them."""
+    graphs: dict[int, Graph] = {}
+
+    def compute(message: AnnouncedForward) -> tuple[Tensor, ...]:
+        return (target.forward(forwards.receive(message)).logits,)
+
+    with _stream_of(device):
+        while True:
+            match connection.recv():
+                case NewFile():
+                    files.receive()
+                case NewKv(kv):
+                    forwards.add(kv if isinstance(kv, Tensor) else files.at(kv))
+                case NoMorePool():
+                    graphs.clear()
+                    forwards.let_go()
+                    files.let_go()
+                case AnnouncedForward(graph=None) as message:
+                    compute(message)
+                case AnnouncedForward(graph=int(number)) as message:
+                    graphs[number] = _new_graph(device)
+                    graphs[number].record(partial(compute, message))
+                case Replay(number):
+                    forwards.note_replay()
+                    graphs[number].replay()
+                case other:
+                    raise AssertionError(f"an unknown message: {other}")
+
+
+def _stream_of(device: Device) -> AbstractContextManager[object]:
+    if device.torch_device.type == "cpu":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device.torch_device))
+
+
+def _new_graph(device: Device) -> Graph:
+    return _CalledAgain() if device.graphs is None else device.graphs.new_graph()
+
+
+class _CalledAgain(Graph):
+    """Stands for a graph on a CPU, which has none: it computes the same again."""
+
+    def record(self, work: GraphWork) -> tuple[Tensor, ...]:
+        self._work = work
+        return work()
+
+    def replay(self) -> None:
+        self._work()
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@
     rank 1   asleep ─▶ forward ── sum, sum, ... join ──▶ asleep
 
 The others compute every forward that this rank computes, each on its part of the model, and nothing else: drawing,
-drafts and the schedule are the first rank's. They read and write the KV pool in shared memory, each its own heads.
+drafts and the schedule are the first rank's. They read and write the KV of their heads: in one pool that all share
+(one_pool.py), or in memory of their own (own_kv.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import threading
@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler, send_handle
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import structlog
 import torch
@@ -28,12 +28,18 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.cpu_engine import CpuEngine
+from common.device.errors import DeviceLost
+from common.device.graph import Graph, GraphRecorder, GraphWork
 from common.errors import StartupError
 from common.host.peer_process import start_peer
 from common.host.shared_tensors import SharedTensors
+from common.kv.kv_shard import KvShard
 from common.model.loader import LoadArguments
-from common.model.part import MemberLost, Part
-from common.ranks.messages import Load, NewFile, NoMorePool, sent
+from common.model.part import Collective, MemberLost, Part
+from common.ranks.messages import Load, NewFile, NewKv, NoMorePool, Replay, ToFollower
+from common.ranks.one_pool import OnePool
+from common.ranks.own_kv import OwnKv
+from common.ranks.process_group import GroupCollective, new_store
 
 _ERROR_BYTES = 4096
 _CLOSE_TIMEOUT_S = 5.0
@@ -50,31 +56,51 @@ class Ranks:
 
     They load the model in `directory`, with `arguments`, while this process does. So create this object, and then load
     the model with `part`. Each rank computes with `num_threads` threads, and keeps compiled kernels in `kernels_dir`.
-    Raises StartupError if a process cannot be started.
+    With `engine` they share one pool; without it, each has KV of its own. Rank r computes on `devices[r]`. Raises
+    StartupError if a process cannot be started.
     """
 
     def __init__(
         self,
-        engine: CpuEngine,
+        engine: CpuEngine | None,
+        devices: Sequence[torch.device],
         directory: Path,
         arguments: LoadArguments,
         *,
-        num_ranks: int,
         num_threads: int,
         kernels_dir: Path | None,
     ) -> None:
+        num_ranks = len(devices)
         self._tensors = SharedTensors()
         self._lock = threading.Lock()
         self._loss: str | None = None
         self._is_lost = threading.Event()
         self._is_closed = False
         self._num_sent_files = 1  # the collective's, which is sent first
-        size = engine.collective_bytes(num_ranks)
+        self._num_sent_kv = 0
+        self._num_graphs = 0
+        self._graph: int | None = None  # the graph that is being recorded
+        self._shared_graphs: set[int] = set()  # those of which the other ranks have a part
+        self._is_replaying = False
+        size = counts_bytes(num_ranks) if engine is None else engine.collective_bytes(num_ranks)
         # After the collective's memory each rank has a place for the message of the error that ended it.
-        memory = self.zeros((size + num_ranks * _ERROR_BYTES,), torch.uint8)
+        try:
+            memory = self._tensors.zeros((size + num_ranks * _ERROR_BYTES,), torch.uint8)
+        except OSError as error:
+            raise _no_memory(error) from error
         self._errors = memory[size:].view(num_ranks, _ERROR_BYTES)
-        self._collective = engine.new_collective(memory[:size], rank=0, num_ranks=num_ranks)
-        self.part = Part(0, num_ranks, self._collective)
+        self._collective: Collective
+        self._pool: OnePool | OwnKv
+        if engine is not None:
+            self._collective = engine.new_collective(memory[:size], rank=0, num_ranks=num_ranks)
+            self._pool, store_port = OnePool(self._tensors), None
+        else:
+            store = new_store(None, num_ranks=num_ranks)
+            self._collective = group = GroupCollective(
+                store, rank=0, num_ranks=num_ranks, torch_device=devices[0], counts=memory[:size].view(torch.int64)
+            )
+            self._pool, store_port = OwnKv(self._tensors, group, devices), store.port
+        self.part = Part(0, num_ranks, self._collective, has_own_kv=engine is None)
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watchers: list[threading.Thread] = []
@@ -82,12 +108,13 @@ class Ranks:
             for rank in range(1, num_ranks):
                 load = Load(
                     directory=directory,
-                    arguments=arguments,
+                    arguments=cast("LoadArguments", {**arguments, "device": str(devices[rank])}),
                     rank=rank,
                     num_ranks=num_ranks,
                     num_threads=num_threads,
                     kernels_dir=kernels_dir,
                     collective_bytes=size,
+                    store_port=store_port,
                 )
                 self._start(load)
         except OSError as error:
@@ -127,23 +154,83 @@ class Ranks:
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         try:
-            return self._tensors.zeros(shape, dtype)
+            return self._pool.zeros(shape, dtype)
         except OSError as error:
-            raise StartupError(f"tensor_parallel: memory that ranks share is not to be had: {error}") from error
+            raise _no_memory(error) from error
+
+    def kv(self, shape: Sequence[int], dtype: torch.dtype, heads: Sequence[range]) -> Sequence[KvShard]:
+        return self._pool.kv(shape, dtype, heads)
 
     def share(self, memory: Tensor, file: int) -> None:
-        self._tensors.note(memory, os.dup(file))
+        self._pool.share(memory, file)
 
     def begin(self, batch: ForwardInput) -> None:
         """Tells the other ranks to compute this forward. Raises MemberLost if one has ended."""
-        message = bytes(ForkingPickler.dumps(sent(batch, self._tensors.place_of)))
+        pool = self._pool
+        if isinstance(pool, OnePool):
+            self._send(pool.sent(batch))
+            return
+        if not self._is_replaying:
+            self._send(pool.announced(batch, self._graph))
+            if self._graph is not None:
+                assert self._graph not in self._shared_graphs, "a graph has one forward"
+                self._shared_graphs.add(self._graph)
+        pool.broadcast(batch)
+
+    def recorder(self, recorder: GraphRecorder) -> GraphRecorder:
+        """Returns a recorder of this rank's work, which makes the other ranks record and replay their part of it."""
+        return recorder if isinstance(self._pool, OnePool) else _RecorderOfRanks(recorder, self)
+
+    def new_graph_number(self) -> int:
+        self._num_graphs += 1
+        return self._num_graphs
+
+    @contextlib.contextmanager
+    def recording(self, graph: int) -> Iterator[None]:
+        """If a forward begins inside this context, the other ranks record it under the number `graph`."""
+        self._graph = graph
+        try:
+            yield
+        finally:
+            self._graph = None
+
+    @contextlib.contextmanager
+    def replaying(self, graph: int) -> Iterator[None]:
+        """Tells the other ranks to replay the forward that they recorded, if they did. Inside this context it begins
+        with no message.
+
+        Raises DeviceLost if a rank has ended.
+        """
+        pool = self._pool
+        if graph not in self._shared_graphs or isinstance(pool, OnePool):
+            yield
+            return
+        pool.note_replay()
+        try:
+            self._send(Replay(graph))
+        except MemberLost as error:
+            raise DeviceLost(self.give_up(error)) from error
+        self._is_replaying = True
+        try:
+            yield
+        finally:
+            self._is_replaying = False
+
+    def _send(self, message: ToFollower) -> None:
+        """Sends a message, after the memory that is new since the last one. Raises MemberLost if a rank has ended."""
+        content = bytes(ForkingPickler.dumps(message))
         try:
             for file in range(self._num_sent_files, len(self._tensors.files)):
                 for connection, process in zip(self._connections, self._processes, strict=True):
                     self._send_file(connection, process, file)
                 self._num_sent_files = file + 1
+            if isinstance(self._pool, OwnKv):
+                for number in range(self._num_sent_kv, len(self._pool.shards)):
+                    for rank, connection in enumerate(self._connections, 1):
+                        connection.send(NewKv(self._pool.new_kv(number, rank)))
+                    self._num_sent_kv = number + 1
             for connection in self._connections:
-                connection.send_bytes(message)
+                connection.send_bytes(content)
         except OSError as error:
             raise MemberLost(f"a rank has ended: {error}") from error
 
@@ -158,6 +245,10 @@ class Ranks:
                 connection.send(NoMorePool())
         self._tensors.let_go(1)
         self._num_sent_files = 1
+        self._num_sent_kv = 0
+        self._shared_graphs.clear()
+        if isinstance(self._pool, OwnKv):
+            self._pool.shards.clear()
 
     def give_up(self, error: BaseException) -> str:
         if isinstance(error, MemberLost):  # the end of the rank's process says how, and may take a moment to be seen
@@ -199,8 +290,53 @@ class Ranks:
         self._collective.give_up()
 
 
+class _RecorderOfRanks(GraphRecorder):
+    def __init__(self, recorder: GraphRecorder, ranks: Ranks) -> None:
+        self._recorder = recorder
+        self._ranks = ranks
+
+    def new_graph(self) -> Graph:
+        return _GraphOfRanks(self._recorder.new_graph(), self._ranks, self._ranks.new_graph_number())
+
+    def held_bytes(self) -> int:
+        return self._recorder.held_bytes()
+
+
+class _GraphOfRanks(Graph):
+    """A graph of this rank's work with one forward, of which the other ranks record their part."""
+
+    def __init__(self, graph: Graph, ranks: Ranks, number: int) -> None:
+        self._graph = graph
+        self._ranks = ranks
+        self._number = number
+
+    def record(self, work: GraphWork) -> tuple[Tensor, ...]:
+        with self._ranks.recording(self._number):
+            return self._graph.record(work)
+
+    def replay(self) -> None:
+        with self._ranks.replaying(self._number):
+            self._graph.replay()
+
+
+def devices_of(torch_device: torch.device, num_ranks: int) -> list[torch.device]:
+    """Returns the device of each rank: the host's CPU, or GPUs in the order of their numbers, the first `torch_device`.
+
+    Raises StartupError if there are too few GPUs.
+    """
+    if torch_device.type == "cpu":
+        return [torch_device] * num_ranks
+    first, num_there = torch_device.index or 0, torch.cuda.device_count()
+    if first + num_ranks > num_there:
+        raise StartupError(
+            f"tensor_parallel: {num_ranks} GPUs from number {first} on are needed; {num_there} are there"
+        )
+    return [torch.device("cuda", first + rank) for rank in range(num_ranks)]
+
+
 def open_ranks(
     engine: CpuEngine | None,
+    torch_device: torch.device,
     directory: Path,
     arguments: LoadArguments,
     *,
@@ -208,10 +344,14 @@ def open_ranks(
     num_threads: int,
     kernels_dir: Path | None,
 ) -> Ranks:
-    """Starts the ranks. Raises StartupError if the engine for CPUs, which they need, is not installed."""
-    if engine is None:
+    """Starts the ranks. `engine` is the engine for CPUs, if the device is one and it is installed.
+
+    Raises StartupError if a CPU's is not installed, or if there are too few GPUs.
+    """
+    if engine is None and torch_device.type == "cpu":
         raise StartupError("tensor_parallel: ranks need baton_cpu and numba, which are not installed")
-    return Ranks(engine, directory, arguments, num_ranks=num_ranks, num_threads=num_threads, kernels_dir=kernels_dir)
+    devices = devices_of(torch_device, num_ranks)
+    return Ranks(engine, devices, directory, arguments, num_threads=num_threads, kernels_dir=kernels_dir)
 
 
 @contextlib.contextmanager
@@ -249,6 +389,15 @@ def write_error(errors: Tensor, text: str) -> None:
     """Writes `text` into a rank's place [N] uint8 for it."""
     encoded = text.encode()[: errors.numel() - 1]
     errors[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+
+
+def counts_bytes(num_ranks: int) -> int:
+    """Returns the size of the memory of a GroupCollective's counts."""
+    return num_ranks * torch.int64.itemsize
+
+
+def _no_memory(error: OSError) -> StartupError:
+    return StartupError(f"tensor_parallel: memory that ranks share is not to be had: {error}")
 
 
 def error_place(memory: Tensor, load: Load) -> Tensor:

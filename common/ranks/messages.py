@@ -1,19 +1,14 @@
-"""The messages that the first rank sends to the other ranks: what to load, which memory to map, what to compute."""
+"""The messages that the first rank sends to the other ranks: what to load, which memory to use, what to compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from common.attention.backend import ForwardInput
 from common.host.shared_tensors import TensorPlace
-from common.kv.window_slots import WindowKv
 from common.model.loader import LoadArguments
 
 
@@ -22,7 +17,8 @@ class Load:
     """The first message: the model's directory, arguments of `load_target`, the rank and the number of its threads.
 
     Compiled kernels are kept in `kernels_dir`, if any. `collective_bytes` is the size of the collective's memory, with
-    which the first file begins.
+    which the first file begins. Ranks with KV of their own find each other at `store_port`; it is None if they share
+    one pool.
     """
 
     directory: Path
@@ -32,6 +28,7 @@ class Load:
     num_threads: int
     kernels_dir: Path | None
     collective_bytes: int
+    store_port: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +37,22 @@ class NewFile:
 
 
 @dataclass(frozen=True, slots=True)
+class NewKv:
+    """The rank's shard of a layer group's KV: a place in shared memory, or a tensor on the rank's GPU. Shards are
+    numbered in the order of these messages.
+    """
+
+    kv: TensorPlace | Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class NoMorePool:
-    """The pool is gone, and with it every file but the first. The next file has number 1 again."""
+    """The pool is gone, and with it every file but the first, and every shard. The next file has number 1 again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentWindow:
-    """A WindowKv."""
+    """A WindowKv in shared memory."""
 
     kv: TensorPlace
     req_to_token: TensorPlace
@@ -64,36 +70,26 @@ class Forward:
     windows: tuple[SentWindow, ...]
 
 
-_COLUMNS = [field.name for field in fields(ForwardInput) if field.name not in ("req_to_token", "kv", "windows")]
+@dataclass(frozen=True, slots=True)
+class AnnouncedForward:
+    """A ForwardInput whose tensors follow in a broadcast (see own_kv.py).
+
+    `sizes` are the shapes of these tensors, by name, in their order. `numbers` are the other columns. `kv` and
+    `windows` are numbers of shards, and each window's layers. With `graph` the forward is recorded under that number.
+    """
+
+    sizes: dict[str, tuple[int, ...]]
+    numbers: dict[str, Any]
+    kv: int
+    windows: tuple[tuple[int, tuple[int, ...]], ...]
+    graph: int | None
 
 
-def sent(batch: ForwardInput, place_of: Callable[[Tensor], TensorPlace]) -> Forward:
-    """Returns the message of a forward. `place_of` finds a tensor in shared memory."""
-    columns = {name: getattr(batch, name) for name in _COLUMNS}
-    return Forward(
-        {name: each.numpy() if isinstance(each, Tensor) else each for name, each in columns.items()},
-        place_of(batch.req_to_token),
-        place_of(batch.kv),
-        tuple(
-            SentWindow(
-                place_of(window.kv), place_of(window.req_to_token), place_of(window.slot_of), tuple(window.layers)
-            )
-            for window in batch.windows
-        ),
-    )
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Replays the forward that was recorded under this number. Its tensors follow in the same broadcast as then."""
+
+    graph: int
 
 
-def received(message: Forward, at: Callable[[TensorPlace], Tensor]) -> ForwardInput:
-    """Returns the forward of a message. `at` maps a tensor of shared memory."""
-    columns: dict[str, Any] = {
-        name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in message.columns.items()
-    }
-    return ForwardInput(
-        **columns,
-        req_to_token=at(message.req_to_token),
-        kv=at(message.kv),
-        windows=tuple(
-            WindowKv(at(window.kv), at(window.req_to_token), at(window.slot_of), window.layers)
-            for window in message.windows
-        ),
-    )
+ToFollower = NewFile | NewKv | NoMorePool | Forward | AnnouncedForward | Replay

@@ -29,7 +29,7 @@ from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.host.cores import num_compute_threads
-from common.kv.layer_group import num_kept_before
+from common.kv.layer_group import LayerGroupSpec, num_kept_before
 from common.kv.pool_size import (
     INDEX_BYTES,
     SPLIT_BYTES,
@@ -114,7 +114,7 @@ class Runtime:
         groups = self.fingerprint.layer_groups
         windows = [group for group in groups if group.window]
         largest = max((group.window for group in groups if group.window), default=0)
-        token_bytes = sum(group.token_bytes for group in groups if not group.window)
+        token_bytes = sum(self._token_bytes(group) for group in groups if not group.window)
         num_kept = num_kept_before(groups)
         limits = PoolLimits(
             max_rows=settings.max_rows,
@@ -125,7 +125,7 @@ class Runtime:
         )
         pool = PoolBytes(
             token_bytes=token_bytes + len(windows) * INDEX_BYTES,
-            window_token_bytes=sum(group.token_bytes for group in windows),
+            window_token_bytes=sum(map(self._token_bytes, windows)),
             row_window_tokens=row_slots(largest, num_kept_before=num_kept, num_in_flight=num_in_flight)
             if largest
             else 0,
@@ -141,6 +141,10 @@ class Runtime:
             memory_share=settings.memory_share,
         )
         return size
+
+    def _token_bytes(self, group: LayerGroupSpec) -> int:
+        """Returns the bytes of a token's KV on this process's device. Other ranks have at most as many on theirs."""
+        return group.token_bytes * len(self.model.heads_in_pool(group)) // group.num_heads
 
     def start_beside(self, populate: Work) -> None:
         """Starts the background work, as far as settings and model allow it. Call it once, when the service serves.
@@ -299,6 +303,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
     if settings.tensor_parallel > 1:
         ranks = open_ranks(
             engine,
+            device.torch_device,
             directory,
             arguments,
             num_ranks=settings.tensor_parallel,

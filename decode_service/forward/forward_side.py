@@ -57,7 +57,7 @@ class ForwardSide:
         forward stream. Raises PieceFailed if the forwards should be recorded and cannot be.
         """
         max_rows = pool.rows.max_rows
-        recorder = device.graphs if replays_forwards else None
+        recorder = model.recorder(device.graphs) if replays_forwards and device.graphs is not None else None
         if recorder is not None and not model.attention.follows_lengths:
             recorder = None  # a recorded forward is bounded by the table's width, and each step would pay for that
         graphs = None if recorder is None else ForwardGraphs(recorder=recorder, batch_sizes=batch_sizes(max_rows))

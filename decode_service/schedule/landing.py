@@ -26,6 +26,7 @@ from common.errors import (
     RowFailure,
     error_for_row_failure,
 )
+from common.kv.kv_shard import across_devices
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
 from common.kv.shared_kv import RemoteKv, SharedKv
@@ -399,15 +400,22 @@ class LandingZone:
 
     def _copy_in(self, segment: KvSegment, slots: Slots) -> None:
         group = self._pool.groups[segment.layer_group]
-        buffer = self._pool.buffers[segment.layer_group]
-        values = _bytes_of(segment, group).view(buffer.dtype).unflatten(-1, (group.num_heads, group.head_dim))
-        layers = buffer[segment.layer_start : segment.layer_start + segment.num_layers]
-        if layers.device != values.device:
+        shards = self._pool.shards[segment.layer_group]
+        values = _bytes_of(segment, group).view(shards[0].kv.dtype).unflatten(-1, (group.num_heads, group.head_dim))
+        if self._device.torch_device != values.device:
             values = self._device.to_device(values)
-        if (run := run_of(slots)) is not None:
-            self._copy(layers[:, :, run], values)
-        else:
-            layers.index_copy_(2, self._device.to_device(torch.tensor(slots)), values)
+        run = run_of(slots)
+        places = None if run is not None else self._device.to_device(torch.tensor(slots))
+        with across_devices(shards):
+            for shard in shards:
+                layers = shard.kv[segment.layer_start : segment.layer_start + segment.num_layers]
+                own = values[..., shard.heads, :]
+                if layers.device != own.device:
+                    own = own.to(layers.device, non_blocking=True)
+                if places is None:
+                    self._copy(layers[:, :, run], own)
+                else:
+                    layers.index_copy_(2, places.to(layers.device, non_blocking=True), own)
         if isinstance(segment.shared, SharedKv) and not segment.shared.is_current:
             raise SlotsReused("the replica used the slots again")
 

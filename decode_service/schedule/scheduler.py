@@ -198,7 +198,7 @@ class DecodeEngine:
             num_in_flight=tokens_in_flight(num_step_slots=1 + self._num_ahead, max_chunk_tokens=max_chunk_tokens),
             max_tokens_per_row=max_context_tokens + self._num_ahead,
             torch_device=device.torch_device,
-            new_zeros=model.new_zeros,
+            tensors=model.pool_tensors,
             prefixes=PrefixTree(lookahead) if prefix_cache else None,
         )
         forward_side = ForwardSide.open(

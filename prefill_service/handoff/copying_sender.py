@@ -11,6 +11,7 @@ from torch import Tensor, from_numpy
 
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
+from common.kv.kv_shard import across_devices
 from common.kv.pool import KvPool
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
@@ -172,16 +173,27 @@ class CopyingSender(PieceSender):
         return replace(piece.segment, payload=target.numpy())
 
     def _gather(self, piece: Piece, into: Tensor) -> None:
-        pool = self._pool.buffers[piece.group.name]
-        layers = pool[piece.layers]
-        values = into.view(pool.dtype).view(*layers.shape[:2], piece.num_tokens, *layers.shape[3:])
+        group, shards = piece.group, self._pool.shards[piece.group.name]
+        values = into.view(shards[0].kv.dtype).view(
+            piece.num_layers, group.num_planes, piece.num_tokens, group.num_heads, group.head_dim
+        )
         slots = self._pool.slots_of(piece.lease, piece.group.name, piece.tokens)
-        if (run := run_of(slots)) is not None:
-            values.copy_(layers[:, :, run], non_blocking=True)
-        elif layers.device.type == "cpu":
-            torch.index_select(layers, 2, torch.from_numpy(slots), out=values)
-        else:
-            values.copy_(layers.index_select(2, self._device.to_device(torch.from_numpy(slots))), non_blocking=True)
+        run = run_of(slots)
+        places = None if run is not None else self._device.to_device(torch.from_numpy(slots))
+        torch_device = self._device.torch_device
+        here = values if torch_device.type == "cpu" else torch.empty_like(values, device=torch_device)
+        with across_devices(shards):
+            for shard in shards:
+                layers, own = shard.kv[piece.layers], here[..., shard.heads, :]
+                if places is None:
+                    own.copy_(layers[:, :, run], non_blocking=True)
+                elif own.is_contiguous() and own.device == layers.device:
+                    torch.index_select(layers, 2, places, out=own)
+                else:
+                    found = layers.index_select(2, places.to(layers.device, non_blocking=True))
+                    own.copy_(found, non_blocking=True)
+        if here is not values:
+            values.copy_(here, non_blocking=True)
 
     def _set_unsent(self, call_id: str, num_bytes: int) -> None:
         self._unsent_bytes += num_bytes - self._unsent.pop(call_id, 0)

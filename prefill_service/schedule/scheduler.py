@@ -160,7 +160,7 @@ class PrefillEngine:
             num_in_flight=tokens_in_flight(chunk_tokens),
             max_tokens_per_row=max_context_tokens,
             torch_device=device.torch_device,
-            new_zeros=model.new_zeros,
+            tensors=model.pool_tensors,
             memory=shared_pool,
             prefixes=PrefixTree(lookahead=draft.layer_group.num_layers if draft else 0) if prefix_cache else None,
         )

@@ -5,8 +5,10 @@ device.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,8 +27,10 @@ from benchmarks.kernel_variants import Variant
 from common.attention.backend import ATTENTION_NAME, AttentionPlan, LayerAttention
 from common.device.triton_launch import Launch
 from common.model import gpu_layers
+from common.model.cutting import add_up, cut_model
 from common.model.gpu_layers import GpuLinear, GpuRMSNorm, fuse_layers
 from common.model.layers_triton import LayerKernels, Norm
+from common.model.part import Part
 from common.model.replace import replace_modules
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,6 +44,7 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
 }
 NUM_LAYERS = 2
+BOUND_S = 60.0
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -166,6 +171,58 @@ def test_a_models_layers_are_fused_and_compute_the_same(name: str, dtype: torch.
     assert isinstance(model.model.norm, GpuRMSNorm) and isinstance(model.get_output_embeddings(), GpuLinear)
     for num_tokens, logits in zip((1, 3), expected, strict=True):
         check_close(logits_of(model, num_tokens), logits, roundings=10)
+
+
+class InTurns:
+    """A Collective of ranks that are threads, of which one has the `turn`: Triton's interpreter knows no threads."""
+
+    def __init__(
+        self, turn: threading.Lock, meeting: threading.Barrier, of_ranks: dict[int, Tensor], rank: int
+    ) -> None:
+        self._turn = turn
+        self._meeting = meeting
+        self._of_ranks = of_ranks
+        self._rank = rank
+
+    def _met(self, values: Tensor) -> list[Tensor]:
+        self._of_ranks[self._rank] = values.clone()
+        self._turn.release()
+        self._meeting.wait(BOUND_S)
+        met = [self._of_ranks[rank] for rank in range(len(self._of_ranks))]
+        self._meeting.wait(BOUND_S)
+        self._turn.acquire()
+        return met
+
+    def sum_up(self, values: Tensor) -> None:
+        values.copy_(torch.stack(self._met(values)).sum(0))
+
+    def joined(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        return torch.cat(self._met(part), dim=-1)
+
+    def give_up(self) -> None:
+        raise AssertionError
+
+    def counts(self) -> list[int]:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3"])
+def test_ranks_add_up_inside_the_layers_of_a_cut_model(name: str, num_tokens: int) -> None:
+    expected = logits_of(model_of(name), num_tokens)
+    turn, meeting, of_ranks = threading.Lock(), threading.Barrier(2), dict[int, Tensor]()
+
+    def logits_of_rank(rank: int) -> Tensor:
+        with turn:
+            model, part = model_of(name), Part(rank, 2, InTurns(turn, meeting, of_ranks, rank))
+            partial = cut_model(model, part, name=name)
+            assert fuse_layers(model, KERNELS) == NUM_LAYERS
+            add_up(model, partial, part)
+            return logits_of(model, num_tokens)
+
+    with ThreadPoolExecutor(2) as ranks:
+        for logits in ranks.map(logits_of_rank, range(2)):
+            check_close(logits, expected, roundings=10)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

@@ -46,6 +46,7 @@ class Case:
     shape: str | None = None
     chunk_tokens: int = 16
     shares_memory: bool = False
+    has_own_kv: bool = False
 
 
 @pytest.mark.parametrize(
@@ -56,13 +57,18 @@ class Case:
         Case("phi3, windows", 1, 3, chunk_tokens=64),
         Case("gpt_oss", 2, 2),
         Case("gemma3_text", 1, 2, "chain-4", shares_memory=True),
+        Case("llama", 2, 1, "tree-4x3-15", has_own_kv=True),
+        Case("phi3, windows", 3, 2, "tree-4x3-15", has_own_kv=True),
     ],
     ids=str,
 )
 def test_tokens_equal_generate(case: Case, ranked: RankedTarget, make_pair: MakePair, tmp_path: Path) -> None:
     weights = {"context_weight": 0.05, "mlp_weight": 0.05}
     directory = save_last_token_model(tmp_path / "target", architecture=case.architecture, **weights)
-    prefill, decode = (ranked(directory, number) for number in (case.prefill, case.decode))
+    prefill, decode = (
+        ranked(directory, number, **({"own_kv_on": "cpu"} if case.has_own_kv and number > 1 else {}))
+        for number in (case.prefill, case.decode)
+    )
     heads = [None, None]
     if case.shape is not None:
         head_dir = save_copy_head(tmp_path / "head", target_dir=directory, family="eagle3")

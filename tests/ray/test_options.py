@@ -28,12 +28,14 @@ def test_serve_gives_the_gateway_more_requests_than_it_takes_so_that_it_can_refu
         (["--device=cuda"], {"num_cpus": 1, "num_gpus": 1}),
         (["--device=cuda:0"], {"num_cpus": 1, "num_gpus": 1}),
         (["--tensor-parallel=2"], {"num_cpus": 2}),
+        (["--tensor-parallel=2", "--device=cuda"], {"num_cpus": 2, "num_gpus": 2}),
     ],
 )
 def test_a_service_asks_for_what_it_computes_on(flags: list[str], resources: dict[str, float]) -> None:
     options = service_options(settings_of("decode", flags))
     assert options["ray_actor_options"] == resources
-    assert options.get("placement_group_bundles") == ([{"CPU": 2}] if "--tensor-parallel=2" in flags else None)
+    bundle = {"CPU": 2} | ({"GPU": 2} if "num_gpus" in resources else {})
+    assert options.get("placement_group_bundles") == ([bundle] if "--tensor-parallel=2" in flags else None)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,9 @@ def test_a_service_computes_on_as_many_threads_as_its_replica_has_cpus(
     assert replica_flags(settings_of("decode", flags), assigned) == expected
 
 
-def test_a_gpu_is_not_taken_by_a_replica_that_asked_for_none() -> None:
-    with pytest.raises(ConfigError, match="decode: device is cuda, and the replica has no GPU: set num_gpus"):
-        replica_flags(settings_of("decode", ["--device=cuda"]), {"CPU": 4.0})
+@pytest.mark.parametrize(("num_ranks", "num_gpus"), [(1, 0), (2, 1)])
+def test_a_gpu_is_not_taken_by_a_replica_that_asked_for_none(num_ranks: int, num_gpus: float) -> None:
+    told = f"decode: device is cuda, tensor_parallel {num_ranks}, and the replica has {num_gpus} GPUs: set num_gpus"
+    with pytest.raises(ConfigError, match=told):
+        settings = settings_of("decode", ["--device=cuda", f"--tensor-parallel={num_ranks}"])
+        replica_flags(settings, {"CPU": 4.0, "GPU": num_gpus})

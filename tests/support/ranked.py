@@ -14,7 +14,7 @@ from common.checkpoints.cache import kernels_cache_dir
 from common.cpu_engine import cpu_engine
 from common.model.loader import LoadArguments, load_target
 from common.model.target import TargetModel
-from common.ranks.leader import Ranks, load_together, lost_ranks_named, open_ranks
+from common.ranks.leader import Ranks, devices_of, load_together, lost_ranks_named
 
 
 class NoCollective:
@@ -35,13 +35,18 @@ class NoCollective:
 
 @contextmanager
 def ranked_model(
-    directory: Path, num_ranks: int, *, on_start: Callable[[Ranks], None] = lambda ranks: None, **changed: Any
+    directory: Path,
+    num_ranks: int,
+    *,
+    on_start: Callable[[Ranks], None] = lambda ranks: None,
+    own_kv_on: str | None = None,
+    **changed: Any,
 ) -> Iterator[tuple[TargetModel, Ranks]]:
     """Loads the model on `num_ranks` ranks, each with one thread, in float32. `changed` are other LoadArguments.
-    `on_start` is called when the ranks have been started.
+    `on_start` is called when the ranks have been started. With `own_kv_on`, "cpu" or "cuda", each rank has KV of its own there.
     """
     arguments = LoadArguments(
-        device="cpu",
+        device=own_kv_on or "cpu",
         dtype="float32",
         kv_dtype="auto",
         max_context_tokens=None,
@@ -49,11 +54,12 @@ def ranked_model(
         optimizes_modules=True,
     )
     arguments.update(changed)  # type: ignore[typeddict-item]
-    ranks = open_ranks(
-        cpu_engine(torch.device("cpu")),
+    torch_device = torch.device(arguments["device"])
+    ranks = Ranks(
+        None if own_kv_on else cpu_engine(torch_device),
+        devices_of(torch_device, num_ranks),
         directory,
         arguments,
-        num_ranks=num_ranks,
         num_threads=1,
         kernels_dir=kernels_cache_dir(),
     )

@@ -1,0 +1,62 @@
+"""KV of a layer group that is cut by heads, because each rank of the model has memory of its own.
+
+values of a token   [ head 0 | head 1 | head 2 | head 3 ]
+shards              [ rank 0          | rank 1          ]     each in its rank's memory, with the same slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+WHOLE = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class KvShard:
+    """The KV of some heads of a layer group.
+
+    `kv` [layers, planes, slots + 1, heads, head_dim] has the `heads` of the group. Shards may have heads in common.
+    """
+
+    heads: slice
+    kv: Tensor
+
+
+class PoolTensors(Protocol):
+    """Makes the tensors of a KV pool that forwards use."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns zeros for a table."""
+
+    def kv(self, group_name: str, shape: Sequence[int], dtype: torch.dtype) -> Sequence[KvShard]:
+        """Returns zeros for the KV of a layer group, whose whole `shape` is that of `KvShard.kv` with all heads.
+
+        The first shard is the one that this process's forwards use. Raises OSError, OverflowError or
+        torch.OutOfMemoryError if there is not enough memory.
+        """
+
+
+@contextmanager
+def across_devices(shards: Sequence[KvShard]) -> Iterator[None]:
+    """Orders the work on several GPUs that the code inside launches. Call it in a piece of a stream.
+
+    The work on other GPUs comes after what the present stream does before, and the stream waits for it at the end.
+    Does nothing for shards on one device.
+    """
+    devices = {shard.kv.device for shard in shards[1:]} - {shards[0].kv.device}
+    if not devices:
+        yield
+        return
+    here = torch.cuda.current_stream(shards[0].kv.device)
+    others = [torch.cuda.current_stream(device) for device in devices]
+    for other in others:
+        other.wait_stream(here)
+    yield
+    for other in others:
+        here.wait_stream(other)

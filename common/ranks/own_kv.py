@@ -1,0 +1,162 @@
+"""Ranks that each have KV of their own, as GPUs do: the first rank gives them shards and broadcasts forwards' tensors.
+
+    rank 0   message: sizes, lengths ──▶ broadcast: ids, positions, slots ─▶ forward on cuda:0, KV of heads 0..k
+    rank 1   ─────── message ──────────▶ ──────── receives ────────────────▶ forward on cuda:1, KV of heads k..
+
+The message says what comes; the broadcast, on the stream, has what only the first rank's GPU knows, such as the tokens
+that the step before drew. Rank 0 also allocates every shard and moves KV in and out of it, because what it does on its
+stream before a broadcast has been done for all, and what follows a forward's last sum comes after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.attention.backend import ForwardInput
+from common.host.shared_tensors import SharedTensors, TensorPlace
+from common.kv.kv_shard import KvShard
+from common.kv.window_slots import WindowKv
+from common.ranks.messages import AnnouncedForward
+from common.ranks.process_group import GroupCollective
+
+_NUMBERS = ("prefix_lens", "extend_lens", "max_seq_len")
+_TENSORS = [
+    field.name
+    for field in fields(ForwardInput)
+    if field.name not in (*_NUMBERS, "req_to_token", "req_pool_indices", "kv", "windows")
+]
+_WIDTH_UNIT = 16
+"""Tables are cut to a multiple of so many slots: kernels are compiled again for a width that is none."""
+
+
+class OwnKv:
+    """The first rank's side. Rank r computes on `devices[r]`. `tensors` has shared memory, for KV on a CPU."""
+
+    def __init__(self, tensors: SharedTensors, collective: GroupCollective, devices: Sequence[torch.device]) -> None:
+        self._tensors = tensors
+        self._collective = collective
+        self._devices = devices
+        self.shards: list[list[Tensor]] = []
+        """The shards of each layer group, by rank."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=self._devices[0])
+
+    def kv(self, shape: Sequence[int], dtype: torch.dtype, heads: Sequence[range]) -> Sequence[KvShard]:
+        made = [
+            KvShard(slice(own.start, own.stop), self._zeros_on(device, (*shape[:-2], len(own), shape[-1]), dtype))
+            for device, own in zip(self._devices, heads, strict=True)
+        ]
+        self.shards.append([shard.kv for shard in made])
+        return made
+
+    def _zeros_on(self, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if device.type == "cpu":
+            return self._tensors.zeros(shape, dtype)
+        zeros = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        torch.cuda.synchronize(device)  # the rank that gets it knows nothing of this process's streams
+        return zeros
+
+    def share(self, memory: Tensor, file: int) -> None:
+        raise NotImplementedError("KV that ranks have of their own is not lent")
+
+    def new_kv(self, number: int, rank: int) -> TensorPlace | Tensor:
+        """Returns a rank's shard in a form that can be sent to it."""
+        kv = self.shards[number][rank]
+        return self._tensors.place_of(kv) if kv.device.type == "cpu" else kv
+
+    def announced(self, batch: ForwardInput, graph: int | None) -> AnnouncedForward:
+        """Returns the message of a forward, whose tensors `broadcast` sends."""
+        return AnnouncedForward(
+            {name: tuple(each.shape) for name, each in _tensors_of(batch).items()},
+            {name: getattr(batch, name) for name in _NUMBERS},
+            self._number_of(batch.kv),
+            tuple((self._number_of(window.kv), tuple(window.layers)) for window in batch.windows),
+            graph,
+        )
+
+    def note_replay(self) -> None:
+        self._collective.note_replay()
+
+    def broadcast(self, batch: ForwardInput) -> None:
+        self._collective.broadcast(_packed(_tensors_of(batch)))
+
+    def _number_of(self, kv: Tensor) -> int:
+        return next(number for number, shards in enumerate(self.shards) if shards[0] is kv)
+
+
+class ReceivedForwards:
+    """The side of the other ranks: their shards, and the forwards that they receive."""
+
+    def __init__(self, collective: GroupCollective, torch_device: torch.device) -> None:
+        self._collective = collective
+        self._torch_device = torch_device
+        self._shards: list[Tensor] = []
+
+    def add(self, kv: Tensor) -> None:
+        self._shards.append(kv)
+
+    def let_go(self) -> None:
+        self._shards.clear()
+
+    def note_replay(self) -> None:
+        self._collective.note_replay()
+
+    def receive(self, message: AnnouncedForward) -> ForwardInput:
+        """Returns the forward of a message, with the tensors of the broadcast that follows it. Raises MemberLost."""
+        num_values = sum(torch.Size(size).numel() for size in message.sizes.values())
+        packed = torch.empty(num_values, dtype=torch.int64, device=self._torch_device)
+        self._collective.broadcast(packed)
+        parts = packed.split([torch.Size(size).numel() for size in message.sizes.values()])
+        tensors = {name: part.view(size) for part, (name, size) in zip(parts, message.sizes.items(), strict=True)}
+        columns: dict[str, Any] = {name: tensors.get(name) for name in _TENSORS}
+        if columns["tree_mask"] is not None:
+            columns["tree_mask"] = columns["tree_mask"].bool()
+        kv, table = self._shards[message.kv], tensors["req_to_token"]
+        return ForwardInput(
+            **columns,
+            **message.numbers,
+            req_to_token=table,
+            req_pool_indices=torch.arange(len(table), device=self._torch_device),
+            kv=kv,
+            windows=tuple(
+                WindowKv(
+                    self._shards[number],
+                    tensors[f"window {place} req_to_token"],
+                    self._slots_at(columns["out_cache_loc"], tensors[f"window {place} slots"], kv.shape[2]),
+                    layers,
+                )
+                for place, (number, layers) in enumerate(message.windows)
+            ),
+        )
+
+    def _slots_at(self, out_cache_loc: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+        """Returns a table [num_slots] that has each of `slots` [T] at its place in `out_cache_loc` [T]."""
+        table = torch.zeros(num_slots, dtype=torch.int64, device=self._torch_device)
+        return table.index_copy_(0, out_cache_loc, slots)
+
+
+def _tensors_of(batch: ForwardInput) -> dict[str, Tensor]:
+    """Returns the tensors of a forward. Instead of the pool's tables these are the rows and slots that it uses."""
+    rows = batch.req_pool_indices
+    width = min(batch.req_to_token.shape[1], -(-batch.max_seq_len // _WIDTH_UNIT) * _WIDTH_UNIT)
+
+    def of_rows(table: Tensor) -> Tensor:
+        return table[:, :width].index_select(0, rows)
+
+    tensors = {name: each for name in _TENSORS if (each := getattr(batch, name)) is not None}
+    tensors["req_to_token"] = of_rows(batch.req_to_token)
+    for place, window in enumerate(batch.windows):
+        tensors[f"window {place} req_to_token"] = of_rows(window.req_to_token)
+        tensors[f"window {place} slots"] = window.slot_of[batch.out_cache_loc]
+    return tensors
+
+
+def _packed(tensors: dict[str, Tensor]) -> Tensor:
+    """Returns all values side by side, [N] int64."""
+    return torch.cat([each.reshape(-1).to(torch.int64) for each in tensors.values()])

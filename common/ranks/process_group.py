@@ -1,0 +1,110 @@
+"""A Collective over a process group of torch.distributed: NCCL between GPUs, gloo where tests run the same on a CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from common.model.part import MemberLost
+
+_LONGEST = timedelta(days=1)
+"""How long an operation may take. The watchdog of the service sees a rank that hangs much earlier."""
+_HOST = "127.0.0.1"
+_POLL_S = 0.01
+
+
+def new_store(port: int | None, *, num_ranks: int) -> TCPStore:
+    """Returns the store through which ranks find each other. The first rank opens it, without a `port`, and the others
+    connect to its port.
+    """
+    return TCPStore(_HOST, port or 0, num_ranks, is_master=port is None, timeout=_LONGEST, wait_for_workers=False)
+
+
+class GroupCollective:
+    """A Collective whose ranks have memory of their own. Work on GPUs is put on the present stream, and nothing waits.
+
+    `counts` [num_ranks] int64 is memory that all ranks map. It is zeros at first, and has how many operations each rank
+    has begun. The first operation waits until all ranks have come to it.
+    """
+
+    def __init__(
+        self,
+        store: TCPStore,
+        *,
+        rank: int,
+        num_ranks: int,
+        torch_device: torch.device,
+        counts: Tensor,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._torch_device = torch_device
+        self._counts = counts.numpy()
+        self._opened: Any = None
+        self._is_given_up = threading.Event()
+
+    def sum_up(self, values: Tensor) -> None:
+        group = self._group()
+        self._wait(lambda: group.allreduce([values]))
+
+    def joined(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        group, widest = self._group(), max(widths)
+        padded = torch.nn.functional.pad(part, (0, widest - part.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in widths]
+        self._wait(lambda: group.allgather([parts], [padded]))
+        return torch.cat([each[..., :width] for each, width in zip(parts, widths, strict=True)], dim=-1)
+
+    def broadcast(self, values: Tensor) -> None:
+        """Replaces `values`, which are contiguous, by the first rank's. Raises MemberLost."""
+        group = self._group()
+        self._wait(lambda: group.broadcast([values]))
+
+    def note_replay(self) -> None:
+        """Counts the operations of a graph that is replayed, as one."""
+        self._counts[self._rank] += 1
+
+    def give_up(self) -> None:
+        self._is_given_up.set()
+        if self._opened is not None and self._torch_device.type == "cuda":
+            self._opened.abort()
+
+    def counts(self) -> list[int]:
+        counts: list[int] = self._counts.tolist()
+        return counts
+
+    def _group(self) -> Any:
+        self._counts[self._rank] += 1
+        if self._opened is None:
+            while not self._counts.all():  # to open a group waits without end for a rank that has ended
+                if self._is_given_up.is_set():
+                    raise MemberLost("another rank is lost")
+                time.sleep(_POLL_S)
+            self._opened = _new_group(self._store, self._rank, self._num_ranks, self._torch_device)
+        return self._opened
+
+    def _wait(self, begin: Any) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise MemberLost(f"ranks do not come together: {error}") from error
+
+
+def _new_group(store: TCPStore, rank: int, num_ranks: int, torch_device: torch.device) -> Any:
+    distributed: Any = torch.distributed  # PyTorch's type stubs lack these classes
+    if torch_device.type == "cuda":
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = _LONGEST
+        return distributed.ProcessGroupNCCL(store, rank, num_ranks, options)
+    options = distributed.ProcessGroupGloo._Options()
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_HOST)]
+    options._timeout = _LONGEST
+    return distributed.ProcessGroupGloo(store, rank, num_ranks, options)
