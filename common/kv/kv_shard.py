@@ -57,6 +57,8 @@ def across_devices(shards: Sequence[KvShard]) -> Iterator[None]:
     others = [torch.cuda.current_stream(device) for device in devices]
     for other in others:
         other.wait_stream(here)
-    yield
-    for other in others:
-        here.wait_stream(other)
+    try:
+        yield
+    finally:
+        for other in others:
+            here.wait_stream(other)

@@ -31,12 +31,13 @@ from common.model.loader import load_target
 from common.model.part import MemberLost, Part
 from common.model.target import TargetModel
 from common.ranks.leader import error_place, write_error
-from common.ranks.messages import AnnouncedForward, Forward, Load, NewFile, NewKv, NoMorePool, Replay
+from common.ranks.messages import AnnouncedForward, Forward, Load, NewFile, NewKv, NoMorePool, Replay, ToFollower
 from common.ranks.one_pool import received
 from common.ranks.own_kv import ReceivedForwards
 from common.ranks.process_group import GroupCollective, new_store
 
 _LOST_STATUS = 3
+_CHECK_INTERVAL_S = 1.0
 
 
 class _Files:
@@ -72,7 +73,8 @@ def main() -> None:
         _serve(load, connection, files, memory)
     except (EOFError, ConnectionResetError):
         pass  # the first rank has closed the socket
-    except MemberLost:
+    except MemberLost as error:
+        write_error(error_place(memory, load), str(error))
         sys.exit(_LOST_STATUS)
     except BatonError as error:
         write_error(error_place(memory, load), str(error))
@@ -104,7 +106,9 @@ def _serve(load: Load, connection: Connection, files: _Files, memory: Tensor) ->
     )
     part = Part(load.rank, load.num_ranks, group, has_own_kv=True)
     target = load_target(load.directory, **load.arguments, part=part)
-    _compute_with_own_kv(target, connection, files, ReceivedForwards(group, torch_device), device)
+    if torch_device.type == "cuda":
+        torch.cuda.empty_cache()  # the first rank looks how much is free
+    _OwnKvRank(target, connection, files, ReceivedForwards(group, torch_device), device).run()
 
 
 def _compute(target: TargetModel, connection: Connection, files: _Files) -> None:
@@ -114,42 +118,62 @@ def _compute(target: TargetModel, connection: Connection, files: _Files) -> None
                 files.receive()
             case NoMorePool():
                 files.let_go()
+                connection.send(None)
             case Forward() as message:
                 target.forward(received(message, files.at))
             case other:
                 raise AssertionError(f"an unknown message: {other}")
 
 
-def _compute_with_own_kv(
-    target: TargetModel, connection: Connection, files: _Files, forwards: ReceivedForwards, device: Device
-) -> None:
-    """Computes forwards on one stream. On a GPU nothing waits for them: the first rank does, by its part of them."""
-    graphs: dict[int, Graph] = {}
+class _OwnKvRank:
+    """Computes forwards on KV of its own. On a GPU nothing waits for them: the first rank does, by its part of them."""
 
-    def compute(message: AnnouncedForward) -> tuple[Tensor, ...]:
-        return (target.forward(forwards.receive(message)).logits,)
+    def __init__(
+        self, target: TargetModel, connection: Connection, files: _Files, forwards: ReceivedForwards, device: Device
+    ) -> None:
+        self._target = target
+        self._connection = connection
+        self._files = files
+        self._forwards = forwards
+        self._device = device
+        self._graphs: dict[int, Graph] = {}
 
-    with _stream_of(device):
-        while True:
-            match connection.recv():
-                case NewFile():
-                    files.receive()
-                case NewKv(kv):
-                    forwards.add(kv if isinstance(kv, Tensor) else files.at(kv))
-                case NoMorePool():
-                    graphs.clear()
-                    forwards.let_go()
-                    files.let_go()
-                case AnnouncedForward(graph=None) as message:
-                    compute(message)
-                case AnnouncedForward(graph=int(number)) as message:
-                    graphs[number] = _new_graph(device)
-                    graphs[number].record(partial(compute, message))
-                case Replay(number):
-                    forwards.note_replay()
-                    graphs[number].replay()
-                case other:
-                    raise AssertionError(f"an unknown message: {other}")
+    def run(self) -> None:
+        with _stream_of(self._device):
+            while True:
+                while not self._connection.poll(_CHECK_INTERVAL_S):
+                    self._check_gpu()
+                self._do(self._connection.recv())  # which keeps no reference: a shard is freed with the last one
+
+    def _check_gpu(self) -> None:
+        """Raises the error of a kernel that has failed, which nobody waits for."""
+        if self._device.torch_device.type == "cuda":
+            torch.cuda.current_stream().query()
+
+    def _do(self, message: ToFollower) -> None:
+        match message:
+            case NewFile():
+                self._files.receive()
+            case NewKv(kv):
+                self._forwards.add(kv if isinstance(kv, Tensor) else self._files.at(kv))
+            case NoMorePool():
+                self._graphs.clear()
+                self._forwards.let_go()
+                self._files.let_go()
+                self._connection.send(None)
+            case AnnouncedForward(graph=None):
+                self._compute(message)
+            case AnnouncedForward(graph=int(number)):
+                self._graphs[number] = _new_graph(self._device)
+                self._graphs[number].record(partial(self._compute, message))
+            case Replay(number):
+                self._forwards.note_replay()
+                self._graphs[number].replay()
+            case other:
+                raise AssertionError(f"an unknown message: {other}")
+
+    def _compute(self, message: AnnouncedForward) -> tuple[Tensor, ...]:
+        return (self._target.forward(self._forwards.receive(message)).logits,)
 
 
 def _stream_of(device: Device) -> AbstractContextManager[object]:

@@ -15,8 +15,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler, send_handle
 from pathlib import Path
@@ -38,7 +37,7 @@ from common.model.loader import LoadArguments
 from common.model.part import Collective, MemberLost, Part
 from common.ranks.messages import Load, NewFile, NewKv, NoMorePool, Replay, ToFollower
 from common.ranks.one_pool import OnePool
-from common.ranks.own_kv import OwnKv
+from common.ranks.own_kv import OwnKv, tensors_of
 from common.ranks.process_group import GroupCollective, new_store
 
 _ERROR_BYTES = 4096
@@ -71,6 +70,7 @@ class Ranks:
         kernels_dir: Path | None,
     ) -> None:
         num_ranks = len(devices)
+        self._devices = devices
         self._tensors = SharedTensors()
         self._lock = threading.Lock()
         self._loss: str | None = None
@@ -170,12 +170,13 @@ class Ranks:
         if isinstance(pool, OnePool):
             self._send(pool.sent(batch))
             return
+        tensors = tensors_of(batch)
         if not self._is_replaying:
-            self._send(pool.announced(batch, self._graph))
+            self._send(pool.announced(batch, tensors, self._graph))
             if self._graph is not None:
                 assert self._graph not in self._shared_graphs, "a graph has one forward"
                 self._shared_graphs.add(self._graph)
-        pool.broadcast(batch)
+        pool.broadcast(tensors)
 
     def recorder(self, recorder: GraphRecorder) -> GraphRecorder:
         """Returns a recorder of this rank's work, which makes the other ranks record and replay their part of it."""
@@ -239,16 +240,26 @@ class Ranks:
         send_handle(connection, self._tensors.files[file], process.pid)
 
     def let_go_of_pool(self) -> None:
-        """Makes all ranks let go of the pool's memory. Call it once the engine that used the pool has ended."""
-        with contextlib.suppress(OSError):  # a rank has ended: `loss` says which
+        """Makes all ranks let go of the pool's memory, and waits until they have. Call it once the engine that used the
+        pool has ended.
+        """
+        with contextlib.suppress(OSError, EOFError):  # a rank has ended: `loss` says which
             for connection in self._connections:
                 connection.send(NoMorePool())
+            for connection in self._connections:
+                if connection.poll(_CLOSE_TIMEOUT_S):
+                    connection.recv()
         self._tensors.let_go(1)
         self._num_sent_files = 1
         self._num_sent_kv = 0
         self._shared_graphs.clear()
         if isinstance(self._pool, OwnKv):
-            self._pool.shards.clear()
+            self._pool.let_go()
+
+    def least_free_bytes(self, free_bytes: int) -> int:
+        """Returns how much is free on the GPU that has least: the first rank's, with `free_bytes`, or another's."""
+        gpus = [device for device in self._devices[1:] if device.type == "cuda"]
+        return min([free_bytes, *(torch.cuda.mem_get_info(device)[0] for device in gpus)])
 
     def give_up(self, error: BaseException) -> str:
         if isinstance(error, MemberLost):  # the end of the rank's process says how, and may take a moment to be seen
@@ -359,10 +370,15 @@ def lost_ranks_named(ranks: Ranks | None) -> Iterator[None]:
     """Ends the ranks if the code inside fails. Raises StartupError, naming the rank, if it failed because one ended."""
     try:
         yield
-    except MemberLost as error:
-        assert ranks is not None
-        loss = ranks.give_up(error)
+    except Exception as error:
+        if ranks is None:
+            raise
+        # Without a rank that has ended, GPUs go on with wrong sums, which then seem to be the model's fault.
+        is_lost = isinstance(error, MemberLost) or (ranks.part.has_own_kv and ranks.loss is not None)
+        loss = ranks.give_up(error) if is_lost else ""
         ranks.close()
+        if not is_lost:
+            raise
         raise StartupError(f"tensor_parallel: {loss}") from error
     except BaseException:
         if ranks is not None:
@@ -370,19 +386,32 @@ def lost_ranks_named(ranks: Ranks | None) -> Iterator[None]:
         raise
 
 
-def load_together(load: Callable[[], T], ranks: Ranks) -> T:
-    """Returns what `load` returns. It runs on a thread of its own, so that this one can be interrupted by signals while
-    ranks wait for each other. Names ranks that others wait for in the log.
+def load_together(load: Callable[[], T], ranks: Ranks, *, enter_thread: Callable[[], object] = lambda: None) -> T:
+    """Returns what `load` returns. It runs on a thread of its own, after `enter_thread`, so that this one can be
+    interrupted by signals while ranks wait for each other. Names ranks that others wait for in the log.
+
+    Raises MemberLost if a rank has ended and `load` does not end.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="load", initializer=partial(torch.set_num_threads, 1)) as thread:
-        loading = thread.submit(load)
-        while True:
-            try:
-                return loading.result(_LOG_INTERVAL_S)
-            except TimeoutError:
-                if loading.done():
-                    raise
-                _log.info("loading_together", waits_for=ranks.behind)
+    loading: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            torch.set_num_threads(1)
+            enter_thread()
+            loading.set_result(load())
+        except BaseException as error:
+            loading.set_exception(error)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    while True:
+        try:
+            return loading.result(_LOG_INTERVAL_S)
+        except TimeoutError as error:
+            if loading.done():
+                raise
+            if ranks.loss is not None:
+                raise MemberLost("another rank is lost") from error
+            _log.info("loading_together", waits_for=ranks.behind)
 
 
 def write_error(errors: Tensor, text: str) -> None:

@@ -6,6 +6,8 @@
 The message says what comes; the broadcast, on the stream, has what only the first rank's GPU knows, such as the tokens
 that the step before drew. Rank 0 also allocates every shard and moves KV in and out of it, because what it does on its
 stream before a broadcast has been done for all, and what follows a forward's last sum comes after all.
+
+On CPUs ranks share one pool instead. Only tests give them KV of their own, to show that all this is right.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ _TENSORS = [
     for field in fields(ForwardInput)
     if field.name not in (*_NUMBERS, "req_to_token", "req_pool_indices", "kv", "windows")
 ]
+_SENT_AS = torch.int32
 _WIDTH_UNIT = 16
 """Tables are cut to a multiple of so many slots: kernels are compiled again for a width that is none."""
 
@@ -65,15 +68,21 @@ class OwnKv:
     def share(self, memory: Tensor, file: int) -> None:
         raise NotImplementedError("KV that ranks have of their own is not lent")
 
+    def let_go(self) -> None:
+        """Forgets the shards, once no rank uses them any more."""
+        self.shards.clear()
+        if self._devices[0].type == "cuda":
+            torch.cuda.ipc_collect()
+
     def new_kv(self, number: int, rank: int) -> TensorPlace | Tensor:
         """Returns a rank's shard in a form that can be sent to it."""
         kv = self.shards[number][rank]
         return self._tensors.place_of(kv) if kv.device.type == "cpu" else kv
 
-    def announced(self, batch: ForwardInput, graph: int | None) -> AnnouncedForward:
-        """Returns the message of a forward, whose tensors `broadcast` sends."""
+    def announced(self, batch: ForwardInput, tensors: dict[str, Tensor], graph: int | None) -> AnnouncedForward:
+        """Returns the message of a forward with these `tensors_of`, which `broadcast` sends."""
         return AnnouncedForward(
-            {name: tuple(each.shape) for name, each in _tensors_of(batch).items()},
+            {name: tuple(each.shape) for name, each in tensors.items()},
             {name: getattr(batch, name) for name in _NUMBERS},
             self._number_of(batch.kv),
             tuple((self._number_of(window.kv), tuple(window.layers)) for window in batch.windows),
@@ -83,8 +92,9 @@ class OwnKv:
     def note_replay(self) -> None:
         self._collective.note_replay()
 
-    def broadcast(self, batch: ForwardInput) -> None:
-        self._collective.broadcast(_packed(_tensors_of(batch)))
+    def broadcast(self, tensors: dict[str, Tensor]) -> None:
+        """Sends all values side by side, as int32: no token, position or slot is larger."""
+        self._collective.broadcast(torch.cat([each.reshape(-1).to(_SENT_AS) for each in tensors.values()]))
 
     def _number_of(self, kv: Tensor) -> int:
         return next(number for number, shards in enumerate(self.shards) if shards[0] is kv)
@@ -110,9 +120,9 @@ class ReceivedForwards:
     def receive(self, message: AnnouncedForward) -> ForwardInput:
         """Returns the forward of a message, with the tensors of the broadcast that follows it. Raises MemberLost."""
         num_values = sum(torch.Size(size).numel() for size in message.sizes.values())
-        packed = torch.empty(num_values, dtype=torch.int64, device=self._torch_device)
+        packed = torch.empty(num_values, dtype=_SENT_AS, device=self._torch_device)
         self._collective.broadcast(packed)
-        parts = packed.split([torch.Size(size).numel() for size in message.sizes.values()])
+        parts = packed.long().split([torch.Size(size).numel() for size in message.sizes.values()])
         tensors = {name: part.view(size) for part, (name, size) in zip(parts, message.sizes.items(), strict=True)}
         columns: dict[str, Any] = {name: tensors.get(name) for name in _TENSORS}
         if columns["tree_mask"] is not None:
@@ -141,7 +151,7 @@ class ReceivedForwards:
         return table.index_copy_(0, out_cache_loc, slots)
 
 
-def _tensors_of(batch: ForwardInput) -> dict[str, Tensor]:
+def tensors_of(batch: ForwardInput) -> dict[str, Tensor]:
     """Returns the tensors of a forward. Instead of the pool's tables these are the rows and slots that it uses."""
     rows = batch.req_pool_indices
     width = min(batch.req_to_token.shape[1], -(-batch.max_seq_len // _WIDTH_UNIT) * _WIDTH_UNIT)
@@ -155,8 +165,3 @@ def _tensors_of(batch: ForwardInput) -> dict[str, Tensor]:
         tensors[f"window {place} req_to_token"] = of_rows(window.req_to_token)
         tensors[f"window {place} slots"] = window.slot_of[batch.out_cache_loc]
     return tensors
-
-
-def _packed(tensors: dict[str, Tensor]) -> Tensor:
-    """Returns all values side by side, [N] int64."""
-    return torch.cat([each.reshape(-1).to(torch.int64) for each in tensors.values()])

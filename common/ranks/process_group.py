@@ -1,10 +1,12 @@
-"""A Collective over a process group of torch.distributed: NCCL between GPUs, gloo where tests run the same on a CPU."""
+"""A Collective over a process group of torch.distributed: NCCL between GPUs, and gloo on CPUs, which only tests use."""
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +27,19 @@ def new_store(port: int | None, *, num_ranks: int) -> TCPStore:
     """Returns the store through which ranks find each other. The first rank opens it, without a `port`, and the others
     connect to its port.
     """
-    return TCPStore(_HOST, port or 0, num_ranks, is_master=port is None, timeout=_LONGEST, wait_for_workers=False)
+    if port is not None:
+        return TCPStore(_HOST, port, num_ranks, is_master=False, timeout=_LONGEST, wait_for_workers=False)
+    with socket.create_server((_HOST, 0)) as server:  # by itself the store would listen on all interfaces
+        port = server.getsockname()[1]
+        return TCPStore(
+            _HOST,
+            port,
+            num_ranks,
+            is_master=True,
+            timeout=_LONGEST,
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
 
 
 class GroupCollective:
@@ -33,6 +47,9 @@ class GroupCollective:
 
     `counts` [num_ranks] int64 is memory that all ranks map. It is zeros at first, and has how many operations each rank
     has begun. The first operation waits until all ranks have come to it.
+
+    A broadcast begins a forward that is served, and what such a forward computes may become visible. So once there was
+    one, `give_up` leaves operations in flight on a GPU waiting: aborted ones would end with wrong sums.
     """
 
     def __init__(
@@ -50,6 +67,7 @@ class GroupCollective:
         self._torch_device = torch_device
         self._counts = counts.numpy()
         self._opened: Any = None
+        self._serves = False
         self._is_given_up = threading.Event()
 
     def sum_up(self, values: Tensor) -> None:
@@ -65,6 +83,7 @@ class GroupCollective:
 
     def broadcast(self, values: Tensor) -> None:
         """Replaces `values`, which are contiguous, by the first rank's. Raises MemberLost."""
+        self._serves = True
         group = self._group()
         self._wait(lambda: group.broadcast([values]))
 
@@ -74,8 +93,8 @@ class GroupCollective:
 
     def give_up(self) -> None:
         self._is_given_up.set()
-        if self._opened is not None and self._torch_device.type == "cuda":
-            self._opened.abort()
+        if self._opened is not None and self._torch_device.type == "cuda" and not self._serves:
+            threading.Thread(target=self._opened.abort, name="abort", daemon=True).start()
 
     def counts(self) -> list[int]:
         counts: list[int] = self._counts.tolist()
@@ -83,15 +102,18 @@ class GroupCollective:
 
     def _group(self) -> Any:
         self._counts[self._rank] += 1
+        while self._opened is None and not self._counts.all() and not self._is_given_up.is_set():
+            time.sleep(_POLL_S)  # to open a group would wait without end for a rank that has ended
+        if self._is_given_up.is_set():
+            raise MemberLost("another rank is lost")
         if self._opened is None:
-            while not self._counts.all():  # to open a group waits without end for a rank that has ended
-                if self._is_given_up.is_set():
-                    raise MemberLost("another rank is lost")
-                time.sleep(_POLL_S)
-            self._opened = _new_group(self._store, self._rank, self._num_ranks, self._torch_device)
+            try:
+                self._opened = _new_group(self._store, self._rank, self._num_ranks, self._torch_device)
+            except RuntimeError as error:
+                raise MemberLost(f"ranks cannot be connected: {error}") from error
         return self._opened
 
-    def _wait(self, begin: Any) -> None:
+    def _wait(self, begin: Callable[[], Any]) -> None:
         try:
             begin().wait()
         except RuntimeError as error:
@@ -101,6 +123,8 @@ class GroupCollective:
 def _new_group(store: TCPStore, rank: int, num_ranks: int, torch_device: torch.device) -> Any:
     distributed: Any = torch.distributed  # PyTorch's type stubs lack these classes
     if torch_device.type == "cuda":
+        # Otherwise a thread of PyTorch's ends the process as soon as a rank is lost, before it is said which.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = _LONGEST
         return distributed.ProcessGroupNCCL(store, rank, num_ranks, options)

@@ -111,6 +111,8 @@ class Runtime:
         than a request may have, and `num_in_flight` is what KvPool takes. Raises StartupError if memory is short.
         """
         memory = self.device.memory()
+        if memory is not None and self.ranks is not None:
+            memory = replace(memory, free_bytes=self.ranks.least_free_bytes(memory.free_bytes))
         groups = self.fingerprint.layer_groups
         windows = [group for group in groups if group.window]
         largest = max((group.window for group in groups if group.window), default=0)
@@ -320,7 +322,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
             on_progress=LoggedBytes(),
             part=None if ranks is None else ranks.part,
         )
-        model = load() if ranks is None else load_together(load, ranks)
+        model = load() if ranks is None else load_together(load, ranks, enter_thread=device.enter_thread)
     if ranks is not None:
         model.lead(ranks)
     _log.info(

@@ -204,7 +204,8 @@ class TagModel:
     layer_groups = TargetModel.layer_groups
     parts_of = TargetModel.parts_of
     share = TargetModel.share
-    new_zeros = TargetModel.new_zeros
+    pool_tensors = TargetModel.pool_tensors
+    recorder = TargetModel.recorder
     _followers = None
     vocab_size = VOCAB_SIZE
     max_context_tokens = CONTEXT_TOKENS

@@ -1,7 +1,7 @@
 """Ranks of GPUs compute what one process computes, with forwards that are recorded and without.
 
-On a machine with one GPU there is one rank. Then everything runs but another rank's process: the sums and broadcasts of
-NCCL, also inside recorded graphs, the KV shards, and the fused layers that add up.
+On a machine with one GPU there is one rank. Then this shows only that NCCL is opened, that graphs with its operations
+can be recorded, and that the fused layers that add up compute the same.
 """
 
 from __future__ import annotations

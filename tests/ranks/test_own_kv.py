@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.device.errors import DeviceLost
 from common.draft.load import load_draft
 from common.errors import StartupError
-from common.ranks.leader import Ranks, devices_of
-from common.ranks.messages import AnnouncedForward, Replay, ToFollower
+from common.ranks.leader import Ranks, devices_of, load_together
+from common.ranks.own_kv import OwnKv
+from common.ranks.process_group import new_store
 from common.sampling.params import ResolvedSampling
 from tests.support.draft_heads import save_copy_head
 from tests.support.models import save_last_token_model
@@ -25,7 +30,7 @@ from tests.support.recording_device import RecordingCpuDevice
 from tests.support.running_pair import BOUND_S, wait_until
 
 NUM_REQUESTS = 4
-CHAIN = {"num_draft_tokens": 3}
+CHAIN: dict[str, Any] = {"num_draft_tokens": 3}
 
 
 def tokens_of(pair: InProcessPair, num_tokens: int = 12) -> list[list[int]]:
@@ -41,39 +46,53 @@ def tokens_of(pair: InProcessPair, num_tokens: int = 12) -> list[list[int]]:
     return [outcome.token_ids for outcome in outcomes]
 
 
-def test_the_other_ranks_replay_the_forwards_that_the_first_one_replays(
-    make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("architecture", ["llama", "phi3, windows"])
+def test_the_other_ranks_replay_what_the_first_one_replays_over_each_pool(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target's forwards are recorded by all ranks, and those of the draft head by the first alone."""
-    sent: list[ToFollower] = []
-    send = Ranks._send
+    announced: list[int | None] = []
+    replayed: list[int] = []
+    announce, replay = OwnKv.announced, Ranks.replaying
 
-    def noting(ranks: Ranks, message: ToFollower) -> None:
-        sent.append(message)
-        send(ranks, message)
+    def noting_announce(pool: OwnKv, batch: ForwardInput, tensors: dict[str, Tensor], graph: int | None) -> Any:
+        announced.append(graph)
+        return announce(pool, batch, tensors, graph)
 
-    monkeypatch.setattr(Ranks, "_send", noting)
-    directory = save_last_token_model(tmp_path / "target", context_weight=0.05, mlp_weight=0.05)
+    def noting_replay(ranks: Ranks, graph: int) -> AbstractContextManager[None]:
+        replayed.append(graph)
+        return replay(ranks, graph)
+
+    monkeypatch.setattr(OwnKv, "announced", noting_announce)
+    monkeypatch.setattr(Ranks, "replaying", noting_replay)
+    weights = {"context_weight": 0.05, "mlp_weight": 0.05}
+    directory = save_last_token_model(tmp_path / "target", architecture=architecture, **weights)
     head_dir = save_copy_head(tmp_path / "head", target_dir=directory, family="eagle3")
     with ranked_model(directory, 2, own_kv_on="cpu") as (target, ranks):
         head = load_draft(head_dir, target=target, device="cpu", dtype="float32")
         target.capture_hidden(head.capture)
-        plain = make_pair(target, PairOptions(decode_rows=4, **CHAIN, replays_forwards=False), draft=head)
-        expected = tokens_of(plain)
-        sent.clear()
-        devices = [RecordingCpuDevice(), RecordingCpuDevice()]
-        pair = make_pair(target, PairOptions(decode_rows=4, **CHAIN), draft=head, new_device=iter(devices).__next__)
-        assert pair.decode.recorded is not None
-        recorded = [message.graph for message in sent if isinstance(message, AnnouncedForward) and message.graph]
-        assert 0 < len(recorded) < pair.decode.recorded.num_graphs, "graphs with a forward of the target, and without"
-        sent.clear()
-        assert tokens_of(pair) == expected
-        assert ranks.behind == ""
-        replays = [message.graph for message in sent if isinstance(message, Replay)]
-        assert len(replays) >= len(pair.decode_steps) and set(replays) <= set(recorded)
-        assert devices[0].recorder.num_replays > len(replays), "the draft head's were replayed too"
-        pair.settle()
-        plain.settle()
+        seen = []
+        for replays in (False, True, True):
+            announced.clear()
+            replayed.clear()
+            options = PairOptions(decode_rows=4, replays_forwards=replays, **CHAIN)
+            pair = InProcessPair(target, new_device=RecordingCpuDevice, draft=head, options=options)
+            try:
+                recorded = [graph for graph in announced if graph is not None]
+                assert bool(recorded) == replays == bool(pair.decode.recorded)
+                announced.clear()
+                seen.append(tokens_of(pair))
+                if pair.decode.recorded is not None:
+                    assert len(recorded) < pair.decode.recorded.num_graphs, "the draft head's are not theirs"
+                    assert sum(graph in recorded for graph in replayed) >= len(pair.decode_steps)
+                    assert not set(replayed) <= set(recorded)
+                    assert set(announced) == {None}, "prompts are not replayed"
+                pair.settle()
+            finally:
+                pair.close()
+            assert ranks.behind == "" and ranks.loss is None
+            ranks.let_go_of_pool()
+        assert seen[0] == seen[1] == seen[2]
 
 
 def test_a_rank_that_stops_or_ends_is_named(
@@ -115,3 +134,21 @@ def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices_of(torch.device("cpu"), 2) == [torch.device("cpu")] * 2
     with pytest.raises(StartupError, match=r"^tensor_parallel: 3 GPUs from number 1 on are needed; 3 are there$"):
         devices_of(torch.device("cuda", 1), 3)
+
+
+def test_the_ranks_find_each_other_on_the_loopback_interface_only() -> None:
+    store = new_store(None, num_ranks=2)
+    (listening,) = [
+        each.laddr.ip
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == store.port
+    ]
+    assert listening == "127.0.0.1"
+
+
+def test_the_model_is_loaded_on_the_device_of_the_first_rank(tiny_model_dir: Callable[[str], Path]) -> None:
+    """A new thread computes on GPU 0 until it is told otherwise."""
+    entered: list[int] = []
+    with ranked_model(tiny_model_dir("llama"), 2, own_kv_on="cpu") as (_, ranks):
+        loaded = load_together(threading.get_ident, ranks, enter_thread=lambda: entered.append(threading.get_ident()))
+    assert entered == [loaded] and loaded != threading.get_ident()

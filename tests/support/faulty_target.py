@@ -22,6 +22,7 @@ class FaultyTarget(TargetModel):
     def __init__(self, sound: TargetModel) -> None:
         self._sound = sound
         self._followers = None
+        self._part = None
         self.attention = sound.attention
         self.forward_counts = sound.forward_counts
         self.layer_group = sound.layer_group

@@ -43,7 +43,8 @@ def ranked_model(
     **changed: Any,
 ) -> Iterator[tuple[TargetModel, Ranks]]:
     """Loads the model on `num_ranks` ranks, each with one thread, in float32. `changed` are other LoadArguments.
-    `on_start` is called when the ranks have been started. With `own_kv_on`, "cpu" or "cuda", each rank has KV of its own there.
+    `on_start` is called when the ranks have been started. With `own_kv_on`, "cpu" or "cuda", each rank has KV of its
+    own there.
     """
     arguments = LoadArguments(
         device=own_kv_on or "cpu",
