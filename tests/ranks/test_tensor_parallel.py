@@ -57,7 +57,6 @@ class Case:
         Case("phi3, windows", 1, 3, chunk_tokens=64),
         Case("gpt_oss", 2, 2),
         Case("gemma3_text", 1, 2, "chain-4", shares_memory=True),
-        Case("llama", 2, 1, "tree-4x3-15", has_own_kv=True),
         Case("phi3, windows", 3, 2, "tree-4x3-15", has_own_kv=True),
     ],
     ids=str,
