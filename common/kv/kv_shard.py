@@ -6,8 +6,7 @@ shards              [ rank 0          | rank 1          ]     each in its rank's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,25 +39,3 @@ class PoolTensors(Protocol):
         The first shard is the one that this process's forwards use. Raises OSError, OverflowError or
         torch.OutOfMemoryError if there is not enough memory.
         """
-
-
-@contextmanager
-def across_devices(shards: Sequence[KvShard]) -> Iterator[None]:
-    """Orders the work on several GPUs that the code inside launches. Call it in a piece of a stream.
-
-    The work on other GPUs comes after what the present stream does before, and the stream waits for it at the end.
-    Does nothing for shards on one device.
-    """
-    devices = {shard.kv.device for shard in shards[1:]} - {shards[0].kv.device}
-    if not devices:
-        yield
-        return
-    here = torch.cuda.current_stream(shards[0].kv.device)
-    others = [torch.cuda.current_stream(device) for device in devices]
-    for other in others:
-        other.wait_stream(here)
-    try:
-        yield
-    finally:
-        for other in others:
-            here.wait_stream(other)

@@ -25,11 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.device.across import across_devices
 from common.device.stream import Event, Stream
 from common.errors import StartupError
 from common.host.memory import require_room
 from common.host.untouched_memory import populate, untouched_zeros
-from common.kv.kv_shard import WHOLE, KvShard, PoolTensors, across_devices
+from common.kv.kv_shard import WHOLE, KvShard, PoolTensors
 from common.kv.layer_group import DRAFT_GROUP, KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers, num_kept_before
 from common.kv.prefix_tree import HeldPrefix, PrefixTree, num_same
 from common.kv.row_columns import LeaseState, RowColumns
@@ -523,7 +524,7 @@ class KvPool:
                 continue
             window = self.windows.get(name)
             slots = [each if window is None else window.slot_of[each] for each in (sources, destinations)]
-            with across_devices(shards):
+            with across_devices([shard.kv for shard in shards]):
                 for kv in (shard.kv for shard in shards):
                     from_slots, to_slots = (each.to(kv.device, non_blocking=True) for each in slots)
                     kv.index_copy_(2, to_slots, kv.index_select(2, from_slots))

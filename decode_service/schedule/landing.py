@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from common.cpu_engine import cpu_engine
+from common.device.across import across_devices
 from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
 from common.draft.seed import TOPK_INDEX, TOPK_P
 from common.errors import (
@@ -26,7 +27,6 @@ from common.errors import (
     RowFailure,
     error_for_row_failure,
 )
-from common.kv.kv_shard import across_devices
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
 from common.kv.shared_kv import RemoteKv, SharedKv
@@ -406,7 +406,7 @@ class LandingZone:
             values = self._device.to_device(values)
         run = run_of(slots)
         places = None if run is not None else self._device.to_device(torch.tensor(slots))
-        with across_devices(shards):
+        with across_devices([shard.kv for shard in shards]):
             for shard in shards:
                 layers = shard.kv[segment.layer_start : segment.layer_start + segment.num_layers]
                 own = values[..., shard.heads, :]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, from_numpy
 
+from common.device.across import across_devices
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
-from common.kv.kv_shard import across_devices
 from common.kv.pool import KvPool
 from common.kv.slot_run import run_of
 from common.telemetry.timeline import FLOW
@@ -182,7 +182,7 @@ class CopyingSender(PieceSender):
         places = None if run is not None else self._device.to_device(torch.from_numpy(slots))
         torch_device = self._device.torch_device
         here = values if torch_device.type == "cpu" else torch.empty_like(values, device=torch_device)
-        with across_devices(shards):
+        with across_devices([shard.kv for shard in shards]):
             for shard in shards:
                 layers, own = shard.kv[piece.layers], here[..., shard.heads, :]
                 if places is None:

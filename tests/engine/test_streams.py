@@ -23,7 +23,7 @@ CUDA_IN_THE_SCHEDULER = (
     "isinstance(event, CudaEvent)",
     "seq_lens.to('cuda:0')",
 )
-NEUTRAL_DEVICE_MODULES = {f"common.device.{name}" for name in ("stream", "cell", "errors", "upload")}
+NEUTRAL_DEVICE_MODULES = {f"common.device.{name}" for name in ("stream", "cell", "errors", "upload", "across")}
 
 
 def engine_sources() -> dict[str, str]:
