@@ -20,7 +20,9 @@ from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
 from common.attention.backend import ForwardInput
 from common.device.errors import DeviceLost
+from common.device.graph import GraphRecorder
 from common.errors import StartupError
+from common.kv.kv_shard import WHOLE, KvShard
 from common.model.loader import load_target
 from common.ranks.leader import Ranks
 from common.sampling.params import ResolvedSampling
@@ -113,6 +115,12 @@ class NotedFollowers:
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
+
+    def kv(self, shape: Sequence[int], dtype: torch.dtype, heads: Sequence[range]) -> Sequence[KvShard]:
+        return (KvShard(WHOLE, self.zeros(shape, dtype)),)
+
+    def recorder(self, recorder: GraphRecorder) -> GraphRecorder:
+        return recorder
 
     def share(self, memory: Tensor, file: int) -> None:
         raise AssertionError
