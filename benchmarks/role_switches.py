@@ -261,7 +261,7 @@ def num_settling(num_switches: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a process has more of at the end than after the settling switches: memory, and counts by their name."""
+    """Says what a process has more of at the end than after the settling switches: memory, and counts by their name."""
 
     own_mib: float
     counts: dict[str, float]

@@ -90,8 +90,8 @@ def serve(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one run showed: tokens per second of all streams, messages per second that the client read, and the seconds
-    of a core that each named thread took for a token.
+    """The figures of one run: tokens per second of all streams, messages per second that the client read, and the
+    seconds of a core that each named thread took for a token.
     """
 
     tokens_per_s: float

@@ -64,7 +64,7 @@ class ServerLimits:
 
 
 class Server(ABC):
-    """What answers a service's clients: a gRPC server in this process, or those of several processes."""
+    """An object that answers a service's clients: a gRPC server in this process, or those of several processes."""
 
     @abstractmethod
     async def start(self, address: str) -> int:

@@ -41,7 +41,7 @@ _CONNECTION_AGE_S = 30.0  # within this time other gRPC clients than Baton's fin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgePlan:
-    """What an edge is built from, besides its engine. A process can be given it.
+    """The parts that an edge is built from, besides its engine. They can be sent to another process.
 
     At most `max_live` requests are live, whose prompts' log-probabilities take at most `max_prompt_logprob_bytes`. If
     the server `shares_port`, other edges listen on it too.

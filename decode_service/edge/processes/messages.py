@@ -38,7 +38,7 @@ class Listen:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What an edge tells clients: whether the service is ready, its role, and the engine's and the replicas' state."""
+    """The state that an edge shows to clients: readiness, role, and the engine's and the replicas' state."""
 
     is_ready: bool
     is_alive: bool
@@ -100,7 +100,7 @@ class CannotStart:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an edge says from time to time: that it goes on, and its metrics."""
+    """An edge sends this from time to time: it says that the edge goes on, and has its metrics."""
 
     metrics: tuple[Metric, ...]
 
