@@ -21,7 +21,6 @@ from multiprocessing.reduction import ForkingPickler, send_handle
 from pathlib import Path
 from typing import TypeVar, cast
 
-import structlog
 import torch
 from torch import Tensor
 
@@ -43,11 +42,9 @@ from common.ranks.process_group import GroupCollective, new_store
 _ERROR_BYTES = 4096
 _CLOSE_TIMEOUT_S = 5.0
 _END_TIMEOUT_S = 1.0
-_LOG_INTERVAL_S = 5.0
+_TELL_INTERVAL_S = 5.0
 
 T = TypeVar("T")
-
-_log = structlog.get_logger(__name__)
 
 
 class Ranks:
@@ -386,9 +383,15 @@ def lost_ranks_named(ranks: Ranks | None) -> Iterator[None]:
         raise
 
 
-def load_together(load: Callable[[], T], ranks: Ranks, *, enter_thread: Callable[[], object] = lambda: None) -> T:
+def load_together(
+    load: Callable[[], T],
+    ranks: Ranks,
+    *,
+    enter_thread: Callable[[], object] = lambda: None,
+    tell: Callable[[str], object] = lambda behind: None,
+) -> T:
     """Returns what `load` returns. It runs on a thread of its own, after `enter_thread`, so that this one can be
-    interrupted by signals while ranks wait for each other. Names ranks that others wait for in the log.
+    interrupted by signals while ranks wait for each other. Every few seconds `tell` gets what `behind` says.
 
     Raises MemberLost if a rank has ended and `load` does not end.
     """
@@ -405,13 +408,13 @@ def load_together(load: Callable[[], T], ranks: Ranks, *, enter_thread: Callable
     threading.Thread(target=run, name="load", daemon=True).start()
     while True:
         try:
-            return loading.result(_LOG_INTERVAL_S)
+            return loading.result(_TELL_INTERVAL_S)
         except TimeoutError as error:
             if loading.done():
                 raise
             if ranks.loss is not None:
                 raise MemberLost("another rank is lost") from error
-            _log.info("loading_together", waits_for=ranks.behind)
+            tell(ranks.behind)
 
 
 def write_error(errors: Tensor, text: str) -> None:

@@ -322,7 +322,15 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
             on_progress=LoggedBytes(),
             part=None if ranks is None else ranks.part,
         )
-        model = load() if ranks is None else load_together(load, ranks, enter_thread=device.enter_thread)
+        if ranks is None:
+            model = load()
+        else:
+            model = load_together(
+                load,
+                ranks,
+                enter_thread=device.enter_thread,
+                tell=lambda behind: _log.info("loading_together", waits_for=behind),
+            )
     if ranks is not None:
         model.lead(ranks)
     _log.info(
