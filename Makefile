@@ -11,7 +11,7 @@ FUZZ := .venv/.installed-fuzz
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test compose-test kubernetes-test ray-test clients-test check format stubs parity bench soak fuzz gpu clean
+.PHONY: help demo test compose-test kubernetes-test ray-test clients-test check check-types check-rest format stubs parity bench soak fuzz gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -50,9 +50,14 @@ clients-test: $(DEV)
 	$(BIN)/python -m tests.clients
 
 check: $(DEV)
+	$(MAKE) --jobs=2 --output-sync check-types check-rest
+
+check-types: $(DEV)
+	$(BIN)/mypy
+
+check-rest: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.stubs --check
 

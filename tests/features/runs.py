@@ -174,11 +174,12 @@ def asked() -> Iterator[Asked]:
 
 
 Logprobs = tuple[float, tuple[int, ...]]
-TOLERANCES: dict[KvDtype, float] = {"unquantized": 1e-4, "fp8_e4m3": 5e-3}
-"""How far log-probabilities may be apart. With other rows beside it, a key that lies between two FP8 numbers may be
-rounded to the other one.
-"""
 """The log-probability of a token, and the likeliest tokens there."""
+
+TOLERANCES: dict[KvDtype, float] = {"unquantized": 1e-4, "fp8_e4m3": 5e-3}
+"""How far log-probabilities may be apart. In other forwards a number is computed with another last bit. If it lies
+between two FP8 numbers, it may be rounded to the other one, and then tokens that attend to it differ by far more.
+"""
 
 
 @dataclass
