@@ -68,12 +68,20 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How many services of a kind there are and are wanted. `mean` and `peak` are the demand, in services."""
+    """How many services of a kind there are and are wanted. `mean` and `peak` are the demand, in services.
+
+    `now` counts those that gave the last answer. `wanted` is None while advice is held, so that nobody scales to it.
+    """
 
     now: int
-    wanted: int
+    wanted: int | None
     mean: float
     peak: float
+
+    @property
+    def num_more(self) -> int:
+        """How many more services are wanted than there are, below 0 if fewer, and 0 while advice is held."""
+        return 0 if self.wanted is None else self.wanted - self.now
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +198,7 @@ def _need(now: int, services: Sequence[Sequence[float]], *, is_held: bool) -> Ne
     mean, peak = _mean(demands), max(demands, default=0.0)
     least = max(1, math.ceil(mean / HIGH - _EPSILON))
     most = max(least, math.ceil(peak / LOW - _EPSILON))
-    wanted = now if is_held else min(max(now, least), most)
+    wanted = None if is_held else min(max(now, least), most)
     return Need(now=now, wanted=wanted, mean=round(mean, 3), peak=round(peak, 3))
 
 
@@ -217,7 +225,7 @@ def _why_hold(
 def _switches(needs: Mapping[Role, Need], loads: Mapping[Role, Mapping[str, float]]) -> dict[str, Role]:
     """Returns the services that should change their role: those with the least load of the kind that has too many."""
     for short, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-        num = min(needs[short].wanted - needs[short].now, needs[other].now - needs[other].wanted)
+        num = min(needs[short].num_more, -needs[other].num_more)
         if num > 0:
             idle_first = sorted(loads[other], key=lambda address: loads[other][address])
             return dict.fromkeys(idle_first[:num], short)

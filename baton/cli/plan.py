@@ -53,4 +53,5 @@ def _text(advice: Advice) -> str:
 
 
 def _need_text(kind: str, need: Need) -> str:
-    return f"{kind}: {need.now} now, {need.wanted} wanted; busy {need.mean:.2f} on average, {need.peak:.2f} at the peak"
+    wanted = "" if need.wanted is None else f", {need.wanted} wanted"
+    return f"{kind}: {need.now} now{wanted}; busy {need.mean:.2f} on average, {need.peak:.2f} at the peak"

@@ -7,14 +7,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import grpc
 import pytest
 
+from baton.cli.plan import plan
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, FailedPrecondition, Unauthenticated, Unavailable
+from baton.free_ports import free_ports
 from baton.load_samples import sample_loads
+from baton.planner import advise
 from baton.roles import Role, RoleClient, RoleState
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, roles_pb2, roles_pb2_grpc
 
@@ -154,3 +157,29 @@ def test_a_planner_has_a_token_for_each_kind_and_a_blocked_prefill_service_does_
     assert not one.prefill and "the token is not known" in one.missing[0]
     (sample,) = both.prefill[address]
     assert not both.missing and sample.num_uncomputed_tokens == 9 and not sample.is_computing
+
+
+def test_no_number_is_wanted_where_a_service_missed_the_last_look_alone() -> None:
+    tokens, now_s = {"prefill": "a-token", "decode": "a-token"}, 0.0
+    with ExitStack() as leaves, fake_service(**tokens) as stays:
+        address = leaves.enter_context(fake_service(**tokens))
+
+        def sleep(seconds: float) -> None:
+            nonlocal now_s
+            now_s += seconds
+            leaves.close()
+
+        seen = sample_loads(
+            [stays, address], window_s=1.0, interval_s=1.0, token="a-token", clock=lambda: now_s, sleep=sleep
+        )
+    advice = advise(seen.prefill, seen.decode, missing=seen.missing)
+    assert f"1 of 2 answers of {address}: " in advice.missing[0] and advice.holds
+    assert (advice.prefill.now, advice.prefill.wanted, advice.decode.wanted) == (1, None, None)
+
+
+def test_the_command_prints_no_wanted_number_while_advice_is_held(capsys: pytest.CaptureFixture[str]) -> None:
+    (nobody,) = free_ports(1)
+    plan([f"127.0.0.1:{nobody}"], window_s=0.4, interval_s=0.05)
+    printed = capsys.readouterr().out
+    assert "prefill: 0 now; busy" in printed and "no change is advised now: not every service answered" in printed
+    assert "wanted" not in printed

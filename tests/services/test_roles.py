@@ -446,7 +446,7 @@ async def test_the_commands_tell_roles_and_what_the_load_wants(
     assert (first["event"], first["state"]["role"], first["state"]["roles"]) == ("role", "prefill", ["prefill"])
     assert f"{decode}: a decode service, ready; stays one: its setting other_role is not set" in printed
     advice = last["advice"]
-    assert [(advice[kind]["now"], advice[kind]["wanted"]) for kind in ("prefill", "decode")] == [(1, 1), (1, 1)]
+    assert [(advice[kind]["now"], advice[kind]["wanted"]) for kind in ("prefill", "decode")] == [(1, None), (1, None)]
     assert advice["holds"] == "not every service answered all the time" and nobody in advice["missing"][0]
     assert load.prefill[prefill][0].num_computed_tokens == 3 and load.prefill[prefill][0].is_settled
     assert not load.decode and f"answers of {decode}: " in load.missing[0]
