@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from baton.client import Client, PrefillClient, Tls
-from baton.errors import BatonError, Unauthenticated
+from baton.client import Tls
+from baton.errors import BatonError
 from baton.planner import DecodeSample, PrefillSample
-from baton.roles import Role, RoleClient
+from baton.roles import RoleClient
 from baton.server_info import InferenceLoad, PrefillLoad
 
 CALL_TIMEOUT_S = 2.0
@@ -34,38 +34,12 @@ class _Seen:
     is_settled: bool
 
 
-class _Service:
-    """The clients of one service, whichever kind it is, with one of its tokens."""
-
-    def __init__(self, address: str, tls: Tls | None, token: str | None, stack: ExitStack) -> None:
-        self._roles = stack.enter_context(RoleClient(address, tls=tls, token=token, timeout_s=CALL_TIMEOUT_S))
-        self._prefill = stack.enter_context(PrefillClient(address, tls=tls, token=token, rpc_timeout_s=CALL_TIMEOUT_S))
-        self._decode = stack.enter_context(Client(address, tls=tls, token=token, rpc_timeout_s=CALL_TIMEOUT_S))
-
-    def look(self) -> _Seen:
-        state = self._roles.state()
-        load = self._prefill.load() if state.role is Role.PREFILL else self._decode.load()
-        return _Seen(load, state.is_ready and state.changing_to is None)
-
-
-class _ServiceOfTokens:
-    """The clients of one service. Each token is tried until one is not refused."""
-
-    def __init__(self, address: str, tls: Tls | None, tokens: Sequence[str | None], stack: ExitStack) -> None:
-        self.address = address
-        self._with_tokens = [_Service(address, tls, token, stack) for token in tokens]
-
-    def look(self) -> _Seen | BatonError:
-        refused: BatonError | None = None
-        for service in self._with_tokens:
-            try:
-                return service.look()
-            except Unauthenticated as error:
-                refused = error
-            except BatonError as error:
-                return error
-        assert refused is not None
-        return refused
+def _look(client: RoleClient) -> _Seen | BatonError:
+    try:
+        state = client.state()
+        return _Seen(client.load(state.role), state.is_ready and state.changing_to is None)
+    except BatonError as error:
+        return error
 
 
 def sample_loads(
@@ -85,14 +59,18 @@ def sample_loads(
     last error. A service that did not answer the last time counts as gone, and has no samples.
     """
     samples = LoadSamples()
-    tokens = [token] if other_token is None else [token, other_token]
     errors: dict[str, list[BatonError]] = {address: [] for address in addresses}
     with ExitStack() as stack, ThreadPoolExecutor(len(addresses)) as threads:
-        services = [_ServiceOfTokens(address, tls, tokens, stack) for address in addresses]
+        services = [
+            stack.enter_context(
+                RoleClient(address, tls=tls, token=token, other_token=other_token, timeout_s=CALL_TIMEOUT_S)
+            )
+            for address in addresses
+        ]
         end_s, num_looks = clock() + window_s, 0
         while True:
             begin_s, gone = clock(), []
-            for service, seen in zip(services, threads.map(_ServiceOfTokens.look, services), strict=True):
+            for service, seen in zip(services, threads.map(_look, services), strict=True):
                 if isinstance(seen, BatonError):
                     errors[service.address].append(seen)
                     gone.append(service.address)

@@ -1,9 +1,9 @@
-"""The role of a service's process, prefill or decode: asks for it, and changes it."""
+"""The role of a service's process, prefill or decode: asks for it and for the load in it, and changes it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,6 +15,7 @@ import grpc
 from baton.client import Tls
 from baton.client.channel import authorized, channel_options
 from baton.client.target import single_server
+from baton.codec import inference_load_from_wire, prefill_load_from_wire
 from baton.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -24,7 +25,8 @@ from baton.errors import (
     Unavailable,
     error_from_rpc,
 )
-from baton.v1 import roles_pb2, roles_pb2_grpc
+from baton.server_info import InferenceLoad, PrefillLoad
+from baton.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, roles_pb2, roles_pb2_grpc
 from common.peer_text import peer_text
 
 CALL_TIMEOUT_S = 5.0
@@ -73,7 +75,7 @@ class RoleChange:
 
 
 class RoleClient:
-    """Asks the service at `address` for its role, and changes it. Blocking; use it as a context.
+    """Asks the service at `address` for its role and its load, and changes its role. Blocking; use it as a context.
 
     Each call may take `timeout_s`. `other_token` is shown where `token` is refused, for a process that takes other
     tokens in its other role.
@@ -101,7 +103,10 @@ class RoleClient:
             else grpc.secure_channel(target, tls.credentials(), options)
         )
         tokens = [token] if other_token is None else [token, other_token]
-        self._stubs: list[Any] = [roles_pb2_grpc.RolesStub(authorized(self._channel, each)) for each in tokens]
+        channels = [authorized(self._channel, each) for each in tokens]
+        self._roles: list[Any] = [roles_pb2_grpc.RolesStub(each) for each in channels]
+        self._prefill: list[Any] = [prefill_pb2_grpc.PrefillStub(each) for each in channels]
+        self._decode: list[Any] = [inference_pb2_grpc.InferenceStub(each) for each in channels]
 
     def __enter__(self) -> Self:
         return self
@@ -113,7 +118,13 @@ class RoleClient:
 
     def state(self) -> RoleState:
         """Returns the state now. Raises Unavailable if nothing answers, as for a moment in a change."""
-        return _state_of(self._called("GetRole", roles_pb2.GetRoleRequest()).state)
+        return _state_of(self._called(self._roles, "GetRole", roles_pb2.GetRoleRequest()).state)
+
+    def load(self, role: Role) -> PrefillLoad | InferenceLoad:
+        """Returns the load that the service reports in `role`. Raises an error if that is not its role now."""
+        if role is Role.PREFILL:
+            return prefill_load_from_wire(self._called(self._prefill, "GetLoad", prefill_pb2.GetPrefillLoadRequest()))
+        return inference_load_from_wire(self._called(self._decode, "GetLoad", inference_pb2.GetInferenceLoadRequest()))
 
     def order(self, role: Role) -> RoleState:
         """Orders a change, which then begins, and returns the state at its beginning. Does nothing if the process has
@@ -121,7 +132,7 @@ class RoleClient:
 
         Raises FailedPrecondition if the process cannot have the role, or is changing to another one.
         """
-        return _state_of(self._called("SetRole", roles_pb2.SetRoleRequest(role=_WIRE[role])).state)
+        return _state_of(self._called(self._roles, "SetRole", roles_pb2.SetRoleRequest(role=_WIRE[role])).state)
 
     def change(self, role: Role, *, start_timeout_s: float = START_TIMEOUT_S) -> RoleChange:
         """Orders a change, and waits until the service is ready in its new role.
@@ -151,12 +162,15 @@ class RoleClient:
             self._sleep(LOOK_INTERVAL_S)
         raise DeadlineExceeded(f"{self.address}: {why}, {timeout_s:g} s after the order to be a {role} service")
 
-    def _called(self, method: str, request: object) -> Any:
-        """Calls `method` with the first token that is not refused. Raises the error of the last one."""
-        for stub in self._stubs[:-1]:
+    def _called(self, stubs: Sequence[Any], method: str, request: object) -> Any:
+        """Calls `method` with the first token that is not refused. Raises the error of the last one.
+
+        Each call begins with the first token: a token for roles alone may be refused where the load is asked for.
+        """
+        for stub in stubs[:-1]:
             with suppress(Unauthenticated):
                 return self._called_with(stub, method, request)
-        return self._called_with(self._stubs[-1], method, request)
+        return self._called_with(stubs[-1], method, request)
 
     def _called_with(self, stub: Any, method: str, request: object) -> Any:
         try:

@@ -99,26 +99,27 @@ def test_it_waits_as_long_as_the_grace_period_and_a_start_take(
 
 
 class FakeService(roles_pb2_grpc.RolesServicer, prefill_pb2_grpc.PrefillServicer):
-    """A service that changes its role at once, and takes another token in each. Its prefill engine is blocked: it has a
-    prompt in the queue, and computes none.
+    """A service that changes its role at once, and takes another token in each, and `for_roles` for its role alone. Its
+    prefill engine is blocked: it has a prompt in the queue, and computes none.
     """
 
-    def __init__(self, tokens: dict[Role, str]) -> None:
+    def __init__(self, tokens: dict[Role, str], for_roles: str = "") -> None:
         self._tokens = tokens
+        self._for_roles = for_roles
         self.role = Role.PREFILL
 
-    def _state(self, context: Any) -> Any:
-        metadata = dict(context.invocation_metadata())
-        if metadata.get("authorization") != f"Bearer {self._tokens[self.role]}":
+    def _state(self, context: Any, *others: str) -> Any:
+        shown = dict(context.invocation_metadata()).get("authorization")
+        if shown not in [f"Bearer {each}" for each in (self._tokens[self.role], *others)]:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: the token is not known here")
         number = roles_pb2.ROLE_PREFILL if self.role is Role.PREFILL else roles_pb2.ROLE_DECODE
         return roles_pb2.RoleState(role=number, is_ready=True, roles=[1, 2])
 
     def GetRole(self, request: roles_pb2.GetRoleRequest, context: Any) -> roles_pb2.GetRoleResponse:
-        return roles_pb2.GetRoleResponse(state=self._state(context))
+        return roles_pb2.GetRoleResponse(state=self._state(context, self._for_roles))
 
     def SetRole(self, request: roles_pb2.SetRoleRequest, context: Any) -> roles_pb2.SetRoleResponse:
-        state = self._state(context)
+        state = self._state(context, self._for_roles)
         state.changing_to = request.role
         self.role = Role.DECODE if request.role == roles_pb2.ROLE_DECODE else Role.PREFILL
         return roles_pb2.SetRoleResponse(state=state)
@@ -129,8 +130,9 @@ class FakeService(roles_pb2_grpc.RolesServicer, prefill_pb2_grpc.PrefillServicer
 
 
 @contextmanager
-def fake_service(**tokens: str) -> Iterator[str]:
-    server, fake = grpc.server(ThreadPoolExecutor(1)), FakeService({Role(role): each for role, each in tokens.items()})
+def fake_service(*, for_roles: str = "", **tokens: str) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    fake = FakeService({Role(role): each for role, each in tokens.items()}, for_roles)
     roles_pb2_grpc.add_RolesServicer_to_server(fake, server)
     prefill_pb2_grpc.add_PrefillServicer_to_server(fake, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -157,6 +159,12 @@ def test_a_planner_has_a_token_for_each_kind_and_a_blocked_prefill_service_does_
     assert not one.prefill and "the token is not known" in one.missing[0]
     (sample,) = both.prefill[address]
     assert not both.missing and sample.num_uncomputed_tokens == 9 and not sample.is_computing
+
+
+def test_a_planner_whose_first_token_is_for_roles_alone_shows_the_other_one_for_the_load() -> None:
+    with fake_service(for_roles="for-roles", prefill="for-handoffs", decode="for-clients") as address:
+        seen = sample_loads([address], window_s=0.0, interval_s=1.0, token="for-roles", other_token="for-handoffs")
+    assert not seen.missing and len(seen.prefill[address]) == 1
 
 
 def test_no_number_is_wanted_where_a_service_missed_the_last_look_alone() -> None:
