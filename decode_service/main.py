@@ -60,6 +60,7 @@ from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
 
+_EDGE_BYTES = 1 << 29
 _NUM_CONNECTIONS = 2  # connections to each prefill replica; calls take turns on them
 
 _log = structlog.get_logger(__name__)
@@ -272,13 +273,14 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: Sp
     """Returns the bytes of memory that must stay free beside the KV pool, as a function of the number of rows.
 
     They are for the forward of a step or of a prompt that is computed here, the recorded forwards, the inputs that a
-    draft head has not read, and received segments.
+    draft head has not read, received segments, and the processes of edges.
     """
     model, draft = runtime.model, runtime.draft
     depth = depth_of(spec_info, adapts=settings.adaptive_depth)
     levels = [None] if depth is None else depth.levels
     state_bytes = 0 if draft is None else draft.capture.num_states * model.hidden_size * model.dtype.itemsize
     records = settings.uses(FastPath.CUDA_GRAPHS) and runtime.device.graphs is not None
+    edge_bytes = settings.edge_processes * _EDGE_BYTES if model.torch_device.type == "cpu" else 0
     num_chunk_tokens = local_chunk_tokens(
         local_prefill_tokens=settings.max_short_prompt, prefill_fallback=settings.prefill_fallback
     )
@@ -291,7 +293,7 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: Sp
             num_tokens=num_tokens,
             num_logits=num_tokens,
             num_head_tokens=0 if draft is None else MAX_CATCH_UP_TOKENS,
-            kept_bytes=(recorded if records else 0) + unread,
+            kept_bytes=(recorded if records else 0) + unread + edge_bytes,
         )
 
     return memory_beside(

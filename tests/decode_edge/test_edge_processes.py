@@ -6,6 +6,7 @@ The processes take seconds to start, so one test does everything that leaves the
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -17,11 +18,12 @@ from typing import Any
 
 import grpc
 import pytest
-from prometheus_client import CollectorRegistry
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry, Counter
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, roles_pb2, roles_pb2_grpc, timeline_pb2, timeline_pb2_grpc
 from common.config.settings import DecodeSettings, Role
-from common.errors import ConfigError, Draining, EngineLost, InvalidRequest, Overloaded, StartupError
+from common.errors import BatonError, ConfigError, Draining, EngineLost, InvalidRequest, Overloaded, StartupError
 from common.grammar.grammar import Grammar
 from common.grammar.matcher import Matcher
 from common.grammar.reasoning import Reasoning
@@ -32,12 +34,15 @@ from common.service.roles import RoleSwitch
 from common.telemetry.timeline import Timeline
 from decode_service.edge.assembly import EdgePlan
 from decode_service.edge.event_router import EventRouter
+from decode_service.edge.inference import INFERENCE_SERVICE
 from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES
 from decode_service.edge.matchers import MatchersHere
 from decode_service.edge.processes import edges as edges_module
+from decode_service.edge.processes.edge_metrics import EdgeMetrics
 from decode_service.edge.processes.edges import EdgeProcesses
 from decode_service.edge.processes.link import Link
 from decode_service.edge.processes.messages import Events
+from decode_service.edge.processes.silence import Silence
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.messages import Abort, Finished, FinishReason, Replica, ReplicasChanged, Submit, Tokens
@@ -47,7 +52,7 @@ from tests.support.models import save_tiny_model
 
 BOUND_S = 60.0
 NUM_EDGES = 2
-STALL_S = 3.0
+STALL_S = 5.0
 MAX_LIVE = 4
 NUM_CHANNELS = 16  # so many connections go to one of two edges once in 32,768 times
 
@@ -61,6 +66,7 @@ class _GrammarMatcher:
 @dataclass
 class Running:
     engine: FakeEngine
+    address: str
     edges: EdgeProcesses
     router: EventRouter
     registry: CollectorRegistry
@@ -84,16 +90,44 @@ class Running:
         assert submit is not None
         return submit
 
-    async def all_answered(self) -> None:
-        """Waits until each connection is answered. Those to an edge that has ended connect again."""
-        for channel in self.channels:
-            while True:
-                try:
-                    load = inference_pb2.GetInferenceLoadRequest()
-                    await inference_pb2_grpc.InferenceStub(channel).GetLoad(load, wait_for_ready=True, timeout=BOUND_S)
-                    break
-                except grpc.aio.AioRpcError as error:
-                    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    async def all_ready(self) -> None:
+        """Waits until each connection hears that requests are served. Those to an edge that has ended connect again."""
+        asked = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
+        async with asyncio.timeout(BOUND_S):
+            for channel in self.channels:
+                status = None
+                while status != health_pb2.HealthCheckResponse.SERVING:
+                    try:
+                        answer = await health_pb2_grpc.HealthStub(channel).Check(asked, wait_for_ready=True)
+                        status = answer.status
+                    except grpc.aio.AioRpcError as error:
+                        assert error.code() is grpc.StatusCode.UNAVAILABLE
+                    await asyncio.sleep(0.02)
+
+    def health_while_silent(self) -> int | None:
+        """Returns the health that an edge tells while this process does nothing else, or None if none answers."""
+        with grpc.insecure_channel(self.address, channel_options()) as channel:
+            asked = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
+            try:
+                return int(health_pb2_grpc.HealthStub(channel).Check(asked, timeout=BOUND_S).status)
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+                return None
+
+    async def refuses(self, channel: int, error: type[BatonError]) -> None:
+        """Waits until requests are refused with `error`. One that is admitted before is cancelled."""
+        for attempt in itertools.count():
+            request_id = f"refused{channel}.{attempt}"
+            call = self.generate(channel, request_id=request_id)
+            refused = asyncio.create_task(error_of(call))
+            submitted = asyncio.create_task(self.submitted(request_id))
+            await asyncio.wait((refused, submitted), return_when=asyncio.FIRST_COMPLETED)
+            submitted.cancel()
+            if refused.done():
+                assert refused.result()[1] == error.reason
+                return
+            call.cancel()
+            await asyncio.gather(refused, return_exceptions=True)
 
     def end(self, submit: Submit, num_tokens: int) -> None:
         self.router.deliver([Finished(submit.request_id, FinishReason.LENGTH, 3, num_tokens, Timings())])
@@ -114,8 +148,15 @@ def edge_pids() -> set[int]:
     return {int(pid) for pid in children if b"edge.processes.process" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
+def lost_edges(log: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Returns the id of each process that was lost, and how it ended."""
+    return [(line["pid"], line["how"]) for line in log if line["event"] == "edge_lost"]
+
+
 @asynccontextmanager
-async def running(directory: Path, log: list[Any], *, num: int = NUM_EDGES, **settings: Any) -> AsyncIterator[Running]:
+async def running(
+    directory: Path, log: list[Any], *, num: int = NUM_EDGES, stall_timeout_s: float = BOUND_S, **settings: Any
+) -> AsyncIterator[Running]:
     engine, registry, replicas = FakeEngine(), CollectorRegistry(), ReplicaBoard()
     replicas.on_report(ReplicasChanged((Replica("127.0.0.1:1", is_ready=True),)))
     roles, timeline = RoleSwitch((Role.DECODE, Role.PREFILL)), Timeline()
@@ -143,7 +184,13 @@ async def running(directory: Path, log: list[Any], *, num: int = NUM_EDGES, **se
         return work()
 
     plan = EdgePlan(
-        settings=DecodeSettings(model=str(directory), listen="127.0.0.1:0", prefill=("127.0.0.1:1",), **settings),
+        settings=DecodeSettings(
+            model=str(directory),
+            listen="127.0.0.1:0",
+            prefill=("127.0.0.1:1",),
+            engine_stall_timeout_s=stall_timeout_s,
+            **settings,
+        ),
         instance_id="this service",
         directory=directory,
         limits=ModelLimits(vocab_size=268, max_context_tokens=1000, eos_token_ids=(0,)),
@@ -161,7 +208,7 @@ async def running(directory: Path, log: list[Any], *, num: int = NUM_EDGES, **se
         roles=roles,
         timeline=timeline,
         registry=registry,
-        stall_timeout_s=BOUND_S,
+        stall_timeout_s=stall_timeout_s,
     )
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(edges)
@@ -177,7 +224,7 @@ async def running(directory: Path, log: list[Any], *, num: int = NUM_EDGES, **se
             await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options()))
             for _ in range(NUM_CHANNELS)
         ]
-        yield Running(engine, edges, router, registry, roles, timeline, channels, made)
+        yield Running(engine, f"127.0.0.1:{port}", edges, router, registry, roles, timeline, channels, made)
     assert not edge_pids(), "an edge is left"
 
 
@@ -263,24 +310,17 @@ async def test_several_edges_are_one_service(tmp_path: Path, log: list[dict[str,
                 service.router.deliver([Tokens((submit.request_id,), (1,), (75,))])
                 service.end(submit, 1)
                 assert ids_in(await events_of(call)) == [75]
-        assert service.count("baton_requests_total", outcome="length") >= num, "counts of an edge that ended are kept"
-        await service.all_answered()
-
-        # One that hangs is replaced too.
-        victim = min(edge_pids())
-        os.kill(victim, signal.SIGSTOP)
-        service.edges._stall_timeout_s = STALL_S  # on a busy machine edges that are well are silent for so long too
-        await wait_for(lambda: victim not in edge_pids() and len(edge_pids()) == NUM_EDGES)
-        service.edges._stall_timeout_s = BOUND_S
-        await service.all_answered()
+        num += len(held) - len(aborted)  # counts of an edge that ended are kept
+        await wait_for(lambda: service.count("baton_requests_total", outcome="length") == num)
+        await service.all_ready()
 
         # While the service drains, requests that are live go on, and others are refused.
         call = service.generate(0, request_id="last")
         last = await service.submitted("last")
         service.edges.drain()
         idle = asyncio.create_task(service.edges.wait_idle())
-        await asyncio.sleep(0.5)  # the edges are told by other sockets than the clients'
-        assert (await error_of(service.generate(1)))[1] == Draining.reason
+        for channel in range(NUM_CHANNELS):
+            await service.refuses(channel, Draining)
         assert not idle.done()
         service.end(last, 0)
         await events_of(call)
@@ -334,7 +374,9 @@ async def requests_that_have_had_rows_keep_their_places(service: Running) -> Non
         calls.append(service.generate(request_id=f"place{i}", priority=3))
         submits.append(await service.submitted(f"place{i}"))
     service.edges.handed_off([submit.request_id for submit in submits[1:]])
-    await asyncio.sleep(0.5)  # the edge is told by another socket than the client's
+    service.router.deliver([Tokens((submits[1].request_id,), (1,), (70,))])
+    while not (await calls[1].read()).delta.token_ids:  # the edge was told that before
+        pass
     calls.append(service.generate(request_id="better", priority=0))
     await service.submitted("better")
     assert (await error_of(calls[0]))[1] == Overloaded.reason, "the only one that waits"
@@ -379,10 +421,10 @@ async def recordings_end_with_the_caller(service: Running) -> None:
     await wait_for(lambda: track.ring is None)
 
 
-async def test_processes_that_cannot_be_started(
+async def test_processes_that_cannot_be_started_or_hang(
     tmp_path: Path, log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start that is an error, and what was started ends. Later it is tried again."""
+    """At the start that is an error, and what was started ends. Later it is tried again. One that hangs is lost too."""
     directory, start = save_tiny_model(tmp_path / "m", "llama"), edges_module.start_peer
     num_started = 0
 
@@ -399,12 +441,34 @@ async def test_processes_that_cannot_be_started(
             pass
     assert not edge_pids()
     num_started = 0
-    async with running(directory, log, num=1) as service:
-        (pid,) = edge_pids()
-        os.kill(pid, signal.SIGKILL)
-        await wait_for(lambda: edge_pids() - {pid})
-        await service.all_answered()
+    async with running(directory, log, num=1, stall_timeout_s=STALL_S) as service:
+        (killed,) = edge_pids()
+        os.kill(killed, signal.SIGKILL)
+        await wait_for(lambda: edge_pids() - {killed})
+        await service.all_ready()
         assert [line["event"] for line in log if line["event"].startswith("edge_")] == ["edge_lost", "edge_not_started"]
+        (hung,) = edge_pids()
+        os.kill(hung, signal.SIGSTOP)
+        await wait_for(lambda: len(lost_edges(log)) == 2)
+        assert lost_edges(log) == [(killed, "was killed by SIGKILL"), (hung, "was killed by SIGKILL")]
+
+
+async def test_an_edge_is_not_ready_while_the_engines_process_hangs_and_then_ends(
+    tmp_path: Path, log: list[dict[str, Any]]
+) -> None:
+    directory = save_tiny_model(tmp_path / "m", "llama")
+    async with running(directory, log, num=1, stall_timeout_s=STALL_S) as service:
+        await service.all_ready()
+        while service.health_while_silent() == health_pb2.HealthCheckResponse.SERVING:
+            pass
+        assert service.health_while_silent() == health_pb2.HealthCheckResponse.NOT_SERVING
+        await service.all_ready()
+
+        (pid,) = edge_pids()
+        while service.health_while_silent() is not None:
+            pass
+        await wait_for(lambda: lost_edges(log))
+        assert lost_edges(log) == [(pid, "ended with status 1")]
 
 
 async def test_edges_do_not_share_the_port_of_another_service(tmp_path: Path, log: list[dict[str, Any]]) -> None:
@@ -416,3 +480,27 @@ async def test_edges_do_not_share_the_port_of_another_service(tmp_path: Path, lo
         with pytest.raises(ConfigError, match="listen: cannot listen on"):
             async with running(directory, log, num=1) as service:
                 await service.edges.start(f"127.0.0.1:{other.getsockname()[1]}")
+
+
+def test_counts_of_an_edge_that_ended_are_kept_beside_those_of_the_next() -> None:
+    registry, metrics = CollectorRegistry(), EdgeMetrics()
+    registry.register(metrics)
+    for number, counts in ((1, (3, 5)), (2, (10,)), (1, (7,))):
+        for count in counts:  # an edge says its counts again and again
+            own = CollectorRegistry()
+            Counter("tokens", "Tokens.", registry=own).inc(count)
+            metrics.said(number, tuple(own.collect()))
+        if count == 5:
+            metrics.ended(number)
+    assert registry.get_sample_value("tokens_total") == 5 + 10 + 7
+
+
+def test_silence_does_not_count_the_time_for_which_the_machine_was_suspended() -> None:
+    now_s = 100.0
+    silence = Silence(patience_s=10.0, clock=lambda: now_s)
+    for passed_s, expected_s in ((0.5, -9.5), (1000.0, -8.5), (0.25, -8.25)):
+        now_s += passed_s
+        assert silence.look() == expected_s
+    silence.heard()
+    now_s += 0.5
+    assert silence.look() == 0.5

@@ -40,14 +40,20 @@ LIMITS = PoolLimits(max_rows=None, max_kv_tokens=None, memory_share=0.9, context
 NOTHING = MemoryBeside(row_bytes=1, peak_bytes=lambda num_rows: num_rows)
 
 
-def beside(kind: type[DecodeSettings | PrefillSettings], *, spec_info: SpecInfo | None = None, **options: Any) -> Any:
-    """Returns the memory that a service with this model needs in addition to its pool, on a GPU that records graphs."""
+def beside(
+    kind: type[DecodeSettings | PrefillSettings],
+    *,
+    spec_info: SpecInfo | None = None,
+    torch_device: torch.device = GPU,
+    **options: Any,
+) -> Any:
+    """Returns the memory that a service with this model needs beside its pool, on a device that records graphs."""
     model = SimpleNamespace(
         vocab_size=VOCAB,
         hidden_size=4096,
         max_context_tokens=CONTEXT,
         dtype=torch.bfloat16,
-        torch_device=GPU,
+        torch_device=torch_device,
         windows=(),
     )
     draft = None if spec_info is None else SimpleNamespace(capture=SimpleNamespace(num_states=3))
@@ -244,6 +250,13 @@ def test_whatever_is_left_the_pool_and_what_is_beside_it_fit_or_it_is_refused_by
 class SmallHost(CpuDevice):
     def memory(self) -> DeviceMemory:
         return host(32 << 20)
+
+
+def test_memory_of_edges_stays_free_on_a_cpu() -> None:
+    alone, with_edges = (
+        beside(DecodeSettings, torch_device=CPU, edge_processes=number).peak_bytes(8) for number in (0, 2)
+    )
+    assert with_edges - alone == 2 * (1 << 29)
 
 
 @pytest.mark.parametrize("kind", [PrefillSettings, DecodeSettings])

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,6 +29,8 @@ from baton.errors import FailedPrecondition, Unauthenticated
 from baton.load_samples import sample_loads
 from baton.roles import Role as ClientRole
 from baton.roles import RoleClient, RoleState
+from baton.server_info import HealthStatus
+from baton.service_process import READY_SERVICE
 from baton.v1 import roles_pb2, roles_pb2_grpc
 from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
 from common.errors import Draining, EngineLost, PrefillUnavailable, RoleRefused, StartupError
@@ -473,6 +475,31 @@ async def test_ranks_stay_and_let_go_of_the_pool_of_the_role_before(tiny_model_d
                 seen.append((served.token_ids, rank.pid, shared_files_of(rank.pid)))
                 await asyncio.to_thread(roles.change, ClientRole.PREFILL)
     assert rank.pid == seen[0][1] and seen[0] == seen[1]
+
+
+def edges() -> list[psutil.Process]:
+    """Returns the processes of edges that serve this one."""
+    return [each for each in psutil.Process().children() if "decode_service.edge.processes.process" in each.cmdline()]
+
+
+async def test_edges_in_processes_begin_and_end_with_the_role(tiny_model_dir: Callable[[str], Path]) -> None:
+    """They serve the model as one process does, and take the order that ends them."""
+    model, request = tiny_model_dir("llama"), {"token_ids": [10, 20, 30], "max_tokens": 8, "temperature": 0.0}
+    async with pair_here(model) as pair:
+        expected = await pair.decode.client.complete(**request)
+    async with both_here(model, decode={"edge_processes": 2}) as address:
+        with RoleClient(address) as roles:
+            for _ in range(2):
+                await asyncio.to_thread(roles.change, ClientRole.DECODE)
+                assert len(edges()) == 2
+                async with AsyncExitStack() as stack:
+                    clients = [await stack.enter_async_context(AsyncClient(address)) for _ in range(8)]
+                    served = await asyncio.gather(*(client.complete(**request) for client in clients))
+                    health = [await client.health(READY_SERVICE["decode"]) for client in clients]
+                assert {each.token_ids for each in served} == {expected.token_ids}
+                assert {*health} == {HealthStatus.SERVING}
+                await asyncio.to_thread(roles.change, ClientRole.PREFILL)
+                assert not edges()
 
 
 def test_forwards_are_fused_once_for_the_largest_of_both_roles(

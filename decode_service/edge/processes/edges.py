@@ -59,6 +59,7 @@ from decode_service.edge.processes.messages import (
     Told,
     packed,
 )
+from decode_service.edge.processes.silence import SAYS_EVERY_S, Silence, longest_silence_s
 from decode_service.edge.replicas import ReplicaStates
 from decode_service.edge.unread_events import UnreadEvents
 from decode_service.messages import (
@@ -89,14 +90,16 @@ class _Edge:
     """One process of an edge. Events wait in `unread` until it takes them, and matchers in `held` for their requests.
 
     `live` has the engine's ids of its requests. `listening` gets the port, or the error for which it does not listen.
+    `told` is what it was told last, `told_s` when.
     """
 
     number: int
     process: subprocess.Popen[bytes]
     link: Link
     listening: asyncio.Future[int]
-    said_s: float
+    silence: Silence = field(default_factory=lambda: Silence(patience_s=START_TIMEOUT_S))
     told: Told | None = None
+    told_s: float = 0.0
     unread: UnreadEvents = field(default_factory=UnreadEvents)
     handed_off: list[str] = field(default_factory=list)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,8 +113,8 @@ class _Edge:
 class EdgeProcesses(OpenRequests, Server):
     """The edges of an engine in `num` processes. Use it on the event loop only, inside an `async with`.
 
-    An edge that ends is replaced; so is one that says nothing for `stall_timeout_s`. Its requests are aborted. Entering
-    the context starts the processes.
+    An edge that ends is replaced; so is one that says nothing for `longest_silence_s`. Its requests are aborted.
+    Entering the context starts the processes.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class EdgeProcesses(OpenRequests, Server):
         self._replicas = replicas
         self._roles = roles
         self._timeline = timeline
-        self._stall_timeout_s = stall_timeout_s
+        self._longest_silence_s = longest_silence_s(stall_timeout_s)
         self._metrics = EdgeMetrics()
         registry.register(self._metrics)
         self._edges: dict[int, _Edge] = {}
@@ -260,7 +263,7 @@ class EdgeProcesses(OpenRequests, Server):
             process.wait()
             raise
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        edge = _Edge(number, process, link, listening, said_s=time.monotonic() + START_TIMEOUT_S)
+        edge = _Edge(number, process, link, listening)
         self._edges[number] = edge
         link.send(Begin(self._plan, number))
         self._tell_one(edge)
@@ -276,7 +279,7 @@ class EdgeProcesses(OpenRequests, Server):
             try:
                 how = await self._attend(edge)
             except Exception:  # a defect must cost an edge only
-                _log.exception("edge_answer_failed", edge=edge.number)
+                _log.exception("edge_failed", edge=edge.number)
                 edge.process.kill()
                 how = "failed"
             num_aborted = self._abandon(edge)
@@ -369,7 +372,7 @@ class EdgeProcesses(OpenRequests, Server):
                 if edge.recorded_for == number:
                     self._end_recording(edge)
             case Said():
-                edge.said_s = time.monotonic()
+                edge.silence.heard()
                 self._metrics.said(edge.number, message.metrics)
             case Listening(port):
                 edge.listening.set_result(port)
@@ -461,8 +464,8 @@ class EdgeProcesses(OpenRequests, Server):
     def _tell_one(self, edge: _Edge) -> None:
         engine = self._engine
         told = Told(self._is_ready, engine.is_alive, self._roles.state, engine.load, tuple(self._replicas.states()))
-        if told != edge.told:
-            edge.told = told
+        if told != edge.told or time.monotonic() - edge.told_s >= SAYS_EVERY_S:
+            edge.told, edge.told_s = told, time.monotonic()
             edge.link.send(told)
 
     async def _tell_from_time_to_time(self) -> None:
@@ -470,14 +473,14 @@ class EdgeProcesses(OpenRequests, Server):
             await asyncio.sleep(_TELL_INTERVAL_S)
             self._tell()
             for edge in self._edges.values():
-                if time.monotonic() - edge.said_s > self._stall_timeout_s:
+                if edge.silence.look() > self._longest_silence_s:
                     edge.process.kill()
 
 
 def _end_starved(edge: _Edge, feeding: asyncio.Task[None]) -> None:
     """Ends an edge to which events cannot be sent."""
     if not feeding.cancelled() and (error := feeding.exception()) is not None:
-        _log.error("edge_answer_failed", edge=edge.number, exc_info=error)
+        _log.error("edge_failed", edge=edge.number, exc_info=error)
         edge.process.kill()
 
 

@@ -2,7 +2,8 @@
 
     python -m decode_service.edge.processes.process FILE
 
-FILE is the number of an inherited socket to the engine's process. The process ends when the socket is closed.
+FILE is the number of an inherited socket to the engine's process. The process ends when the socket is closed, or when
+nothing has come through it for too long.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, assert_never, cast
 
+import structlog
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
@@ -31,6 +33,7 @@ from common.rpc.event_loop import run
 from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles, RoleState
+from common.service.watchdog import UNREADY_AFTER_S
 from common.telemetry.logs import configure_logs, only_log_lines
 from common.telemetry.timeline import RecordedTrack, Timeline
 from common.telemetry.timeline_rpc import OtherTimeline
@@ -62,11 +65,13 @@ from decode_service.edge.processes.messages import (
     Told,
     unpacked,
 )
+from decode_service.edge.processes.silence import SAYS_EVERY_S, Silence, longest_silence_s
 from decode_service.edge.replicas import ReplicaState, ReplicaStates
 from decode_service.messages import Command
 
-SAYS_EVERY_S = 1.0
 PROGRAM = "decode_service"
+
+_log = structlog.get_logger(__name__)
 
 
 class _Engine(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline):
@@ -131,7 +136,7 @@ class _Engine(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline
 
 
 class _Edge:
-    """An edge that does what the engine's process says."""
+    """An edge that does what the engine's process says. While that says nothing for long, the edge is not ready."""
 
     def __init__(
         self,
@@ -140,12 +145,16 @@ class _Edge:
         engine: _Engine,
         opened: OpenedEdge,
         registry: CollectorRegistry,
+        stall_timeout_s: float,
     ) -> None:
         self._link = link
         self._engine = engine
+        self._silence = Silence()
+        self._longest_silence_s = longest_silence_s(stall_timeout_s)
         self._live_requests = opened.live_requests
         self._server = opened.server
         self._registry = registry
+        self._is_stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -154,7 +163,9 @@ class _Edge:
         try:
             while True:
                 message: ToEdge = await self._link.receive()
+                self._silence.heard()
                 if isinstance(message, Stop):
+                    self._is_stopping = True
                     await self._server.stop(message.grace_s)
                     self._say()
                     await self._link.can_send()
@@ -176,6 +187,7 @@ class _Edge:
                 await self._server.set_ready(message.is_ready)
             case Listen():
                 self._link.send(Listening(await self._server.start(message.address)))
+                await self._server.set_ready(self._engine.told.is_ready)
             case Answer():
                 self._engine.answered(message)
             case StopAdmitting():
@@ -195,6 +207,16 @@ class _Edge:
         while True:
             self._say()
             await asyncio.sleep(SAYS_EVERY_S)
+            if not self._is_stopping:
+                await self._listen_for_silence()
+
+    async def _listen_for_silence(self) -> None:
+        silent_s = self._silence.look()
+        if silent_s > self._longest_silence_s:
+            _log.critical("engine_process_silent", silent_s=round(silent_s, 1))
+            os._exit(1)
+        if silent_s > UNREADY_AFTER_S:
+            await self._server.set_ready(False)
 
     async def _say_when_idle(self) -> None:
         await self._live_requests.wait_idle()
@@ -239,7 +261,14 @@ async def _run(link: Link, plan: EdgePlan, tracer: Tracer) -> None:
         timeline=Timeline(),
         other_timeline=engine,
     ) as opened:
-        await _Edge(link, engine=engine, opened=opened, registry=registry).run()
+        edge = _Edge(
+            link,
+            engine=engine,
+            opened=opened,
+            registry=registry,
+            stall_timeout_s=plan.settings.engine_stall_timeout_s,
+        )
+        await edge.run()
 
 
 def main() -> None:
