@@ -187,7 +187,6 @@ class _Edge:
                 await self._server.set_ready(message.is_ready)
             case Listen():
                 self._link.send(Listening(await self._server.start(message.address)))
-                await self._server.set_ready(self._engine.told.is_ready)
             case Answer():
                 self._engine.answered(message)
             case StopAdmitting():
