@@ -54,6 +54,11 @@ class FakeStream:
         self._cuda.check()
         self.queue.append(_Wait(event))
 
+    def wait_stream(self, other: FakeStream) -> None:
+        event = FakeEvent(self._cuda)
+        event.record(other)
+        self.wait_event(event)
+
     def query(self) -> bool:
         self._cuda.check()
         self._cuda.advance()

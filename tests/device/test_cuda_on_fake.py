@@ -8,11 +8,15 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from common.device import cuda as cuda_module
+from common.device.across import across_devices
 from common.device.cuda import CudaEvent
 from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed
 from common.device.factory import open_device
@@ -23,7 +27,7 @@ from common.errors import ConfigError, StartupError
 from common.load import EngineLoad, PoolCounts
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.watchdog import Watchdog
-from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda, FakeStream
+from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda, FakeEvent, FakeStream
 from tests.device.rigs import BOUND_S
 
 FAULT = "an illegal memory access was encountered"
@@ -302,3 +306,47 @@ def test_an_engine_that_ends_by_a_lost_device_says_so(cuda: FakeCuda) -> None:
     assert has_died.wait(BOUND_S)
     watchdog.look()
     assert str(watchdog.lost) == "the engine died: DeviceLost: the device faulted"
+
+
+# ---- several devices --------------------------------------------------------------------------------------------
+
+
+def tensors_on(*indices: int) -> list[Tensor]:
+    tensors: list[Any] = [SimpleNamespace(device=torch.device("cuda", index)) for index in indices]
+    return tensors
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_on_other_devices_comes_after_the_streams_earlier_work_and_before_its_later_work(
+    fails: bool, cuda: FakeCuda
+) -> None:
+    torch.cuda.set_device(1)
+    earlier = cuda.hold()
+    others = [torch.cuda.current_stream(torch.device("cuda", index)) for index in (0, 2)]
+    work, later = [FakeEvent(cuda), FakeEvent(cuda)], FakeEvent(cuda)
+    with contextlib.suppress(ZeroDivisionError), across_devices(tensors_on(1, 0, 2, 0)):
+        gates = []
+        for event, other in zip(work, others, strict=True):
+            with torch.cuda.stream(other):
+                gates.append(cuda.hold())
+            gates[-1].set()
+            event.record(other)
+        assert not any(event.query() for event in work)
+        for gate in gates:
+            gate.clear()
+        if fails:
+            raise ZeroDivisionError
+    later.record(torch.cuda.current_stream())
+
+    earlier.set()
+    assert not later.query() and not any(event.query() for event in work)
+    gates[0].set()
+    assert work[0].query() and not later.query()
+    gates[1].set()
+    assert work[1].query() and later.query()
+
+
+def test_tensors_on_one_device_need_no_order(cuda: FakeCuda) -> None:
+    cuda.faulted = FAULT  # every call fails
+    with across_devices(tensors_on(1, 1)):
+        pass
