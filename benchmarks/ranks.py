@@ -127,7 +127,7 @@ def main() -> None:
     with ExitStack() as stack:
         alone = load_target(directory, **arguments)
         devices = [alone.torch_device] * NUM_RANKS
-        ranks = Ranks(engine, devices, directory, arguments, num_threads=1, kernels_dir=kernels_cache_dir())
+        ranks = Ranks(engine, devices, directory, arguments, num_threads=1, kernels_dir=kernels_cache_dir(), tf32=False)
         stack.callback(ranks.close)
         with lost_ranks_named(ranks):
             cut = load_target(directory, **arguments, part=ranks.part)

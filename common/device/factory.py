@@ -38,3 +38,8 @@ def open_device(
     except (RuntimeError, AssertionError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise StartupError(f"device: {name!r} does not work: {reason}") from error
+
+
+def allow_tf32(is_allowed: bool) -> None:
+    """Sets whether this process's GPUs may round float32 to 10 bits of fraction when they multiply matrices."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_allowed

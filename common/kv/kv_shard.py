@@ -27,6 +27,15 @@ class KvShard:
     kv: Tensor
 
 
+class NoRoomForShard(Exception):
+    """A shard of `num_bytes` cannot be allocated on `torch_device`, for the reason that is the message."""
+
+    def __init__(self, reason: str, num_bytes: int, torch_device: torch.device) -> None:
+        super().__init__(reason)
+        self.num_bytes = num_bytes
+        self.torch_device = torch_device
+
+
 class PoolTensors(Protocol):
     """Makes the tensors of a KV pool that forwards use."""
 
@@ -37,5 +46,5 @@ class PoolTensors(Protocol):
         """Returns zeros for the KV of a layer group, whose whole `shape` is that of `KvShard.kv` with all heads.
 
         The first shard is the one that this process's forwards use. Raises OSError, OverflowError or
-        torch.OutOfMemoryError if there is not enough memory.
+        torch.OutOfMemoryError if there is not enough memory, and NoRoomForShard if one shard of several has none.
         """

@@ -30,7 +30,7 @@ from common.device.stream import Event, Stream
 from common.errors import StartupError
 from common.host.memory import require_room
 from common.host.untouched_memory import populate, untouched_zeros
-from common.kv.kv_shard import WHOLE, KvShard, PoolTensors
+from common.kv.kv_shard import WHOLE, KvShard, NoRoomForShard, PoolTensors
 from common.kv.layer_group import DRAFT_GROUP, KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers, num_kept_before
 from common.kv.prefix_tree import HeldPrefix, PrefixTree, num_same
 from common.kv.row_columns import LeaseState, RowColumns
@@ -645,9 +645,16 @@ def _new_shards(
         if torch_device.type == "cpu":
             require_room(num_bytes)
         return {group.name: tensors.kv(group.name, shapes[group.name], _dtype(group)) for group in groups}
+    except NoRoomForShard as error:
+        needed = f"need a shard of {error.num_bytes / 2**30:,.1f} GiB on {error.torch_device}, which is"
+        raise StartupError(
+            f"max_kv_tokens: {max(num_slots.values())} tokens {needed} not to be had: {error}"
+        ) from error
     except (OSError, OverflowError, torch.OutOfMemoryError) as error:
-        needed = f"{max(num_slots.values())} tokens take {num_bytes / 2**30:,.1f} GiB on {torch_device}"
-        raise StartupError(f"max_kv_tokens: {needed}, which are not to be had: {error}") from error
+        needed = f"take {num_bytes / 2**30:,.1f} GiB on {torch_device}, which are"
+        raise StartupError(
+            f"max_kv_tokens: {max(num_slots.values())} tokens {needed} not to be had: {error}"
+        ) from error
 
 
 def _shape(group: LayerGroupSpec, num_slots: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ class Collective(Protocol):
     """Adds and joins the tensors of all ranks of a model. Each rank has an object of this kind, and all ranks call the
     same methods, with tensors of the same shapes, in the same order.
 
-    `sum_up` and `joined` raise MemberLost once the ranks are given up.
+    `sum_up` and `joined` raise MemberLost once this rank's object is given up.
     """
 
     def sum_up(self, values: Tensor) -> None:
@@ -31,7 +31,12 @@ class Collective(Protocol):
         """Returns the `part` [..., widths[rank]] of all ranks side by side, [..., sum(widths)]."""
 
     def give_up(self) -> None:
-        """Makes every present and later call of all ranks raise MemberLost. Any thread may call this."""
+        """Makes every later call of this rank's object raise MemberLost. Any thread may call this.
+
+        What else it ends depends on the kind. SharedCollective: the present and later calls of all ranks.
+        GroupCollective: in this process alone, a call that waits until all ranks have come for the first time. Any
+        other present call ends with the process of a lost rank.
+        """
 
     def counts(self) -> list[int]:
         """Returns how far each rank has come, as numbers that grow. Any thread may call this."""

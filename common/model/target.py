@@ -76,7 +76,7 @@ class Followers(Protocol):
     """The other ranks of a model that is cut, which compute each forward together with this one."""
 
     def begin(self, batch: ForwardInput) -> None:
-        """Tells them to compute this forward. What it takes from the pool must be in memory that they map."""
+        """Tells them to compute this forward, on tensors of a pool that these ranks made."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns zeros for a table of a pool."""

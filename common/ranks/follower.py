@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 
 from common.cpu_engine import cpu_engine
-from common.device.factory import open_device
+from common.device.factory import allow_tf32, open_device
 from common.device.graph import Graph, GraphWork
 from common.device.stream import Device
 from common.errors import BatonError
@@ -40,7 +40,7 @@ _LOST_STATUS = 3
 _CHECK_INTERVAL_S = 1.0
 
 
-class _Files:
+class ReceivedFiles:
     """The files of shared tensors that the first rank has sent."""
 
     def __init__(self, connection: Connection) -> None:
@@ -66,7 +66,7 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     connection = Connection(descriptor)
     threading.Thread(target=end_with_peer, args=(descriptor,), name="end", daemon=True).start()
-    load, files = connection.recv(), _Files(connection)
+    load, files = connection.recv(), ReceivedFiles(connection)
     assert isinstance(load, Load) and isinstance(connection.recv(), NewFile)
     memory = files.receive()
     try:
@@ -84,9 +84,10 @@ def main() -> None:
         raise
 
 
-def _serve(load: Load, connection: Connection, files: _Files, memory: Tensor) -> None:
+def _serve(load: Load, connection: Connection, files: ReceivedFiles, memory: Tensor) -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(load.num_threads)
+    allow_tf32(load.tf32)
     torch_device, counters = torch.device(load.arguments["device"]), memory[: load.collective_bytes]
     if (engine := cpu_engine(torch_device)) is not None:
         engine.keep_kernels(load.kernels_dir)
@@ -108,28 +109,33 @@ def _serve(load: Load, connection: Connection, files: _Files, memory: Tensor) ->
     target = load_target(load.directory, **load.arguments, part=part)
     if torch_device.type == "cuda":
         torch.cuda.empty_cache()  # the first rank looks how much is free
-    _OwnKvRank(target, connection, files, ReceivedForwards(group, torch_device), device).run()
+    OwnKvRank(target, connection, files, ReceivedForwards(group, torch_device), device).run()
 
 
-def _compute(target: TargetModel, connection: Connection, files: _Files) -> None:
+def _compute(target: TargetModel, connection: Connection, files: ReceivedFiles) -> None:
     while True:
         match connection.recv():
             case NewFile():
                 files.receive()
-            case NoMorePool():
+            case NoMorePool(number):
                 files.let_go()
-                connection.send(None)
+                connection.send(number)
             case Forward() as message:
                 target.forward(received(message, files.at))
             case other:
                 raise AssertionError(f"an unknown message: {other}")
 
 
-class _OwnKvRank:
+class OwnKvRank:
     """Computes forwards on KV of its own. On a GPU nothing waits for them: the first rank does, by its part of them."""
 
     def __init__(
-        self, target: TargetModel, connection: Connection, files: _Files, forwards: ReceivedForwards, device: Device
+        self,
+        target: TargetModel,
+        connection: Connection,
+        files: ReceivedFiles,
+        forwards: ReceivedForwards,
+        device: Device,
     ) -> None:
         self._target = target
         self._connection = connection
@@ -156,11 +162,13 @@ class _OwnKvRank:
                 self._files.receive()
             case NewKv(kv):
                 self._forwards.add(kv if isinstance(kv, Tensor) else self._files.at(kv))
-            case NoMorePool():
+            case NoMorePool(number):
                 self._graphs.clear()
                 self._forwards.let_go()
                 self._files.let_go()
-                self._connection.send(None)
+                if self._device.torch_device.type == "cuda":
+                    torch.cuda.empty_cache()  # the first rank looks how much is free
+                self._connection.send(number)
             case AnnouncedForward(graph=None):
                 self._compute(message)
             case AnnouncedForward(graph=int(number)):

@@ -14,9 +14,11 @@ import contextlib
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler, send_handle
 from pathlib import Path
 from typing import TypeVar, cast
@@ -42,7 +44,6 @@ from common.ranks.process_group import GroupCollective, new_store
 _ERROR_BYTES = 4096
 _CLOSE_TIMEOUT_S = 5.0
 _END_TIMEOUT_S = 1.0
-_TELL_INTERVAL_S = 5.0
 
 T = TypeVar("T")
 
@@ -52,8 +53,8 @@ class Ranks:
 
     They load the model in `directory`, with `arguments`, while this process does. So create this object, and then load
     the model with `part`. Each rank computes with `num_threads` threads, and keeps compiled kernels in `kernels_dir`.
-    With `engine` they share one pool; without it, each has KV of its own. Rank r computes on `devices[r]`. Raises
-    StartupError if a process cannot be started.
+    `tf32` is what `allow_tf32` takes. With `engine` they share one pool; without it, each has KV of its own. Rank r
+    computes on `devices[r]`. Raises StartupError if a process cannot be started, or ranks cannot be connected.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Ranks:
         *,
         num_threads: int,
         kernels_dir: Path | None,
+        tf32: bool,
     ) -> None:
         num_ranks = len(devices)
         self._devices = devices
@@ -75,6 +77,7 @@ class Ranks:
         self._is_closed = False
         self._num_sent_files = 1  # the collective's, which is sent first
         self._num_sent_kv = 0
+        self._num_pools = 0  # that the ranks were told to let go of
         self._num_graphs = 0
         self._graph: int | None = None  # the graph that is being recorded
         self._shared_graphs: set[int] = set()  # those of which the other ranks have a part
@@ -92,7 +95,11 @@ class Ranks:
             self._collective = engine.new_collective(memory[:size], rank=0, num_ranks=num_ranks)
             self._pool, store_port = OnePool(self._tensors), None
         else:
-            store = new_store(None, num_ranks=num_ranks)
+            try:
+                store = new_store(None, num_ranks=num_ranks)
+            except StartupError:
+                self._tensors.close()
+                raise
             self._collective = group = GroupCollective(
                 store, rank=0, num_ranks=num_ranks, torch_device=devices[0], counts=memory[:size].view(torch.int64)
             )
@@ -110,6 +117,7 @@ class Ranks:
                     num_ranks=num_ranks,
                     num_threads=num_threads,
                     kernels_dir=kernels_dir,
+                    tf32=tf32,
                     collective_bytes=size,
                     store_port=store_port,
                 )
@@ -197,7 +205,7 @@ class Ranks:
         """Tells the other ranks to replay the forward that they recorded, if they did. Inside this context it begins
         with no message.
 
-        Raises DeviceLost if a rank has ended.
+        Raises DeviceLost if a rank has ended, or if the code inside fails: the others have begun, and wait for it.
         """
         pool = self._pool
         if graph not in self._shared_graphs or isinstance(pool, OnePool):
@@ -206,11 +214,10 @@ class Ranks:
         pool.note_replay()
         try:
             self._send(Replay(graph))
-        except MemberLost as error:
-            raise DeviceLost(self.give_up(error)) from error
-        self._is_replaying = True
-        try:
+            self._is_replaying = True
             yield
+        except Exception as error:
+            raise DeviceLost(self.give_up(error)) from error
         finally:
             self._is_replaying = False
 
@@ -237,15 +244,15 @@ class Ranks:
         send_handle(connection, self._tensors.files[file], process.pid)
 
     def let_go_of_pool(self) -> None:
-        """Makes all ranks let go of the pool's memory, and waits until they have. Call it once the engine that used the
-        pool has ended.
+        """Makes all ranks let go of the pool's memory, and waits until they have, for a few seconds. Call it once the
+        engine that used the pool has ended. It does not wait if a rank is lost.
         """
-        with contextlib.suppress(OSError, EOFError):  # a rank has ended: `loss` says which
-            for connection in self._connections:
-                connection.send(NoMorePool())
-            for connection in self._connections:
-                if connection.poll(_CLOSE_TIMEOUT_S):
-                    connection.recv()
+        self._num_pools += 1
+        if self._loss is None:
+            with contextlib.suppress(OSError):  # a rank has ended: `loss` says which
+                for connection in self._connections:
+                    connection.send(NoMorePool(self._num_pools))
+                have_answered(self._connections, self._num_pools, _CLOSE_TIMEOUT_S)
         self._tensors.let_go(1)
         self._num_sent_files = 1
         self._num_sent_kv = 0
@@ -311,7 +318,7 @@ class _RecorderOfRanks(GraphRecorder):
 
 
 class _GraphOfRanks(Graph):
-    """A graph of this rank's work with one forward, of which the other ranks record their part."""
+    """A graph of this rank's work. If a forward of the target is in it, the other ranks record their part of that."""
 
     def __init__(self, graph: Graph, ranks: Ranks, number: int) -> None:
         self._graph = graph
@@ -351,6 +358,7 @@ def open_ranks(
     num_ranks: int,
     num_threads: int,
     kernels_dir: Path | None,
+    tf32: bool,
 ) -> Ranks:
     """Starts the ranks. `engine` is the engine for CPUs, if the device is one and it is installed.
 
@@ -359,7 +367,7 @@ def open_ranks(
     if engine is None and torch_device.type == "cpu":
         raise StartupError("tensor_parallel: ranks need baton_cpu and numba, which are not installed")
     devices = devices_of(torch_device, num_ranks)
-    return Ranks(engine, devices, directory, arguments, num_threads=num_threads, kernels_dir=kernels_dir)
+    return Ranks(engine, devices, directory, arguments, num_threads=num_threads, kernels_dir=kernels_dir, tf32=tf32)
 
 
 @contextlib.contextmanager
@@ -389,9 +397,11 @@ def load_together(
     *,
     enter_thread: Callable[[], object] = lambda: None,
     tell: Callable[[str], object] = lambda behind: None,
+    tell_interval_s: float = 5.0,
 ) -> T:
     """Returns what `load` returns. It runs on a thread of its own, after `enter_thread`, so that this one can be
-    interrupted by signals while ranks wait for each other. Every few seconds `tell` gets what `behind` says.
+    interrupted by signals while ranks wait for each other. After each `tell_interval_s`, `tell` gets what `behind`
+    says.
 
     Raises MemberLost if a rank has ended and `load` does not end.
     """
@@ -406,15 +416,30 @@ def load_together(
             loading.set_exception(error)
 
     threading.Thread(target=run, name="load", daemon=True).start()
-    while True:
-        try:
-            return loading.result(_TELL_INTERVAL_S)
-        except TimeoutError as error:
-            if loading.done():
-                raise
-            if ranks.loss is not None:
-                raise MemberLost("another rank is lost") from error
-            tell(ranks.behind)
+    while not futures.wait([loading], tell_interval_s).done:
+        if ranks.loss is not None:
+            raise MemberLost("another rank is lost")
+        tell(ranks.behind)
+    return loading.result()
+
+
+def have_answered(connections: Sequence[Connection], number: int, timeout_s: float) -> bool:
+    """Waits for the answer `number` from all connections, and drops those to earlier requests, which came too late.
+
+    Returns whether all have come in `timeout_s`, for all together. Does not wait on if a connection is closed.
+    """
+    waiting, deadline_s = list(connections), time.monotonic() + timeout_s
+    while waiting:
+        ready = wait(waiting, max(0.0, deadline_s - time.monotonic()))
+        if not ready:
+            return False
+        for connection in [each for each in waiting if each in ready]:
+            try:
+                if connection.recv() == number:
+                    waiting.remove(connection)
+            except (OSError, EOFError):
+                return False
+    return True
 
 
 def write_error(errors: Tensor, text: str) -> None:

@@ -16,9 +16,9 @@ from common.model.loader import LoadArguments
 class Load:
     """The first message: the model's directory, arguments of `load_target`, the rank and the number of its threads.
 
-    Compiled kernels are kept in `kernels_dir`, if any. `collective_bytes` is the size of the collective's memory, with
-    which the first file begins. Ranks with KV of their own find each other at `store_port`; it is None if they share
-    one pool.
+    Compiled kernels are kept in `kernels_dir`, if any. `tf32` is what `allow_tf32` takes. `collective_bytes` is the
+    size of the collective's memory, with which the first file begins. Ranks with KV of their own find each other at
+    `store_port`; it is None if they share one pool.
     """
 
     directory: Path
@@ -27,6 +27,7 @@ class Load:
     num_ranks: int
     num_threads: int
     kernels_dir: Path | None
+    tf32: bool
     collective_bytes: int
     store_port: int | None
 
@@ -47,7 +48,12 @@ class NewKv:
 
 @dataclass(frozen=True, slots=True)
 class NoMorePool:
-    """The pool is gone, and with it every file but the first, and every shard. The next file has number 1 again."""
+    """The pool is gone, and with it every file but the first, and every shard. The next file has number 1 again.
+
+    A rank that has let go of them answers with `number`, which tells the answer from those to earlier messages.
+    """
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +80,12 @@ class Forward:
 class AnnouncedForward:
     """A ForwardInput whose tensors follow in a broadcast (see own_kv.py).
 
-    `sizes` are the shapes of these tensors, by name, in their order. `numbers` are the other columns. `kv` and
+    `shapes` are those of these tensors, by name, in their order. `columns` are its other columns. `kv` and
     `windows` are numbers of shards, and each window's layers. With `graph` the forward is recorded under that number.
     """
 
-    sizes: dict[str, tuple[int, ...]]
-    numbers: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    columns: dict[str, Any]
     kv: int
     windows: tuple[tuple[int, tuple[int, ...]], ...]
     graph: int | None

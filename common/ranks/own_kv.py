@@ -1,6 +1,6 @@
 """Ranks that each have KV of their own, as GPUs do: the first rank gives them shards and broadcasts forwards' tensors.
 
-    rank 0   message: sizes, lengths ──▶ broadcast: ids, positions, slots ─▶ forward on cuda:0, KV of heads 0..k
+    rank 0   message: shapes, lengths ─▶ broadcast: ids, positions, slots ─▶ forward on cuda:0, KV of heads 0..k
     rank 1   ─────── message ──────────▶ ──────── receives ────────────────▶ forward on cuda:1, KV of heads k..
 
 The message says what comes; the broadcast, on the stream, has what only the first rank's GPU knows, such as the tokens
@@ -12,6 +12,7 @@ On CPUs ranks share one pool instead. Only tests give them KV of their own, to s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.host.shared_tensors import SharedTensors, TensorPlace
-from common.kv.kv_shard import KvShard
+from common.kv.kv_shard import KvShard, NoRoomForShard
 from common.kv.window_slots import WindowKv
 from common.ranks.messages import AnnouncedForward
 from common.ranks.process_group import GroupCollective
@@ -33,6 +34,8 @@ _TENSORS = [
     if field.name not in (*_NUMBERS, "req_to_token", "req_pool_indices", "kv", "windows")
 ]
 _SENT_AS = torch.int32
+TABLE_ENTRY_BYTES = 16
+"""Bytes that the first rank needs for each table entry that it broadcasts: the entry as int64, and twice as int32."""
 _WIDTH_UNIT = 16
 """Tables are cut to a multiple of so many slots: kernels are compiled again for a width that is none."""
 
@@ -51,6 +54,7 @@ class OwnKv:
         return torch.zeros(tuple(shape), dtype=dtype, device=self._devices[0])
 
     def kv(self, shape: Sequence[int], dtype: torch.dtype, heads: Sequence[range]) -> Sequence[KvShard]:
+        """Returns a shard for each rank, with its `heads`. Raises NoRoomForShard."""
         made = [
             KvShard(slice(own.start, own.stop), self._zeros_on(device, (*shape[:-2], len(own), shape[-1]), dtype))
             for device, own in zip(self._devices, heads, strict=True)
@@ -59,9 +63,12 @@ class OwnKv:
         return made
 
     def _zeros_on(self, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if device.type == "cpu":
-            return self._tensors.zeros(shape, dtype)
-        zeros = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        try:
+            if device.type == "cpu":
+                return self._tensors.zeros(shape, dtype)
+            zeros = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise NoRoomForShard(str(error), math.prod(shape) * dtype.itemsize, device) from error
         torch.cuda.synchronize(device)  # the rank that gets it knows nothing of this process's streams
         return zeros
 
@@ -119,18 +126,18 @@ class ReceivedForwards:
 
     def receive(self, message: AnnouncedForward) -> ForwardInput:
         """Returns the forward of a message, with the tensors of the broadcast that follows it. Raises MemberLost."""
-        num_values = sum(torch.Size(size).numel() for size in message.sizes.values())
+        num_values = sum(torch.Size(size).numel() for size in message.shapes.values())
         packed = torch.empty(num_values, dtype=_SENT_AS, device=self._torch_device)
         self._collective.broadcast(packed)
-        parts = packed.long().split([torch.Size(size).numel() for size in message.sizes.values()])
-        tensors = {name: part.view(size) for part, (name, size) in zip(parts, message.sizes.items(), strict=True)}
+        parts = packed.long().split([torch.Size(size).numel() for size in message.shapes.values()])
+        tensors = {name: part.view(size) for part, (name, size) in zip(parts, message.shapes.items(), strict=True)}
         columns: dict[str, Any] = {name: tensors.get(name) for name in _TENSORS}
         if columns["tree_mask"] is not None:
             columns["tree_mask"] = columns["tree_mask"].bool()
         kv, table = self._shards[message.kv], tensors["req_to_token"]
         return ForwardInput(
             **columns,
-            **message.numbers,
+            **message.columns,
             req_to_token=table,
             req_pool_indices=torch.arange(len(table), device=self._torch_device),
             kv=kv,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from common.errors import StartupError
 from common.model.part import MemberLost
 
 _LONGEST = timedelta(days=1)
@@ -25,21 +28,22 @@ _POLL_S = 0.01
 
 def new_store(port: int | None, *, num_ranks: int) -> TCPStore:
     """Returns the store through which ranks find each other. The first rank opens it, without a `port`, and the others
-    connect to its port.
+    connect to its port. Raises StartupError.
     """
-    if port is not None:
-        return TCPStore(_HOST, port, num_ranks, is_master=False, timeout=_LONGEST, wait_for_workers=False)
-    with socket.create_server((_HOST, 0)) as server:  # by itself the store would listen on all interfaces
-        port = server.getsockname()[1]
-        return TCPStore(
-            _HOST,
-            port,
-            num_ranks,
-            is_master=True,
-            timeout=_LONGEST,
-            wait_for_workers=False,
-            master_listen_fd=server.detach(),
-        )
+    open_store = partial(TCPStore, _HOST, timeout=_LONGEST, wait_for_workers=False)
+    try:
+        if port is not None:
+            return open_store(port, num_ranks, is_master=False)
+        with socket.create_server((_HOST, 0)) as server:  # by itself the store would listen on all interfaces
+            port, file = server.getsockname()[1], server.detach()
+        try:
+            return open_store(port, num_ranks, is_master=True, master_listen_fd=file)
+        except RuntimeError:
+            with contextlib.suppress(OSError):
+                os.close(file)
+            raise
+    except (OSError, RuntimeError) as error:
+        raise StartupError(f"tensor_parallel: ranks cannot be connected: {error}") from error
 
 
 class GroupCollective:

@@ -23,7 +23,7 @@ from common.checkpoints.source import resolve_model
 from common.config.fast_paths import FastPath
 from common.config.settings import ServiceSettings
 from common.cpu_engine import cpu_engine
-from common.device.factory import open_device
+from common.device.factory import allow_tf32, open_device
 from common.device.stream import Device
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
@@ -47,6 +47,7 @@ from common.model.model_files import model_faults
 from common.model.target import TargetModel
 from common.priority import Ageing
 from common.ranks.leader import Ranks, load_together, lost_ranks_named, open_ranks
+from common.ranks.own_kv import TABLE_ENTRY_BYTES
 from common.sampling.state import DrawKernels
 from common.service.work_beside import Check, Work, WorkBeside, new_fusing, populating
 from common.telemetry.forward_counts import ForwardCounts
@@ -251,12 +252,15 @@ def memory_beside(
 
     `step` returns the largest step for a number of rows.
 
-    On a GPU the peak includes the partial results of attention, and `staged_bytes` for KV in transfer. A row has slots
-    for `tokens_ahead` more tokens than a request may have.
+    On a GPU the peak includes the partial results of attention, and `staged_bytes` for KV in transfer. With ranks that
+    have KV of their own it includes the token tables that they are sent: a recorded step sends the whole width of them.
+    A row has slots for `tokens_ahead` more tokens than a request may have.
     """
     model = runtime.model
     num_entries = (model.max_context_tokens + tokens_ahead) * (1 + len(model.windows))
     each_row = row_bytes(vocab_size=model.vocab_size, num_tokens=num_entries)
+    sends_tables = runtime.ranks is not None and runtime.ranks.part.has_own_kv
+    sent_row_bytes = num_entries * TABLE_ENTRY_BYTES if sends_tables else 0
 
     def peak_bytes(num_rows: int) -> int:
         memory = step(num_rows)
@@ -268,7 +272,7 @@ def memory_beside(
         )
         parts = min(memory.num_tokens * model.hidden_size * SPLIT_BYTES, MAX_SPLIT_BYTES)
         on_gpu = 0 if model.torch_device.type == "cpu" else parts + staged_bytes
-        return (num_rows + 1) * each_row + forward + memory.kept_bytes + on_gpu
+        return (num_rows + 1) * each_row + num_rows * sent_row_bytes + forward + memory.kept_bytes + on_gpu
 
     return MemoryBeside(row_bytes=each_row, peak_bytes=peak_bytes)
 
@@ -279,7 +283,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
     """
     _only_log_lines()
     torch.set_num_threads(1)  # more would keep OpenMP threads for as long as this thread lives
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
+    allow_tf32(settings.tf32)
     timeline = Timeline()
     num_threads = _num_stream_threads(settings)
     device = open_device(settings.device, num_threads=num_threads, timeline=timeline)
@@ -311,6 +315,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
             num_ranks=settings.tensor_parallel,
             num_threads=num_threads,
             kernels_dir=kernels_dir,
+            tf32=settings.tf32,
         )
         _log.info("ranks_started", pids=ranks.pids, num_threads=num_threads)
     with model_faults(settings.model), lost_ranks_named(ranks):

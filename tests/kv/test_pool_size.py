@@ -57,7 +57,7 @@ def beside(
         windows=(),
     )
     draft = None if spec_info is None else SimpleNamespace(capture=SimpleNamespace(num_states=3))
-    runtime: Any = SimpleNamespace(model=model, draft=draft, device=SimpleNamespace(graphs="there are"))
+    runtime: Any = SimpleNamespace(model=model, draft=draft, device=SimpleNamespace(graphs="there are"), ranks=None)
     settings: Any = kind(**options)
     if kind is PrefillSettings:
         return prefill_main.memory_beside_pool(settings, runtime)

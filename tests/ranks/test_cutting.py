@@ -136,4 +136,4 @@ def test_attention_with_other_projections_is_refused_by_name(tmp_path: Path) -> 
 
 def test_ranks_need_the_engine_for_cpus(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"^tensor_parallel: ranks need baton_cpu and numba"):
-        open_ranks(None, torch.device("cpu"), tmp_path, {}, num_ranks=2, num_threads=1, kernels_dir=None)  # type: ignore[typeddict-item]
+        open_ranks(None, torch.device("cpu"), tmp_path, {}, num_ranks=2, num_threads=1, kernels_dir=None, tf32=False)  # type: ignore[typeddict-item]

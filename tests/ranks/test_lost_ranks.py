@@ -93,13 +93,16 @@ def test_a_stopped_rank_is_noticed_and_a_killed_one_ends_the_service(pair: Runni
     wait_until(lambda: not left.is_running() or left.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_rank_that_ends_while_it_loads_ends_the_start(tiny_model_dir: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("own_kv_on", [None, "cpu"], ids=["one-pool", "own-kv"])
+def test_a_rank_that_ends_while_it_loads_ends_the_start(
+    own_kv_on: str | None, tiny_model_dir: Callable[[str], Path]
+) -> None:
     def kill(ranks: Ranks) -> None:
         psutil.Process(ranks.pids[0]).kill()
 
     with (
         pytest.raises(StartupError, match=r"^tensor_parallel: rank 1 of 2 \(process \d+\) was killed by SIGKILL$"),
-        ranked_model(tiny_model_dir("llama"), 2, on_start=kill),
+        ranked_model(tiny_model_dir("llama"), 2, on_start=kill, own_kv_on=own_kv_on),
     ):
         pass
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.device.errors import DeviceLost
+from common.device.graph import Graph, GraphRecorder, GraphWork
 from common.draft.load import load_draft
 from common.errors import StartupError
-from common.ranks.leader import Ranks, devices_of, load_together
-from common.ranks.own_kv import OwnKv
+from common.ranks.leader import Ranks, devices_of
+from common.ranks.messages import AnnouncedForward, Replay
 from common.ranks.process_group import new_store
 from common.sampling.params import ResolvedSampling
 from tests.support.draft_heads import save_copy_head
@@ -46,25 +47,23 @@ def tokens_of(pair: InProcessPair, num_tokens: int = 12) -> list[list[int]]:
     return [outcome.token_ids for outcome in outcomes]
 
 
+def announced(messages: Sequence[object]) -> list[AnnouncedForward]:
+    return [each for each in messages if isinstance(each, AnnouncedForward)]
+
+
 @pytest.mark.parametrize("architecture", ["llama", "phi3, windows"])
 def test_the_other_ranks_replay_what_the_first_one_replays_over_each_pool(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target's forwards are recorded by all ranks, and those of the draft head by the first alone."""
-    announced: list[int | None] = []
-    replayed: list[int] = []
-    announce, replay = OwnKv.announced, Ranks.replaying
+    sent: list[object] = []
+    dumps = ForkingPickler.dumps
 
-    def noting_announce(pool: OwnKv, batch: ForwardInput, tensors: dict[str, Tensor], graph: int | None) -> Any:
-        announced.append(graph)
-        return announce(pool, batch, tensors, graph)
+    def noting_dumps(message: object) -> memoryview:
+        sent.append(message)
+        return dumps(message)
 
-    def noting_replay(ranks: Ranks, graph: int) -> AbstractContextManager[None]:
-        replayed.append(graph)
-        return replay(ranks, graph)
-
-    monkeypatch.setattr(OwnKv, "announced", noting_announce)
-    monkeypatch.setattr(Ranks, "replaying", noting_replay)
+    monkeypatch.setattr(ForkingPickler, "dumps", noting_dumps)
     weights = {"context_weight": 0.05, "mlp_weight": 0.05}
     directory = save_last_token_model(tmp_path / "target", architecture=architecture, **weights)
     head_dir = save_copy_head(tmp_path / "head", target_dir=directory, family="eagle3")
@@ -73,20 +72,20 @@ def test_the_other_ranks_replay_what_the_first_one_replays_over_each_pool(
         target.capture_hidden(head.capture)
         seen = []
         for replays in (False, True, True):
-            announced.clear()
-            replayed.clear()
+            sent.clear()
             options = PairOptions(decode_rows=4, replays_forwards=replays, **CHAIN)
             pair = InProcessPair(target, new_device=RecordingCpuDevice, draft=head, options=options)
             try:
-                recorded = [graph for graph in announced if graph is not None]
+                recorded = {each.graph for each in announced(sent) if each.graph is not None}
                 assert bool(recorded) == replays == bool(pair.decode.recorded)
-                announced.clear()
+                sent.clear()
                 seen.append(tokens_of(pair))
                 if pair.decode.recorded is not None:
                     assert len(recorded) < pair.decode.recorded.num_graphs, "the draft head's are not theirs"
-                    assert sum(graph in recorded for graph in replayed) >= len(pair.decode_steps)
-                    assert not set(replayed) <= set(recorded)
-                    assert set(announced) == {None}, "prompts are not replayed"
+                    replayed = [each.graph for each in sent if isinstance(each, Replay)]
+                    assert len(replayed) == len(pair.decode_steps) and set(replayed) <= recorded
+                    assert len(announced(sent)) == len(pair.prefill_steps), "only prompts are not replayed"
+                    assert {each.graph for each in announced(sent)} == {None}
                 pair.settle()
             finally:
                 pair.close()
@@ -95,9 +94,8 @@ def test_the_other_ranks_replay_what_the_first_one_replays_over_each_pool(
         assert seen[0] == seen[1] == seen[2]
 
 
-def test_a_rank_that_stops_or_ends_is_named(
-    tiny_model_dir: Callable[[str], Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def begun_forwards(monkeypatch: pytest.MonkeyPatch) -> list[ForwardInput]:
+    """Returns a list that gets each forward of which ranks are told."""
     begun: list[ForwardInput] = []
     begin = Ranks.begin
 
@@ -106,6 +104,13 @@ def test_a_rank_that_stops_or_ends_is_named(
         begin(ranks, batch)
 
     monkeypatch.setattr(Ranks, "begin", noting)
+    return begun
+
+
+def test_a_rank_that_stops_or_ends_is_named(
+    tiny_model_dir: Callable[[str], Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = begun_forwards(monkeypatch)
     with ranked_model(tiny_model_dir("llama"), 3, own_kv_on="cpu") as (target, ranks):
         pair = make_pair(target, PairOptions())
         assert all(tokens_of(pair))
@@ -128,6 +133,43 @@ def test_a_rank_that_stops_or_ends_is_named(
         assert ranks.loss is not None
 
 
+class RanOut(Graph):
+    """A graph that can be recorded, and cannot be replayed."""
+
+    def record(self, work: GraphWork) -> tuple[Tensor, ...]:
+        return work()
+
+    def replay(self) -> None:
+        raise RuntimeError("no memory")
+
+
+class RanOutRecorder(GraphRecorder):
+    def new_graph(self) -> Graph:
+        return RanOut()
+
+    def held_bytes(self) -> int:
+        return 0
+
+
+def test_a_replay_that_fails_on_the_first_rank_gives_the_others_up(
+    tiny_model_dir: Callable[[str], Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have begun theirs by then, and nobody waits for them any more."""
+    begun = begun_forwards(monkeypatch)
+    with ranked_model(tiny_model_dir("llama"), 2, own_kv_on="cpu") as (target, ranks):
+        assert all(tokens_of(make_pair(target, PairOptions()), num_tokens=5))
+        graph = target.recorder(RanOutRecorder()).new_graph()
+        graph.record(lambda: (target.forward(begun[-1]).logits,))
+        failed = "rank 0 failed in a forward: RuntimeError: no memory"
+        with pytest.raises(DeviceLost, match=f"^{failed}$"):
+            graph.replay()
+        assert ranks.loss == failed
+
+        began_s = time.monotonic()
+        ranks.let_go_of_pool()
+        assert time.monotonic() - began_s < 3.0, "ranks that are lost do not answer"
+
+
 def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert devices_of(torch.device("cuda", 1), 2) == [torch.device("cuda", 1), torch.device("cuda", 2)]
@@ -144,11 +186,3 @@ def test_the_ranks_find_each_other_on_the_loopback_interface_only() -> None:
         if each.status == psutil.CONN_LISTEN and each.laddr.port == store.port
     ]
     assert listening == "127.0.0.1"
-
-
-def test_the_model_is_loaded_on_the_device_of_the_first_rank(tiny_model_dir: Callable[[str], Path]) -> None:
-    """A new thread computes on GPU 0 until it is told otherwise."""
-    entered: list[int] = []
-    with ranked_model(tiny_model_dir("llama"), 2, own_kv_on="cpu") as (_, ranks):
-        loaded = load_together(threading.get_ident, ranks, enter_thread=lambda: entered.append(threading.get_ident()))
-    assert entered == [loaded] and loaded != threading.get_ident()

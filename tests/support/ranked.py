@@ -63,6 +63,7 @@ def ranked_model(
         arguments,
         num_threads=1,
         kernels_dir=kernels_cache_dir(),
+        tf32=False,
     )
     try:
         with lost_ranks_named(ranks):
