@@ -28,17 +28,17 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.cpu_engine import CpuEngine
-from common.device.errors import DeviceLost
-from common.device.graph import Graph, GraphRecorder, GraphWork
+from common.device.graph import GraphRecorder
 from common.errors import StartupError
 from common.host.peer_process import start_peer
 from common.host.shared_tensors import SharedTensors
 from common.kv.kv_shard import KvShard
 from common.model.loader import LoadArguments
 from common.model.part import Collective, MemberLost, Part
-from common.ranks.messages import Load, NewFile, NewKv, NoMorePool, Replay, ToFollower
+from common.ranks.messages import Load, NewFile, NoMorePool, ToFollower
 from common.ranks.one_pool import OnePool
-from common.ranks.own_kv import OwnKv, tensors_of
+from common.ranks.own_kv import OwnKv
+from common.ranks.pool_of_ranks import PoolOfRanks
 from common.ranks.process_group import GroupCollective, new_store
 
 _ERROR_BYTES = 4096
@@ -76,12 +76,7 @@ class Ranks:
         self._is_lost = threading.Event()
         self._is_closed = False
         self._num_sent_files = 1  # the collective's, which is sent first
-        self._num_sent_kv = 0
         self._num_pools = 0  # that the ranks were told to let go of
-        self._num_graphs = 0
-        self._graph: int | None = None  # the graph that is being recorded
-        self._shared_graphs: set[int] = set()  # those of which the other ranks have a part
-        self._is_replaying = False
         size = counts_bytes(num_ranks) if engine is None else engine.collective_bytes(num_ranks)
         # After the collective's memory each rank has a place for the message of the error that ended it.
         try:
@@ -90,7 +85,7 @@ class Ranks:
             raise _no_memory(error) from error
         self._errors = memory[size:].view(num_ranks, _ERROR_BYTES)
         self._collective: Collective
-        self._pool: OnePool | OwnKv
+        self._pool: PoolOfRanks
         if engine is not None:
             self._collective = engine.new_collective(memory[:size], rank=0, num_ranks=num_ranks)
             self._pool, store_port = OnePool(self._tensors), None
@@ -171,57 +166,13 @@ class Ranks:
 
     def begin(self, batch: ForwardInput) -> None:
         """Tells the other ranks to compute this forward. Raises MemberLost if one has ended."""
-        pool = self._pool
-        if isinstance(pool, OnePool):
-            self._send(pool.sent(batch))
-            return
-        tensors = tensors_of(batch)
-        if not self._is_replaying:
-            self._send(pool.announced(batch, tensors, self._graph))
-            if self._graph is not None:
-                assert self._graph not in self._shared_graphs, "a graph has one forward"
-                self._shared_graphs.add(self._graph)
-        pool.broadcast(tensors)
+        self._pool.begin(batch, self)
 
     def recorder(self, recorder: GraphRecorder) -> GraphRecorder:
         """Returns a recorder of this rank's work, which makes the other ranks record and replay their part of it."""
-        return recorder if isinstance(self._pool, OnePool) else _RecorderOfRanks(recorder, self)
+        return self._pool.recorder(recorder, self)
 
-    def new_graph_number(self) -> int:
-        self._num_graphs += 1
-        return self._num_graphs
-
-    @contextlib.contextmanager
-    def recording(self, graph: int) -> Iterator[None]:
-        """If a forward begins inside this context, the other ranks record it under the number `graph`."""
-        self._graph = graph
-        try:
-            yield
-        finally:
-            self._graph = None
-
-    @contextlib.contextmanager
-    def replaying(self, graph: int) -> Iterator[None]:
-        """Tells the other ranks to replay the forward that they recorded, if they did. Inside this context it begins
-        with no message.
-
-        Raises DeviceLost if a rank has ended, or if the code inside fails: the others have begun, and wait for it.
-        """
-        pool = self._pool
-        if graph not in self._shared_graphs or isinstance(pool, OnePool):
-            yield
-            return
-        pool.note_replay()
-        try:
-            self._send(Replay(graph))
-            self._is_replaying = True
-            yield
-        except Exception as error:
-            raise DeviceLost(self.give_up(error)) from error
-        finally:
-            self._is_replaying = False
-
-    def _send(self, message: ToFollower) -> None:
+    def send(self, message: ToFollower) -> None:
         """Sends a message, after the memory that is new since the last one. Raises MemberLost if a rank has ended."""
         content = bytes(ForkingPickler.dumps(message))
         try:
@@ -229,11 +180,9 @@ class Ranks:
                 for connection, process in zip(self._connections, self._processes, strict=True):
                     self._send_file(connection, process, file)
                 self._num_sent_files = file + 1
-            if isinstance(self._pool, OwnKv):
-                for number in range(self._num_sent_kv, len(self._pool.shards)):
-                    for rank, connection in enumerate(self._connections, 1):
-                        connection.send(NewKv(self._pool.new_kv(number, rank)))
-                    self._num_sent_kv = number + 1
+            for connection, messages in zip(self._connections, self._pool.take_unsent(), strict=False):
+                for each in messages:
+                    connection.send(each)
             for connection in self._connections:
                 connection.send_bytes(content)
         except OSError as error:
@@ -255,10 +204,7 @@ class Ranks:
                 have_answered(self._connections, self._num_pools, _CLOSE_TIMEOUT_S)
         self._tensors.let_go(1)
         self._num_sent_files = 1
-        self._num_sent_kv = 0
-        self._shared_graphs.clear()
-        if isinstance(self._pool, OwnKv):
-            self._pool.let_go()
+        self._pool.let_go()
 
     def least_free_bytes(self, free_bytes: int) -> int:
         """Returns how much is free on the GPU that has least: the first rank's, with `free_bytes`, or another's."""
@@ -303,35 +249,6 @@ class Ranks:
             self._loss = loss
             self._is_lost.set()
         self._collective.give_up()
-
-
-class _RecorderOfRanks(GraphRecorder):
-    def __init__(self, recorder: GraphRecorder, ranks: Ranks) -> None:
-        self._recorder = recorder
-        self._ranks = ranks
-
-    def new_graph(self) -> Graph:
-        return _GraphOfRanks(self._recorder.new_graph(), self._ranks, self._ranks.new_graph_number())
-
-    def held_bytes(self) -> int:
-        return self._recorder.held_bytes()
-
-
-class _GraphOfRanks(Graph):
-    """A graph of this rank's work. If a forward of the target is in it, the other ranks record their part of that."""
-
-    def __init__(self, graph: Graph, ranks: Ranks, number: int) -> None:
-        self._graph = graph
-        self._ranks = ranks
-        self._number = number
-
-    def record(self, work: GraphWork) -> tuple[Tensor, ...]:
-        with self._ranks.recording(self._number):
-            return self._graph.record(work)
-
-    def replay(self) -> None:
-        with self._ranks.replaying(self._number):
-            self._graph.replay()
 
 
 def devices_of(torch_device: torch.device, num_ranks: int) -> list[torch.device]:

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
+from common.device.graph import GraphRecorder
 from common.host.shared_tensors import SharedTensors, TensorPlace
 from common.kv.kv_shard import WHOLE, KvShard
 from common.kv.window_slots import WindowKv
-from common.ranks.messages import Forward, SentWindow
+from common.ranks.messages import Forward, SentWindow, ToFollower
+from common.ranks.pool_of_ranks import PoolOfRanks, ToRanks
 
 _COLUMNS = [field.name for field in fields(ForwardInput) if field.name not in ("req_to_token", "kv", "windows")]
 
 
-class OnePool:
-    """The first rank's side. `tensors` has the shared memory."""
+class OnePool(PoolOfRanks):
+    """The first rank's side. `tensors` has the shared memory. Forwards of CPUs are not recorded."""
 
     def __init__(self, tensors: SharedTensors) -> None:
         self._tensors = tensors
@@ -35,8 +37,19 @@ class OnePool:
     def share(self, memory: Tensor, file: int) -> None:
         self._tensors.note(memory, os.dup(file))
 
-    def sent(self, batch: ForwardInput) -> Forward:
-        """Returns the message of a forward."""
+    def begin(self, batch: ForwardInput, ranks: ToRanks) -> None:
+        ranks.send(self._message(batch))
+
+    def recorder(self, recorder: GraphRecorder, ranks: ToRanks) -> GraphRecorder:
+        return recorder
+
+    def take_unsent(self) -> Sequence[Sequence[ToFollower]]:
+        return ()
+
+    def let_go(self) -> None:
+        pass
+
+    def _message(self, batch: ForwardInput) -> Forward:
         place_of = self._tensors.place_of
         columns = {name: getattr(batch, name) for name in _COLUMNS}
         return Forward(

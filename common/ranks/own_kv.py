@@ -13,7 +13,8 @@ On CPUs ranks share one pool instead. Only tests give them KV of their own, to s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -21,10 +22,13 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.host.shared_tensors import SharedTensors, TensorPlace
+from common.device.errors import DeviceLost
+from common.device.graph import Graph, GraphRecorder, GraphWork
+from common.host.shared_tensors import SharedTensors
 from common.kv.kv_shard import KvShard, NoRoomForShard
 from common.kv.window_slots import WindowKv
-from common.ranks.messages import AnnouncedForward
+from common.ranks.messages import AnnouncedForward, NewKv, Replay, ToFollower
+from common.ranks.pool_of_ranks import PoolOfRanks, ToRanks
 from common.ranks.process_group import GroupCollective
 
 _NUMBERS = ("prefix_lens", "extend_lens", "max_seq_len")
@@ -40,15 +44,19 @@ _WIDTH_UNIT = 16
 """Tables are cut to a multiple of so many slots: kernels are compiled again for a width that is none."""
 
 
-class OwnKv:
+class OwnKv(PoolOfRanks):
     """The first rank's side. Rank r computes on `devices[r]`. `tensors` has shared memory, for KV on a CPU."""
 
     def __init__(self, tensors: SharedTensors, collective: GroupCollective, devices: Sequence[torch.device]) -> None:
         self._tensors = tensors
         self._collective = collective
         self._devices = devices
-        self.shards: list[list[Tensor]] = []
-        """The shards of each layer group, by rank."""
+        self._shards: list[list[Tensor]] = []  # of each layer group, by rank
+        self._num_sent = 0
+        self._num_graphs = 0
+        self._graph: int | None = None  # the graph that is being recorded
+        self._shared_graphs: set[int] = set()  # those of which the other ranks have a part
+        self._is_replaying = False
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, device=self._devices[0])
@@ -59,7 +67,7 @@ class OwnKv:
             KvShard(slice(own.start, own.stop), self._zeros_on(device, (*shape[:-2], len(own), shape[-1]), dtype))
             for device, own in zip(self._devices, heads, strict=True)
         ]
-        self.shards.append([shard.kv for shard in made])
+        self._shards.append([shard.kv for shard in made])
         return made
 
     def _zeros_on(self, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -73,38 +81,110 @@ class OwnKv:
         return zeros
 
     def share(self, memory: Tensor, file: int) -> None:
-        raise NotImplementedError("KV that ranks have of their own is not lent")
+        raise AssertionError("KV that ranks have of their own is not lent")
 
     def let_go(self) -> None:
-        """Forgets the shards, once no rank uses them any more."""
-        self.shards.clear()
+        self._shards.clear()
+        self._num_sent = 0
+        self._shared_graphs.clear()
         if self._devices[0].type == "cuda":
             torch.cuda.ipc_collect()
 
-    def new_kv(self, number: int, rank: int) -> TensorPlace | Tensor:
-        """Returns a rank's shard in a form that can be sent to it."""
-        kv = self.shards[number][rank]
-        return self._tensors.place_of(kv) if kv.device.type == "cpu" else kv
+    def take_unsent(self) -> Sequence[Sequence[ToFollower]]:
+        unsent, self._num_sent = self._shards[self._num_sent :], len(self._shards)
+        return [[self._new_kv(shards[rank]) for shards in unsent] for rank in range(1, len(self._devices))]
 
-    def announced(self, batch: ForwardInput, tensors: dict[str, Tensor], graph: int | None) -> AnnouncedForward:
-        """Returns the message of a forward with these `tensors_of`, which `broadcast` sends."""
+    def _new_kv(self, kv: Tensor) -> NewKv:
+        return NewKv(self._tensors.place_of(kv) if kv.device.type == "cpu" else kv)
+
+    def begin(self, batch: ForwardInput, ranks: ToRanks) -> None:
+        tensors = _tensors_of(batch)
+        if not self._is_replaying:
+            ranks.send(self._announced(batch, tensors))
+            if self._graph is not None:
+                assert self._graph not in self._shared_graphs, "a graph has one forward"
+                self._shared_graphs.add(self._graph)
+        # All values side by side, as int32: no token, position or slot is larger.
+        self._collective.broadcast(torch.cat([each.reshape(-1).to(_SENT_AS) for each in tensors.values()]))
+
+    def _announced(self, batch: ForwardInput, tensors: dict[str, Tensor]) -> AnnouncedForward:
         return AnnouncedForward(
             {name: tuple(each.shape) for name, each in tensors.items()},
             {name: getattr(batch, name) for name in _NUMBERS},
             self._number_of(batch.kv),
             tuple((self._number_of(window.kv), tuple(window.layers)) for window in batch.windows),
-            graph,
+            self._graph,
         )
 
-    def note_replay(self) -> None:
-        self._collective.note_replay()
+    def recorder(self, recorder: GraphRecorder, ranks: ToRanks) -> GraphRecorder:
+        return _RecorderOfRanks(recorder, self, ranks)
 
-    def broadcast(self, tensors: dict[str, Tensor]) -> None:
-        """Sends all values side by side, as int32: no token, position or slot is larger."""
-        self._collective.broadcast(torch.cat([each.reshape(-1).to(_SENT_AS) for each in tensors.values()]))
+    def new_graph_number(self) -> int:
+        self._num_graphs += 1
+        return self._num_graphs
+
+    @contextmanager
+    def recording(self, graph: int) -> Iterator[None]:
+        """If a forward begins inside this context, the other ranks record it under the number `graph`."""
+        self._graph = graph
+        try:
+            yield
+        finally:
+            self._graph = None
+
+    @contextmanager
+    def replaying(self, graph: int, ranks: ToRanks) -> Iterator[None]:
+        """Tells `ranks` to replay the forward that they recorded, if they did. Inside this context it begins with no
+        message.
+
+        Raises DeviceLost if a rank has ended, or if the code inside fails: the others have begun, and wait for it.
+        """
+        if graph not in self._shared_graphs:
+            yield
+            return
+        self._collective.note_replay()
+        try:
+            ranks.send(Replay(graph))
+            self._is_replaying = True
+            yield
+        except Exception as error:
+            raise DeviceLost(ranks.give_up(error)) from error
+        finally:
+            self._is_replaying = False
 
     def _number_of(self, kv: Tensor) -> int:
-        return next(number for number, shards in enumerate(self.shards) if shards[0] is kv)
+        return next(number for number, shards in enumerate(self._shards) if shards[0] is kv)
+
+
+class _RecorderOfRanks(GraphRecorder):
+    def __init__(self, recorder: GraphRecorder, pool: OwnKv, ranks: ToRanks) -> None:
+        self._recorder = recorder
+        self._pool = pool
+        self._ranks = ranks
+
+    def new_graph(self) -> Graph:
+        return _GraphOfRanks(self._recorder.new_graph(), self._pool, self._ranks)
+
+    def held_bytes(self) -> int:
+        return self._recorder.held_bytes()
+
+
+class _GraphOfRanks(Graph):
+    """A graph of this rank's work. If a forward of the target is in it, the other ranks record their part of that."""
+
+    def __init__(self, graph: Graph, pool: OwnKv, ranks: ToRanks) -> None:
+        self._graph = graph
+        self._pool = pool
+        self._ranks = ranks
+        self._number = pool.new_graph_number()
+
+    def record(self, work: GraphWork) -> tuple[Tensor, ...]:
+        with self._pool.recording(self._number):
+            return self._graph.record(work)
+
+    def replay(self) -> None:
+        with self._pool.replaying(self._number, self._ranks):
+            self._graph.replay()
 
 
 class ReceivedForwards:
@@ -158,7 +238,7 @@ class ReceivedForwards:
         return table.index_copy_(0, out_cache_loc, slots)
 
 
-def tensors_of(batch: ForwardInput) -> dict[str, Tensor]:
+def _tensors_of(batch: ForwardInput) -> dict[str, Tensor]:
     """Returns the tensors of a forward. Instead of the pool's tables these are the rows and slots that it uses."""
     rows = batch.req_pool_indices
     width = min(batch.req_to_token.shape[1], -(-batch.max_seq_len // _WIDTH_UNIT) * _WIDTH_UNIT)
