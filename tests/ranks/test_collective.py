@@ -97,29 +97,27 @@ def test_parts_are_joined_in_the_order_of_the_ranks(shape: tuple[int, ...], new_
         assert torch.equal(seen, torch.cat(parts, dim=-1))
 
 
-@each_kind
-def test_a_rank_that_is_given_up_does_not_wait_for_one_that_never_comes(new_ranks: NewRanks) -> None:
-    waiting, other = new_ranks(2)
+def check_given_up(ranks: Sequence[Collective], gives_up: Collective, ended: Sequence[Collective]) -> None:
+    """The first of two ranks waits for the other one, and then `gives_up` does. The calls of those `ended` raise."""
+    waiting, other = ranks
     with ThreadPoolExecutor(1) as threads:
         summing = threads.submit(waiting.sum_up, torch.ones(4))
         while other.counts() != [1, 0]:
             pass
-        waiting.give_up()
+        gives_up.give_up()
         with pytest.raises(MemberLost):
             summing.result(BOUND_S)
-    with pytest.raises(MemberLost):
-        waiting.joined(torch.ones(1, 1), [1, 1])
+    for each in ended:
+        with pytest.raises(MemberLost):
+            each.joined(torch.ones(1, 1), [1, 1])
+
+
+@each_kind
+def test_a_rank_that_is_given_up_does_not_wait_for_one_that_never_comes(new_ranks: NewRanks) -> None:
+    ranks = new_ranks(2)
+    check_given_up(ranks, gives_up=ranks[0], ended=ranks[:1])
 
 
 def test_of_ranks_that_share_memory_one_gives_all_up() -> None:
-    waiting, other = shared_ranks(2)
-    with ThreadPoolExecutor(1) as threads:
-        summing = threads.submit(waiting.sum_up, torch.ones(4))
-        while other.counts() != [1, 0]:
-            pass
-        other.give_up()
-        with pytest.raises(MemberLost):
-            summing.result(BOUND_S)
-    for each in (waiting, other):
-        with pytest.raises(MemberLost):
-            each.joined(torch.ones(1, 1), [1, 1])
+    ranks = shared_ranks(2)
+    check_given_up(ranks, gives_up=ranks[1], ended=ranks)
