@@ -79,18 +79,15 @@ def test_only_a_row_without_output_may_have_all_its_kv_left_out() -> None:
         assert (command.rows == (row,)) is is_served
 
 
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        (prefill_pb2.HandoffCommand(), "command"),
-        (prefill_pb2.HandoffCommand(prefill_batch=prefill_pb2.PrefillBatch()), "prefill_batch.fingerprint"),
-        (
-            prefill_pb2.HandoffCommand(prefill_batch=prefill_pb2.PrefillBatch(fingerprint=encode_fingerprint(PLAIN))),
-            "prefill_batch.rows",
-        ),
-    ],
-)
-def test_a_command_with_a_fault_is_refused_naming_the_field(message: prefill_pb2.HandoffCommand, field: str) -> None:
+COMMAND_FAULTS = [
+    ("command", prefill_pb2.HandoffCommand()),
+    ("prefill_batch.fingerprint", prefill_pb2.HandoffCommand(prefill_batch={})),
+    ("prefill_batch.rows", prefill_pb2.HandoffCommand(prefill_batch={"fingerprint": encode_fingerprint(PLAIN)})),
+]
+
+
+@pytest.mark.parametrize(("field", "message"), COMMAND_FAULTS)
+def test_a_command_with_a_fault_is_refused_naming_the_field(field: str, message: prefill_pb2.HandoffCommand) -> None:
     with pytest.raises(ProtocolError) as caught:
         decode_command(seal(message))
     assert caught.value.field == field

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Callable
 
@@ -113,8 +112,3 @@ def test_nobody_can_write_what_may_be_on_its_way() -> None:
     kept: list[NDArray[np.uint8]] = []
     with pytest.raises(BufferError):
         FramePayload(8, kept.append)
-
-
-def test_a_framed_payload_survives_pickling() -> None:
-    again = pickle.loads(pickle.dumps(framed(b"key and value")))
-    assert seal(MESSAGE, again) == seal(MESSAGE, b"key and value")

@@ -1,24 +1,20 @@
-"""Tests that all messages between edges and engines can be pickled, so that an engine could become a process of its
-own.
-"""
+"""Tests that the messages between the decode engine and its edges can be pickled, as those of edge processes are."""
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from typing import cast, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
 
 import decode_service.messages as decode
-import prefill_service.messages as prefill
 from common.errors import EngineFault, FingerprintMismatch, InvalidRequest, RowFailure
-from common.grammar.matcher import Matcher
 from common.kv.shared_kv import PoolTicket, SharedKv
 from common.request_stats import Timings
 from common.sampling.params import ResolvedSampling, TokenLogprobs
-from common.wire.handoff import Accepted, Frame, KvSegment, RowFailed
+from common.wire.handoff import Accepted, KvSegment, RowFailed
 from tests.wire.strategies import SPECULATIVE, comparable
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, SCORED_ROW, prebuilt_batch, row_logprobs
 
@@ -39,19 +35,6 @@ FRAMES = (
     RowFailed(1, RowFailure.COMPUTE, True, 5, "why"),
 )
 SAMPLES: tuple[object, ...] = (
-    *FRAMES,
-    prefill.OpenCall("call", ROWS),
-    prefill.GiveMatcher("call", 0, cast(Matcher, "a matcher")),
-    prefill.FailRow("call", RowFailed(1, RowFailure.CAPACITY, True, 5, "why")),
-    prefill.CancelCallRows("call", (0,)),
-    prefill.CloseCall("call"),
-    prefill.BytesSent("call", 3),
-    prefill.SegmentsReturned("call", (1, 2)),
-    prefill.Drain(),
-    *(prefill.FrameReady("call", frame) for frame in FRAMES),
-    prefill.CallDone("call"),
-    prefill.RowStarted("call", 0, 1.5),
-    prefill.ChunkComputed("call", 0, 0, 64, 2, 128, 1.5, 2.5),
     decode.Submit("id", (1, 2), 2, SAMPLING, choice_index=3, cache_salt="tenant"),
     decode.Abort("id"),
     decode.FinishAtStop("id", 3, "stop"),
@@ -83,6 +66,6 @@ def test_a_message_survives_pickling(value: object) -> None:
 
 
 def test_every_kind_of_message_has_a_sample() -> None:
-    exchanged = (prefill.Command, prefill.Event, decode.Command, decode.Event, Frame)
+    exchanged = (decode.Command, decode.Event)
     kinds = {kind for union in exchanged for kind in get_args(union)}
     assert kinds == {type(value) for value in SAMPLES}
