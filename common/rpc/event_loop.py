@@ -3,8 +3,8 @@
 grpc.aio's thread writes a byte to a socket for each operation that completes (a message written, a message read), and
 the loop's callback reads one byte and then handles all that have completed. So with asyncio's own loop each completion
 costs a whole iteration of the loop, and a loop with long iterations falls behind: when some 280 bytes lie in the
-socket, gRPC's thread waits, and from then on one operation completes in each iteration. This loop takes the bytes of
-all completions at once. (Seen with grpcio 1.85.)
+socket, gRPC's thread waits, and from then on one operation completes in each iteration. This loop handles all
+whose bytes lie there in one iteration. (Seen with grpcio 1.85.)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -44,8 +45,11 @@ def _is_grpcs(callback: Callable[..., Any]) -> bool:
 
 
 def _take_all(wakes: socket.socket, handle: Callable[[], Any]) -> None:
-    """Removes all bytes but the one that `handle` reads."""
-    num_bytes = len(wakes.recv(_MOST_BYTES, socket.MSG_PEEK))
-    if num_bytes > 1:
-        wakes.recv(num_bytes - 1)
-    handle()
+    """Calls `handle`, which reads one byte and handles what has completed by then, once for each byte that has come.
+
+    Each loop of a process that uses gRPC is woken by the same socket. Another loop may have taken any of the bytes
+    since this one was told of them. It then handles what these were for.
+    """
+    with suppress(BlockingIOError):
+        for _ in wakes.recv(_MOST_BYTES, socket.MSG_PEEK):
+            handle()
