@@ -60,6 +60,7 @@ check-rest: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.stubs --check
+	$(BIN)/python -m scripts.lint
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .

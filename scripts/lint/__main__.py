@@ -1,0 +1,43 @@
+"""Checks the rules of this repository that other linters cannot check, and prints each place that breaks one.
+
+    python -m scripts.lint                 all rules
+    python -m scripts.lint field_rules     the rules of one module in this folder
+
+The exit status is 1 if a rule is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+from scripts.lint.problem import Problem
+
+MODULES = ("field_rules",)
+"""The modules of this folder that have a tuple RULES, each of functions that yield problems."""
+
+Rule = Callable[[], Iterable[Problem]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", metavar="module", help=f"of {', '.join(MODULES)}")
+    chosen = parser.parse_args(arguments).modules
+    if unknown := sorted({*chosen} - {*MODULES}):
+        parser.error(f"no module {', '.join(unknown)}")
+    num_problems = num_rules = 0
+    for module in chosen or MODULES:
+        rules: Sequence[Rule] = importlib.import_module(f"scripts.lint.{module}").RULES
+        num_rules += len(rules)
+        for rule in rules:
+            for problem in rule():
+                print(f"{problem} [{module}.{rule.__name__}]")
+                num_problems += 1
+    print(f"{num_rules} rules, {num_problems} problems")
+    return 1 if num_problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""What a rule of the repository reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A place that breaks a rule. `line` counts from 1; 0 stands for the file as a whole."""
+
+    path: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}: {self.text}"
+
+
+def line_of(text: str, part: str) -> int:
+    """Returns the number of the first line of `text` that holds `part`, or 0 if none does."""
+    before, found, _ = text.partition(part)
+    return before.count("\n") + 1 if found else 0
