@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 
 from baton import AsyncClient, Client
+from tests.client.either_client import EitherClient
 from tests.client.scripted_inference import ScriptedServer
 
 
@@ -25,3 +27,22 @@ def client(server: ScriptedServer) -> Iterator[Client]:
 async def async_client(server: ScriptedServer) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(server.address) as client:
         yield client
+
+
+@pytest.fixture(params=[Client, AsyncClient])
+async def open_client(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., EitherClient]]:
+    """A function that opens a client of either kind."""
+    opened: list[EitherClient] = []
+
+    def open_client(address: str, **options: Any) -> EitherClient:
+        opened.append(EitherClient(request.param(address, **options)))
+        return opened[-1]
+
+    yield open_client
+    for client in opened:
+        await client.close()
+
+
+@pytest.fixture
+async def either(open_client: Callable[..., EitherClient], server: ScriptedServer) -> EitherClient:
+    return open_client(server.address)

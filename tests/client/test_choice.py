@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -18,7 +18,7 @@ import pytest
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2
 
-from baton import AsyncClient, Client, Completion, errors
+from baton import Client, errors
 from baton.client.asynchronous import AsyncEventStream
 from baton.client.blocking import EventStream
 from baton.client.generation import Generation
@@ -35,9 +35,9 @@ from baton.client.servers import (
     Server,
 )
 from baton.events import Started
-from baton.server_info import ModelInfo
 from baton.v1 import inference_pb2
 from common.text.chat_messages import ChatMessage
+from tests.client.either_client import EitherClient, EitherStream
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.client.test_affinity import QUESTION, SYSTEM, chat
 from tests.support.black_hole import BlackHoleProxy
@@ -121,14 +121,6 @@ def conversation(number: int) -> tuple[tuple[str, str], ...]:
     return (SYSTEM, ("user", f"This is conversation {number}, and it is not like the others."))
 
 
-def test_turns_of_a_conversation_go_where_it_is_and_others_in_turn(servers: BlockingServers) -> None:
-    homes = {number: asked(servers, *conversation(number)) for number in range(2 * NUM_SERVERS)}
-    assert all(list(homes.values()).count(server) == 2 for server in homes.values())
-    for number in (5, 3, 4, 0, 0, 2, 1):
-        later = (*conversation(number), ("assistant", "Yes."), ("user", "And?"))
-        assert asked(servers, *later) is homes[number]
-
-
 def test_the_fewest_open_calls_decide_between_servers_without_it(servers: BlockingServers) -> None:
     busy = [take(servers) for _ in range(NUM_SERVERS)]
     idle = give_back(servers, busy[1])
@@ -150,25 +142,6 @@ def test_the_server_that_has_it_is_not_filled_while_others_are_idle(servers: Blo
     assert take(servers, *conversation(0)) is taken[-1], "it moved: the last server that had it counts"
 
 
-def test_a_salt_keeps_conversations_apart_and_without_the_cache_there_is_none(servers: BlockingServers) -> None:
-    home = asked(servers, *conversation(0), cache_salt="a")
-    assert asked(servers, *conversation(0), cache_salt="b") is not home
-    assert asked(servers, *conversation(0), cache_salt="a", cache_prompt=False) is not home
-    assert asked(servers, *conversation(0), cache_salt="a") is home
-
-
-def test_a_server_that_is_not_ready_never_wins(scripted: list[ScriptedServer], servers: BlockingServers) -> None:
-    homes = {asked(servers, *conversation(number)): number for number in range(NUM_SERVERS)}
-    gone = next(server for server in homes if scripted[0].address in server.target)
-    set_ready(scripted[0], False)
-    wait_until(lambda: all(asked(servers) is not gone for _ in range(NUM_SERVERS)))
-    moved_to = asked(servers, *conversation(homes[gone]))
-    assert moved_to is not gone
-    set_ready(scripted[0], True)
-    wait_until(lambda: asked(servers) is gone)
-    assert asked(servers, *conversation(homes[gone])) is moved_to
-
-
 def test_the_server_of_the_last_call_is_avoided_if_another_is_ready(
     scripted: list[ScriptedServer], servers: BlockingServers
 ) -> None:
@@ -180,37 +153,23 @@ def test_the_server_of_the_last_call_is_avoided_if_another_is_ready(
     assert take(servers, *conversation(0), avoided=home) is home
 
 
-@pytest.fixture(params=[Client, AsyncClient])
-async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Client | AsyncClient]]:
-    """A function that opens a client of either kind. The test may block the event loop, because the servers run on
-    threads.
-    """
-    async with AsyncExitStack() as stack:
-
-        async def open_client(address: str, **options: Any) -> Client | AsyncClient:
-            client = request.param(address, **options)
-            if isinstance(client, Client):
-                return stack.enter_context(client)
-            return await stack.enter_async_context(client)
-
-        yield open_client
+OpenClient = Callable[..., EitherClient]
 
 
-async def served_by(client: Client | AsyncClient, *turns: tuple[str, str], **options: Any) -> str:
+async def served_by(client: EitherClient, *turns: tuple[str, str], **options: Any) -> str:
     """Sends a chat of these turns, and returns the address of the server that answers."""
     messages = [ChatMessage(role, content) for role, content in turns]
-    answer = client.complete(chat=messages, timeout_s=BOUND_S, **options)
-    return (answer if isinstance(answer, Completion) else await answer).request_id
+    return str((await client.complete(chat=messages, timeout_s=BOUND_S, **options)).request_id)
 
 
-async def started_at(stream: EventStream | AsyncEventStream) -> str:
+async def started_at(stream: EitherStream) -> str:
     """Returns the address of the server that has accepted the stream's request."""
-    event = next(stream) if isinstance(stream, EventStream) else await anext(stream)
+    event = await anext(stream)
     assert isinstance(event, Started)
     return event.request_id
 
 
-async def until_all_are_used(client: Client | AsyncClient, num: int = NUM_SERVERS) -> None:
+async def until_all_are_used(client: EitherClient, num: int = NUM_SERVERS) -> None:
     used: set[str] = set()
     async with asyncio.timeout(BOUND_S):
         while len(used) < num:
@@ -218,9 +177,9 @@ async def until_all_are_used(client: Client | AsyncClient, num: int = NUM_SERVER
 
 
 async def test_either_client_keeps_conversations_where_they_are(
-    scripted: list[ScriptedServer], connect: Callable[..., Any]
+    scripted: list[ScriptedServer], open_client: OpenClient
 ) -> None:
-    client = await connect(addresses(scripted))
+    client = open_client(addresses(scripted))
     await until_all_are_used(client)
     num = 2 * NUM_SERVERS + 1  # so that taking turns would move each
     turns = {number: list(conversation(number)) for number in range(num)}
@@ -234,9 +193,9 @@ async def test_either_client_keeps_conversations_where_they_are(
 
 
 async def test_a_conversation_goes_on_elsewhere_while_its_server_stops_and_the_server_is_used_again(
-    scripted: list[ScriptedServer], connect: Callable[..., Any]
+    scripted: list[ScriptedServer], open_client: OpenClient
 ) -> None:
-    client = await connect(addresses(scripted))
+    client = open_client(addresses(scripted))
     await until_all_are_used(client)
     home = await served_by(client, *conversation(0))
     server = next(each for each in scripted if each.address == home)
@@ -257,10 +216,10 @@ async def test_a_conversation_goes_on_elsewhere_while_its_server_stops_and_the_s
 
 @pytest.mark.parametrize("broken_by", [LOST, FULL], ids=["lost", "full"])
 async def test_a_generation_does_not_go_back_to_the_server_that_broke_or_refused_its_call(
-    scripted: list[ScriptedServer], connect: Callable[..., Any], broken_by: Any
+    scripted: list[ScriptedServer], open_client: OpenClient, broken_by: Any
 ) -> None:
     """The server is still ready, and has the conversation's beginning."""
-    client = await connect(addresses(scripted[:2]), resume=True, admission_timeout_s=BOUND_S)
+    client = open_client(addresses(scripted[:2]), resume=True, admission_timeout_s=BOUND_S)
     await until_all_are_used(client, 2)
     for _ in range(3):
         home = await served_by(client, *conversation(0))
@@ -272,12 +231,12 @@ async def test_a_generation_does_not_go_back_to_the_server_that_broke_or_refused
 
 @pytest.mark.parametrize("broken_by", [LOST, FULL], ids=["lost", "full"])
 async def test_a_server_that_fails_at_once_attracts_nothing(
-    scripted: list[ScriptedServer], connect: Callable[..., Any], broken_by: Any
+    scripted: list[ScriptedServer], open_client: OpenClient, broken_by: Any
 ) -> None:
     """The server has the fewest open calls, and the requests that it did not accept begin like the later ones. Neither
     counts in its favour.
     """
-    client = await connect(addresses(scripted))
+    client = open_client(addresses(scripted))
     await until_all_are_used(client)
     scripted[0].inference.script = [broken_by]
     num_failed, began_s = 0, time.monotonic()
@@ -312,13 +271,6 @@ def test_requests_that_begin_alike_stay_together_before_any_is_accepted(servers:
         servers.give_back(server, Opening(beginnings))
     servers.give_back(taken[-1], Opening(beginnings))
     assert servers.take_when_ready(beginnings, timeout_s=BOUND_S) is taken[0], "one of them still asks there"
-
-
-def test_once_it_is_accepted_the_last_server_that_accepted_it_counts(servers: BlockingServers) -> None:
-    home = take(servers, *conversation(0))
-    moved_to = take(servers, *conversation(0), avoided=home)
-    servers.give_back(moved_to)
-    assert take(servers, *conversation(0)) is moved_to
 
 
 def test_the_end_of_an_accepted_call_forgets_no_other_that_asks(servers: BlockingServers) -> None:
@@ -357,9 +309,9 @@ def test_choices_of_a_prompt_go_elsewhere_together_where_the_bound_says_so(serve
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["ready", "connecting"])
 async def test_further_outputs_of_a_prompt_go_where_the_first_is(
-    scripted: list[ScriptedServer], connect: Callable[..., Any], is_known: bool
+    scripted: list[ScriptedServer], open_client: OpenClient, is_known: bool
 ) -> None:
-    client = await connect(addresses(scripted))
+    client = open_client(addresses(scripted))
     if is_known:
         await until_all_are_used(client)
     for server in scripted:
@@ -371,9 +323,9 @@ async def test_further_outputs_of_a_prompt_go_where_the_first_is(
 
 @pytest.mark.parametrize("broken_by", [LOST, FULL], ids=["lost", "full"])
 async def test_an_output_that_is_lost_or_refused_there_goes_elsewhere_and_later_ones_with_it(
-    scripted: list[ScriptedServer], connect: Callable[..., Any], broken_by: Any
+    scripted: list[ScriptedServer], open_client: OpenClient, broken_by: Any
 ) -> None:
-    client = await connect(addresses(scripted), resume=True, admission_timeout_s=BOUND_S)
+    client = open_client(addresses(scripted), resume=True, admission_timeout_s=BOUND_S)
     await until_all_are_used(client)
     for server in scripted:
         server.inference.script = [started(server.address), server.inference.HOLD]
@@ -411,47 +363,54 @@ async def test_a_call_that_cannot_begin_does_not_count_as_open(scripted: list[Sc
             await closing
 
 
+@asynccontextmanager
+async def all_known(
+    kind: type[BlockingServers] | type[AsyncServers], scripted: list[ScriptedServer]
+) -> AsyncIterator[tuple[BlockingServers | AsyncServers, set[Server]]]:
+    """Yields a client's servers, and all of them once each is known to be ready."""
+    servers = kind(addresses(scripted))
+    known: set[Server] = set()
+    try:
+        async with asyncio.timeout(BOUND_S):
+            while len(known) < len(scripted):
+                if (server := servers.take()) is not None:
+                    known.add(server)
+                    servers.give_back(server)
+                await asyncio.sleep(0)
+        yield servers, known
+    finally:
+        closing = servers.close()
+        if closing is not None:
+            await closing
+
+
 @pytest.mark.parametrize("kind", [BlockingServers, AsyncServers])
 async def test_a_call_that_ends_before_it_is_accepted_draws_no_other(
     scripted: list[ScriptedServer], kind: type[BlockingServers] | type[AsyncServers]
 ) -> None:
     for each in scripted:
         each.inference.script = [each.inference.HOLD]
-    request = chat(*conversation(0))
-    servers = kind(addresses(scripted))
-    known: set[Server] = set()
-    async with asyncio.timeout(BOUND_S):
-        while len(known) < NUM_SERVERS:
-            if (server := servers.take()) is not None:
-                known.add(server)
-                servers.give_back(server)
-            await asyncio.sleep(0)
     asked_servers: set[Server] = set()
-    for _ in scripted:
-        generation = Generation(request, timeout_s=BOUND_S, resume_timeout_s=None)
-        stream: Any = (EventStream if kind is BlockingServers else AsyncEventStream)(generation, servers)  # type: ignore[arg-type]
-        (server,) = (each for each in known if each.num_open)
-        asked_servers.add(server)
-        closing = stream.close() if kind is BlockingServers else stream.aclose()
-        if closing is not None:
-            await closing
-        async with asyncio.timeout(BOUND_S):
-            await until(lambda: all(each.num_open == 0 for each in known))
+    async with all_known(kind, scripted) as (servers, known):
+        for _ in scripted:
+            generation = Generation(chat(*conversation(0)), timeout_s=BOUND_S, resume_timeout_s=None)
+            stream = EitherStream((EventStream if kind is BlockingServers else AsyncEventStream)(generation, servers))  # type: ignore[arg-type]
+            (server,) = (each for each in known if each.num_open)
+            asked_servers.add(server)
+            await stream.close()
+            async with asyncio.timeout(BOUND_S):
+                await until(lambda: all(each.num_open == 0 for each in known))
     assert len(asked_servers) == NUM_SERVERS
-    closing = servers.close()
-    if closing is not None:
-        await closing
 
 
 async def test_a_first_call_waits_for_a_server_that_is_ready(
-    scripted: list[ScriptedServer], connect: Callable[..., Any]
+    scripted: list[ScriptedServer], open_client: OpenClient
 ) -> None:
     for server in scripted[1:]:
         set_ready(server, False)
     address = f"127.0.0.1:1,{addresses(scripted[::-1])}"
-    assert await served_by(await connect(address), QUESTION) == scripted[0].address
-    info = (await connect(address)).model_info()
-    assert (info if isinstance(info, ModelInfo) else await info).model == "demo"
+    assert await served_by(open_client(address), QUESTION) == scripted[0].address
+    assert (await open_client(address).call("model_info")).model == "demo"
 
 
 @pytest.fixture
@@ -463,31 +422,23 @@ def silent() -> Iterator[str]:
         yield f"{first.address},{second.address}"
 
 
-async def test_the_wait_for_a_server_ends_with_the_deadline(silent: str, connect: Callable[..., Any]) -> None:
-    client = await connect(silent, rpc_timeout_s=0.2)
-    for call in (lambda: client.complete("Hi", timeout_s=0.2), client.load):
-        with pytest.raises(errors.DeadlineExceeded):
-            answer = call()
-            await answer
+async def test_the_wait_for_a_server_ends_with_the_deadline(silent: str, open_client: OpenClient) -> None:
+    client = open_client(silent, rpc_timeout_s=0.2)
+    with pytest.raises(errors.DeadlineExceeded):
+        await client.complete("Hi", timeout_s=0.2)
+    with pytest.raises(errors.DeadlineExceeded):
+        await client.call("load")
 
 
-@pytest.mark.parametrize(
-    ("resume", "message"),
-    [
-        ({"resume": True, "resume_timeout_s": 0.3}, "none of 2 services has become ready"),
-        ({"resume": True, "admission_timeout_s": 0.3}, "none of 2 services has become ready"),
-    ],
-    ids=["resume", "admission"],
-)
+@pytest.mark.parametrize("bound", ["resume_timeout_s", "admission_timeout_s"])
 async def test_the_wait_for_a_server_ends_when_a_generation_gives_up(
-    silent: str, connect: Callable[..., Any], resume: dict[str, Any], message: str
+    silent: str, open_client: OpenClient, bound: str
 ) -> None:
-    client = await connect(silent, **resume)
+    client = open_client(silent, resume=True, **{bound: 0.3})
     began_s = time.monotonic()
-    with pytest.raises(errors.Unavailable, match=message):
-        answer = client.complete("Hi")
-        await answer
-    assert 0.3 <= time.monotonic() - began_s < READY_TIMEOUT_S / 2
+    with pytest.raises(errors.Unavailable, match="none of 2 services has become ready"):
+        await client.complete("Hi")
+    assert 0.3 <= time.monotonic() - began_s < READY_TIMEOUT_S
 
 
 def test_an_end_that_passes_while_a_call_begins_to_wait_is_not_missed(silent: str) -> None:
@@ -546,37 +497,15 @@ def test_a_channel_that_became_idle_connects_again(scripted: list[ScriptedServer
 
 
 @pytest.mark.parametrize("closes", ["stream", "client"])
-def test_closing_ends_the_wait_for_a_server(silent: str, closes: str) -> None:
-    raised: list[errors.BatonError] = []
-    with Client(silent) as client:
-        stream = client.generate("Hi")
-
-        def read() -> None:
-            try:
-                next(stream)
-            except errors.BatonError as error:
-                raised.append(error)
-
-        reading = threading.Thread(target=read)
-        reading.start()
-        reading.join(0.1)
-        assert reading.is_alive()
-        (stream if closes == "stream" else client).close()
-        reading.join(WAKE_BOUND_S)
-        assert not reading.is_alive()
-    assert isinstance(raised[0], errors.Cancelled)
-
-
-@pytest.mark.parametrize("closes", ["stream", "client"])
-async def test_closing_ends_the_async_clients_wait_too(silent: str, closes: str) -> None:
-    async with AsyncClient(silent) as client:
-        stream = client.generate("Hi")
-        reading = asyncio.ensure_future(anext(stream))
-        assert not (await asyncio.wait({reading}, timeout=0.1))[0]
-        await (stream.aclose() if closes == "stream" else client.close())
-        with pytest.raises(errors.Cancelled):
-            async with asyncio.timeout(WAKE_BOUND_S):
-                await reading
+async def test_closing_ends_the_wait_for_a_server(silent: str, open_client: OpenClient, closes: str) -> None:
+    client = open_client(silent)
+    stream = client.generate("Hi")
+    reading = asyncio.ensure_future(anext(stream))
+    assert not (await asyncio.wait({reading}, timeout=0.1))[0]
+    await (stream if closes == "stream" else client).close()
+    with pytest.raises(errors.Cancelled):
+        async with asyncio.timeout(WAKE_BOUND_S):
+            await reading
 
 
 async def test_calls_that_wait_do_not_fill_the_event_loop(silent: str) -> None:
@@ -595,44 +524,6 @@ async def test_calls_that_wait_do_not_fill_the_event_loop(silent: str) -> None:
     await servers.close()
     assert {type(each) for each in await asyncio.gather(*waiting, return_exceptions=True)} == {errors.Cancelled}
     assert num_calls <= num_while_waiting <= 6 * num_calls, "each looks at first, and after a change"
-
-
-async def test_a_call_of_an_async_stream_counts_as_open_until_it_is_cancelled_or_dropped(
-    scripted: list[ScriptedServer],
-) -> None:
-    for each in scripted:
-        each.inference.script = [started(each.address), each.inference.HOLD]
-    servers = AsyncServers(addresses(scripted))
-    known: set[Server] = set()
-    async with asyncio.timeout(BOUND_S):
-        while len(known) < NUM_SERVERS:
-            known.add(server := await servers.take_when_ready(timeout_s=BOUND_S))
-            servers.give_back(server)
-            await asyncio.sleep(0)
-
-    async def open_stream() -> AsyncEventStream:
-        generation = Generation(chat(QUESTION), timeout_s=BOUND_S, resume_timeout_s=None)
-        stream = AsyncEventStream(generation, servers)
-        await anext(stream)
-        return stream
-
-    async def until_open(num: int) -> None:
-        async with asyncio.timeout(BOUND_S):
-            await until(lambda: sum(server.num_open for server in known) == num)
-
-    held = [await open_stream() for _ in range(3)]
-    await until_open(3)
-    await held[0].aclose()
-    await until_open(2)
-    reading = asyncio.ensure_future(anext(held[1]))
-    await asyncio.sleep(0)
-    reading.cancel()
-    await asyncio.wait({reading})
-    await until_open(1)
-    del held[2]
-    gc.collect()
-    await until_open(0)
-    await servers.close()
 
 
 def test_threads_may_share_a_client_while_servers_come_and_go(scripted: list[ScriptedServer]) -> None:
@@ -661,35 +552,41 @@ def test_threads_may_share_a_client_while_servers_come_and_go(scripted: list[Scr
         assert sum(server.inference.requests.qsize() for server in scripted) >= num_threads * num_calls
 
 
-def test_a_call_counts_as_open_until_it_ends_or_its_stream_is_dropped(
-    scripted: list[ScriptedServer], servers: BlockingServers
+@pytest.mark.parametrize("kind", [BlockingServers, AsyncServers])
+async def test_a_call_counts_as_open_until_it_ends_or_its_stream_is_left(
+    scripted: list[ScriptedServer], kind: type[BlockingServers] | type[AsyncServers]
 ) -> None:
-    """The number of open calls at the servers is measured by taking servers for further calls. Calls that ended must
-    not count.
-    """
+    async with all_known(kind, scripted) as (servers, known):
 
-    def open_at(*, holds: bool) -> EventStream:
-        for server in scripted:
-            server.inference.script = [started(server.address), *([server.inference.HOLD] if holds else []), finished()]
-        request = inference_pb2.GenerateRequest(text="Hi")
-        return EventStream(Generation(request, timeout_s=BOUND_S, resume_timeout_s=None), servers)
+        def open_stream() -> EitherStream:
+            request = inference_pb2.GenerateRequest(text="Hi")
+            generation = Generation(request, timeout_s=BOUND_S, resume_timeout_s=None)
+            return EitherStream((EventStream if kind is BlockingServers else AsyncEventStream)(generation, servers))  # type: ignore[arg-type]
 
-    def num_open() -> int:
-        taken = [take(servers) for _ in scripted]
-        num = sum(server.num_open for server in {*taken}) - len(taken)
-        give_back(servers, *taken)
-        return num
+        async def until_open(num: int) -> None:
+            async with asyncio.timeout(BOUND_S):
+                await until(lambda: sum(server.num_open for server in known) == num)
 
-    held = [open_at(holds=True) for _ in scripted]
-    assert len({next(stream).request_id for stream in held}) == NUM_SERVERS  # type: ignore[union-attr]
-    assert num_open() == NUM_SERVERS
-    held[0].close()
-    wait_until(lambda: num_open() == NUM_SERVERS - 1)
-    del held[1]
-    gc.collect()
-    wait_until(lambda: num_open() == NUM_SERVERS - 2)
-    list(open_at(holds=False))
-    wait_until(lambda: num_open() == NUM_SERVERS - 2)
+        for each in scripted:
+            each.inference.script = [started(each.address), each.inference.HOLD]
+        held = [open_stream() for _ in scripted]
+        assert len({await started_at(stream) for stream in held}) == NUM_SERVERS
+        await until_open(NUM_SERVERS)
+        await held[0].close()
+        await until_open(NUM_SERVERS - 1)
+        if kind is AsyncServers:
+            reading = asyncio.ensure_future(anext(held[1]))
+            await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait({reading})
+            await until_open(NUM_SERVERS - 2)
+        held.clear()
+        gc.collect()
+        await until_open(0)
+        for each in scripted:
+            each.inference.script = [started(each.address), finished()]
+        assert len([event async for event in open_stream()]) == 2
+        await until_open(0)
 
 
 def test_a_client_that_nobody_closed_is_freed(scripted: list[ScriptedServer]) -> None:

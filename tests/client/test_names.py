@@ -14,16 +14,19 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton import AsyncClient, Client, Tls, errors
+from baton import Client, Tls, errors
 from baton.client.servers import LOOK_UP_INTERVAL_S, AsyncServers, BlockingServers, Server
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.errors import ConfigError
 from common.service.server import ServiceServer
+from tests.client.either_client import EitherClient
 from tests.client.scripted_inference import ScriptedServer, finished, started
 from tests.support.names import Names
 from tests.support.services_here import until
 
 LOOK_UP_OFTEN = {"grpc.dns_min_time_between_resolutions_ms": 50}
 BOUND_S = 20.0
+NUM_TRIES = 20
 EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """The HTTP/2 frame with which a server opens a connection."""
 CERTIFICATES = Path(__file__).with_name("certificates")
@@ -58,6 +61,24 @@ async def serving(host: str, port: int) -> AsyncIterator[tuple[NamedService, int
         await server.stop(0.0)
 
 
+@asynccontextmanager
+async def serving_two(host: str, other: str) -> AsyncIterator[tuple[NamedService, int]]:
+    """Runs a service at each host, with one port for both. Yields the first and the port, which another process may
+    have at the other host: then the next free one is tried.
+    """
+    async with AsyncExitStack() as stack:
+        for _ in range(NUM_TRIES):
+            async with AsyncExitStack() as trying:
+                first, port = await trying.enter_async_context(serving(host, 0))
+                with suppress(ConfigError):
+                    await trying.enter_async_context(serving(other, port))
+                    await stack.enter_async_context(trying.pop_all())
+                    break
+        else:
+            raise AssertionError(f"no port is free at both {host} and {other}")
+        yield first, port
+
+
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> Names:
     names = Names()
@@ -65,44 +86,28 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
     return names
 
 
-@pytest.fixture(params=[Client, AsyncClient])
-async def open_client(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Any]]:
-    """A function that opens a client of either kind."""
-    async with AsyncExitStack() as stack:
-
-        async def open_client(address: str, **options: Any) -> Any:
-            client = request.param(address, channel_overrides=LOOK_UP_OFTEN, **options)
-            if isinstance(client, Client):
-                stack.push_async_callback(asyncio.to_thread, client.close)
-                return client
-            return await stack.enter_async_context(client)
-
-        yield open_client
+OpenClient = Callable[..., EitherClient]
 
 
-async def host_asked(client: Client | AsyncClient) -> str:
+@pytest.fixture
+async def connect(open_client: OpenClient) -> OpenClient:
+    """A function that opens a client of either kind, which looks names up often."""
+    return lambda address, **options: open_client(address, channel_overrides=LOOK_UP_OFTEN, **options)
+
+
+async def host_asked(client: EitherClient) -> str:
     """Makes a call, and returns the host that answers it."""
-    info = await (asyncio.to_thread(client.model_info) if isinstance(client, Client) else client.model_info())
-    return info.model
-
-
-async def next_event(stream: Any) -> Any:
-    """Returns the next event of either client's stream, None after the last."""
-    return await (anext(stream, None) if hasattr(stream, "__anext__") else asyncio.to_thread(next, stream, None))
+    return str((await client.call("model_info")).model)
 
 
 async def test_services_that_a_name_gains_or_loses_are_used_or_not_and_streams_stay_where_they_are(
-    names: Names, open_client: Callable[..., Any]
+    names: Names, connect: OpenClient
 ) -> None:
     names.hosts["decode.test"] = ["127.0.0.1"]
-    async with (
-        asyncio.timeout(BOUND_S),
-        serving("127.0.0.1", 0) as (first, port),
-        serving("127.0.0.2", port),
-    ):
-        client = await open_client(f"dns:///decode.test:{port}")
+    async with asyncio.timeout(BOUND_S), serving_two("127.0.0.1", "127.0.0.2") as (first, port):
+        client = connect(f"dns:///decode.test:{port}")
         stream = client.generate("Hi")
-        assert (await next_event(stream)).request_id == "127.0.0.1"
+        assert (await anext(stream, None)).request_id == "127.0.0.1"
         assert {await host_asked(client) for _ in range(10)} == {"127.0.0.1"}
 
         names.hosts["decode.test"] = ["127.0.0.1", "127.0.0.2"]
@@ -115,35 +120,31 @@ async def test_services_that_a_name_gains_or_loses_are_used_or_not_and_streams_s
         del names.hosts["decode.test"]
         assert {await host_asked(client) for _ in range(10)} == {"127.0.0.2"}, "a failed look-up changes nothing"
         first.hold.set()
-        assert (await next_event(stream)) is not None
-        assert (await next_event(stream)) is None
+        assert (await anext(stream, None)) is not None
+        assert (await anext(stream, None)) is None
 
 
-async def test_a_name_that_nobody_knows_is_told_and_looked_up_again(
-    names: Names, open_client: Callable[..., Any]
-) -> None:
+async def test_a_name_that_nobody_knows_is_told_and_looked_up_again(names: Names, connect: OpenClient) -> None:
     async with asyncio.timeout(BOUND_S), serving("127.0.0.1", 0) as (_, port):
-        client = await open_client(f"dns:///decode.test:{port}")
+        client = connect(f"dns:///decode.test:{port}")
         with pytest.raises(errors.Unavailable, match=rf"dns:///decode\.test:{port}: not found: .*no such name"):
             await host_asked(client)
-        resuming = await open_client(f"dns:///decode.test:{port}", resume=True)
-        first = asyncio.ensure_future(next_event(resuming.generate("Hi")))
+        resuming = connect(f"dns:///decode.test:{port}", resume=True)
+        first = asyncio.ensure_future(anext(resuming.generate("Hi")))
         assert not (await asyncio.wait({first}, timeout=0.3))[0]
         names.hosts["decode.test"] = ["127.0.0.1"]
         assert (await first).request_id == "127.0.0.1"
 
 
 @pytest.mark.parametrize("name", ["baton-test-server", "other-server"])
-async def test_with_tls_the_certificates_are_for_the_name(
-    names: Names, open_client: Callable[..., Any], name: str
-) -> None:
+async def test_with_tls_the_certificates_are_for_the_name(names: Names, connect: OpenClient, name: str) -> None:
     pair = ((CERTIFICATES / "server.key").read_bytes(), (CERTIFICATES / "server.pem").read_bytes())
     server = ScriptedServer(grpc.ssl_server_credentials([pair]))
     server.become_ready()
     names.hosts[name] = ["127.0.0.1"]
     try:
         port = server.address.rpartition(":")[2]
-        client = await open_client(f"dns:///{name}:{port}", tls=Tls(ca_file=CERTIFICATES / "ca.pem"))
+        client = connect(f"dns:///{name}:{port}", tls=Tls(ca_file=CERTIFICATES / "ca.pem"))
         if name == "baton-test-server":
             assert await host_asked(client) == "demo"
         else:

@@ -9,6 +9,7 @@ from baton.client.channel import channel_options
 from baton.codec import model_info_from_wire
 from baton.server_info import HealthStatus, PoolLoad, PrefillReplica
 from baton.v1 import inference_pb2, types_pb2
+from tests.client.either_client import EitherClient
 from tests.client.scripted_inference import ScriptedServer
 
 
@@ -48,23 +49,15 @@ def test_load_counts_rows_by_state(client: Client) -> None:
         ("baton.v1.Nothing", HealthStatus.UNKNOWN_SERVICE),
     ],
 )
-async def test_health_tells_life_from_readiness(
-    client: Client, async_client: AsyncClient, service: str, status: HealthStatus
-) -> None:
-    assert client.health(service) is status
-    assert await async_client.health(service) is status
+async def test_health_tells_life_from_readiness(either: EitherClient, service: str, status: HealthStatus) -> None:
+    assert await either.call("health", service) is status
 
 
-async def test_a_server_that_is_gone_is_unavailable(
-    server: ScriptedServer, client: Client, async_client: AsyncClient
-) -> None:
+@pytest.mark.parametrize("call", ["health", "load", "model_info", "complete"])
+async def test_a_server_that_is_gone_is_unavailable(server: ScriptedServer, either: EitherClient, call: str) -> None:
     server.stop()
-    for call in (client.health, client.load, client.model_info):
-        with pytest.raises(errors.Unavailable):
-            call()
-    for async_call in (async_client.health, async_client.load, async_client.model_info):
-        with pytest.raises(errors.Unavailable):
-            await async_call()
+    with pytest.raises(errors.Unavailable):
+        await either.call(call, *(["Hi"] if call == "complete" else []))
 
 
 def test_keepalive_stays_below_what_servers_answer_with_goaway() -> None:

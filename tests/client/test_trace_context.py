@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
-import pytest
 from google.rpc import code_pb2
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, use_span
 
-from baton import AsyncClient, Client
+from baton import Client
+from tests.client.either_client import EitherClient
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 
 SPAN = NonRecordingSpan(
@@ -24,44 +23,31 @@ SPAN = NonRecordingSpan(
 TRACEPARENT = f"00-{'ab':0>32}-{'cd':0>16}-01"
 WHOLE = (started(), delta([1, 2], "ab"), finished())
 
-Complete = Callable[..., Awaitable[object]]
 
-
-@pytest.fixture(params=["Client", "AsyncClient"])
-async def complete(request: pytest.FixtureRequest, server: ScriptedServer) -> AsyncIterator[Complete]:
-    """A function that runs one generation with either client. Its `options` are the client's."""
-
-    async def run(**options: Any) -> None:
-        if request.param == "Client":
-            with Client(server.address, **options) as client:
-                client.complete("Hi")
-        else:
-            async with AsyncClient(server.address, **options) as client:
-                await client.complete("Hi")
-
-    yield run
-
-
-async def test_the_current_span_travels_with_the_request(server: ScriptedServer, complete: Complete) -> None:
+async def test_the_current_span_travels_with_the_request(
+    server: ScriptedServer, open_client: Callable[..., EitherClient]
+) -> None:
     server.inference.script = WHOLE
     with use_span(SPAN):
-        await complete()
+        await open_client(server.address).complete("Hi")
 
     metadata = server.inference.metadata.get(timeout=BOUND_S)
     assert (metadata["traceparent"], metadata["tracestate"]) == (TRACEPARENT, "vendor=value")
 
 
-async def test_without_a_span_nothing_travels(server: ScriptedServer, complete: Complete) -> None:
+async def test_without_a_span_nothing_travels(server: ScriptedServer, open_client: Callable[..., EitherClient]) -> None:
     server.inference.script = WHOLE
-    await complete()
+    await open_client(server.address).complete("Hi")
 
     assert not {"traceparent", "tracestate"} & set(server.inference.metadata.get(timeout=BOUND_S))
 
 
-async def test_a_token_and_a_span_travel_together(server: ScriptedServer, complete: Complete) -> None:
+async def test_a_token_and_a_span_travel_together(
+    server: ScriptedServer, open_client: Callable[..., EitherClient]
+) -> None:
     server.inference.script = WHOLE
     with use_span(SPAN):
-        await complete(token="secret")
+        await open_client(server.address, token="secret").complete("Hi")
 
     metadata = server.inference.metadata.get(timeout=BOUND_S)
     assert (metadata["authorization"], metadata["traceparent"]) == ("Bearer secret", TRACEPARENT)
