@@ -93,7 +93,7 @@ def test_salts_keep_choices_apart(make_pair: MakePair, tiny_target: Tiny) -> Non
 
 LEAVES: dict[str, Callable[[InProcessPair], object]] = {
     "aborted": lambda pair: pair.abort("0"),
-    "lost with its replica": lambda pair: pair.lose(pair.replicas[0]),
+    "lost with its replica": lambda pair: pair.replicas[0].lose(),
 }
 
 

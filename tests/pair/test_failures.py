@@ -207,7 +207,7 @@ def test_rows_of_a_lost_replica_are_retried_elsewhere_with_the_same_tokens(
     for name in NAMES:
         submit(pair, name)
     pair.run(until=lambda: PHASES[phase](pair))
-    pair.lose(pair.replicas[1])
+    pair.replicas[1].lose()
     pair.run()
     assert pair.decode.load().num_row_retries == 2, "two of the four rows were with the lost replica"
     attempts = []
@@ -228,7 +228,7 @@ def test_a_request_that_loses_every_replica_in_turn_fails_as_unavailable(
     for _ in range(2):
         pair.run(until=lambda: any(replica.engine.load().num_running for replica in pair.replicas))
         (working,) = [replica for replica in pair.replicas if replica.engine.load().num_running]
-        pair.lose(working)
+        working.lose()
         pair.step_decode()
         pair.step_prefill()
     assert isinstance(pair.outcomes["a"].error, PrefillUnavailable), (
@@ -243,7 +243,7 @@ def test_a_running_request_does_not_need_the_replica_any_more(
     pair = make_pair(tiny_target("llama"))
     submit(pair, "a")
     pair.run(until=lambda: len(pair.outcomes["a"].token_ids) >= 2)
-    pair.lose(pair.replicas[0])
+    pair.replicas[0].lose()
     pair.run()
     assert pair.outcomes["a"].token_ids == undisturbed["a"]
 
@@ -251,7 +251,7 @@ def test_a_running_request_does_not_need_the_replica_any_more(
 def test_without_a_ready_replica_a_request_fails_when_its_wait_is_over(make_pair: MakePair, tiny_target: Tiny) -> None:
     clock = Clock()
     pair = make_pair(tiny_target("llama"), clock=clock)
-    pair.lose(pair.replicas[0])
+    pair.replicas[0].lose()
     pair.step()
     clock.now_s += 100
     submit(pair, "a")

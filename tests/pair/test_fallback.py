@@ -42,7 +42,7 @@ def answers(pair: InProcessPair, brought: dict[int, list[int]] | None = None) ->
 
 
 def without_replica(pair: InProcessPair) -> InProcessPair:
-    pair.lose(pair.replicas[0])
+    pair.replicas[0].lose()
     pair.step_decode()
     return pair
 
@@ -114,7 +114,7 @@ def test_requests_of_a_dying_replica_go_on_here(make_pair: MakePair, tiny_target
     for number, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
         pair.submit(str(number), prompt, sampling)
     pair.run(until=lambda: pair.decode.load().num_running > 0)
-    pair.lose(pair.replicas[0])
+    pair.replicas[0].lose()
     pair.run()
     assert [outcome.token_ids for outcome in pair.outcomes.values()] == [each.token_ids for each in together]
     assert pair.decode.load().num_row_retries > 0

@@ -102,7 +102,7 @@ def test_a_row_that_is_lost_in_transfer_queues_again(make_pair: MakePair, tiny_t
     outcome = pair.submit("r", range(10, 40), sampling(6), is_traced=True)
     pair.finish_prefill()
     pair.run(until=lambda: Phase.TRANSFER in names(outcome.phases))
-    pair.lose(pair.replicas[0])
+    pair.replicas[0].lose()
     pair.run()
 
     assert names(outcome.phases) == [Phase.PREFILL, Phase.TRANSFER, Phase.QUEUE, *PREFILLED, *DECODED]

@@ -189,7 +189,7 @@ class Comparison:
             clock=itertools.count().__next__ if options.prefill_fallback else time.monotonic,
         )
         if options.prefill_fallback:
-            pair.lose(pair.replicas[0])
+            pair.replicas[0].lose()
             pair.step_decode()
         return pair
 

@@ -78,7 +78,7 @@ def test_they_are_those_of_transformers_beside_prompts_without(
 ) -> None:
     pair = make_pair(tiny_target("llama"), options)
     if options.prefill_fallback:
-        pair.lose(pair.replicas[0])
+        pair.replicas[0].lose()
         pair.step_decode()
     prompts = {name: PROMPT[start:] for start, name in enumerate(("a", "b", "c", "d"))}
     scored = {"a": NUM_TOP, "b": 0, "d": 7}
@@ -209,7 +209,7 @@ def test_a_retry_brings_only_those_that_are_missing(
     pair.run(until=lambda: num_parts > 2 and len(outcome.prompt_logprobs) == 2)
     pair.tamper = None
     (busy,) = (replica for replica in pair.replicas if replica.engine.load().num_steps)
-    pair.lose(busy)
+    busy.lose()
     pair.run()
     assert len(pair.handed_over) == 2
     assert_those_of_transformers(outcome, tiny_model_dir("llama"), PROMPT, num_top=NUM_TOP)

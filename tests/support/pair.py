@@ -1,14 +1,14 @@
 """Both engines in one process, stepped by the test: the reference for "disaggregated equals undisaggregated".
 
-    submit ─▶ DecodeEngine ⇄ InProcessTransport ⇄ PrefillEngine     (one transport for each prefill replica)
+    submit ─▶ DecodeEngine ⇄ PrefillReplica ⇄ PrefillEngine     (one for each prefill replica)
 
 Nothing here runs by itself: `step` gives each engine the commands posted since its last step, and steps it once.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from common.attention.choice import new_draw_kernels
 from common.device.stream import Device
 from common.draft.head import DraftHead
-from common.errors import BatonError
+from common.errors import BatonError, EngineFault, PrefillUnavailable
 from common.grammar.matcher import Matcher
 from common.grammar.token_rules_matcher import TokenRulesMatcher
 from common.kv.shared_pool import SharedPool
@@ -27,10 +27,10 @@ from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.telemetry.step_stats import StepStats
 from common.text.tokenizer import TextTokenizer
-from common.wire.handoff import Frame, HandoffRow, unsent_bytes
+from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, unsent_bytes
 from decode_service import messages as decode
-from decode_service.handoff.in_process import InProcessTransport
-from decode_service.handoff.transport import TransportReport
+from decode_service.handoff.receive_budget import ReceiveBudget
+from decode_service.handoff.transport import Post, TransportReport
 from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.speculate.depth import Depth, depth_of
 from decode_service.speculate.spec_info import SpecInfo
@@ -109,49 +109,123 @@ class PairOptions:
         return SpecInfo(self.num_draft_steps or self.num_draft_tokens, self.num_draft_tokens, self.draft_topk)
 
 
-class _PrefillInbox:
-    """Turns a transport's calls into commands for the next step of its prefill engine."""
+class PrefillReplica:
+    """A prefill engine, and a handoff without a wire between it and decode.
 
-    def __init__(self, new_matcher: NewMatcher, *, shares_memory: bool) -> None:
-        self._new_matcher = new_matcher
-        self._shares_memory = shares_memory
+    Frames wait here while decode's receive budget is full, and count as sent once they are posted to decode. Decode
+    reads KV in `memory`; if that is None, frames carry it. `commands` are those of the engine's next step.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        engine: PrefillEngine,
+        memory: SharedPool | None,
+        *,
+        post: Post,
+        new_matcher: NewMatcher,
+        receive_budget_bytes: int,
+    ) -> None:
+        self.address = address
+        self.engine = engine
+        self.memory = memory
         self.commands: list[prefill.Command] = []
-        self.owed_bytes: dict[str, int] = {}
+        self._post = post
+        self._new_matcher = new_matcher
+        self._budget = ReceiveBudget(receive_budget_bytes)
+        self._frames: dict[str, deque[Frame | None]] = {}  # of each open call; None stands for its end
+        self._owed_bytes: Counter[str] = Counter()
+        self._lost: BatonError | None = None
 
-    def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None:
-        self.commands.append(prefill.OpenCall(call_id, rows, shares_memory=self._shares_memory))
-        for index, row in enumerate(rows):
+    def step(self, tamper: Tamper | None) -> None:
+        commands, self.commands = self.commands, []
+        for event in self.engine.step(commands):
+            if isinstance(event, prefill.FrameReady):
+                self._carry(event.call_id, event.frame, tamper)
+            else:
+                self._take(event.call_id, [None])
+
+    def start(self, command: decode.StartHandoff) -> None:
+        call_id = command.call_id
+        if self._lost is not None:
+            self._post(decode.CallEnded(call_id, self._lost))
+            return
+        self._frames[call_id] = deque()
+        self._post(decode.FrameArrived(call_id, Accepted(instance_id=self.address)))
+        self.commands.append(prefill.OpenCall(call_id, command.rows, shares_memory=self.memory is not None))
+        for index, row in enumerate(command.rows):
             if row.sampling.is_constrained:
                 matcher = self._new_matcher(row.sampling, row.token_ids[row.prompt_len :])
                 self.commands.append(prefill.GiveMatcher(call_id, index, matcher))
 
-    def cancel(self, call_id: str, rows: tuple[int, ...]) -> None:
-        self.commands.append(prefill.CancelCallRows(call_id, rows))
+    def cancel_rows(self, command: decode.CancelHandoffRows) -> None:
+        if command.call_id in self._frames:
+            self.commands.append(prefill.CancelCallRows(command.call_id, command.rows))
 
-    def close(self, call_id: str) -> None:
-        self.commands.append(prefill.CloseCall(call_id))
+    def break_call(self, command: decode.BreakCall) -> None:
+        self._end(command.call_id, EngineFault(f"the call was broken: {command.reason}"))
+        self._hand_over_waiting()
 
-    def sent(self, call_id: str, num_bytes: int) -> None:
-        """Reports bytes as sent, but no more than the engine has to report. Bytes that tampering added are left out:
-        the engine never sent them.
+    def landed(self, command: decode.SegmentsLanded) -> None:
+        self._budget.give_back(command.num_bytes)
+        self._hand_over_waiting()
+        if command.shared:
+            self.commands.append(prefill.SegmentsReturned(command.call_id, command.shared))
+
+    def lose(self) -> None:
+        """Ends every call, and refuses later ones, as if the replica's process had died."""
+        self._lost = PrefillUnavailable("killed")
+        self._post(decode.ReplicasChanged((decode.Replica(self.address, is_ready=False, error=self._lost),)))
+        for call_id in list(self._frames):
+            self._end(call_id, self._lost)
+
+    def _carry(self, call_id: str, frame: Frame, tamper: Tamper | None) -> None:
+        """Takes a frame, or what `tamper` makes of it. Bytes that it cuts off count as sent, and those that it adds
+        do not: the engine never sent them.
         """
-        num_bytes = min(num_bytes, self.owed_bytes[call_id])
-        self.owed_bytes[call_id] -= num_bytes
-        if num_bytes:
+        arriving = [frame] if tamper is None else list(tamper(frame))
+        self._owed_bytes[call_id] += unsent_bytes(frame)
+        if arriving:
+            self._say_sent(call_id, unsent_bytes(frame) - sum(map(unsent_bytes, arriving)))
+        self._take(call_id, arriving)
+
+    def _take(self, call_id: str, frames: Sequence[Frame | None]) -> None:
+        if call_id in self._frames:
+            self._frames[call_id].extend(frames)
+            self._hand_over(call_id)
+
+    def _hand_over(self, call_id: str) -> None:
+        """Posts the call's frames in order, up to the first segment for which the budget has no room."""
+        frames = self._frames[call_id]
+        while frames:
+            frame = frames[0]
+            if isinstance(frame, KvSegment) and not self._budget.try_take(call_id, frame.num_bytes):
+                return
+            frames.popleft()
+            if frame is None:
+                del self._frames[call_id]
+                self._post(decode.CallEnded(call_id, None))
+                return
+            self._post(decode.FrameArrived(call_id, frame))
+            self._say_sent(call_id, unsent_bytes(frame))
+
+    def _hand_over_waiting(self) -> None:
+        while (call_id := self._budget.next_waiting) is not None:
+            self._hand_over(call_id)
+            if self._budget.next_waiting == call_id:
+                return
+
+    def _say_sent(self, call_id: str, num_bytes: int) -> None:
+        num_bytes = min(num_bytes, self._owed_bytes[call_id])
+        if num_bytes > 0:
+            self._owed_bytes[call_id] -= num_bytes
             self.commands.append(prefill.BytesSent(call_id, num_bytes))
 
-
-@dataclass
-class PrefillReplica:
-    """A prefill engine, and the transport through which decode reaches it. Decode reads KV in `memory`; if that is
-    None, frames carry it.
-    """
-
-    address: str
-    engine: PrefillEngine
-    transport: InProcessTransport
-    inbox: _PrefillInbox
-    memory: SharedPool | None
+    def _end(self, call_id: str, error: BatonError) -> None:
+        if self._frames.pop(call_id, None) is not None:
+            self._budget.forget(call_id)
+            self.commands.append(prefill.CloseCall(call_id))
+            self._post(decode.CallEnded(call_id, error))
 
 
 def _compiles(vocab_size: int) -> NewMatcher:
@@ -275,16 +349,21 @@ class InProcessPair:
             shared_pool=memory,
             debug_checks=options.debug_checks,
         )
-        inbox = _PrefillInbox(self._new_matcher, shares_memory=options.shares_memory)
-        transport = InProcessTransport(
-            post=self._post_report,
-            prefill=inbox,
-            address=address,
-            receive_budget_bytes=options.receive_budget_bytes,
+        ready = decode.Replica(
+            address,
+            is_ready=True,
+            instance_id=address,
             max_cached_tokens=options.prefill_tokens if options.prefill_caches else 0,
         )
-        asyncio.run(transport.open())
-        return PrefillReplica(address, engine, transport, inbox, memory)
+        self._post_report(decode.ReplicasChanged((ready,)))
+        return PrefillReplica(
+            address,
+            engine,
+            memory,
+            post=self._post_report,
+            new_matcher=self._new_matcher,
+            receive_budget_bytes=options.receive_budget_bytes,
+        )
 
     @property
     def prefill(self) -> PrefillEngine:
@@ -334,10 +413,6 @@ class InProcessPair:
     def post(self, command: decode.Command) -> None:
         self._to_decode.append(command)
 
-    def lose(self, replica: PrefillReplica) -> None:
-        """Lets a replica be lost: its transport is told that the process died."""
-        replica.transport.peer_lost("killed")
-
     def step(self) -> None:
         """Steps each engine once. A message from one engine arrives at the other's next step."""
         self._rest(min(self._decode_rest_s(), self._prefill_rest_s()))
@@ -355,7 +430,7 @@ class InProcessPair:
 
         def is_computing(replica: PrefillReplica) -> bool:
             load = replica.engine.load()
-            return bool(replica.inbox.commands or load.num_queued or load.num_running)
+            return bool(replica.commands or load.num_queued or load.num_running)
 
         while any(is_computing(replica) for replica in self.replicas):
             assert time.monotonic() < give_up_s, f"not over: {self.prefill.load()}"
@@ -375,18 +450,13 @@ class InProcessPair:
         return 0.0 if self._to_decode else self.decode.idle_timeout_s()
 
     def _prefill_rest_s(self) -> float:
-        if any(replica.inbox.commands for replica in self.replicas):
+        if any(replica.commands for replica in self.replicas):
             return 0.0
         return min(replica.engine.idle_timeout_s() for replica in self.replicas)
 
     def _step_prefill(self) -> None:
         for replica in self.replicas:
-            commands, replica.inbox.commands = replica.inbox.commands, []
-            for event in replica.engine.step(commands):
-                if isinstance(event, prefill.FrameReady):
-                    self._carry(replica, event.call_id, event.frame)
-                else:
-                    replica.transport.call_done(event.call_id)
+            replica.step(self.tamper)
 
     def _step_decode(self) -> None:
         commands, self._to_decode[:] = list(self._to_decode), []
@@ -423,24 +493,11 @@ class InProcessPair:
                 replica.memory.close()
 
     def _post_report(self, report: TransportReport) -> None:
-        """Passes a transport's report on to decode. A transport reports only its own replica, but decode expects the
-        list of all.
-        """
+        """Passes a report on to decode. A replica reports itself alone, but decode expects the list of all."""
         if isinstance(report, decode.ReplicasChanged):
             self._reported.update({replica.address: replica for replica in report.replicas})
             report = decode.ReplicasChanged(tuple(self._reported.values()), report.others_may_come)
         self._to_decode.append(report)
-
-    def _carry(self, replica: PrefillReplica, call_id: str, frame: Frame) -> None:
-        arriving = [frame] if self.tamper is None else list(self.tamper(frame))
-        if num_bytes := unsent_bytes(frame):
-            owed_bytes = replica.inbox.owed_bytes
-            owed_bytes[call_id] = owed_bytes.get(call_id, 0) + num_bytes
-            num_cut = num_bytes - sum(map(unsent_bytes, arriving))
-            if arriving and num_cut > 0:
-                replica.inbox.sent(call_id, num_cut)
-        for arrived in arriving:
-            replica.transport.frame_ready(call_id, arrived)
 
     def _route(self, event: decode.Event) -> None:
         match event:
@@ -448,16 +505,13 @@ class InProcessPair:
                 replica = next(replica for replica in self.replicas if replica.address == event.replica)
                 self._replica_of_call[event.call_id] = replica
                 self.handed_over.extend(event.rows)
-                replica.transport.start(event)
+                replica.start(event)
             case decode.CancelHandoffRows():
-                self._replica_of_call[event.call_id].transport.cancel_rows(event)
+                self._replica_of_call[event.call_id].cancel_rows(event)
             case decode.BreakCall():
-                self._replica_of_call[event.call_id].transport.break_call(event)
+                self._replica_of_call[event.call_id].break_call(event)
             case decode.SegmentsLanded():
-                replica = self._replica_of_call[event.call_id]
-                replica.transport.landed(event)
-                if event.shared:
-                    replica.inbox.commands.append(prefill.SegmentsReturned(event.call_id, event.shared))
+                self._replica_of_call[event.call_id].landed(event)
             case decode.DegradedChanged():
                 pass
             case _:
