@@ -9,14 +9,16 @@ RUNTIME := .venv/.installed
 DEV := .venv/.installed-dev
 FUZZ := .venv/.installed-fuzz
 PYTEST_ARGS ?=
+PART ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test compose-test kubernetes-test ray-test clients-test check check-types check-rest format stubs parity bench soak fuzz gpu clean
+.PHONY: help demo test test-all compose-test kubernetes-test ray-test clients-test check check-types check-rest format stubs parity bench soak fuzz gpu clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo         serve SmolLM2-135M on a prefill and a decode process, stream an answer, print the figures'
-	@echo 'make test         the test suite                  (PYTEST_ARGS="tests/kv -k slots" for a part)'
+	@echo 'make test         proves the product in minutes   (PYTEST_ARGS="tests/kv -k slots" for a part)'
+	@echo 'make test-all     the thorough tests as well      (PART=3/8 for the third of eight parts of these alone)'
 	@echo 'make compose-test build the images and run the compose files; needs Docker, compose, openssl and promtool'
 	@echo 'make kubernetes-test  build the images and run the pods of deploy/kubernetes as containers; needs Docker and compose'
 	@echo 'make ray-test     serve the demo model on a Ray cluster of three nodes here, in an environment of its own'
@@ -34,8 +36,13 @@ help:
 demo: $(RUNTIME)
 	$(BIN)/baton demo
 
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: $(DEV)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: $(DEV)
+	$(PYTEST) $(if $(PART),-m 'thorough and not gpu' --part $(PART),-m 'not gpu') $(PYTEST_ARGS)
 
 compose-test: $(DEV)
 	$(BIN)/python -m tests.compose

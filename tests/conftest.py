@@ -23,11 +23,12 @@ if TYPE_CHECKING:  # not installed where only tests/gpu runs
     from baton.local_pair import LocalPair
 
 
-LONGEST_FIRST = {"real": 0, "interleavings": 1, "pair": 2, "features": 2, "storm": 3, "e2e": 4}
-"""Sort keys of the folders whose test files take tens of seconds each. Files with the lowest key start first."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests that are selected")
+    parser.addoption("--write-costs", action="store_true", help="write what the tests cost into benchmarks/tests.md")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Sets up hypothesis without a deadline, since test processes share the cores and an example may have to wait for
     one.
     """
@@ -40,18 +41,12 @@ def pytest_configure() -> None:
         from baton_cpu.compiler.kernel_cache import keep_kernels
 
         keep_kernels(kernels_cache_dir())
+    if find_spec("psutil") is not None:
+        from tests.support.costs import TestCosts
+
+        config.pluginmanager.register(TestCosts(config))
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the test files that take longest first. Two processes that each take whole files then finish at nearly the
-    same time.
-
-    The order of tests within a file, and of all other files, stays as it was.
-    """
-    items.sort(key=lambda item: LONGEST_FIRST.get(item.path.parent.name, len(LONGEST_FIRST)))
 
 
 @pytest.hookimpl(wrapper=True)
