@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from scripts.lint.problem import Problem
 
-MODULES = ("field_rules",)
+MODULES = ("field_rules", "links", "commands", "operations", "configuration", "engine")
 """The modules of this folder that have a tuple RULES, each of functions that yield problems."""
 
 Rule = Callable[[], Iterable[Problem]]

@@ -1,7 +1,8 @@
-"""What a rule of the repository reports."""
+"""What a rule reports: the places that break it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,3 +25,11 @@ def line_of(text: str, part: str) -> int:
     """Returns the number of the first line of `text` that holds `part`, or 0 if none does."""
     before, found, _ = text.partition(part)
     return before.count("\n") + 1 if found else 0
+
+
+def set_apart(path: Path, kind: str, found: Set[str], wanted: Set[str]) -> Iterator[Problem]:
+    """Yields the names that a file lacks, and those that it has too many."""
+    for name in sorted(wanted - found):
+        yield Problem(path, 0, f"{kind} {name} is missing")
+    for name in sorted(found - wanted):
+        yield Problem(path, line_of(path.read_text(), name), f"{kind} {name} does not exist")

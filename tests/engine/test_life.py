@@ -1,13 +1,9 @@
-"""Tests of the phases of a request's and a prompt's life: the tables of transitions, and the rule that only `Lives`
-changes a phase.
-"""
+"""Tests of the phases of a request's and a prompt's life: the tables of transitions."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,75 +15,6 @@ from decode_service.schedule.life import RULES, Place
 from prefill_service.prompt import PromptPhase
 from prefill_service.schedule.life import RULES as PROMPT_RULES
 from tests.engine.harness import ScriptedEngine
-
-ROOT = Path(__file__).parents[2]
-ENGINE_FOLDERS = ("decode_service", "prefill_service", "common/kv")
-DECODE_LIFE, PREFILL_LIFE = "decode_service/schedule/life.py", "prefill_service/schedule/life.py"
-SUMMING_FOLDERS = ("baton", "benchmarks", "common", "decode_service", "gateway", "scripts")
-WRITERS = {
-    "phase": {DECODE_LIFE, PREFILL_LIFE},
-    "lease": {DECODE_LIFE, PREFILL_LIFE},
-    "state": {DECODE_LIFE, PREFILL_LIFE, "common/kv/pool.py"},
-}
-"""For each attribute, the files that may write it on an object other than their own `self`."""
-
-
-def sources() -> dict[str, str]:
-    paths = [path for folder in ENGINE_FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
-
-
-def targets_of(node: ast.AST) -> list[ast.expr]:
-    """Returns the targets of an assignment. Each member of a tuple counts as a target of its own."""
-    assigned = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    left = [target for target in assigned if isinstance(target, ast.expr)]
-    found = []
-    while left:
-        target = left.pop()
-        if isinstance(target, ast.Tuple | ast.List):
-            left += target.elts
-        else:
-            found.append(target)
-    return found
-
-
-def is_setattr_of(node: ast.AST, attribute: str) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and attribute in ast.unparse(node)
-
-
-def writes(source: str, attribute: str) -> bool:
-    """Returns whether the source assigns to the attribute on any object but `self`."""
-    return any(
-        is_setattr_of(node, attribute)
-        or any(
-            isinstance(target, ast.Attribute)
-            and target.attr == attribute
-            and not (isinstance(target.value, ast.Name) and target.value.id == "self")
-            for target in targets_of(node)
-        )
-        for node in ast.walk(ast.parse(source))
-    )
-
-
-@pytest.mark.parametrize("attribute", WRITERS)
-def test_one_module_of_each_engine_writes(attribute: str) -> None:
-    found = {path for path, source in sources().items() if writes(source, attribute)}
-    assert found == WRITERS[attribute]
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        "req.phase = Phase.QUEUE",
-        "row.req.phase: Phase = Phase.QUEUE",
-        "self._row.req.phase = Phase.QUEUE",
-        "req.phase, req.lease = Phase.QUEUE, None",
-        'setattr(req, "phase", Phase.QUEUE)',
-    ],
-)
-def test_a_second_writer_is_found(planted: str) -> None:
-    scheduler = sources()["decode_service/schedule/scheduler.py"]
-    assert not writes(scheduler, "phase") and writes(f"{scheduler}\n{planted}\n", "phase")
 
 
 def test_every_phase_has_its_rule_and_every_time_its_field() -> None:
@@ -104,27 +31,6 @@ def test_every_phase_has_its_rule_and_every_time_its_field() -> None:
 def test_the_time_of_a_handoff_is_that_of_its_phases(seconds: str) -> None:
     during = {rule.seconds for rule in RULES.values() if rule.place in (Place.LANDING, Place.LOCAL)}
     assert Timings(**{seconds: 1.0}).handoff_s == float(seconds in during)
-
-
-def sums_of_timings(source: str) -> list[str]:
-    """Returns the source text of each addition with a duration field of Timings as a term."""
-    names = {name for name in Timings.__dataclass_fields__ if name.endswith("_s")}
-    return [
-        ast.unparse(node)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.BinOp)
-        and isinstance(node.op, ast.Add)
-        and any(isinstance(term, ast.Attribute) and term.attr in names for term in (node.left, node.right))
-    ]
-
-
-def test_timings_alone_add_up_their_phases() -> None:
-    """Timings adds up its own fields, and nothing else may do so: if Timings gets a new field for time that another
-    field included before, a sum made elsewhere would lack that time.
-    """
-    paths = [path for folder in SUMMING_FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    found = {str(path.relative_to(ROOT)) for path in paths if sums_of_timings(path.read_text())}
-    assert found == {"common/request_stats.py"}
 
 
 @pytest.mark.parametrize(

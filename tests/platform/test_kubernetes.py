@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -26,8 +27,8 @@ from common.kv.shared_pool import DIRECTORY as SHARED_MEMORY
 from common.telemetry.engine_metrics import POOL_STATES
 from tests.kubernetes.manifests import DIRECTORY, KUBECTL, Manifests, Object, overlay, rendered
 from tests.platform.exports import exported
-from tests.platform.pages import ROOT
 
+ROOT = Path(__file__).parents[2]
 VERSION = "1.37"
 """The version of Kubernetes whose schemas the objects are checked by."""
 README = DIRECTORY / "README.md"

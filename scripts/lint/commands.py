@@ -1,70 +1,39 @@
-"""Tests that links between our pages work, and that the commands which they quote exist."""
+"""The commands that pages quote exist, with the options that they are given."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer.main
 
 from baton.cli.main import app
 from common.config.gateway_settings import GatewaySettings
 from common.config.process_settings import ProcessSettings
 from common.config.settings import DecodeSettings, PrefillSettings
-from tests.platform.pages import DOCS, ROOT, all_pages, anchors, links, quoted_commands
+from scripts.lint.pages import all_pages, quoted_commands
+from scripts.lint.problem import ROOT, Problem, line_of
 
-PAGES = all_pages()
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
-PROCESSES: dict[str, type[ProcessSettings]] = {
+_COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
+_PROCESSES: dict[str, type[ProcessSettings]] = {
     "prefill_service": PrefillSettings,
     "decode_service": DecodeSettings,
     "gateway": GatewaySettings,
 }
 
 
-@each_page
-def test_links_lead_to_files_and_headings(page: Path) -> None:
-    dead = []
-    for link in links(page):
-        path, _, anchor = link.partition("#")
-        target = page.parent / path if path else page
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
-            dead.append(link)
-    assert dead == []
+def quoted_commands_exist() -> Iterator[Problem]:
+    for page in all_pages():
+        for command in quoted_commands(page):
+            if problem := problem_of(command):
+                yield Problem(page, line_of(page.read_text(), command), f"{problem}: {command}")
 
 
-def test_the_index_names_every_page() -> None:
-    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
-    assert pages <= {link.partition("#")[0] for link in links(DOCS / "README.md")}
-
-
-@each_page
-def test_quoted_commands_exist(page: Path) -> None:
-    assert [command for command in quoted_commands(page) if problem_of(command)] == []
-
-
-@pytest.mark.parametrize(
-    ("command", "problem"),
-    [
-        ("make nothing", "no target nothing"),
-        ("baton fly", "no command fly"),
-        ("baton generate --warp 9", "no option --warp"),
-        ("python -m benchmarks.nothing", "no module benchmarks.nothing"),
-        ("python -m decode_service --nothing=1", "no setting --nothing"),
-        ("python -m gateway --prefill 127.0.0.1:1", "no setting --prefill"),
-        ("sudo python -m prefill_service --no-tf32", ""),
-        (".venv/bin/baton up --prefill-arg=--draft=demo", ""),
-        ("make fuzz MINUTES=10", ""),
-        ("docker compose up", ""),
-    ],
-)
-def test_a_command_that_does_not_exist_is_noticed(command: str, problem: str) -> None:
-    assert problem_of(command) == problem
+RULES = (quoted_commands_exist,)
 
 
 def problem_of(command: str) -> str:
@@ -95,7 +64,7 @@ def _problem_of_make(words: list[str]) -> str:
 def _problem_of_baton(words: list[str]) -> str:
     if words[:1] == ["--help"]:
         return ""
-    command = COMMANDS.get(words[0])
+    command = _COMMANDS.get(words[0])
     return f"no command {words[0]}" if command is None else _unknown_option(words[1:], _options_of(command), "option")
 
 
@@ -108,9 +77,9 @@ def _problem_of_module(module: str, words: list[str]) -> str:
         return ""  # a command of pytest or another project, which is not checked
     if importlib.util.find_spec(module) is None:
         return f"no module {module}"
-    if module not in PROCESSES:
+    if module not in _PROCESSES:
         return ""
-    flags = {f"--{name.replace('_', '-')}" for name in PROCESSES[module].model_fields}
+    flags = {f"--{name.replace('_', '-')}" for name in _PROCESSES[module].model_fields}
     flags |= {flag.replace("--", "--no-", 1) for flag in flags}
     return _unknown_option(words, flags, "setting")
 

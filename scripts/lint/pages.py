@@ -1,4 +1,4 @@
-"""Parses our Markdown pages for tests: links, headings, tables and quoted commands."""
+"""Parses our Markdown pages: links, headings, tables and quoted commands. Finds our modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from scripts.lint.problem import ROOT
+
 DOCS = ROOT / "docs"
 CODE_PACKAGES = ("baton", "baton_cpu", "baton_ray", "common", "prefill_service", "decode_service", "gateway")
 _SKIPPED = {".venv", "node_modules", "build", "dist"}
@@ -30,11 +31,11 @@ def links(page: Path) -> list[str]:
 
 def anchors(page: Path) -> set[str]:
     """Returns the page's anchors: its headings, converted as on GitHub."""
-    headings = re.findall(r"^#+ (.+)$", _without_code_blocks(page.read_text()), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", without_code_blocks(page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def _without_code_blocks(text: str) -> str:
+def without_code_blocks(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -55,6 +56,7 @@ def table_rows(page: Path, first_heading: str) -> list[list[str]]:
 
 
 def code_spans(text: str) -> list[str]:
+    """Returns what stands between single backticks in a text without code blocks."""
     return re.findall(r"`([^`]+)`", text)
 
 
@@ -65,7 +67,7 @@ def quoted_commands(page: Path) -> Iterator[str]:
     text = page.read_text()
     for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         yield from re.findall(r"^\$ (.+)$", block.replace("\\\n", " "), re.MULTILINE)
-    yield from re.findall(r"`((?:make|baton|python3? -m) [^`]+)`", _without_code_blocks(text))
+    yield from re.findall(r"`((?:make|baton|python3? -m) [^`]+)`", without_code_blocks(text))
 
 
 def sources() -> list[Path]:

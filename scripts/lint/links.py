@@ -1,0 +1,37 @@
+"""Links between our pages work, the index names every page, and files that pages name exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from scripts.lint.pages import DOCS, all_pages, anchors, code_spans, links, without_code_blocks
+from scripts.lint.problem import ROOT, Problem, line_of, set_apart
+
+
+def links_lead_to_files_and_headings() -> Iterator[Problem]:
+    for page in all_pages():
+        for link in links(page):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+                yield Problem(page, line_of(page.read_text(), f"({link})"), f"{link} leads nowhere")
+
+
+def the_index_names_every_page() -> Iterator[Problem]:
+    index = DOCS / "README.md"
+    named = {link.partition("#")[0] for link in links(index)}
+    pages = {page.name for page in DOCS.glob("*.md")} - {index.name}
+    yield from set_apart(index, "page", named & pages, pages)
+
+
+def tests_that_pages_name_exist() -> Iterator[Problem]:
+    for page in all_pages():
+        text = page.read_text()
+        for span in code_spans(without_code_blocks(text)):
+            file = re.fullmatch(r"(tests/[\w/.]+?)(?:::.*)?", span)
+            if file and not (ROOT / file[1]).exists():
+                yield Problem(page, line_of(text, f"`{span}`"), f"{file[1]} does not exist")
+
+
+RULES = (links_lead_to_files_and_headings, the_index_names_every_page, tests_that_pages_name_exist)
