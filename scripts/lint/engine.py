@@ -32,9 +32,8 @@ Finder = Callable[[str], list[int]]
 
 def one_module_of_each_engine_writes_a_phase() -> Iterator[Problem]:
     for attribute, writers in WRITERS.items():
-        found = _places(
-            "decode_service", "prefill_service", "common/kv", find=lambda text, a=attribute: writes(text, a)
-        )
+        find = partial(writes, attribute=attribute)
+        found = _places("decode_service", "prefill_service", "common/kv", find=find)
         yield from _apart(found, writers, f"`{attribute}` is written by {' and '.join(sorted(writers))} alone")
 
 
