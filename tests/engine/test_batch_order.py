@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from decode_service.schedule.schedule_batch import ScheduleBatch
+from tests.engine.checks import breaking, broken_by, broken_by_each, holding
 from tests.engine.mutants import batches
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_batch
 
 MAX_MERGED = 4
@@ -30,7 +29,7 @@ def length_of(row: int) -> int:
     return 100 + 7 * row
 
 
-def check_aligned(batch: ScheduleBatch, rows: list[int]) -> None:
+def assert_aligned(batch: ScheduleBatch, rows: list[int]) -> None:
     lengths = [length_of(row) for row in rows]
     assert [req.arrival for req in batch.reqs] == rows, "the order of requests changed"
     assert batch.req_pool_indices.tolist() == rows, "req_pool_indices are not the requests'"
@@ -47,10 +46,22 @@ def check_aligned(batch: ScheduleBatch, rows: list[int]) -> None:
     assert batch.batch_size == len(rows)
 
 
-def check_slots(out_cache_loc: torch.Tensor | None, rows: list[int]) -> None:
+def assert_slots(out_cache_loc: torch.Tensor | None, rows: list[int]) -> None:
     assert out_cache_loc is None or out_cache_loc.tolist() == rows, "out_cache_loc outlived a filter"
 
 
+FORGETFUL = {
+    batches.forgetful(operation, column): f"{column} are not"
+    for operation in ("filter_batch", "merge_batch")
+    for column in batches.COLUMNS
+}
+
+
+@broken_by(batches.merge_reorders, "the order of requests")
+@broken_by(batches.filter_reorders, "the order of requests")
+@broken_by(batches.filter_keeps_old_slots, "out_cache_loc outlived")
+@broken_by(batches.what_follows_is_kept, "sampling outlived")
+@broken_by_each(FORGETFUL)
 @settings(max_examples=100, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(operations=operations)
 def check_columns_follow_the_requests(operations: list[Operation]) -> None:
@@ -73,28 +84,9 @@ def check_columns_follow_the_requests(operations: list[Operation]) -> None:
             batch.out_cache_loc = torch.tensor(rows, dtype=torch.int64)
             batch.filter_batch(keep)
             rows = [rows[i] for i in keep]
-            check_slots(batch.out_cache_loc, rows)
-        check_aligned(batch, rows)
+            assert_slots(batch.out_cache_loc, rows)
+        assert_aligned(batch, rows)
 
 
-def test_columns_follow_the_requests() -> None:
-    check_columns_follow_the_requests()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_columns_follow_the_requests, batches.merge_reorders, "the order of requests"),
-        (check_columns_follow_the_requests, batches.filter_reorders, "the order of requests"),
-        (check_columns_follow_the_requests, batches.filter_keeps_old_slots, "out_cache_loc outlived"),
-        (check_columns_follow_the_requests, batches.what_follows_is_kept, "sampling outlived"),
-        *(
-            (check_columns_follow_the_requests, batches.forgetful(operation, column), f"{column} are not")
-            for operation in ("filter_batch", "merge_batch")
-            for column in batches.COLUMNS
-        ),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

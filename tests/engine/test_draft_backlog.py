@@ -8,14 +8,12 @@ it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-
-import pytest
+from collections.abc import Sequence
 
 from decode_service.speculate.spec_info import SpecInfo
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import Outcome, ScriptedEngine
 from tests.engine.mutants import draft_backlog
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, NOTHING, NUM_SEEDS, SEED, TREE, ScriptedDepth, random_run
 from tests.engine.tag_head import drafting_of
 
@@ -39,6 +37,10 @@ class _Run:
         assert outcome.drafting == expected, f"drafts were not those of the sequence: {outcome.drafting}"
 
 
+@broken_by(draft_backlog.each_step_puts_in_the_same_place, "not those of")
+@broken_by(draft_backlog.only_the_last_token_is_read, "not those of")
+@broken_by(draft_backlog.backlog_has_no_end, "decoded wrongly")
+@broken_by(draft_backlog.lag_is_not_reset, "decoded wrongly")
 def check_the_head_catches_up_before_it_drafts() -> None:
     """One request runs alone, for more steps than the backlog has room for."""
     run = _Run([CHAIN, *[NOTHING] * (CHAIN.max_draft_lag + 5), SEED, CHAIN])
@@ -49,6 +51,7 @@ def check_the_head_catches_up_before_it_drafts() -> None:
     assert (6,) in run.head_forwards, "the head did not catch up at once"
 
 
+@broken_by(draft_backlog.every_row_is_as_far_behind, "not those of")
 def check_rows_catch_up_from_where_each_is() -> None:
     """A second row joins when the first row's head already lags. A third one later takes over the row and the batch
     index of the first, and its head lags there too.
@@ -79,6 +82,7 @@ def check_a_head_left_behind_computes_nothing() -> None:
     assert run.head_forwards == [], f"the head ran: {run.head_forwards}"
 
 
+@broken_by(draft_backlog.backlog_has_no_end, "decoded wrongly")
 def check_tokens_are_the_oracles_at_any_depth() -> None:
     """A dozen requests share three rows. Some are aborted and some retracted, and the streams run in random order."""
     num_accepted = num_retractions = 0
@@ -93,30 +97,5 @@ def check_tokens_are_the_oracles_at_any_depth() -> None:
     assert num_accepted > 100 and num_retractions > 0, "too little happened to tell anything"
 
 
-CHECKS: list[Callable[[], None]] = [
-    check_the_head_catches_up_before_it_drafts,
-    check_rows_catch_up_from_where_each_is,
-    check_a_head_left_behind_computes_nothing,
-    check_tokens_are_the_oracles_at_any_depth,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_the_head_catches_up_before_it_drafts, draft_backlog.each_step_puts_in_the_same_place, "not those of"),
-        (check_the_head_catches_up_before_it_drafts, draft_backlog.only_the_last_token_is_read, "not those of"),
-        (check_the_head_catches_up_before_it_drafts, draft_backlog.backlog_has_no_end, "decoded wrongly"),
-        (check_the_head_catches_up_before_it_drafts, draft_backlog.lag_is_not_reset, "decoded wrongly"),
-        (check_tokens_are_the_oracles_at_any_depth, draft_backlog.backlog_has_no_end, "decoded wrongly"),
-        (check_rows_catch_up_from_where_each_is, draft_backlog.every_row_is_as_far_behind, "not those of"),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

@@ -32,9 +32,9 @@ from decode_service.schedule.request import Request
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
 from decode_service.speculate.draft_tree import Accepted, DraftTree
 from decode_service.speculate.spec_info import SpecInfo
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_batch, make_pool
 from tests.engine.speculating import CHAIN, SEED, TREE, ScriptedDepth
 from tests.engine.tag_head import TagHead
@@ -75,6 +75,8 @@ def grown_batch() -> ScheduleBatch:
     return batch
 
 
+@broken_by(lengths.twins_share_storage, "share storage from a handoff")
+@broken_by(lengths.relayed_twins_share_storage, "share storage relayed")
 def check_twins_are_apart() -> None:
     batch = prebuilt_batch()
     relayed = torch.tensor([9, 9])
@@ -86,6 +88,7 @@ def check_twins_are_apart() -> None:
         batch.set_seq_lens(relayed)
 
 
+@broken_by(lengths.cpu_twin_not_updated, "seq_lens and seq_lens_cpu differ")
 def check_twins_agree_at_every_launch() -> None:
     scripted = ScriptedEngine()
     for number, max_tokens in enumerate((3, 9, 5, 7, 2, 6)):
@@ -152,6 +155,7 @@ def errors_beside_a_wrong_length(lie: int, *, overlap: bool = True, is_accepted:
     ]
 
 
+@broken_by(lengths.lengths_are_not_looked_at, "was launched")
 def check_no_length_is_a_sentinel() -> None:
     """The engine launches no step with a length that no step can have produced. Such a length fails its own row and no
     other.
@@ -162,6 +166,9 @@ def check_no_length_is_a_sentinel() -> None:
             assert errors == [f"a decode step published a length of {lie}", "", ""], f"length {lie} was launched"
 
 
+@broken_by(lengths.snapshot_aliases_lengths, "schedule side's lengths")
+@broken_by(lengths.snapshot_aliases_rows, "schedule side's rows")
+@broken_by(lengths.snapshot_aliases_slots, "schedule side's slots")
 def check_a_snapshot_is_the_forwards_own() -> None:
     batch = grown_batch()
     snapshot = batch.snapshot()
@@ -198,6 +205,7 @@ def summing_lines(source: str) -> list[int]:
     return lines
 
 
+@broken_by(lengths.sum_is_stale, "the sum is not")
 def check_the_sum_is_that_of_the_lengths_launched() -> None:
     batch = grown_batch()
     for _ in range(2):
@@ -205,6 +213,7 @@ def check_the_sum_is_that_of_the_lengths_launched() -> None:
         assert launched.seq_lens_sum == int(launched.seq_lens.sum()), "the sum is not that of the lengths launched"
 
 
+@broken_by(lengths.lengths_changed_in_place, "in place")
 def check_lengths_are_replaced() -> None:
     batch = make_batch([], [])
     batch.merge_batch(prebuilt_batch())
@@ -218,6 +227,7 @@ def check_lengths_are_replaced() -> None:
     assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == [4, 3]
 
 
+@broken_by(lengths.lengths_changed_in_place_under_the_forward, "lengths moved")
 def check_a_late_forward_sees_the_lengths_it_was_launched_with() -> None:
     """Every forward runs as late as possible, after the next step was prepared."""
     scripted = ScriptedEngine(debug_checks=False)
@@ -227,6 +237,7 @@ def check_a_late_forward_sees_the_lengths_it_was_launched_with() -> None:
     assert outcome.token_ids == outcome.expected
 
 
+@broken_by(lengths.resolve_always_waits, "waited for a forward")
 def check_lengths_do_not_wait_for_the_device() -> None:
     """Without speculation, two further steps are scheduled before any forward has run."""
     scripted = ScriptedEngine()
@@ -236,49 +247,6 @@ def check_lengths_do_not_wait_for_the_device() -> None:
     assert scripted.engine.future_map.resolve_seq_lens(batch.req_pool_indices) is None
     assert not scripted.model.forwards, "the schedule side waited for a forward"
     scripted.run()
-
-
-CHECKS = [
-    check_twins_are_apart,
-    check_twins_agree_at_every_launch,
-    check_no_length_is_a_sentinel,
-    check_a_snapshot_is_the_forwards_own,
-    check_lengths_are_summed_in_one_place,
-    check_the_sum_is_that_of_the_lengths_launched,
-    check_lengths_are_replaced,
-    check_a_late_forward_sees_the_lengths_it_was_launched_with,
-    check_lengths_do_not_wait_for_the_device,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_twins_are_apart, lengths.twins_share_storage, "share storage from a handoff"),
-        (check_twins_are_apart, lengths.relayed_twins_share_storage, "share storage relayed"),
-        (check_twins_agree_at_every_launch, lengths.cpu_twin_not_updated, "seq_lens and seq_lens_cpu differ"),
-        (check_no_length_is_a_sentinel, lengths.lengths_are_not_looked_at, "was launched"),
-        (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_lengths, "schedule side's lengths"),
-        (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_rows, "schedule side's rows"),
-        (check_a_snapshot_is_the_forwards_own, lengths.snapshot_aliases_slots, "schedule side's slots"),
-        (check_the_sum_is_that_of_the_lengths_launched, lengths.sum_is_stale, "the sum is not"),
-        (check_lengths_are_replaced, lengths.lengths_changed_in_place, "in place"),
-        (
-            check_a_late_forward_sees_the_lengths_it_was_launched_with,
-            lengths.lengths_changed_in_place_under_the_forward,
-            "lengths moved",
-        ),
-        (check_lengths_do_not_wait_for_the_device, lengths.resolve_always_waits, "waited for a forward"),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
 
 
 @pytest.mark.parametrize("lie", [0, -1, CHAIN.max_accept_len + 1, 1 << 40])
@@ -408,3 +376,7 @@ def test_lengths_are_looked_at_without_assertions_too() -> None:
 def test_a_second_place_that_sums_lengths_is_found(planted: str) -> None:
     with pytest.raises(AssertionError, match="derived in"):
         check_lengths_are_summed_in_one_place(planted)
+
+
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

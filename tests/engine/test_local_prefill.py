@@ -24,9 +24,9 @@ from decode_service.schedule import dispatcher
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
 from decode_service.speculate.spec_info import SpecInfo
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import REPLICA, Outcome, ScriptedEngine
 from tests.engine.mutants import local_prefill
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, TREE, run_one_each
 
 LIMIT = 8
@@ -119,6 +119,7 @@ def check_short_prompts_need_no_replica() -> None:
             assert all(outcome.finished and not outcome.finished.timings.kv_bytes for outcome in outcomes)
 
 
+@broken_by(local_prefill.cached_tokens_are_left_to_compute, "not over")
 def check_what_is_cached_counts_as_computed() -> None:
     """A conversation whose turns are short is computed in the decode service, however long it gets."""
     for spec_info in SHAPES.values():
@@ -132,6 +133,7 @@ def check_what_is_cached_counts_as_computed() -> None:
         assert scripted.engine.load().prefixes.num_found > 4 * LIMIT
 
 
+@broken_by(local_prefill.prompts_all_stay, "a burst of prompts")
 def check_a_chunk_is_bounded() -> None:
     """A chunk stays within the limit even when several prompts wait: the prompts that exceed it are handed off."""
     with pytest.MonkeyPatch.context() as patch:
@@ -145,6 +147,7 @@ def check_a_chunk_is_bounded() -> None:
         assert noted.num_tokens and max(noted.num_tokens) <= LIMIT
 
 
+@broken_by(local_prefill.only_short_turns_stay, "a whole chat goes")
 def check_a_long_turn_stays_where_its_chat_is() -> None:
     """If a chat's other turns were short, the replica would have to compute all of it, so a long turn is computed in
     the decode service. If the replica has the chat's KV, the long turn is handed off.
@@ -172,6 +175,7 @@ def check_a_long_turn_stays_where_its_chat_is() -> None:
             assert max(noted.num_tokens, default=0) <= LIMIT
 
 
+@broken_by(local_prefill.fallback_keeps_the_limit, "a short one waits")
 def check_chunks_are_larger_while_no_replica_is_ready() -> None:
     """While no replica is ready, a prompt that fits in one of the larger chunks counts as short, even if it exceeds
     `local_prefill_tokens`.
@@ -187,6 +191,8 @@ def check_chunks_are_larger_while_no_replica_is_ready() -> None:
         assert max(noted.num_tokens) == LIMIT
 
 
+@broken_by(local_prefill.chunk_holds_no_row, "reused under a chunk")
+@broken_by(local_prefill.free_rows_are_not_noticed, "not over after")
 def check_a_chunk_in_flight_holds_its_row() -> None:
     """A request is aborted before its chunk has run, and another request needs its row."""
     scripted = alone(max_rows=2)
@@ -203,6 +209,7 @@ def check_a_chunk_in_flight_holds_its_row() -> None:
     assert_right([runner, hungry])
 
 
+@broken_by(local_prefill.row_is_not_seeded, "decoded wrongly")
 def check_any_order_gives_the_same_tokens() -> None:
     """Short and long prompts are computed, some requests are aborted or retracted, and the streams run in random
     order.
@@ -249,6 +256,7 @@ def check_any_order_gives_the_same_tokens() -> None:
     assert num_retracted, "slots were never short"
 
 
+@broken_by(local_prefill.unwritten_kv_is_kept, "decoded wrongly|KV was kept")
 def check_a_failed_chunk_is_computed_again() -> None:
     with pytest.MonkeyPatch.context() as patch:
         fails = iter([True])
@@ -318,6 +326,7 @@ def check_retracted_requests_come_back() -> None:
     assert scripted.engine.load().num_retractions > 0
 
 
+@broken_by(local_prefill.long_prompts_hold_up_short_ones, "request 0: None")
 def check_a_long_prompt_holds_up_no_short_one() -> None:
     """There is no replica and no fallback, so the long prompt cannot be computed yet."""
     scripted = alone()
@@ -353,6 +362,7 @@ def check_a_failed_prompt_keeps_its_turn() -> None:
     assert started == ["old", "old", "young"]
 
 
+@broken_by(local_prefill.fallback_is_forgotten, "not over")
 def check_long_prompts_need_no_replica() -> None:
     for spec_info in SHAPES.values():
         for options in ({}, {"overlap": False}, {"local_prefill_tokens": 0}):
@@ -381,6 +391,7 @@ def check_without_the_fallback_a_long_prompt_fails() -> None:
     assert not scripted.engine.load().is_degraded
 
 
+@broken_by(local_prefill.long_prompts_begin_together, "two long prompts")
 def check_one_long_prompt_is_computed_at_a_time() -> None:
     """The other long prompts wait for it, as long as it takes. Chunks stay as small as those of short prompts."""
     with pytest.MonkeyPatch.context() as patch:
@@ -396,6 +407,8 @@ def check_one_long_prompt_is_computed_at_a_time() -> None:
         assert max(noted.num_tokens) <= LIMIT
 
 
+@broken_by(local_prefill.long_prompts_count_as_short, "waited for a long one")
+@broken_by(local_prefill.the_oldest_prompt_is_always_first, "waited for a long one")
 def check_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     """The chunks of a long prompt and of short ones take turns. A steady stream of short prompts does not hold up the
     long one either.
@@ -419,6 +432,7 @@ def check_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     assert_right([long])
 
 
+@broken_by(local_prefill.fallback_never_ends, "was passed over")
 def check_a_ready_replica_gets_the_next_request() -> None:
     """A prompt that was begun in the decode service is finished there. All others go to the replica once it is
     ready.
@@ -571,6 +585,7 @@ def check_replicas_that_come_and_go_change_no_token() -> None:
     assert min(num_local, num_handed_over) > 20 and num_retracted, (num_local, num_handed_over, num_retracted)
 
 
+@broken_by(local_prefill.each_step_looks_at_the_queue, "again and again")
 def check_a_queue_costs_the_steps_nothing() -> None:
     """While a request runs and no other can start, the steps do not look at those that wait."""
     with pytest.MonkeyPatch.context() as patch:
@@ -596,74 +611,5 @@ def check_a_queue_costs_the_steps_nothing() -> None:
             assert not runner.has_ended and not any(outcome.has_ended for outcome in waiting)
 
 
-CHECKS: list[Check] = [
-    check_long_prompts_need_no_replica,
-    check_without_the_fallback_a_long_prompt_fails,
-    check_one_long_prompt_is_computed_at_a_time,
-    check_a_short_prompt_does_not_wait_for_a_long_one,
-    check_a_ready_replica_gets_the_next_request,
-    check_a_lost_request_is_computed_here,
-    check_replicas_of_another_model_are_not_needed,
-    check_a_prompt_too_long_for_the_ready_replicas_fails,
-    check_replicas_that_come_and_go_change_no_token,
-    check_a_queue_costs_the_steps_nothing,
-    check_a_long_prompt_holds_up_no_short_one,
-    check_a_failed_prompt_keeps_its_turn,
-    check_short_prompts_need_no_replica,
-    check_what_is_cached_counts_as_computed,
-    check_a_chunk_in_flight_holds_its_row,
-    check_any_order_gives_the_same_tokens,
-    check_retracted_requests_come_back,
-    check_a_chunk_is_bounded,
-    check_a_long_turn_stays_where_its_chat_is,
-    check_chunks_are_larger_while_no_replica_is_ready,
-    check_a_failed_chunk_is_computed_again,
-    check_a_chunk_that_always_fails_fails_its_request,
-    check_damaged_kv_fails_its_request_and_is_forgotten,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "message"),
-    [
-        (check_any_order_gives_the_same_tokens, local_prefill.row_is_not_seeded, "decoded wrongly"),
-        (check_what_is_cached_counts_as_computed, local_prefill.cached_tokens_are_left_to_compute, "not over"),
-        (check_a_chunk_is_bounded, local_prefill.prompts_all_stay, "a burst of prompts"),
-        (check_a_long_turn_stays_where_its_chat_is, local_prefill.only_short_turns_stay, "a whole chat goes"),
-        (
-            check_chunks_are_larger_while_no_replica_is_ready,
-            local_prefill.fallback_keeps_the_limit,
-            "a short one waits",
-        ),
-        (check_a_chunk_in_flight_holds_its_row, local_prefill.chunk_holds_no_row, "reused under a chunk"),
-        (check_a_failed_chunk_is_computed_again, local_prefill.unwritten_kv_is_kept, "decoded wrongly|KV was kept"),
-        (
-            check_a_long_prompt_holds_up_no_short_one,
-            local_prefill.long_prompts_hold_up_short_ones,
-            "request 0: None",
-        ),
-        (check_long_prompts_need_no_replica, local_prefill.fallback_is_forgotten, "not over"),
-        (check_one_long_prompt_is_computed_at_a_time, local_prefill.long_prompts_begin_together, "two long prompts"),
-        (
-            check_a_short_prompt_does_not_wait_for_a_long_one,
-            local_prefill.long_prompts_count_as_short,
-            "waited for a long one",
-        ),
-        (
-            check_a_short_prompt_does_not_wait_for_a_long_one,
-            local_prefill.the_oldest_prompt_is_always_first,
-            "waited for a long one",
-        ),
-        (check_a_ready_replica_gets_the_next_request, local_prefill.fallback_never_ends, "was passed over"),
-        (check_a_queue_costs_the_steps_nothing, local_prefill.each_step_looks_at_the_queue, "again and again"),
-        (check_a_chunk_in_flight_holds_its_row, local_prefill.free_rows_are_not_noticed, "not over after"),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, message, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

@@ -5,15 +5,16 @@ tests/sampling tests the noise itself; these tests go through the engine.
 
 from __future__ import annotations
 
-import pytest
-
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import tokens
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 
 PROMPTS = ([1, 2, 3], [4], [5, 6, 7, 8], [9, 10], [11])
 
 
+@broken_by(tokens.noise_keyed_by_place, "depend on the company")
+@broken_by(tokens.noise_keyed_by_step, "depend on the company")
+@broken_by(tokens.reused_row_not_reseeded, "depend on the company")
 def check_draws_do_not_depend_on_company() -> None:
     """Several sampled requests run together. Their rows, batch indices and steps are others than when each runs alone,
     and rows are reused.
@@ -28,6 +29,7 @@ def check_draws_do_not_depend_on_company() -> None:
             assert outcome.token_ids == outcome.expected, f"tokens depend on the company: {request_id}"
 
 
+@broken_by(tokens.noise_keyed_by_step, "depend on the retraction")
 def check_draws_do_not_depend_on_retraction() -> None:
     """The pool is too small for both requests. The younger one gives up its KV, and after its return prefill draws its
     next token.
@@ -41,6 +43,7 @@ def check_draws_do_not_depend_on_retraction() -> None:
         assert outcome.token_ids == outcome.expected, "tokens depend on the retraction"
 
 
+@broken_by(tokens.noise_without_seed, "draw alike")
 def check_the_seed_matters() -> None:
     scripted = ScriptedEngine()
     outcomes = [scripted.submit(str(seed), [1, 2, 3], 3, temperature=1.0, seed=seed) for seed in range(4)]
@@ -48,24 +51,5 @@ def check_the_seed_matters() -> None:
     assert len({tuple(outcome.token_ids) for outcome in outcomes}) == 4, "requests of different seeds draw alike"
 
 
-CHECKS = [check_draws_do_not_depend_on_company, check_draws_do_not_depend_on_retraction, check_the_seed_matters]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_draws_do_not_depend_on_company, tokens.noise_keyed_by_place, "depend on the company"),
-        (check_draws_do_not_depend_on_company, tokens.noise_keyed_by_step, "depend on the company"),
-        (check_draws_do_not_depend_on_company, tokens.reused_row_not_reseeded, "depend on the company"),
-        (check_draws_do_not_depend_on_retraction, tokens.noise_keyed_by_step, "depend on the retraction"),
-        (check_the_seed_matters, tokens.noise_without_seed, "draw alike"),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

@@ -22,9 +22,9 @@ from common.wire.handoff import RowFailed
 from decode_service.messages import CallEnded, FinishReason, FrameArrived, Phase, Replica, ReplicasChanged
 from decode_service.schedule import dispatcher, local_prefill
 from decode_service.speculate.spec_info import SpecInfo
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import REPLICA, Damage, Outcome, ScriptedEngine
 from tests.engine.mutants import prefixes, rows
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, NOTHING, SEED, TREE, RandomDepth, ScriptedDepth, run_one_each
 from tests.engine.tag_head import DRAFT
 from tests.engine.tags import GROUP, oracle
@@ -61,6 +61,7 @@ def assert_right(request_id: str, outcome: Outcome) -> None:
 # ---- P1: held prefixes ------------------------------------------------------------------------------------------
 
 
+@broken_by(prefixes.prefix_is_found_and_not_held, "decoded wrongly")
 def check_a_held_prefix_is_not_given_to_another_row() -> None:
     """A running request holds all KV that is cached, and another one needs slots."""
     with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
@@ -75,6 +76,8 @@ def check_a_held_prefix_is_not_given_to_another_row() -> None:
         assert_right("the holder, or who was hungry,", outcome)
 
 
+@broken_by(prefixes.prefix_is_let_go_before_quarantine_ends, "let go while a forward may read it")
+@broken_by(rows.quarantine_ends_too_early, "let go while")
 def check_a_prefix_in_quarantine_is_not_given_to_another_row() -> None:
     """The holder is aborted while its forward is in flight, and another request needs the slots of its prefix."""
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=14)
@@ -101,6 +104,9 @@ def check_a_prefix_in_quarantine_is_not_given_to_another_row() -> None:
 # ---- P2: only the rest is asked for -----------------------------------------------------------------------------
 
 
+@broken_by(prefixes.held_tokens_are_asked_for, "came twice")
+@broken_by(prefixes.landing_awaits_held_tokens, "before this row was complete")
+@broken_by(prefixes.whole_prompt_may_be_held, "no token was left")
 def check_only_what_is_not_held_is_asked_for() -> None:
     """The KV of the model and of the draft head is held and landed alike. A prompt that is cached as a whole leaves one
     token to compute. If a prompt differs from the cached tokens at some point, the head's KV of the token before that
@@ -176,6 +182,10 @@ def live_beside_each_other(
     return scripted
 
 
+@broken_by(prefixes.evicted_slot_leaks, "not conserved|slots are lost")
+@broken_by(prefixes.shared_slots_are_freed_with_the_row, "held twice")
+@broken_by(prefixes.kept_slots_stay_the_rows_own, "held twice|not conserved")
+@broken_by(prefixes.slots_the_tree_has_already_leak, "not conserved|are lost")
 def check_slots_are_conserved_with_a_cache() -> None:
     num_found = num_evicted = num_retractions = 0
     for seed in range(12):
@@ -195,6 +205,8 @@ def check_slots_are_conserved_with_a_cache() -> None:
 # ---- P4: namespaces ---------------------------------------------------------------------------------------------
 
 
+@broken_by(prefixes.namespaces_are_one, "what another namespace left")
+@broken_by(prefixes.no_salt_is_the_common_namespace, "without a salt uses the cache")
 def check_namespaces_share_nothing() -> None:
     scripted = ScriptedEngine()
     for salt in (None, SALT, "other", "", None):
@@ -218,6 +230,8 @@ def speculation_of(outcome: Outcome) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return outcome.finished.speculation.drafted_at, outcome.finished.speculation.accepted_at
 
 
+@broken_by(prefixes.last_token_is_kept, r"tokens for \d+ slots")
+@broken_by(prefixes.unread_tokens_are_kept, "drafts were not those")
 def check_only_committed_kv_is_kept() -> None:
     """A request ends by its limit, at a stop token or by an abort, and another one goes on where it ended. The second
     request must get the same tokens and drafts as without a cache.
@@ -264,6 +278,7 @@ def _end_at(scripted: ScriptedEngine, ending: str, num_tokens: int) -> Outcome:
     return scripted.outcomes["first"]
 
 
+@broken_by(prefixes.heads_kv_depends_on_no_later_token, "drafts were not those")
 def check_a_heads_kv_is_shared_only_with_what_it_read() -> None:
     """Two sequences differ in one token. The head's KV at the position before that token depends on it, so it must not
     be shared.
@@ -280,6 +295,7 @@ def check_a_heads_kv_is_shared_only_with_what_it_read() -> None:
 # ---- P6: retraction and eviction --------------------------------------------------------------------------------
 
 
+@broken_by(prefixes.output_is_not_kept, "came back")
 def check_a_retracted_request_returns_to_what_it_left() -> None:
     """A younger request is retracted, and the older one needs only a few of its slots. So the younger one finds most of
     its KV when it returns.
@@ -300,6 +316,7 @@ def check_a_retracted_request_returns_to_what_it_left() -> None:
     assert scripted.engine.load().num_retractions == 1
 
 
+@broken_by(prefixes.evictable_slots_are_not_free, "was not handed off")
 def check_requests_end_although_all_slots_are_cached() -> None:
     """Each request needs nearly all slots, and the requests before it leave all of them in the cache."""
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40)
@@ -310,6 +327,7 @@ def check_requests_end_although_all_slots_are_cached() -> None:
     assert load.slots.cached > 30
 
 
+@broken_by(prefixes.evictable_slots_are_not_free, "not over")
 def check_two_rows_with_the_same_tokens_come_to_an_end() -> None:
     """Two rows received the same KV at the same time, because their prompts have too little in common for one to wait
     for the other. The older one lands last and needs all slots there are.
@@ -357,6 +375,7 @@ def test_rows_that_received_the_same_kv_at_once_hold_it_once() -> None:
     assert num_held[0] - num_held[1] == len(PROMPT)
 
 
+@broken_by(prefixes.nothing_is_waited_for, "did not wait")
 def check_what_is_on_its_way_is_waited_for() -> None:
     """Several requests have the same prompt, which is not cached. All but the first share its slots and ask for one
     token each. A request of the same namespace with another beginning waits for nothing, and nor does one of another
@@ -454,6 +473,7 @@ def test_those_that_wait_for_kv_take_no_turn_of_another_client() -> None:
     scripted.run()
 
 
+@broken_by(prefixes.sources_are_waited_for_for_ever, "took its place")
 def check_a_source_that_leaves_is_waited_for_no_longer() -> None:
     """The request that was to bring the KV is aborted, refused, lost or fails. One of those that waited for it takes
     its place, and the others wait for that one.
@@ -494,6 +514,7 @@ def check_a_source_that_leaves_is_waited_for_no_longer() -> None:
             assert all(each.token_ids == each.expected for each in outcomes if each.finished), name
 
 
+@broken_by(prefixes.all_that_wait_are_sources, "not over")
 def check_nobody_waits_for_one_that_only_waits() -> None:
     """There is one row. A request that still waits for a row can bring no KV, so no other may wait for it."""
     scripted = ScriptedEngine(max_rows=1)
@@ -503,6 +524,7 @@ def check_nobody_waits_for_one_that_only_waits() -> None:
         assert_right("one of them", outcome)
 
 
+@broken_by(prefixes.all_kv_counts_as_brought_in_chunks, "more than it saves")
 def check_waiting_does_not_take_longer_than_what_it_saves() -> None:
     """A short prompt begins like a long one, but does not wait for it: the common KV is in the cache only when the
     whole long prompt has landed.
@@ -516,6 +538,7 @@ def check_waiting_does_not_take_longer_than_what_it_saves() -> None:
     scripted.run()
 
 
+@broken_by(prefixes.kept_chunks_are_not_noticed, "all of it")
 def check_a_prompt_computed_here_is_waited_for_chunk_by_chunk() -> None:
     no_replica = ReplicasChanged((Replica(REPLICA, False),))
     with mock.patch.object(local_prefill, "_FALLBACK_CHUNK_TOKENS", 32):
@@ -572,6 +595,7 @@ def test_waiting_for_kv_does_not_count_as_time_for_which_replicas_refuse_a_reque
     assert_right("it", refused)
 
 
+@broken_by(prefixes.waiting_is_begun_at_each_look, "looked at again")
 def check_waiting_for_kv_costs_a_step_nothing() -> None:
     """While the awaited KV is on its way, no step compares prompts or looks into the cache."""
     with pytest.MonkeyPatch.context() as patch:
@@ -600,6 +624,7 @@ def check_waiting_for_kv_costs_a_step_nothing() -> None:
         assert not looks, f"waiting requests were looked at again: {looks}"
 
 
+@broken_by(prefixes.shared_slots_do_not_come_back, "gave way although")
 def check_no_more_is_retracted_than_needed() -> None:
     """A request ends with the forward in flight. The others need more slots than it owns, but fewer than it frees
     together with those of its prefix. So none of them may be retracted.
@@ -629,6 +654,9 @@ def check_no_more_is_retracted_than_needed() -> None:
 # ---- P7: damaged KV ---------------------------------------------------------------------------------------------
 
 
+@broken_by(prefixes.damaged_kv_stays, "damaged KV was used again")
+@broken_by(prefixes.damaged_row_still_leaves_its_kv, "damaged KV was used again")
+@broken_by(prefixes.damaged_row_is_retried_from_the_cache, "it may fail for the same reason")
 def check_damaged_kv_is_forgotten() -> None:
     """A step's logits are not finite. The next request with these tokens must find none of them in the cache. The
     struck request is tried again without cached KV if it had used any, of decode or of prefill, and otherwise fails.
@@ -707,6 +735,7 @@ def test_kv_of_a_row_whose_length_was_wrong_is_forgotten() -> None:
 # ---- P8: endings and losses of others ---------------------------------------------------------------------------
 
 
+@broken_by(prefixes.prefix_is_found_and_not_held, "decoded wrongly")
 def check_what_is_held_outlives_its_owner() -> None:
     """A request holds KV that a second request, which still runs, has put into the cache. The second one is aborted or
     fails, and a third one takes all slots that become free.
@@ -731,6 +760,8 @@ def check_what_is_held_outlives_its_owner() -> None:
             assert_right(f"{name}, when the owner was gone,", outcome)
 
 
+@broken_by(prefixes.a_retry_asks_for_what_the_first_attempt_did, "were held|the retry failed")
+@broken_by(prefixes.half_landed_kv_is_kept, "were held|decoded wrongly")
 def check_a_lost_handoff_is_retried_with_what_is_held_then() -> None:
     """A handoff whose row holds a cached prefix breaks after its first segment. Before it is retried, the prefix stays,
     is evicted in part, or grows.
@@ -779,100 +810,5 @@ def serve_beside(
     assert_right(request_id, outcome)
 
 
-CHECKS: list[Callable[[], None]] = [
-    check_a_held_prefix_is_not_given_to_another_row,
-    check_a_prefix_in_quarantine_is_not_given_to_another_row,
-    check_only_what_is_not_held_is_asked_for,
-    check_slots_are_conserved_with_a_cache,
-    check_namespaces_share_nothing,
-    check_only_committed_kv_is_kept,
-    check_a_heads_kv_is_shared_only_with_what_it_read,
-    check_a_retracted_request_returns_to_what_it_left,
-    check_requests_end_although_all_slots_are_cached,
-    check_two_rows_with_the_same_tokens_come_to_an_end,
-    check_what_is_on_its_way_is_waited_for,
-    check_a_source_that_leaves_is_waited_for_no_longer,
-    check_nobody_waits_for_one_that_only_waits,
-    check_waiting_does_not_take_longer_than_what_it_saves,
-    check_a_prompt_computed_here_is_waited_for_chunk_by_chunk,
-    check_waiting_for_kv_counts_as_queueing,
-    check_waiting_for_kv_costs_a_step_nothing,
-    check_no_more_is_retracted_than_needed,
-    check_damaged_kv_is_forgotten,
-    check_what_is_held_outlives_its_owner,
-    check_a_lost_handoff_is_retried_with_what_is_held_then,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_a_held_prefix_is_not_given_to_another_row, prefixes.prefix_is_found_and_not_held, "decoded wrongly"),
-        (
-            check_a_prefix_in_quarantine_is_not_given_to_another_row,
-            prefixes.prefix_is_let_go_before_quarantine_ends,
-            "let go while a forward may read it",
-        ),
-        (check_a_prefix_in_quarantine_is_not_given_to_another_row, rows.quarantine_ends_too_early, "let go while"),
-        (check_only_what_is_not_held_is_asked_for, prefixes.held_tokens_are_asked_for, "came twice"),
-        (check_only_what_is_not_held_is_asked_for, prefixes.landing_awaits_held_tokens, "before this row was complete"),
-        (check_only_what_is_not_held_is_asked_for, prefixes.whole_prompt_may_be_held, "no token was left"),
-        (check_slots_are_conserved_with_a_cache, prefixes.evicted_slot_leaks, "not conserved|slots are lost"),
-        (check_slots_are_conserved_with_a_cache, prefixes.shared_slots_are_freed_with_the_row, "held twice"),
-        (check_slots_are_conserved_with_a_cache, prefixes.kept_slots_stay_the_rows_own, "held twice|not conserved"),
-        (check_slots_are_conserved_with_a_cache, prefixes.slots_the_tree_has_already_leak, "not conserved|are lost"),
-        (check_namespaces_share_nothing, prefixes.namespaces_are_one, "what another namespace left"),
-        (check_namespaces_share_nothing, prefixes.no_salt_is_the_common_namespace, "without a salt uses the cache"),
-        (check_only_committed_kv_is_kept, prefixes.last_token_is_kept, r"tokens for \d+ slots"),
-        (check_only_committed_kv_is_kept, prefixes.unread_tokens_are_kept, "drafts were not those"),
-        (
-            check_a_heads_kv_is_shared_only_with_what_it_read,
-            prefixes.heads_kv_depends_on_no_later_token,
-            "drafts were not those",
-        ),
-        (check_a_retracted_request_returns_to_what_it_left, prefixes.output_is_not_kept, "came back"),
-        (check_requests_end_although_all_slots_are_cached, prefixes.evictable_slots_are_not_free, "was not handed off"),
-        (check_two_rows_with_the_same_tokens_come_to_an_end, prefixes.evictable_slots_are_not_free, "not over"),
-        (check_what_is_on_its_way_is_waited_for, prefixes.nothing_is_waited_for, "did not wait"),
-        (
-            check_a_source_that_leaves_is_waited_for_no_longer,
-            prefixes.sources_are_waited_for_for_ever,
-            "took its place",
-        ),
-        (check_nobody_waits_for_one_that_only_waits, prefixes.all_that_wait_are_sources, "not over"),
-        (
-            check_waiting_does_not_take_longer_than_what_it_saves,
-            prefixes.all_kv_counts_as_brought_in_chunks,
-            "more than it saves",
-        ),
-        (check_a_prompt_computed_here_is_waited_for_chunk_by_chunk, prefixes.kept_chunks_are_not_noticed, "all of it"),
-        (check_waiting_for_kv_costs_a_step_nothing, prefixes.waiting_is_begun_at_each_look, "looked at again"),
-        (check_no_more_is_retracted_than_needed, prefixes.shared_slots_do_not_come_back, "gave way although"),
-        (check_damaged_kv_is_forgotten, prefixes.damaged_kv_stays, "damaged KV was used again"),
-        (check_damaged_kv_is_forgotten, prefixes.damaged_row_still_leaves_its_kv, "damaged KV was used again"),
-        (
-            check_damaged_kv_is_forgotten,
-            prefixes.damaged_row_is_retried_from_the_cache,
-            "it may fail for the same reason",
-        ),
-        (check_what_is_held_outlives_its_owner, prefixes.prefix_is_found_and_not_held, "decoded wrongly"),
-        (
-            check_a_lost_handoff_is_retried_with_what_is_held_then,
-            prefixes.a_retry_asks_for_what_the_first_attempt_did,
-            "were held|the retry failed",
-        ),
-        (
-            check_a_lost_handoff_is_retried_with_what_is_held_then,
-            prefixes.half_landed_kv_is_kept,
-            "were held|decoded wrongly",
-        ),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

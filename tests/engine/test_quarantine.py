@@ -6,22 +6,24 @@ import gc
 import random
 
 import numpy as np
-import pytest
 
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.wire.handoff import KvSegment
 from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
 from decode_service.schedule.request import Request
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import rows
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import make_pool
 from tests.engine.tags import GROUP, kv_of
 
 # ---- I9: reuse and conservation ---------------------------------------------------------------------------------
 
 
+@broken_by(rows.quarantine_skipped, "given out while")
+@broken_by(rows.quarantine_ends_too_early, "given out while")
+@broken_by(rows.launch_does_not_hold_its_rows, "given out while")
 def check_nothing_is_reused_while_a_forward_holds_it() -> None:
     """The only row is aborted while its forward is in flight and another request waits for the row."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16)
@@ -43,6 +45,9 @@ def check_nothing_is_reused_while_a_forward_holds_it() -> None:
     scripted.run()
 
 
+@broken_by(rows.grown_slot_leaks, "slots are lost")
+@broken_by(rows.aborted_row_leaks, "not over")
+@broken_by(rows.slots_released_twice, "not conserved|held twice")
 def check_rows_and_slots_are_conserved() -> None:
     """Requests end by length, or are aborted while queued, landing or decoding. `step` and `run` check after each step
     that no row or slot was lost.
@@ -73,6 +78,8 @@ def test_a_request_that_ended_is_kept_by_nobody() -> None:
 # ---- I10: the pool is written by its engine, for rows it holds --------------------------------------------------
 
 
+@broken_by(rows.landing_does_not_hold_its_row, "landed in slots")
+@broken_by(rows.quarantine_skipped, "landed in slots")
 def check_a_late_copy_does_not_meet_another_request() -> None:
     """A request is aborted while its KV is still being copied, and another one needs its slots."""
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60)
@@ -91,6 +98,8 @@ def check_a_late_copy_does_not_meet_another_request() -> None:
     assert long.token_ids == long.expected, "a copy landed in slots that another request held"
 
 
+@broken_by(rows.landing_into_a_released_row, "does not follow")
+@broken_by(rows.frames_matched_by_row_number_alone, "was given up")
 def check_a_released_row_takes_no_further_segment() -> None:
     """A request is aborted. Frames that arrive for it later are dropped, and their bytes are given back."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=32)
@@ -112,6 +121,7 @@ def check_a_released_row_takes_no_further_segment() -> None:
     assert second.token_ids == second.expected
 
 
+@broken_by(rows.row_merged_before_its_copies, "before the row's KV")
 def check_a_row_runs_only_when_its_kv_is_there() -> None:
     """Both segments and the PrebuiltBatch entry have arrived, but their copies have not run. Nothing may be
     launched.
@@ -133,6 +143,8 @@ def check_a_row_runs_only_when_its_kv_is_there() -> None:
 # ---- I15: referenced until the end event ------------------------------------------------------------------------
 
 
+@broken_by(rows.tensors_dropped_before_the_end, "was dropped")
+@broken_by(rows.tensors_kept_for_ever, "still holds")
 def check_tensors_live_until_the_end_event() -> None:
     scripted = ScriptedEngine()
     scripted.submit("a", [1, 2], 5)
@@ -148,6 +160,7 @@ def check_tensors_live_until_the_end_event() -> None:
     scripted.run()
 
 
+@broken_by(rows.live_table_rewritten, "was rewritten")
 def check_a_live_rows_table_only_grows() -> None:
     pool = make_pool()
     lease = pool.reserve(3)
@@ -160,41 +173,5 @@ def check_a_live_rows_table_only_grows() -> None:
         pool.check_conservation()
 
 
-CHECKS = [
-    check_nothing_is_reused_while_a_forward_holds_it,
-    check_rows_and_slots_are_conserved,
-    check_a_late_copy_does_not_meet_another_request,
-    check_a_released_row_takes_no_further_segment,
-    check_a_row_runs_only_when_its_kv_is_there,
-    check_tensors_live_until_the_end_event,
-    check_a_live_rows_table_only_grows,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_nothing_is_reused_while_a_forward_holds_it, rows.quarantine_skipped, "given out while"),
-        (check_nothing_is_reused_while_a_forward_holds_it, rows.quarantine_ends_too_early, "given out while"),
-        (check_nothing_is_reused_while_a_forward_holds_it, rows.launch_does_not_hold_its_rows, "given out while"),
-        (check_rows_and_slots_are_conserved, rows.grown_slot_leaks, "slots are lost"),
-        (check_rows_and_slots_are_conserved, rows.aborted_row_leaks, "not over"),
-        (check_rows_and_slots_are_conserved, rows.slots_released_twice, "not conserved|held twice"),
-        (check_a_late_copy_does_not_meet_another_request, rows.landing_does_not_hold_its_row, "landed in slots"),
-        (check_a_late_copy_does_not_meet_another_request, rows.quarantine_skipped, "landed in slots"),
-        (check_a_released_row_takes_no_further_segment, rows.landing_into_a_released_row, "does not follow"),
-        (check_a_released_row_takes_no_further_segment, rows.frames_matched_by_row_number_alone, "was given up"),
-        (check_a_row_runs_only_when_its_kv_is_there, rows.row_merged_before_its_copies, "before the row's KV"),
-        (check_tensors_live_until_the_end_event, rows.tensors_dropped_before_the_end, "was dropped"),
-        (check_tensors_live_until_the_end_event, rows.tensors_kept_for_ever, "still holds"),
-        (check_a_live_rows_table_only_grows, rows.live_table_rewritten, "was rewritten"),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

@@ -15,9 +15,9 @@ from common.device.errors import DeviceTimeout
 from common.device.scripted import ScriptedDevice, refuse, run_needed
 from common.device.stream import Event, Scope
 from common.errors import EngineFault
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, relay, rows
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay
 from tests.engine.tags import VOCAB_SIZE
 from tests.support.host_scalars import RefuseHostScalars
@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 # ---- I2: one relay row per pool row -----------------------------------------------------------------------------
 
 
+@broken_by(relay.relay_is_a_ring, "another one's relay row")
 def check_rows_never_share_a_relay_row() -> None:
     """As many requests run as there are rows, for many more steps than there are rows."""
     scripted = ScriptedEngine(max_rows=4)
@@ -37,12 +38,15 @@ def check_rows_never_share_a_relay_row() -> None:
         assert outcome.token_ids == outcome.expected, "a request read another one's relay row"
 
 
+@broken_by(relay.relay_without_padding_row, "addressed by pool row")
 def check_buffers_have_a_row_for_each_pool_row() -> None:
     future_map = make_relay(max_rows=5).future_map
     for buffer in (future_map.output_tokens, future_map.new_seq_lens_buf, *future_map.seeds.values()):
         assert buffer.shape[0] == 6, "a buffer is not addressed by pool row"
 
 
+@broken_by(relay.row_zero_is_given_out, "row 0 was given out")
+@broken_by(relay.padding_falls_on_the_last_row, "padding reached")
 def check_row_zero_is_padding() -> None:
     pool = make_pool(max_rows=3)
     leases = [pool.reserve(1) for _ in range(3)]
@@ -57,6 +61,9 @@ def check_row_zero_is_padding() -> None:
 # ---- I3 without drafts: the fence -------------------------------------------------------------------------------
 
 
+@broken_by(relay.lengths_read_without_waiting, "before they were")
+@broken_by(relay.fence_covers_draft_extend, "waited for draft-extend")
+@broken_by(relay.only_the_device_twin_is_resolved, "only one twin")
 def check_lengths_are_read_behind_publish_ready() -> None:
     relay = make_relay()
     batch = make_batch([2, 1], [4, 6])
@@ -67,6 +74,7 @@ def check_lengths_are_read_behind_publish_ready() -> None:
     assert "draft_extend" in relay.forward.pending(), "the schedule side waited for draft-extend"
 
 
+@broken_by(relay.lengths_read_without_waiting, "not reached")
 def check_the_wait_for_publish_ready_is_bounded() -> None:
     relay = make_relay()
     relay.device.on_synchronize = refuse
@@ -119,6 +127,7 @@ def touched_of_the_relay(source: str) -> set[str]:
 # ---- I6: inputs come from the relay at forward entry ------------------------------------------------------------
 
 
+@broken_by(relay.inputs_taken_at_launch, "when the step was launched")
 def check_inputs_are_read_at_forward_entry() -> None:
     scripted = ScriptedEngine()
     outcome = scripted.submit("a", [1, 2], 4)
@@ -131,6 +140,7 @@ def check_inputs_are_read_at_forward_entry() -> None:
     scripted.run()
 
 
+@broken_by(relay.consumed_rows_not_poisoned, "stale token")
 def check_a_row_read_twice_is_noticed() -> None:
     relay = make_relay(poisons_consumed_rows=True)
     relay.bootstrap([1, 2], [3, 3], [11, 12])
@@ -144,6 +154,8 @@ def check_a_row_read_twice_is_noticed() -> None:
     assert relay.future_map.resolve_forward_inputs(torch.tensor([1]), with_seeds=True).is_invalid.tolist() == [False]
 
 
+@broken_by(relay.consumed_rows_not_poisoned, "not poisoned")
+@broken_by(relay.row_flag_dropped, "poisoned token was decoded")
 def check_a_step_that_was_not_stashed_is_noticed() -> None:
     """In debug builds, a step whose tokens never reached the relay fails its requests at the next step."""
     scripted = ScriptedEngine(debug_checks=True)
@@ -161,6 +173,7 @@ def check_a_step_that_was_not_stashed_is_noticed() -> None:
     assert outcome.token_ids == outcome.expected[:2]
 
 
+@broken_by(relay.row_flag_dropped, "unusable token")
 def check_an_unusable_token_fails_its_row_alone() -> None:
     """In builds without debug checks, a flag among the step's results reports the unusable token."""
     scripted = ScriptedEngine(debug_checks=False)
@@ -175,6 +188,7 @@ def check_an_unusable_token_fails_its_row_alone() -> None:
 # ---- I7: bootstrap while a forward is in flight -----------------------------------------------------------------
 
 
+@broken_by(bootstrap.bootstrap_rearms_publish_ready, "touched publish_ready")
 def check_bootstrap_does_not_move_the_fence() -> None:
     relay = make_relay()
     relay.launch([1, 2], [7, 8], [10, 20])
@@ -186,6 +200,10 @@ def check_bootstrap_does_not_move_the_fence() -> None:
     assert "draft_extend" in relay.forward.pending(), "the schedule side waited for draft-extend"
 
 
+@broken_by(bootstrap.bootstrap_writes_no_lengths, "length was lost")
+@broken_by(bootstrap.bootstrap_on_another_stream, "length was lost")
+@broken_by(bootstrap.bootstrap_writes_no_tokens, "token was lost")
+@broken_by(bootstrap.bootstrap_writes_no_seeds, "seed was lost")
 def check_rows_bootstrapped_since_keep_their_lengths() -> None:
     relay = make_relay()
     relay.launch([1, 2], [7, 8], [10, 20])
@@ -199,6 +217,7 @@ def check_rows_bootstrapped_since_keep_their_lengths() -> None:
     assert inputs.seeds[HIDDEN.name].tolist() == [[30, 30], [10, 10], [20, 20]], "a seed was lost"
 
 
+@broken_by(rows.quarantine_skipped, "while a forward held it")
 def check_a_row_in_flight_is_not_handed_off_again() -> None:
     scripted = ScriptedEngine(max_rows=1)
     scripted.submit("first", [1, 2, 3], 8)
@@ -218,6 +237,8 @@ def check_a_row_in_flight_is_not_handed_off_again() -> None:
     assert second.token_ids == second.expected, "the forward in flight reached a reused row"
 
 
+@broken_by(bootstrap.forward_ignores_the_schedule_side, "before bootstrap")
+@broken_by(bootstrap.landing_ignores_the_schedule_side, "KV may land")
 def check_a_forward_waits_for_the_schedule_side() -> None:
     """Device work enqueued by bootstrap and by table writes runs before the forward that reads its results."""
     device = LaggingScheduleDevice()
@@ -240,6 +261,9 @@ def check_a_forward_waits_for_the_schedule_side() -> None:
 # ---- I8: empty batches ------------------------------------------------------------------------------------------
 
 
+@broken_by(relay.empty_batch_publishes, "armed the fence")
+@broken_by(relay.empty_batch_stashes, "enqueued something")
+@broken_by(relay.empty_batch_resolves, "waited for a fence")
 def check_an_empty_batch_does_nothing() -> None:
     relay = make_relay(poisons_consumed_rows=True)
     relay.launch([], [], [])
@@ -282,66 +306,11 @@ def test_a_failed_verify_publishes_nothing_and_leaves_its_failure_to_the_steps_e
         end.synchronize(1.0)
 
 
-CHECKS = [
-    check_rows_never_share_a_relay_row,
-    check_buffers_have_a_row_for_each_pool_row,
-    check_row_zero_is_padding,
-    check_lengths_are_read_behind_publish_ready,
-    check_the_wait_for_publish_ready_is_bounded,
-    check_only_the_relay_reads_what_is_stashed,
-    check_inputs_are_read_at_forward_entry,
-    check_a_row_read_twice_is_noticed,
-    check_a_step_that_was_not_stashed_is_noticed,
-    check_an_unusable_token_fails_its_row_alone,
-    check_bootstrap_does_not_move_the_fence,
-    check_rows_bootstrapped_since_keep_their_lengths,
-    check_a_row_in_flight_is_not_handed_off_again,
-    check_a_forward_waits_for_the_schedule_side,
-    check_an_empty_batch_does_nothing,
-    check_an_idle_step_enqueues_nothing,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_rows_never_share_a_relay_row, relay.relay_is_a_ring, "another one's relay row"),
-        (check_buffers_have_a_row_for_each_pool_row, relay.relay_without_padding_row, "addressed by pool row"),
-        (check_row_zero_is_padding, relay.row_zero_is_given_out, "row 0 was given out"),
-        (check_row_zero_is_padding, relay.padding_falls_on_the_last_row, "padding reached"),
-        (check_lengths_are_read_behind_publish_ready, relay.lengths_read_without_waiting, "before they were"),
-        (check_lengths_are_read_behind_publish_ready, relay.fence_covers_draft_extend, "waited for draft-extend"),
-        (check_lengths_are_read_behind_publish_ready, relay.only_the_device_twin_is_resolved, "only one twin"),
-        (check_the_wait_for_publish_ready_is_bounded, relay.lengths_read_without_waiting, "not reached"),
-        (check_inputs_are_read_at_forward_entry, relay.inputs_taken_at_launch, "when the step was launched"),
-        (check_a_row_read_twice_is_noticed, relay.consumed_rows_not_poisoned, "stale token"),
-        (check_a_step_that_was_not_stashed_is_noticed, relay.consumed_rows_not_poisoned, "not poisoned"),
-        (check_a_step_that_was_not_stashed_is_noticed, relay.row_flag_dropped, "poisoned token was decoded"),
-        (check_an_unusable_token_fails_its_row_alone, relay.row_flag_dropped, "unusable token"),
-        (check_bootstrap_does_not_move_the_fence, bootstrap.bootstrap_rearms_publish_ready, "touched publish_ready"),
-        (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_writes_no_lengths, "length was lost"),
-        (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_on_another_stream, "length was lost"),
-        (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_writes_no_tokens, "token was lost"),
-        (check_rows_bootstrapped_since_keep_their_lengths, bootstrap.bootstrap_writes_no_seeds, "seed was lost"),
-        (check_a_row_in_flight_is_not_handed_off_again, rows.quarantine_skipped, "while a forward held it"),
-        (check_a_forward_waits_for_the_schedule_side, bootstrap.forward_ignores_the_schedule_side, "before bootstrap"),
-        (check_a_forward_waits_for_the_schedule_side, bootstrap.landing_ignores_the_schedule_side, "KV may land"),
-        (check_an_empty_batch_does_nothing, relay.empty_batch_publishes, "armed the fence"),
-        (check_an_empty_batch_does_nothing, relay.empty_batch_stashes, "enqueued something"),
-        (check_an_empty_batch_does_nothing, relay.empty_batch_resolves, "waited for a fence"),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
-
-
 @pytest.mark.parametrize("planted", ["x = engine.future_map.output_tokens[3]", "future_map.seeds['topk_p'][rows]"])
 def test_another_reader_of_the_stash_is_found(planted: str) -> None:
     with pytest.raises(AssertionError, match="are read in"):
         check_only_the_relay_reads_what_is_stashed(planted)
+
+
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

@@ -13,9 +13,9 @@ import pytest
 
 from common.errors import DeadlineExceeded, EngineFault, PrefillUnavailable, RowFailure
 from decode_service.messages import FinishAtStop, FinishReason, Replica, ReplicasChanged, StartHandoff
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import REPLICA, Outcome, ScriptedEngine
 from tests.engine.mutants import retraction
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN
 
 OLDER, YOUNGER = [1, 2, 3], [4]
@@ -158,6 +158,7 @@ def lose_its_handoffs(scripted: ScriptedEngine, clock: Clock, times: int) -> Non
         scripted.step()
 
 
+@broken_by(retraction.losses_are_counted_for_ever, "it failed|not there")
 def check_a_handoff_that_succeeded_forgives_those_that_failed() -> None:
     """Three handoffs in a row may fail. Here two fail before the retraction and two after it, with a successful one in
     between.
@@ -187,6 +188,7 @@ def test_a_retracted_request_whose_handoffs_all_fail_ends_with_their_error() -> 
     assert younger.token_ids == younger.expected[:num_before], "what was delivered stays"
 
 
+@broken_by(retraction.waiting_for_slots_counts_as_refused, "refused twice")
 def check_waiting_for_slots_is_no_refusal() -> None:
     """A request is refused once, waits long for free slots in the decode service, and is refused again. It must still
     be retried.
@@ -247,6 +249,7 @@ def test_refusals_of_a_retracted_request_are_bounded_by_time() -> None:
     scripted.run()
 
 
+@broken_by(retraction.a_request_put_off_has_no_place, "took its slots")
 def check_a_request_put_off_keeps_its_place() -> None:
     """While a refused request waits for its retry, no younger one gets the slots that it will need."""
     clock = Clock()
@@ -266,30 +269,5 @@ def check_a_request_put_off_keeps_its_place() -> None:
         assert outcome.token_ids == outcome.expected
 
 
-CHECKS = [
-    check_a_handoff_that_succeeded_forgives_those_that_failed,
-    check_waiting_for_slots_is_no_refusal,
-    check_a_request_put_off_keeps_its_place,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (
-            check_a_handoff_that_succeeded_forgives_those_that_failed,
-            retraction.losses_are_counted_for_ever,
-            "it failed|not there",
-        ),
-        (check_waiting_for_slots_is_no_refusal, retraction.waiting_for_slots_counts_as_refused, "refused twice"),
-        (check_a_request_put_off_keeps_its_place, retraction.a_request_put_off_has_no_place, "took its slots"),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import Phase as Part
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,9 +25,9 @@ from hypothesis import strategies as st
 from common.priority import Ageing
 from decode_service.messages import Phase, StartHandoff
 from decode_service.speculate.spec_info import SpecInfo
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import Outcome, ScriptedEngine
 from tests.engine.mutants import retraction
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, TREE
 
 MAX_STEPS = 500
@@ -255,21 +254,30 @@ SCARCE = Life(
 )
 
 
+@broken_by(retraction.oldest_gives_way, "the first request in turn gave way")
+@broken_by(retraction.returns_behind_the_others, "overtook|kept slots")
+@broken_by(retraction.newcomers_are_handed_off_first, "overtook")
+@broken_by(retraction.output_counts_as_prompt, "as prompt")
+@broken_by(retraction.output_is_left_behind, "other tokens went to prefill")
+@broken_by(retraction.retractions_are_not_counted, "counted wrongly")
 def check_the_youngest_gives_way() -> None:
     assert lived(SCARCE) > 2, "nothing gave way"
 
 
+@broken_by(retraction.priorities_do_not_count, "overtook|kept slots")
 def check_the_worst_priority_gives_way() -> None:
     """The oldest request has a worse priority than the others. It is retracted until waiting has made it better."""
     arrivals = (Arrival(0, 3, 40, 0, priority=2), Arrival(1, 3, 40, 0), Arrival(1, 3, 40, 0, priority=1))
     assert lived(Life(arrivals, max_rows=6, max_kv_tokens=90)) > 0, "nothing gave way"
 
 
+@broken_by(retraction.handoffs_under_way_are_kept, "first|kept slots")
 def check_a_handoff_under_way_gives_way() -> None:
     """The handoff takes longer than the older request needs to grow into the slots that admission left free."""
     assert lived(Life((Arrival(0, 4, 50, 0), Arrival(1, 12, 4, 60)), max_rows=2, max_kv_tokens=62)) == 1
 
 
+@broken_by(retraction.drafts_are_never_given_up, "not over")
 def check_a_tree_that_needs_many_slots_comes_to_an_end() -> None:
     """The drafts of one step need slots that only a handoff under way could give up. Those slots would be free again at
     the next step, so the handoff could be retracted again and again.
@@ -278,12 +286,15 @@ def check_a_tree_that_needs_many_slots_comes_to_an_end() -> None:
     lived(Life((Arrival(0, 8, 8, 0), Arrival(0, 8, 8, 20)), max_rows=2, max_kv_tokens=55, spec_info=wide))
 
 
+@broken_by(retraction.newcomers_are_handed_off_first, "overtook")
+@broken_by(retraction.returns_behind_the_others, "overtook|kept slots")
 def check_a_stream_of_newcomers_delays_nobody() -> None:
     """A new request arrives at every step for as long as the first three live."""
     watcher = _in_a_stream_of_newcomers(priority=0)
     assert watcher.scripted.engine.load().num_retractions > 0, "nothing gave way"
 
 
+@broken_by(retraction.waiting_improves_nothing, "overtook|kept slots")
 def check_a_stream_of_better_newcomers_delays_nobody_who_has_waited() -> None:
     """The newcomers have a better priority than the first three, which waiting makes as good."""
     _in_a_stream_of_newcomers(priority=3)
@@ -304,46 +315,5 @@ def _in_a_stream_of_newcomers(*, priority: int) -> Watcher:
     return watcher
 
 
-CHECKS = [
-    check_the_youngest_gives_way,
-    check_the_worst_priority_gives_way,
-    check_a_handoff_under_way_gives_way,
-    check_a_tree_that_needs_many_slots_comes_to_an_end,
-    check_a_stream_of_newcomers_delays_nobody,
-    check_a_stream_of_better_newcomers_delays_nobody_who_has_waited,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_the_youngest_gives_way, retraction.oldest_gives_way, "the first request in turn gave way"),
-        (check_the_worst_priority_gives_way, retraction.priorities_do_not_count, "overtook|kept slots"),
-        (check_a_handoff_under_way_gives_way, retraction.handoffs_under_way_are_kept, "first|kept slots"),
-        (check_the_youngest_gives_way, retraction.returns_behind_the_others, "overtook|kept slots"),
-        (check_the_youngest_gives_way, retraction.newcomers_are_handed_off_first, "overtook"),
-        (check_the_youngest_gives_way, retraction.output_counts_as_prompt, "as prompt"),
-        (check_the_youngest_gives_way, retraction.output_is_left_behind, "other tokens went to prefill"),
-        (check_the_youngest_gives_way, retraction.retractions_are_not_counted, "counted wrongly"),
-        (
-            check_a_tree_that_needs_many_slots_comes_to_an_end,
-            retraction.drafts_are_never_given_up,
-            "not over",
-        ),
-        (check_a_stream_of_newcomers_delays_nobody, retraction.newcomers_are_handed_off_first, "overtook"),
-        (check_a_stream_of_newcomers_delays_nobody, retraction.returns_behind_the_others, "overtook|kept slots"),
-        (
-            check_a_stream_of_better_newcomers_delays_nobody_who_has_waited,
-            retraction.waiting_improves_nothing,
-            "overtook|kept slots",
-        ),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

@@ -18,9 +18,9 @@ from common.kv.prefix_tree import PrefixTree
 from decode_service.messages import CallEnded, Event, Replica, ReplicasChanged, StartHandoff
 from decode_service.schedule import replica_set
 from decode_service.schedule.replica_set import ReplicaSet, Route
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import routing
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 
 
 def there(
@@ -102,6 +102,7 @@ def test_with_a_draft_head_a_prefix_ends_before_the_tokens_that_it_looks_ahead_t
     assert router.send(tokens(1, lookahead)).num_cached == 0, "shorter than what a position needs"
 
 
+@broken_by(routing.load_counts_nothing, "1 there and 180 before it")
 def check_a_prefix_is_weighed_against_the_load_that_the_replica_reports() -> None:
     router = Router(there("a"), there("b"))
     router.send(tokens(1))
@@ -137,6 +138,7 @@ def test_of_what_a_replica_reports_own_rows_count_no_longer_than_they_are_comput
     assert router.send(tokens(3, 50)).replica == "b", "30 and 160 of other services, or 50 and 30"
 
 
+@broken_by(routing.replicas_that_are_not_ready_are_chosen, "it is not ready")
 def check_only_ready_replicas_are_chosen() -> None:
     router = Router(there("a"), there("b"))
     router.send(tokens(1))
@@ -162,6 +164,7 @@ def test_a_prompt_goes_only_where_it_fits() -> None:
     assert router.send(tokens(1, 150)).replica == "b"
 
 
+@broken_by(routing.a_new_process_is_taken_for_the_old_one, "a new process has nothing")
 def check_a_new_process_has_nothing() -> None:
     router = Router(there("a"), there("b", load=10))
     router.send(tokens(1))
@@ -181,6 +184,7 @@ def test_what_a_replica_had_is_forgotten_when_nothing_lists_it_any_more() -> Non
     assert router.send(tokens(1)).num_cached == 0
 
 
+@broken_by(routing.evictions_are_not_heard_of, "30 were evicted")
 def check_what_a_replica_evicted_is_forgotten() -> None:
     router = Router(there("a", max_cached=200, num_evicted=7))
     router.send(tokens(1))
@@ -205,6 +209,7 @@ def test_what_was_evicted_to_make_room_is_not_evicted_again_when_the_replica_rep
     assert router.num_known == {"a": 150}, "that was for others"
 
 
+@broken_by(routing.rows_never_end, "800 were evicted for others")
 def check_room_made_for_a_row_that_ended_is_forgotten() -> None:
     """The replica evicted nothing for rows that it refused. So what it evicts later is for other services."""
     router = Router(there("a"))
@@ -225,6 +230,7 @@ def test_a_report_that_another_replicas_caused_ends_no_wait_for_evictions() -> N
     assert router.num_known["a"] == 200, "it had evicted them before it computed the last row"
 
 
+@broken_by(routing.all_evicted_tokens_were_sent_from_here, "100 of 400 give up a quarter")
 def check_of_what_a_replica_evicts_only_a_share_was_handed_to_it_from_here() -> None:
     """Other decode services fill the replica's cache too. So only a share of the tokens that it evicts is counted as
     sent from here.
@@ -284,6 +290,7 @@ def test_a_burst_with_one_beginning_is_spread_once_its_queue_costs_more_than_the
     assert sum(route.num_uncomputed for route in routes) == 100 + 40 * 10
 
 
+@broken_by(routing.room_draws_no_row, "60 \\+ 3 x 50")
 def check_what_is_new_goes_where_there_is_room_and_what_is_known_stays() -> None:
     """Conversations with the same beginning come one after the other, so the queues are empty and the costs of
     computing alone decide.
@@ -431,47 +438,6 @@ def test_a_request_that_waits_for_a_row_is_not_looked_up_at_every_replica_again_
 
 # ---- mutants --------------------------------------------------------------------------------------------------------
 
-CHECKS = (
-    check_only_ready_replicas_are_chosen,
-    check_a_new_process_has_nothing,
-    check_what_a_replica_evicted_is_forgotten,
-    check_room_made_for_a_row_that_ended_is_forgotten,
-)
 
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_only_ready_replicas_are_chosen, routing.replicas_that_are_not_ready_are_chosen, "it is not ready"),
-        (check_a_new_process_has_nothing, routing.a_new_process_is_taken_for_the_old_one, "a new process has nothing"),
-        (check_what_a_replica_evicted_is_forgotten, routing.evictions_are_not_heard_of, "30 were evicted"),
-        (
-            check_room_made_for_a_row_that_ended_is_forgotten,
-            routing.rows_never_end,
-            "800 were evicted for others",
-        ),
-        (
-            check_a_prefix_is_weighed_against_the_load_that_the_replica_reports,
-            routing.load_counts_nothing,
-            "1 there and 180 before it",
-        ),
-        (
-            check_of_what_a_replica_evicts_only_a_share_was_handed_to_it_from_here,
-            routing.all_evicted_tokens_were_sent_from_here,
-            "100 of 400 give up a quarter",
-        ),
-        (
-            check_what_is_new_goes_where_there_is_room_and_what_is_known_stays,
-            routing.room_draws_no_row,
-            "60 \\+ 3 x 50",
-        ),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

@@ -19,9 +19,9 @@ from common.device.stream import Event
 from common.errors import EngineFault
 from decode_service.forward.future_map import RelayPayload
 from decode_service.schedule.results import StepInFlight
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import Damage, LaggingScheduleDevice, ScriptedEngine
 from tests.engine.mutants import bootstrap, grammars, relay, rows, speculation
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import (
     CHAIN,
     NOTHING,
@@ -38,6 +38,9 @@ from tests.engine.tags import VOCAB_SIZE
 # ---- I12: the same tokens in every case ---------------------------------------------------------------------------
 
 
+@broken_by(relay.lengths_read_without_waiting, "wrongly|not those|not positive")
+@broken_by(rows.row_merged_before_its_copies, "wrongly|not those")
+@broken_by(rows.live_table_rewritten, "wrongly|not those")
 def check_speculated_tokens_are_the_oracles() -> None:
     """A dozen greedy and sampled requests share three rows. Some are aborted and some retracted, and the streams run in
     random order.
@@ -67,6 +70,7 @@ def check_speculated_tokens_are_the_oracles() -> None:
 # ---- I12: grammars look ahead --------------------------------------------------------------------------------------
 
 
+@broken_by(grammars.matchers_ahead_stay_ahead, "the retry failed")
 def check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row() -> None:
     """A step of a request with a grammar gives unusable logits. The row is retried, from before that step's tokens."""
     scripted = ScriptedEngine(spec_info=CHAIN)
@@ -86,6 +90,8 @@ def check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row() -> Non
     assert failing.token_ids == failing.expected, "tokens were decoded wrongly"
 
 
+@broken_by(grammars.forced_tokens_are_not_read, "were not those of")
+@broken_by(grammars.forced_branches_are_not_read, "were not those of")
 def check_the_head_goes_on_after_forced_tokens() -> None:
     """The grammar forces an odd number of tokens now and then, so that some steps draft one of them and one of the
     head's.
@@ -123,6 +129,7 @@ class SecondGuessHead(TagHead):
         return logits.scatter(1, hidden[:, 1:2].long() + 2, 3.0)
 
 
+@broken_by(grammars.forced_tokens_have_twins, "siblings were alike")
 def check_a_forced_token_that_the_head_guesses_second_is_drafted_once() -> None:
     """Siblings in a tree must differ. The grammar forces the numbers of the positions, up to 6."""
     scripted = ScriptedEngine(spec_info=TREE, head=SecondGuessHead())
@@ -168,6 +175,8 @@ def pending_when_blocking(scripted: ScriptedEngine) -> list[list[str]]:
     return seen
 
 
+@broken_by(relay.fence_covers_draft_extend, "waited for draft-extend")
+@broken_by(relay.published_after_draft_extend, "waited for draft-extend")
 def check_the_next_step_is_launched_before_draft_extend() -> None:
     scripted = ScriptedEngine(spec_info=CHAIN)
     outcome = scripted.submit("a", [1, 2], 12)
@@ -181,6 +190,8 @@ def check_the_next_step_is_launched_before_draft_extend() -> None:
     assert_drafted_as_expected(outcome)
 
 
+@broken_by(speculation.an_earlier_steps_fence_stays_armed, "an earlier step's lengths")
+@broken_by(relay.fence_covers_draft_extend, "an earlier step's lengths")
 def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
     """The lengths after a step without drafts are known at its launch, whatever an earlier step published."""
     depth = ScriptedDepth([CHAIN, SEED, CHAIN, *[NOTHING] * 6, SEED, CHAIN], deepest=CHAIN)
@@ -198,6 +209,7 @@ def check_lengths_of_a_step_without_drafts_are_not_waited_for() -> None:
     assert outcome.token_ids == outcome.expected, "tokens were decoded wrongly"
 
 
+@broken_by(speculation.rows_at_their_limit_are_launched, "at its limit was launched")
 def check_a_row_at_its_limit_is_not_launched() -> None:
     """The published lengths show that a row has all its tokens before the step's results are taken."""
     for max_tokens in range(8, 14):  # with some of them the last step adds several
@@ -240,6 +252,7 @@ def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
     assert idle == [None, *(waits if overlap else [None] * len(waits))]
 
 
+@broken_by(speculation.seeds_stashed_on_another_stream, "not those of")
 def check_seeds_reach_the_next_forward_by_stream_order() -> None:
     """The next forward is launched before draft-extend has run. Only the order of the stream makes it wait for the
     seed.
@@ -257,6 +270,7 @@ def check_seeds_reach_the_next_forward_by_stream_order() -> None:
 # ---- I6: inputs and seeds come from the relay at forward entry ----------------------------------------------------
 
 
+@broken_by(relay.inputs_taken_at_launch, "when the step was launched")
 def check_seeds_are_read_at_forward_entry() -> None:
     scripted = ScriptedEngine(spec_info=CHAIN)
     outcome = scripted.submit("a", [1, 2], 4)
@@ -271,6 +285,8 @@ def check_seeds_are_read_at_forward_entry() -> None:
     assert outcome.token_ids == outcome.expected, "a wrong draft changed the tokens"
 
 
+@broken_by(relay.consumed_rows_not_poisoned, "not poisoned")
+@broken_by(relay.row_flag_dropped, "poisoned token was decoded")
 def check_a_verified_step_that_was_not_stashed_is_noticed() -> None:
     """In debug builds, a step whose bonus token never reached the relay fails its request at the next step."""
     scripted = ScriptedEngine(spec_info=CHAIN, debug_checks=True)
@@ -290,6 +306,7 @@ def check_a_verified_step_that_was_not_stashed_is_noticed() -> None:
 # ---- I7: bootstrap while a speculative forward is in flight -------------------------------------------------------
 
 
+@broken_by(bootstrap.bootstrap_rearms_publish_ready, "touched publish_ready")
 def check_bootstrap_beside_draft_extend_leaves_the_fence() -> None:
     scripted = ScriptedEngine(spec_info=CHAIN)
     scripted.submit("a", [1, 2], 16)
@@ -316,6 +333,8 @@ def check_bootstrap_beside_draft_extend_leaves_the_fence() -> None:
     scripted.run()
 
 
+@broken_by(bootstrap.bootstrap_writes_no_tokens, "decoded wrongly")
+@broken_by(bootstrap.bootstrap_writes_no_seeds, "not those of the sequence")
 def check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with() -> None:
     """One new row joins a batch whose draft-extend has not run yet. Another row joins when no slots are left to launch
     it.
@@ -335,6 +354,7 @@ def check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with() -> None:
     assert_drafted_as_expected(beside)
 
 
+@broken_by(bootstrap.bootstrap_writes_no_lengths, "bootstrapped length was lost")
 def check_a_row_bootstrapped_and_not_launched_keeps_its_length() -> None:
     """The row joins the batch while the slots of its first step still belong to an aborted row, whose forward is in
     flight.
@@ -361,6 +381,8 @@ def check_a_row_bootstrapped_and_not_launched_keeps_its_length() -> None:
     assert_drafted_as_expected(outcome)
 
 
+@broken_by(bootstrap.forward_ignores_the_schedule_side, "before bootstrap")
+@broken_by(bootstrap.landing_ignores_the_schedule_side, "KV may land")
 def check_a_speculative_forward_waits_for_the_schedule_side() -> None:
     device = LaggingScheduleDevice()
     scripted = ScriptedEngine(device=device, spec_info=CHAIN)
@@ -379,112 +401,5 @@ def check_a_speculative_forward_waits_for_the_schedule_side() -> None:
     assert_drafted_as_expected(outcome)
 
 
-CHECKS = [
-    check_speculated_tokens_are_the_oracles,
-    check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row,
-    check_the_head_goes_on_after_forced_tokens,
-    check_a_forced_token_that_the_head_guesses_second_is_drafted_once,
-    check_the_next_step_is_launched_before_draft_extend,
-    check_lengths_of_a_step_without_drafts_are_not_waited_for,
-    check_a_row_at_its_limit_is_not_launched,
-    check_seeds_reach_the_next_forward_by_stream_order,
-    check_seeds_are_read_at_forward_entry,
-    check_a_verified_step_that_was_not_stashed_is_noticed,
-    check_bootstrap_beside_draft_extend_leaves_the_fence,
-    check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with,
-    check_a_row_bootstrapped_and_not_launched_keeps_its_length,
-    check_a_speculative_forward_waits_for_the_schedule_side,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_speculated_tokens_are_the_oracles, relay.lengths_read_without_waiting, "wrongly|not those|not positive"),
-        (check_speculated_tokens_are_the_oracles, rows.row_merged_before_its_copies, "wrongly|not those"),
-        (check_speculated_tokens_are_the_oracles, rows.live_table_rewritten, "wrongly|not those"),
-        (
-            check_the_next_step_is_launched_before_draft_extend,
-            relay.fence_covers_draft_extend,
-            "waited for draft-extend",
-        ),
-        (
-            check_the_next_step_is_launched_before_draft_extend,
-            relay.published_after_draft_extend,
-            "waited for draft-extend",
-        ),
-        (
-            check_lengths_of_a_step_without_drafts_are_not_waited_for,
-            speculation.an_earlier_steps_fence_stays_armed,
-            "an earlier step's lengths",
-        ),
-        (
-            check_lengths_of_a_step_without_drafts_are_not_waited_for,
-            relay.fence_covers_draft_extend,
-            "an earlier step's lengths",
-        ),
-        (
-            check_a_row_at_its_limit_is_not_launched,
-            speculation.rows_at_their_limit_are_launched,
-            "at its limit was launched",
-        ),
-        (
-            check_tokens_that_were_looked_at_ahead_are_forgotten_with_their_row,
-            grammars.matchers_ahead_stay_ahead,
-            "the retry failed",
-        ),
-        (check_the_head_goes_on_after_forced_tokens, grammars.forced_tokens_are_not_read, "were not those of"),
-        (check_the_head_goes_on_after_forced_tokens, grammars.forced_branches_are_not_read, "were not those of"),
-        (
-            check_a_forced_token_that_the_head_guesses_second_is_drafted_once,
-            grammars.forced_tokens_have_twins,
-            "siblings were alike",
-        ),
-        (
-            check_seeds_reach_the_next_forward_by_stream_order,
-            speculation.seeds_stashed_on_another_stream,
-            "not those of",
-        ),
-        (check_seeds_are_read_at_forward_entry, relay.inputs_taken_at_launch, "when the step was launched"),
-        (check_a_verified_step_that_was_not_stashed_is_noticed, relay.consumed_rows_not_poisoned, "not poisoned"),
-        (check_a_verified_step_that_was_not_stashed_is_noticed, relay.row_flag_dropped, "poisoned token was decoded"),
-        (
-            check_bootstrap_beside_draft_extend_leaves_the_fence,
-            bootstrap.bootstrap_rearms_publish_ready,
-            "touched publish_ready",
-        ),
-        (
-            check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with,
-            bootstrap.bootstrap_writes_no_tokens,
-            "decoded wrongly",
-        ),
-        (
-            check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with,
-            bootstrap.bootstrap_writes_no_seeds,
-            "not those of the sequence",
-        ),
-        (
-            check_a_row_bootstrapped_and_not_launched_keeps_its_length,
-            bootstrap.bootstrap_writes_no_lengths,
-            "bootstrapped length was lost",
-        ),
-        (
-            check_a_speculative_forward_waits_for_the_schedule_side,
-            bootstrap.forward_ignores_the_schedule_side,
-            "before bootstrap",
-        ),
-        (
-            check_a_speculative_forward_waits_for_the_schedule_side,
-            bootstrap.landing_ignores_the_schedule_side,
-            "KV may land",
-        ),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

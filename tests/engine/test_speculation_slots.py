@@ -8,22 +8,23 @@ import gc
 import random
 from functools import partial
 
-import pytest
-
 from common.attention.backend import ForwardInput
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.wire.handoff import KvSegment
 from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import rows, speculation
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected, random_run
 from tests.engine.tag_head import DRAFT, draft_kv_of
 
 # ---- I9: rows, and the slots of drafts ----------------------------------------------------------------------------
 
 
+@broken_by(rows.quarantine_skipped, "given out while")
+@broken_by(rows.quarantine_ends_too_early, "given out")
+@broken_by(rows.launch_does_not_hold_its_rows, "given out")
 def check_nothing_is_reused_while_a_speculative_forward_holds_it() -> None:
     """The only row is aborted before its verify and draft-extend have run, and another request waits for the row."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=16, spec_info=CHAIN)
@@ -46,6 +47,7 @@ def check_nothing_is_reused_while_a_speculative_forward_holds_it() -> None:
     assert_drafted_as_expected(second)
 
 
+@broken_by(speculation.slots_taken_anew_each_step, "slots held")
 def check_rejected_drafts_leave_their_slots_to_the_next_step() -> None:
     """A row never holds more slots than its committed KV and one step's drafts need."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=64, spec_info=CHAIN)
@@ -64,6 +66,8 @@ def check_rejected_drafts_leave_their_slots_to_the_next_step() -> None:
     scripted.run()
 
 
+@broken_by(rows.grown_slot_leaks, "slots are lost")
+@broken_by(rows.aborted_row_leaks, "not over")
 def check_slots_are_conserved_under_speculation() -> None:
     """Requests end by length, or are aborted while queued, landing or decoding. `step` and `run` check after each step
     that no row or slot was lost.
@@ -75,6 +79,8 @@ def check_slots_are_conserved_under_speculation() -> None:
 # ---- I10: the pool is written by its engine, for rows it holds ----------------------------------------------------
 
 
+@broken_by(speculation.no_slots_for_drafts, "a forward writes to")
+@broken_by(speculation.rejected_slots_given_back, "a forward writes to")
 def check_a_forward_writes_to_slots_of_its_rows() -> None:
     """Checks that the forwards of the target and of the head write only to slots of their own rows, which include those
     of drafts.
@@ -98,6 +104,8 @@ def assert_slots_are_held(scripted: ScriptedEngine, batch: ForwardInput) -> None
         assert set(slots) <= set(held[row]), f"row {row} holds {held[row]}, a forward writes to {slots}"
 
 
+@broken_by(rows.landing_does_not_hold_its_row, "landed in|wrongly")
+@broken_by(rows.quarantine_skipped, "landed in")
 def check_a_late_copy_does_not_meet_another_requests_drafts() -> None:
     """A request is aborted while its KV is still being copied, and another one needs its slots."""
     scripted = ScriptedEngine(max_rows=2, max_kv_tokens=60, spec_info=CHAIN)
@@ -117,6 +125,8 @@ def check_a_late_copy_does_not_meet_another_requests_drafts() -> None:
     assert_drafted_as_expected(long)
 
 
+@broken_by(rows.landing_into_a_released_row, "does not follow")
+@broken_by(rows.frames_matched_by_row_number_alone, "given up")
 def check_a_released_row_takes_none_of_the_heads_segments() -> None:
     """A request is aborted. Frames that arrive for it later are dropped, and their bytes are given back."""
     scripted = ScriptedEngine(max_rows=1, max_kv_tokens=32, spec_info=CHAIN)
@@ -137,6 +147,8 @@ def check_a_released_row_takes_none_of_the_heads_segments() -> None:
     assert_drafted_as_expected(second)
 
 
+@broken_by(rows.row_merged_before_its_copies, "before the head's KV")
+@broken_by(speculation.drafts_kv_not_awaited, "before the head's KV")
 def check_a_row_runs_only_when_the_heads_kv_is_there() -> None:
     """The target's KV has landed. At first the head's frames have not arrived; later they have, but are not copied yet.
     Nothing may be launched in either case.
@@ -164,6 +176,8 @@ def check_a_row_runs_only_when_the_heads_kv_is_there() -> None:
 # ---- I15: referenced until the end event --------------------------------------------------------------------------
 
 
+@broken_by(rows.tensors_dropped_before_the_end, "was dropped")
+@broken_by(rows.tensors_kept_for_ever, "still holds")
 def check_tensors_live_until_a_speculative_step_ends() -> None:
     scripted = ScriptedEngine(spec_info=CHAIN)
     scripted.submit("a", [1, 2], 9)
@@ -179,6 +193,7 @@ def check_tensors_live_until_a_speculative_step_ends() -> None:
     scripted.run()
 
 
+@broken_by(rows.live_table_rewritten, "was rewritten|taken away")
 def check_a_speculating_rows_table_only_grows() -> None:
     scripted = ScriptedEngine(max_rows=2, spec_info=CHAIN)
     outcome = scripted.submit("a", [1, 2, 3], 20)
@@ -195,54 +210,5 @@ def check_a_speculating_rows_table_only_grows() -> None:
     scripted.run()
 
 
-CHECKS = [
-    check_nothing_is_reused_while_a_speculative_forward_holds_it,
-    check_rejected_drafts_leave_their_slots_to_the_next_step,
-    check_slots_are_conserved_under_speculation,
-    check_a_forward_writes_to_slots_of_its_rows,
-    check_a_late_copy_does_not_meet_another_requests_drafts,
-    check_a_released_row_takes_none_of_the_heads_segments,
-    check_a_row_runs_only_when_the_heads_kv_is_there,
-    check_tensors_live_until_a_speculative_step_ends,
-    check_a_speculating_rows_table_only_grows,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_nothing_is_reused_while_a_speculative_forward_holds_it, rows.quarantine_skipped, "given out while"),
-        (check_nothing_is_reused_while_a_speculative_forward_holds_it, rows.quarantine_ends_too_early, "given out"),
-        (check_nothing_is_reused_while_a_speculative_forward_holds_it, rows.launch_does_not_hold_its_rows, "given out"),
-        (
-            check_rejected_drafts_leave_their_slots_to_the_next_step,
-            speculation.slots_taken_anew_each_step,
-            "slots held",
-        ),
-        (check_slots_are_conserved_under_speculation, rows.grown_slot_leaks, "slots are lost"),
-        (check_slots_are_conserved_under_speculation, rows.aborted_row_leaks, "not over"),
-        (check_a_forward_writes_to_slots_of_its_rows, speculation.no_slots_for_drafts, "a forward writes to"),
-        (check_a_forward_writes_to_slots_of_its_rows, speculation.rejected_slots_given_back, "a forward writes to"),
-        (
-            check_a_late_copy_does_not_meet_another_requests_drafts,
-            rows.landing_does_not_hold_its_row,
-            "landed in|wrongly",
-        ),
-        (check_a_late_copy_does_not_meet_another_requests_drafts, rows.quarantine_skipped, "landed in"),
-        (check_a_released_row_takes_none_of_the_heads_segments, rows.landing_into_a_released_row, "does not follow"),
-        (check_a_released_row_takes_none_of_the_heads_segments, rows.frames_matched_by_row_number_alone, "given up"),
-        (check_a_row_runs_only_when_the_heads_kv_is_there, rows.row_merged_before_its_copies, "before the head's KV"),
-        (check_a_row_runs_only_when_the_heads_kv_is_there, speculation.drafts_kv_not_awaited, "before the head's KV"),
-        (check_tensors_live_until_a_speculative_step_ends, rows.tensors_dropped_before_the_end, "was dropped"),
-        (check_tensors_live_until_a_speculative_step_ends, rows.tensors_kept_for_ever, "still holds"),
-        (check_a_speculating_rows_table_only_grows, rows.live_table_rewritten, "was rewritten|taken away"),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

@@ -16,9 +16,9 @@ from common.device.scripted import ScriptedDevice, pick_with, refuse, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
 from decode_service.schedule.results import StepInFlight
+from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths, relay, rows, tokens
-from tests.engine.mutants.kinds import Check, Mutant, name_of, see_it_fail
 
 NUM_SEEDS = 10
 
@@ -35,7 +35,7 @@ def random_device(numbers: random.Random) -> ScriptedDevice:
     return ScriptedDevice(on_synchronize=pick_with(numbers.choice), on_host_call=run_some)
 
 
-def check_tokens_are_the_oracles(seed: int, *, overlap: bool) -> int:
+def num_retracted_under(seed: int, *, overlap: bool) -> int:
     """Runs a dozen greedy and sampled requests through three rows, aborts some, and returns how many were retracted."""
     numbers = random.Random(seed)
     scripted = ScriptedEngine(device=random_device(numbers), max_rows=3, max_kv_tokens=72, overlap=overlap)
@@ -62,17 +62,22 @@ def run_one_each(device: ScriptedDevice) -> None:
         stream.run_next()
 
 
-def check_every_seed(overlap: bool) -> None:
-    num_retractions = sum(check_tokens_are_the_oracles(seed, overlap=overlap) for seed in range(NUM_SEEDS))
+def assert_right_for_every_seed(overlap: bool) -> None:
+    num_retractions = sum(num_retracted_under(seed, overlap=overlap) for seed in range(NUM_SEEDS))
     assert num_retractions > 0, "nothing was retracted: the pool is too large for this test"
 
 
+@broken_by(tokens.results_in_another_order, "decoded wrongly")
+@broken_by(relay.relay_is_a_ring, "decoded wrongly")
+@broken_by(lengths.lengths_changed_in_place_under_the_forward, "decoded wrongly")
+@broken_by(rows.live_table_rewritten, "decoded wrongly")
+@broken_by(rows.row_merged_before_its_copies, "decoded wrongly")
 def check_overlapped() -> None:
-    check_every_seed(overlap=True)
+    assert_right_for_every_seed(overlap=True)
 
 
 def check_not_overlapped() -> None:
-    check_every_seed(overlap=False)
+    assert_right_for_every_seed(overlap=False)
 
 
 def check_results_lag_one_step() -> None:
@@ -107,6 +112,7 @@ def test_a_forward_that_cannot_be_prepared_fails_its_own_requests_alone() -> Non
     assert good.token_ids == good.expected, "the engine did not go on"
 
 
+@broken_by(tokens.failure_outlives_its_step, "another one's requests")
 def check_a_failed_forward_fails_its_own_requests_alone() -> None:
     """When a step fails, the next one is already in flight, with the same rows and a new one."""
     scripted = ScriptedEngine()
@@ -131,39 +137,6 @@ def test_a_step_that_does_not_end_is_not_waited_for_without_end() -> None:
         scripted.run()
 
 
-CHECKS = [
-    check_overlapped,
-    check_not_overlapped,
-    check_results_lag_one_step,
-    check_a_failed_forward_fails_its_own_requests_alone,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-def test_holds(check: Check) -> None:
-    check()
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant", "symptom"),
-    [
-        (check_overlapped, tokens.results_in_another_order, "decoded wrongly"),
-        (check_overlapped, relay.relay_is_a_ring, "decoded wrongly"),
-        (check_overlapped, lengths.lengths_changed_in_place_under_the_forward, "decoded wrongly"),
-        (check_overlapped, rows.live_table_rewritten, "decoded wrongly"),
-        (check_overlapped, rows.row_merged_before_its_copies, "decoded wrongly"),
-        (
-            check_a_failed_forward_fails_its_own_requests_alone,
-            tokens.failure_outlives_its_step,
-            "another one's requests",
-        ),
-    ],
-    ids=name_of,
-)
-def test_is_broken_by(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_it_fail(check, mutant, symptom, monkeypatch)
-
-
 def test_results_are_taken_once_the_next_step_does_nothing_but_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine takes a step's results once the Python part of the next step has run. On threads, the two would
     compete for the interpreter.
@@ -182,3 +155,7 @@ def test_results_are_taken_once_the_next_step_does_nothing_but_compute(monkeypat
     scripted.run()
     assert left[0] == ["decode", "stash_payload", "copy_results"]
     assert left[-1] == [], "behind the last step there is none"
+
+
+test_holds = holding(globals())
+test_is_broken_by = breaking(globals())

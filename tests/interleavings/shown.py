@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.engine.checks import checks_in, mutants_of
 from tests.engine.mutants import batches
-from tests.engine.mutants.kinds import Check, Mutant
+from tests.engine.mutants.kinds import Mutant
 
 _ENGINE = Path(__file__).parents[1] / "engine"
 
@@ -21,7 +22,7 @@ _ENGINE = Path(__file__).parents[1] / "engine"
 @dataclass(frozen=True, slots=True)
 class ShownByCheck:
     test: str
-    check: Check
+    check: Callable[[], None]
     mutant: Mutant
 
     def symptom(self) -> str:
@@ -38,15 +39,12 @@ class ShownByCheck:
 
 
 def shown_by_checks() -> Iterator[ShownByCheck]:
-    """Yields the parameters of all tests named test_is_broken_by: (check, mutant, symptom)."""
+    """Yields each mutant that a check of tests/engine says it is broken by."""
     for path in sorted(_ENGINE.glob("test_*.py")):
-        test = getattr(importlib.import_module(f"tests.engine.{path.stem}"), "test_is_broken_by", None)
-        for mark in getattr(test, "pytestmark", ()):
-            names, entries = mark.args
-            for entry in entries:
-                values = dict(zip(names, entry, strict=True))
-                name = f"{path.stem}: {values['check'].__name__}"
-                yield ShownByCheck(name, values["check"], values["mutant"])
+        module = importlib.import_module(f"tests.engine.{path.stem}")
+        for name, check, run in checks_in(vars(module)):
+            for mutant in mutants_of(check):
+                yield ShownByCheck(f"{path.stem}: {name}", run, mutant)
 
 
 def mutant_names() -> set[str]:

@@ -7,15 +7,26 @@ from typing import Any
 
 import pytest
 
-Check = Callable[[], None]
+from common.device.stream import Event, Stream
+from common.kv.row_columns import RowColumns
+
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
-def see_it_fail(check: Check, mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Applies the mutant, and requires that the check then fails with a message that matches `symptom`."""
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=symptom):
-        check()
+def instead_of(owner: object, name: str) -> Callable[[Callable[..., Any]], Mutant]:
+    """Makes a mutant of the function below: it is called instead of the function `name` of a class or module, with that
+    sound function before the arguments.
+    """
+
+    def mutant_of(unsound: Callable[..., Any]) -> Mutant:
+        def mutant(patch: pytest.MonkeyPatch) -> None:
+            sound = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **options: unsound(sound, *args, **options))
+
+        mutant.__name__, mutant.__module__, mutant.__doc__ = unsound.__name__, unsound.__module__, unsound.__doc__
+        return mutant
+
+    return mutant_of
 
 
 def arguments_given(patch: pytest.MonkeyPatch, kind: type) -> Callable[[object], Mapping[str, Any]]:
@@ -31,6 +42,32 @@ def arguments_given(patch: pytest.MonkeyPatch, kind: type) -> Callable[[object],
 
     patch.setattr(kind, "__init__", noting)
     return lambda it: made[id(it)][1]
+
+
+def newest(patch: pytest.MonkeyPatch, kind: type) -> Callable[[], Any]:
+    """Returns a function that returns the object of `kind` that was built last, from now on."""
+    made: list[object] = []
+    init = kind.__init__  # type: ignore[misc]
+
+    def noting(self: object, *args: Any, **options: Any) -> None:
+        made[:] = [self]
+        init(self, *args, **options)
+
+    patch.setattr(kind, "__init__", noting)
+    return lambda: made[0]
+
+
+def use_not_noted(stream_name: str) -> Mutant:
+    """Returns a mutant in which the pool does not know of the work of one stream on its rows."""
+
+    @instead_of(RowColumns, "use_until")
+    def does_not_note(
+        use_until: Callable[..., None], self: RowColumns, rows: object, event: Event, stream: Stream
+    ) -> None:
+        if stream.name != stream_name:
+            use_until(self, rows, event, stream)
+
+    return does_not_note
 
 
 def name_of(value: object) -> str:
