@@ -13,7 +13,9 @@ from torch import Tensor
 from common.device.scripted import ScriptedStream
 from common.device.stream import Event
 from decode_service.forward.future_map import FutureMap, RelayPayload
-from tests.engine.mutants.kinds import arguments_given
+from tests.engine.mutants.kinds import Mutant, arguments_given, instead_of
+
+Bootstrap = Callable[[FutureMap, Tensor, Tensor, RelayPayload], None]
 
 
 def bootstrap_rearms_publish_ready(patch: pytest.MonkeyPatch) -> None:
@@ -39,43 +41,36 @@ def bootstrap_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FutureMap, "bootstrap", mutant)
 
 
-def _bootstrap_leaves(patch: pytest.MonkeyPatch, buffers_of: Callable[[FutureMap], Sequence[Tensor]]) -> None:
-    bootstrap = FutureMap.bootstrap
-
-    def mutant(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
+def _bootstrap_leaves(buffers_of: Callable[[FutureMap], Sequence[Tensor]]) -> Mutant:
+    @instead_of(FutureMap, "bootstrap")
+    def leaves(bootstrap: Bootstrap, self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
         before = [buffer.clone() for buffer in buffers_of(self)]
         bootstrap(self, rows, seq_lens, payload)
         for buffer, values in zip(buffers_of(self), before, strict=True):
             buffer.copy_(values)
 
-    patch.setattr(FutureMap, "bootstrap", mutant)
+    return leaves
 
 
 def bootstrap_writes_no_lengths(patch: pytest.MonkeyPatch) -> None:
-    _bootstrap_leaves(patch, lambda future_map: [future_map.new_seq_lens_buf])
+    _bootstrap_leaves(lambda future_map: [future_map.new_seq_lens_buf])(patch)
 
 
 def bootstrap_writes_no_tokens(patch: pytest.MonkeyPatch) -> None:
-    _bootstrap_leaves(patch, lambda future_map: [future_map.output_tokens])
+    _bootstrap_leaves(lambda future_map: [future_map.output_tokens])(patch)
 
 
 def bootstrap_writes_no_seeds(patch: pytest.MonkeyPatch) -> None:
-    _bootstrap_leaves(patch, lambda future_map: list(future_map.seeds.values()))
+    _bootstrap_leaves(lambda future_map: list(future_map.seeds.values()))(patch)
 
 
-def _ignores_the_schedule_side(patch: pytest.MonkeyPatch, stream_name: str) -> None:
-    wait = ScriptedStream.wait
-
-    def mutant(self: ScriptedStream, event: Event) -> None:
-        if self.name != stream_name:
-            wait(self, event)
-
-    patch.setattr(ScriptedStream, "wait", mutant)
+@instead_of(ScriptedStream, "wait")
+def forward_ignores_the_schedule_side(wait: Callable[..., None], self: ScriptedStream, event: Event) -> None:
+    if self.name != "forward":
+        wait(self, event)
 
 
-def forward_ignores_the_schedule_side(patch: pytest.MonkeyPatch) -> None:
-    _ignores_the_schedule_side(patch, "forward")
-
-
-def landing_ignores_the_schedule_side(patch: pytest.MonkeyPatch) -> None:
-    _ignores_the_schedule_side(patch, "landing")
+@instead_of(ScriptedStream, "wait")
+def landing_ignores_the_schedule_side(wait: Callable[..., None], self: ScriptedStream, event: Event) -> None:
+    if self.name != "landing":
+        wait(self, event)

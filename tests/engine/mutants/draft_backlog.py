@@ -5,28 +5,27 @@ empty it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common.kv.pool import KvPool
 from decode_service.forward.draft_backlog import DraftBacklog, Unread
 from decode_service.forward.forward_batch import ForwardBatch
+from tests.engine.mutants.kinds import instead_of
 
 
 def _lagging(batch: ForwardBatch, draft_lag: int) -> ForwardBatch:
     return dataclasses.replace(batch, draft_lag=np.full_like(batch.draft_lag, draft_lag))
 
 
-def each_step_puts_in_the_same_place(patch: pytest.MonkeyPatch) -> None:
-    put = DraftBacklog.put
-
-    def mutant(self: DraftBacklog, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
-        put(self, _lagging(batch, 0), captured, next_ids)
-
-    patch.setattr(DraftBacklog, "put", mutant)
+@instead_of(DraftBacklog, "put")
+def each_step_puts_in_the_same_place(
+    put: Callable[..., None], self: DraftBacklog, batch: ForwardBatch, captured: Tensor, next_ids: Tensor
+) -> None:
+    put(self, _lagging(batch, 0), captured, next_ids)
 
 
 def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
@@ -47,23 +46,17 @@ def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftBacklog, "unread", mutant)
 
 
-def every_row_is_as_far_behind(patch: pytest.MonkeyPatch) -> None:
+@instead_of(DraftBacklog, "unread")
+def every_row_is_as_far_behind(
+    unread: Callable[..., Unread], self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str
+) -> Unread:
     """Treats every row's head as lagging only as much as the row whose head lags least."""
-    unread = DraftBacklog.unread
-
-    def mutant(self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
-        return unread(self, _lagging(batch, batch.draft_lag.min()), pool, group)
-
-    patch.setattr(DraftBacklog, "unread", mutant)
+    return unread(self, _lagging(batch, batch.draft_lag.min()), pool, group)
 
 
 def lag_is_not_reset(patch: pytest.MonkeyPatch) -> None:
     """Keeps counting a row's head as lagging after it has read everything."""
-
-    def mutant(self: ForwardBatch) -> NDArray[np.int64]:
-        return np.minimum(self.draft_lag + 1, 15)
-
-    patch.setattr(ForwardBatch, "draft_lag_after", property(mutant))
+    patch.setattr(ForwardBatch, "draft_lag_after", property(lambda self: np.minimum(self.draft_lag + 1, 15)))
 
 
 def backlog_has_no_end(patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,20 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.device.stream import NOT_YET
-from common.grammar.matcher import Mask
+from common.grammar.matcher import NOT_FORCED, Mask
 from common.kv.pool import KvPool
 from decode_service.forward import eagle_worker
 from decode_service.forward.eagle_worker import EagleWorker
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule import scheduler
 from decode_service.schedule.request import Request
-from decode_service.schedule.results import AheadMatcher, ResultTaker, StepInFlight
+from decode_service.schedule.results import AheadMatcher, ResultTaker, RowResults, StepInFlight
+from decode_service.schedule.schedule_batch import ScheduleBatch
+from decode_service.speculate.draft_tree import DraftTree
+from tests.engine.mutants.kinds import instead_of
+
+DraftOfTrees = Callable[..., DraftTree]
+LookAhead = Callable[..., dict[Request, AheadMatcher]]
 
 
 def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
@@ -43,104 +49,90 @@ def masks_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scheduler, "masks_of", mutant)
 
 
-def masks_of_another_row(patch: pytest.MonkeyPatch) -> None:
-    masks_of = scheduler.masks_of
-
-    def mutant(*args: Any, **options: Any) -> tuple[Mask, list[Request]]:
-        masks, failed = masks_of(*args, **options)
-        return np.roll(masks, 1, axis=0), failed
-
-    patch.setattr(scheduler, "masks_of", mutant)
+@instead_of(scheduler, "masks_of")
+def masks_of_another_row(masks_of: Callable[..., Any], *args: Any, **options: Any) -> tuple[Mask, list[Request]]:
+    masks, failed = masks_of(*args, **options)
+    return np.roll(masks, 1, axis=0), failed
 
 
-def forced_tokens_one_too_far(patch: pytest.MonkeyPatch) -> None:
+@instead_of(scheduler, "forced_tokens")
+def forced_tokens_one_too_far(
+    forced_tokens: Callable[..., Any], *args: Any, **options: Any
+) -> dict[Request, Sequence[int]]:
     """Draft forced tokens from the second one on."""
-    forced_tokens = scheduler.forced_tokens
-
-    def mutant(*args: Any, **options: Any) -> dict[Request, Sequence[int]]:
-        return {req: run[1:] for req, run in forced_tokens(*args, **options).items() if run[1:]}
-
-    patch.setattr(scheduler, "forced_tokens", mutant)
+    return {req: run[1:] for req, run in forced_tokens(*args, **options).items() if run[1:]}
 
 
-def forced_tokens_have_twins(patch: pytest.MonkeyPatch) -> None:
+@instead_of(EagleWorker, "draft_tree")
+def forced_tokens_have_twins(draft_tree: DraftOfTrees, self: EagleWorker, batch: ForwardBatch, *args: Any) -> DraftTree:
     """Leave the head's own draft in a tree beside the same token that a grammar forces."""
-    forced_first = eagle_worker._forced_first
-
-    def mutant(forced: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        first_ids, first_probs = forced_first(forced, ids, probs)
-        return torch.cat([first_ids[:, :1], ids[:, 1:]], dim=1), first_probs
-
-    patch.setattr(eagle_worker, "_forced_first", mutant)
+    tree = draft_tree(self, batch, *args)
+    if batch.forced is not None:
+        tree.token_ids[:, 1] = tree.token_ids[:, 0]
+    return tree
 
 
-def forced_tokens_are_not_read(patch: pytest.MonkeyPatch) -> None:
+@instead_of(EagleWorker, "draft_tree")
+def forced_tokens_are_not_read(
+    draft_tree: DraftOfTrees, self: EagleWorker, batch: ForwardBatch, *args: Any
+) -> DraftTree:
     """Let the head read its own drafts in a chain of which some tokens are forced."""
-
-    def mutant(self: EagleWorker, batch: ForwardBatch, *args: Any) -> Tensor:
-        drafts = draft_chain(self, replace(batch, forced=None), *args)
-        return drafts if batch.forced is None else eagle_worker._forced_or(batch.forced, drafts)
-
-    draft_chain = EagleWorker._draft_chain
-    patch.setattr(EagleWorker, "_draft_chain", mutant)
+    if batch.forced is None:
+        return draft_tree(self, batch, *args)
+    own = draft_tree(self, replace(batch, forced=None), *args).token_ids
+    return DraftTree.chain(torch.where(batch.forced == NOT_FORCED, own, batch.forced))
 
 
-def forced_branches_are_not_read(patch: pytest.MonkeyPatch) -> None:
+@instead_of(eagle_worker, "window_input")
+def forced_branches_are_not_read(
+    window_input: Callable[..., ForwardInput], batch: ForwardBatch, token_ids: Tensor, *args: Any, **options: Any
+) -> ForwardInput:
     """Let the head read token 0 in a tree of which some tokens are forced."""
-    window_input = eagle_worker.window_input
-
-    def mutant(batch: ForwardBatch, token_ids: Tensor, *args: Any, **options: Any) -> ForwardInput:
-        read = token_ids if batch.forced is None else torch.zeros_like(token_ids)
-        return window_input(batch, read, *args, **options)
-
-    patch.setattr(eagle_worker, "window_input", mutant)
+    read = token_ids if batch.forced is None else torch.zeros_like(token_ids)
+    return window_input(batch, read, *args, **options)
 
 
-def nobody_looks_ahead(patch: pytest.MonkeyPatch) -> None:
+@instead_of(ResultTaker, "look_ahead")
+def nobody_looks_ahead(*_: object) -> dict[Request, AheadMatcher]:
     """Leave the matchers before a step's tokens until it has ended, so that nothing is known to be forced after it."""
-    patch.setattr(ResultTaker, "look_ahead", lambda self, step: {})
+    return {}
 
 
-def matchers_ahead_stay_ahead(patch: pytest.MonkeyPatch) -> None:
+@instead_of(ResultTaker, "look_ahead")
+def matchers_ahead_stay_ahead(
+    look_ahead: LookAhead, self: ResultTaker, step: StepInFlight
+) -> dict[Request, AheadMatcher]:
     """Let the matchers themselves look ahead, not copies."""
-    look_ahead = ResultTaker.look_ahead
-
-    def mutant(self: ResultTaker, step: StepInFlight) -> dict[Request, AheadMatcher]:
-        ahead = look_ahead(self, step)
-        for req, each in ahead.items():
-            req.matcher = each.matcher
-        return ahead
-
-    patch.setattr(ResultTaker, "look_ahead", mutant)
+    ahead = look_ahead(self, step)
+    for req, each in ahead.items():
+        req.matcher = each.matcher
+    return ahead
 
 
-def tokens_accepted_ahead_are_accepted_again(patch: pytest.MonkeyPatch) -> None:
-    look_ahead = ResultTaker.look_ahead
-
-    def mutant(self: ResultTaker, step: StepInFlight) -> dict[Request, AheadMatcher]:
-        return {req: replace(each, num_tokens=0) for req, each in look_ahead(self, step).items()}
-
-    patch.setattr(ResultTaker, "look_ahead", mutant)
+@instead_of(ResultTaker, "look_ahead")
+def tokens_accepted_ahead_are_accepted_again(
+    look_ahead: LookAhead, self: ResultTaker, step: StepInFlight
+) -> dict[Request, AheadMatcher]:
+    return {req: replace(each, num_tokens=0) for req, each in look_ahead(self, step).items()}
 
 
-def first_token_not_accepted(patch: pytest.MonkeyPatch) -> None:
+@instead_of(ResultTaker, "take_first_tokens")
+def first_token_not_accepted(
+    take: Callable[..., None], self: ResultTaker, prebuilt: ScheduleBatch, results: RowResults
+) -> None:
     """Leaves the matcher where it was before the first token, which prefill has drawn."""
-    take, follow = ResultTaker.take_first_tokens, ResultTaker._follow_grammars
-
-    def mutant(self: ResultTaker, prebuilt: Any, results: Any) -> None:
-        patch.setattr(ResultTaker, "_follow_grammars", lambda *args: None)
-        take(self, prebuilt, results)
-        patch.setattr(ResultTaker, "_follow_grammars", follow)
-
-    patch.setattr(ResultTaker, "take_first_tokens", mutant)
+    matchers = [req.matcher for req in prebuilt.reqs]
+    for req in prebuilt.reqs:
+        req.matcher = None
+    take(self, prebuilt, results)
+    for req, matcher in zip(prebuilt.reqs, matchers, strict=True):
+        req.matcher = matcher
 
 
-def rows_not_held_until_their_draw(patch: pytest.MonkeyPatch) -> None:
+@instead_of(KvPool, "use_until")
+def rows_not_held_until_their_draw(
+    use_until: Callable[..., None], self: KvPool, rows: Any, event: Any, *args: Any
+) -> None:
     """Lets a step's rows be reused between the step's launch and its draw. They are held only from the draw on."""
-    use_until = KvPool.use_until
-
-    def mutant(self: KvPool, rows: Any, event: Any, *args: Any) -> None:
-        if event is not NOT_YET:
-            use_until(self, rows, event, *args)
-
-    patch.setattr(KvPool, "use_until", mutant)
+    if event is not NOT_YET:
+        use_until(self, rows, event, *args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,37 +16,31 @@ from decode_service.forward.future_map import FutureMap
 from decode_service.schedule import schedule_batch
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
-from tests.engine.mutants.kinds import arguments_given
+from tests.engine.mutants.kinds import Mutant, arguments_given, instead_of
 
 
 def twins_share_storage(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(schedule_batch, "device_copy", lambda host, torch_device: host)
 
 
-def relayed_twins_share_storage(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: ScheduleBatch, seq_lens: Tensor) -> None:
-        self.seq_lens = self.seq_lens_cpu = seq_lens
-
-    patch.setattr(ScheduleBatch, "set_seq_lens", mutant)
+@instead_of(ScheduleBatch, "set_seq_lens")
+def relayed_twins_share_storage(_: object, self: ScheduleBatch, seq_lens: Tensor) -> None:
+    self.seq_lens = self.seq_lens_cpu = seq_lens
 
 
-def cpu_twin_not_updated(patch: pytest.MonkeyPatch) -> None:
-    prepare = ScheduleBatch.prepare_for_decode
-
-    def mutant(self: ScheduleBatch, pool: KvPool) -> bool:
-        before = self.seq_lens_cpu
-        prepared = prepare(self, pool)
-        self.seq_lens_cpu = before
-        return prepared
-
-    patch.setattr(ScheduleBatch, "prepare_for_decode", mutant)
+@instead_of(ScheduleBatch, "prepare_for_decode")
+def cpu_twin_not_updated(prepare: Callable[..., bool], self: ScheduleBatch, pool: KvPool) -> bool:
+    before = self.seq_lens_cpu
+    prepared = prepare(self, pool)
+    self.seq_lens_cpu = before
+    return prepared
 
 
-def lengths_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: RunningRows, rows: Rows, seq_lens: Rows, *, max_accept_len: int) -> NDArray[np.bool_]:
-        return np.ones(rows.shape, dtype=np.bool_)
-
-    patch.setattr(RunningRows, "can_have", mutant)
+@instead_of(RunningRows, "can_have")
+def lengths_are_not_looked_at(
+    _: object, self: RunningRows, rows: Rows, *lengths: Rows, **limit: int
+) -> NDArray[np.bool_]:
+    return np.ones(rows.shape, dtype=np.bool_)
 
 
 def sum_is_stale(patch: pytest.MonkeyPatch) -> None:
@@ -61,38 +56,33 @@ def sum_is_stale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ScheduleBatch, "snapshot", mutant)
 
 
-def _snapshot_aliases(patch: pytest.MonkeyPatch, column: str) -> None:
-    snapshot = ScheduleBatch.snapshot
-
-    def mutant(batch: ScheduleBatch) -> ForwardBatch:
+def _snapshot_aliases(column: str) -> Mutant:
+    @instead_of(ScheduleBatch, "snapshot")
+    def aliases(snapshot: Callable[..., ForwardBatch], batch: ScheduleBatch) -> ForwardBatch:
         return dataclasses.replace(snapshot(batch), **{column: getattr(batch, column)})
 
-    patch.setattr(ScheduleBatch, "snapshot", mutant)
+    return aliases
 
 
 def snapshot_aliases_lengths(patch: pytest.MonkeyPatch) -> None:
-    _snapshot_aliases(patch, "seq_lens")
+    _snapshot_aliases("seq_lens")(patch)
 
 
 def snapshot_aliases_rows(patch: pytest.MonkeyPatch) -> None:
-    _snapshot_aliases(patch, "req_pool_indices")
+    _snapshot_aliases("req_pool_indices")(patch)
 
 
 def snapshot_aliases_slots(patch: pytest.MonkeyPatch) -> None:
-    _snapshot_aliases(patch, "out_cache_loc")
+    _snapshot_aliases("out_cache_loc")(patch)
 
 
-def lengths_changed_in_place(patch: pytest.MonkeyPatch) -> None:
-    prepare = ScheduleBatch.prepare_for_decode
-
-    def mutant(self: ScheduleBatch, pool: KvPool) -> bool:
-        before, before_cpu = self.seq_lens, self.seq_lens_cpu
-        prepared = prepare(self, pool)
-        self.seq_lens = before.copy_(self.seq_lens)
-        self.seq_lens_cpu = before_cpu.copy_(self.seq_lens_cpu)
-        return prepared
-
-    patch.setattr(ScheduleBatch, "prepare_for_decode", mutant)
+@instead_of(ScheduleBatch, "prepare_for_decode")
+def lengths_changed_in_place(prepare: Callable[..., bool], self: ScheduleBatch, pool: KvPool) -> bool:
+    before, before_cpu = self.seq_lens, self.seq_lens_cpu
+    prepared = prepare(self, pool)
+    self.seq_lens = before.copy_(self.seq_lens)
+    self.seq_lens_cpu = before_cpu.copy_(self.seq_lens_cpu)
+    return prepared
 
 
 def lengths_changed_in_place_under_the_forward(patch: pytest.MonkeyPatch) -> None:

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from common.kv.pool import KvPool, RowLease
 from common.prompts.chunk_batch import Chunk
 from common.sampling.state import RowSeed
-from decode_service.schedule import local_prefill
+from decode_service.messages import Phase
+from decode_service.schedule import local_prefill, scheduler
 from decode_service.schedule.dispatcher import PrefillDispatcher
+from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill, LocalPrompt
 from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import Request
+from decode_service.schedule.waiting_queue import WaitingQueue
+from tests.engine.mutants.kinds import instead_of, newest
 
 
-def chunk_holds_no_row(patch: pytest.MonkeyPatch) -> None:
-    launch = LocalPrefill.launch
-
-    def mutant(self: LocalPrefill) -> bool:
-        with mock.patch.object(RowLease, "use_until"):
-            return launch(self)
-
-    patch.setattr(LocalPrefill, "launch", mutant)
+@instead_of(LocalPrefill, "launch")
+def chunk_holds_no_row(launch: Callable[..., bool], self: LocalPrefill) -> bool:
+    with mock.patch.object(RowLease, "use_until"):
+        return launch(self)
 
 
 def given_up_prompts_are_computed_on(patch: pytest.MonkeyPatch) -> None:
     """Goes on computing the prompts of requests that were aborted or retracted."""
-    forget = LocalPrefill.forget
+    entered: list[Phase] = []
 
-    def mutant(self: LocalPrefill, req: Request) -> None:
-        if not self._prompts[req].num_left:
+    @instead_of(Lives, "enter")
+    def noting(enter: Callable[..., None], self: Lives, req: Request, phase: Phase, **about: Any) -> None:
+        entered.append(phase)
+        enter(self, req, phase, **about)
+
+    @instead_of(LocalPrefill, "forget")
+    def mutant(forget: Callable[..., None], self: LocalPrefill, req: Request) -> None:
+        if entered[-1] is Phase.BOOTSTRAP:
             forget(self, req)
 
-    patch.setattr(LocalPrefill, "forget", mutant)
+    noting(patch)
+    mutant(patch)
 
 
 def row_is_not_seeded(patch: pytest.MonkeyPatch) -> None:
@@ -45,15 +56,23 @@ def row_is_not_seeded(patch: pytest.MonkeyPatch) -> None:
 
 def unwritten_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
     """Counts every token of a prompt as computed as soon as the first chunk is launched."""
-    launch = LocalPrefill.launch
+    pool, begun = newest(patch, KvPool), list[Request]()
 
-    def mutant(self: LocalPrefill) -> bool:
+    @instead_of(LocalPrefill, "begin")
+    def noting(begin: Callable[..., None], self: LocalPrefill, req: Request) -> None:
+        begun.append(req)
+        begin(self, req)
+
+    @instead_of(LocalPrefill, "launch")
+    def mutant(launch: Callable[..., bool], self: LocalPrefill) -> bool:
         is_launched = launch(self)
-        for prompt in self._prompts.values():
-            self._pool.keep(prompt.lease, prompt.token_ids, len(prompt.token_ids))
+        for req in begun:
+            if req.phase is Phase.LOCAL_PREFILL:
+                pool().keep(req.lease, np.array(req.token_ids), len(req.token_ids))
         return is_launched
 
-    patch.setattr(LocalPrefill, "launch", mutant)
+    noting(patch)
+    mutant(patch)
 
 
 def prompts_all_stay(patch: pytest.MonkeyPatch) -> None:
@@ -70,25 +89,23 @@ def long_prompts_begin_together(patch: pytest.MonkeyPatch) -> None:
 
 
 def long_prompts_count_as_short(patch: pytest.MonkeyPatch) -> None:
-    """Lets no short prompt begin until nearly all of a long one is launched."""
-    patch.setattr(
-        LocalPrefill, "num_short_left", property(lambda self: sum(p.num_left for p in self._prompts.values()))
-    )
+    """Lets no short prompt begin until a long one is computed."""
+    num_short_left = LocalPrefill.num_short_left.fget
+    patch.setattr(LocalPrefill, "num_short_left", property(lambda self: num_short_left(self) + 1000 * self.has_long))
 
 
-def the_oldest_prompt_is_always_first(patch: pytest.MonkeyPatch) -> None:
+@instead_of(local_prefill, "cut_chunks")
+def the_oldest_prompt_is_always_first(
+    cut: Callable[..., list[Chunk[LocalPrompt]]], prompts: Sequence[LocalPrompt], **limits: int
+) -> list[Chunk[LocalPrompt]]:
     """Gives each chunk to the prompt that began first, until it is computed."""
-    cut = local_prefill.cut_chunks
-
-    def mutant(prompts: Sequence[LocalPrompt], **limits: int) -> list[Chunk[LocalPrompt]]:
-        return cut(sorted(prompts, key=lambda prompt: prompt.req.arrival), **limits)
-
-    patch.setattr(local_prefill, "cut_chunks", mutant)
+    return cut(sorted(prompts, key=lambda prompt: prompt.req.arrival), **limits)
 
 
-def long_prompts_hold_up_short_ones(patch: pytest.MonkeyPatch) -> None:
-    """Lets no request begin before one that comes first and for which there is no replica."""
-    patch.setattr(PrefillDispatcher, "_may_start_later", False)
+@instead_of(WaitingQueue, "in_turn")
+def long_prompts_hold_up_short_ones(in_turn: Callable[..., Iterable[Request]], *args: Any) -> Iterable[Request]:
+    """Lets no request begin before the one that comes first in turn, even if there is no replica for that one."""
+    return islice(in_turn(*args), 1)
 
 
 def fallback_never_ends(patch: pytest.MonkeyPatch) -> None:
@@ -103,7 +120,7 @@ def only_short_turns_stay(patch: pytest.MonkeyPatch) -> None:
 
 def fallback_keeps_the_limit(patch: pytest.MonkeyPatch) -> None:
     """Counts only prompts of up to `local_prefill_tokens` as short, even while no replica is ready."""
-    patch.setattr(PrefillDispatcher, "_max_short_tokens", property(lambda self: self._local_prefill_tokens))
+    patch.setattr(scheduler, "local_chunk_tokens", lambda local_prefill_tokens, **_: local_prefill_tokens)
 
 
 def fallback_is_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +128,9 @@ def fallback_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def each_step_looks_at_the_queue(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefillDispatcher, "_changes", lambda self: (object(),))
+    """Lets the pool say at each step that rows or slots have become free."""
+    changes = itertools.count()
+    patch.setattr(KvPool, "num_changes", property(lambda self: next(changes), lambda self, value: None), raising=False)
 
 
 def free_rows_are_not_noticed(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -13,27 +14,22 @@ from common.kv.pool import RowLease
 from common.prompts.chunk_batch import ChunkBatch
 from common.prompts.worker import Computed
 from prefill_service.handoff.sender import KvSender
-from prefill_service.prompt import Prompt
 from prefill_service.schedule import scheduler
-from tests.engine.mutants.rows import _use_not_noted
+from tests.engine.mutants.kinds import instead_of, use_not_noted
 
 
-def kv_leaves_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
-    wait = ScriptedStream.wait
-
-    def mutant(self: ScriptedStream, event: Event) -> None:
-        if self.name != "sending":
-            wait(self, event)
-
-    patch.setattr(ScriptedStream, "wait", mutant)
+@instead_of(ScriptedStream, "wait")
+def kv_leaves_before_it_is_computed(wait: Callable[..., None], self: ScriptedStream, event: Event) -> None:
+    if self.name != "sending":
+        wait(self, event)
 
 
 def sending_does_not_hold_its_row(patch: pytest.MonkeyPatch) -> None:
-    _use_not_noted(patch, "sending")
+    use_not_noted("sending")(patch)
 
 
 def chunk_does_not_hold_its_row(patch: pytest.MonkeyPatch) -> None:
-    _use_not_noted(patch, "forward")
+    use_not_noted("forward")(patch)
 
 
 def first_tokens_taken_early(patch: pytest.MonkeyPatch) -> None:
@@ -67,7 +63,4 @@ def first_tokens_taken_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def cancelled_row_is_sent(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: KvSender, prompt: Prompt) -> None:
-        pass
-
-    patch.setattr(KvSender, "forget", mutant)
+    patch.setattr(KvSender, "forget", lambda self, prompt: None)

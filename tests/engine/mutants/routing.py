@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from decode_service.messages import Replica, ReplicasChanged
-from decode_service.schedule import replica_set
 from decode_service.schedule.replica_set import KnownPrefixes, ReplicaSet
+from tests.engine.mutants.kinds import instead_of
 
 
 def _heard_as(patch: pytest.MonkeyPatch, change: Callable[[Replica], Replica]) -> None:
@@ -37,31 +37,27 @@ def load_counts_nothing(patch: pytest.MonkeyPatch) -> None:
     _heard_as(patch, lambda replica: replace(replica, num_uncomputed_tokens=0))
 
 
-def all_evicted_tokens_were_sent_from_here(patch: pytest.MonkeyPatch) -> None:
+@instead_of(KnownPrefixes, "update")
+def all_evicted_tokens_were_sent_from_here(
+    update: Callable[..., None], self: KnownPrefixes, replica: Replica, **outstanding: Any
+) -> None:
     """Forgets as many cached tokens as the replica evicted, as if no other decode service filled its cache."""
-    update = KnownPrefixes.update
-
-    def mutant(self: KnownPrefixes, replica: Replica, **outstanding: Any) -> None:
-        with mock.patch.object(KnownPrefixes, "num_tokens", replica.max_cached_tokens):
-            update(self, replica, **outstanding)
-
-    patch.setattr(KnownPrefixes, "update", mutant)
+    with mock.patch.object(KnownPrefixes, "num_tokens", replica.max_cached_tokens):
+        update(self, replica, **outstanding)
 
 
 def room_draws_no_row(patch: pytest.MonkeyPatch) -> None:
     """Sends a row to a replica that must evict KV for it, although an idle replica has free slots."""
-    patch.setattr(replica_set, "_EVICTION_COST", 0)
+    _heard_as(patch, lambda replica: replace(replica, num_free_slots=0))
 
 
 def evictions_are_not_heard_of(patch: pytest.MonkeyPatch) -> None:
     _heard_as(patch, lambda replica: replace(replica, num_evicted_tokens=0))
 
 
-def rows_never_end(patch: pytest.MonkeyPatch) -> None:
+@instead_of(ReplicaSet, "update")
+def rows_never_end(
+    update: Callable[..., None], self: ReplicaSet, changed: ReplicasChanged, now_s: float, **_: object
+) -> None:
     """Counts each row that was handed to a replica as still to be computed there."""
-    update = ReplicaSet.update
-
-    def mutant(self: ReplicaSet, changed: ReplicasChanged, now_s: float, **outstanding: Any) -> None:
-        update(self, changed, now_s, num_outstanding={replica.address: 1 << 40 for replica in changed.replicas})
-
-    patch.setattr(ReplicaSet, "update", mutant)
+    update(self, changed, now_s, num_outstanding={replica.address: 1 << 40 for replica in changed.replicas})

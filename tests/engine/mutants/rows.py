@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 from unittest import mock
 
 import pytest
 
-from common.device.stream import Event, Stream
 from common.kv.pool import KvPool, LeaseState, RowLease
-from common.kv.row_columns import RowColumns
-from common.kv.slot_allocator import SlotAllocator, Slots
+from common.kv.slot_allocator import SlotAllocator
 from common.wire.handoff import Frame, PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule import scheduler
@@ -21,39 +19,28 @@ from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.running_rows import Rows
 from decode_service.schedule.schedule_batch import ScheduleBatch
+from tests.engine.mutants.kinds import instead_of, newest, use_not_noted
+
+Release = Callable[[KvPool, RowLease], None]
 
 
-def quarantine_skipped(patch: pytest.MonkeyPatch) -> None:
-    release = KvPool.release
-
-    def mutant(self: KvPool, lease: RowLease) -> None:
-        release(self, lease)
-        with mock.patch.object(RowLease, "is_in_use", False):
-            self.reclaim()
-
-    patch.setattr(KvPool, "release", mutant)
+@instead_of(KvPool, "release")
+def quarantine_skipped(release: Release, self: KvPool, lease: RowLease) -> None:
+    release(self, lease)
+    with mock.patch.object(RowLease, "is_in_use", False):
+        self.reclaim()
 
 
 def quarantine_ends_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RowLease, "is_in_use", False)
 
 
-def _use_not_noted(patch: pytest.MonkeyPatch, stream_name: str) -> None:
-    use_until = RowColumns.use_until
-
-    def mutant(self: RowColumns, rows: int | Rows, event: Event, stream: Stream) -> None:
-        if stream.name != stream_name:
-            use_until(self, rows, event, stream)
-
-    patch.setattr(RowColumns, "use_until", mutant)
-
-
 def launch_does_not_hold_its_rows(patch: pytest.MonkeyPatch) -> None:
-    _use_not_noted(patch, "forward")
+    use_not_noted("forward")(patch)
 
 
 def landing_does_not_hold_its_row(patch: pytest.MonkeyPatch) -> None:
-    _use_not_noted(patch, "landing")
+    use_not_noted("landing")(patch)
 
 
 def row_merged_before_its_copies(patch: pytest.MonkeyPatch) -> None:
@@ -132,43 +119,29 @@ def slots_released_twice(patch: pytest.MonkeyPatch) -> None:
     """Releases a request's slots twice: when it ends, and again when its quarantine (the wait for forwards that may
     still write to them) ends.
     """
-    release, take = KvPool.release, SlotAllocator.take
-    allocators: list[SlotAllocator] = []
-
-    def noting(self: SlotAllocator, num_slots: int) -> Slots | None:
-        allocators[:] = [self]
-        return take(self, num_slots)
+    release, slots = KvPool.release, newest(patch, SlotAllocator)
 
     def mutant(self: KvPool, lease: RowLease) -> None:
         if lease.is_held:
-            allocators[0].give_back(lease.slots)
+            slots().give_back(lease.slots)
         release(self, lease)
 
-    patch.setattr(SlotAllocator, "take", noting)
     patch.setattr(KvPool, "release", mutant)
 
 
-def aborted_row_leaks(patch: pytest.MonkeyPatch) -> None:
-    release = KvPool.release
-
-    def mutant(self: KvPool, lease: RowLease) -> None:
-        if lease.state is not LeaseState.TRANSFERRING:
-            release(self, lease)
-
-    patch.setattr(KvPool, "release", mutant)
+@instead_of(KvPool, "release")
+def aborted_row_leaks(release: Release, self: KvPool, lease: RowLease) -> None:
+    if lease.state is not LeaseState.TRANSFERRING:
+        release(self, lease)
 
 
-def tensors_dropped_before_the_end(patch: pytest.MonkeyPatch) -> None:
-    seal = StepInFlight.seal
-
-    def mutant(**given: Any) -> StepInFlight:
-        step = seal(**given)
-        gone = dict.fromkeys(("req_pool_indices", "seq_lens", "positions", "out_cache_loc"))
-        batch_left = dataclasses.replace(step.begun.batch, **gone)  # type: ignore[arg-type]
-        output_left = dataclasses.replace(step.begun.output, kept=())
-        return dataclasses.replace(step, begun=dataclasses.replace(step.begun, batch=batch_left, output=output_left))
-
-    patch.setattr(StepInFlight, "seal", mutant)
+@instead_of(StepInFlight, "seal")
+def tensors_dropped_before_the_end(seal: Callable[..., StepInFlight], **given: Any) -> StepInFlight:
+    step = seal(**given)
+    gone = dict.fromkeys(("req_pool_indices", "seq_lens", "positions", "out_cache_loc"))
+    batch_left = dataclasses.replace(step.begun.batch, **gone)  # type: ignore[arg-type]
+    output_left = dataclasses.replace(step.begun.output, kept=())
+    return dataclasses.replace(step, begun=dataclasses.replace(step.begun, batch=batch_left, output=output_left))
 
 
 def tensors_kept_for_ever(patch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.stream import Scope
+from common.kv.row_columns import RowColumns
+from common.kv.slot_allocator import SlotAllocator
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.messages import Command, Event
 from decode_service.schedule.landing import LandingRow
@@ -19,7 +21,7 @@ from decode_service.schedule.life import RULES, Place
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
-from tests.engine.mutants.kinds import arguments_given
+from tests.engine.mutants.kinds import arguments_given, instead_of, newest
 from tests.engine.tags import GROUP
 
 
@@ -65,36 +67,29 @@ def rows_at_their_limit_are_launched(patch: pytest.MonkeyPatch) -> None:
 
 def no_slots_for_drafts(patch: pytest.MonkeyPatch) -> None:
     """Gives a step the one slot per row that decoding without drafts needs, and none for drafts."""
-
-    def mutant(self: ScheduleBatch) -> Rows:
-        return self.seq_lens_cpu.numpy() + 1
-
-    patch.setattr(ScheduleBatch, "wanted_tokens", mutant)
+    patch.setattr(ScheduleBatch, "wanted_tokens", lambda self: self.seq_lens_cpu.numpy() + 1)
 
 
-def slots_taken_anew_each_step(patch: pytest.MonkeyPatch) -> None:
+@instead_of(ScheduleBatch, "wanted_tokens")
+def slots_taken_anew_each_step(_: object, self: ScheduleBatch) -> Rows:
     """Gives each step new slots, and never reuses those of rejected drafts."""
-
-    def mutant(self: ScheduleBatch) -> Rows:
-        held = [req.lease.num_tokens for req in self.reqs if req.lease]
-        return np.array(held, dtype=np.int64) + self.num_step_slots
-
-    patch.setattr(ScheduleBatch, "wanted_tokens", mutant)
+    held = [req.lease.num_tokens for req in self.reqs if req.lease]
+    return np.array(held, dtype=np.int64) + self.num_step_slots
 
 
 def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
     """Releases the slots of rejected drafts as soon as a step's results are known, although the step in flight drafts
     and verifies in these slots.
     """
-    step = DecodeEngine.step
+    step, slots, columns = DecodeEngine.step, newest(patch, SlotAllocator), newest(patch, RowColumns)
 
     def mutant(self: DecodeEngine, commands: Sequence[Command]) -> Sequence[Event]:
         events = step(self, commands)
         for req in self.lives.requests.values():
             if req.lease is not None and RULES[req.phase].place is Place.ROWS:
                 num_committed = len(req.token_ids) - 1
-                self.pool._slots.give_back(req.lease.slots[num_committed:])
-                self.pool._columns.num_slots[req.lease.row] = num_committed
+                slots().give_back(req.lease.slots[num_committed:])
+                columns().num_slots[req.lease.row] = num_committed
         return events
 
     patch.setattr(DecodeEngine, "step", mutant)

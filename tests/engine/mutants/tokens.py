@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,53 +11,47 @@ from torch import Tensor
 
 from common.device.scripted import ScriptedStream
 from common.device.stream import Scope, Work
-from common.sampling import noise
 from common.sampling import operators as sampling
 from common.sampling.state import RowSeed, SamplingState
 from decode_service.schedule.results import RowResults, StepInFlight
+from tests.engine.mutants.kinds import instead_of
 
 
-def results_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    results = StepInFlight.results
-
-    def mutant(self: StepInFlight) -> RowResults:
-        found = results(self)
-        return RowResults(found.token_ids[::-1], found.accept_lens[::-1], found.are_invalid[::-1])
-
-    patch.setattr(StepInFlight, "results", mutant)
+@instead_of(StepInFlight, "results")
+def results_in_another_order(results: Callable[..., RowResults], self: StepInFlight) -> RowResults:
+    found = results(self)
+    return RowResults(found.token_ids[::-1], found.accept_lens[::-1], found.are_invalid[::-1])
 
 
-def failure_outlives_its_step(patch: pytest.MonkeyPatch) -> None:
+@instead_of(ScriptedStream, "enqueue")
+def failure_outlives_its_step(
+    enqueue: Callable[..., None], self: ScriptedStream, work: Work, scope: Scope | None = None
+) -> None:
     """Enqueues all work without its scope, which limits a failure to one step. A failure then also hits later steps."""
-    enqueue = ScriptedStream.enqueue
-
-    def mutant(self: ScriptedStream, work: Work, scope: Scope | None = None) -> None:
-        enqueue(self, work)
-
-    patch.setattr(ScriptedStream, "enqueue", mutant)
+    enqueue(self, work)
 
 
-def noise_keyed_by_place(patch: pytest.MonkeyPatch) -> None:
-    def mutant(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
-        return noise.row_keys(torch.arange(seeds.shape[0]), choice_indices, positions)
-
-    patch.setattr(sampling, "row_keys", mutant)
+@instead_of(sampling, "row_keys")
+def noise_keyed_by_place(
+    row_keys: Callable[..., Tensor], seeds: Tensor, choice_indices: Tensor, positions: Tensor
+) -> Tensor:
+    return row_keys(torch.arange(seeds.shape[0]), choice_indices, positions)
 
 
 def noise_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
-    steps = itertools.count()
+    steps, row_keys = itertools.count(), sampling.row_keys
 
     def mutant(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
-        return noise.row_keys(seeds, choice_indices, torch.full_like(positions, next(steps)))
+        return row_keys(seeds, choice_indices, torch.full_like(positions, next(steps)))
 
     patch.setattr(sampling, "row_keys", mutant)
 
 
-def noise_without_seed(patch: pytest.MonkeyPatch) -> None:
-    def mutant(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
-        return noise.row_keys(torch.zeros_like(seeds), choice_indices, positions)
-
-    patch.setattr(sampling, "row_keys", mutant)
+@instead_of(sampling, "row_keys")
+def noise_without_seed(
+    row_keys: Callable[..., Tensor], seeds: Tensor, choice_indices: Tensor, positions: Tensor
+) -> Tensor:
+    return row_keys(torch.zeros_like(seeds), choice_indices, positions)
 
 
 def reused_row_not_reseeded(patch: pytest.MonkeyPatch) -> None:

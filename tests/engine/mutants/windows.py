@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -10,6 +12,9 @@ from torch import Tensor
 from common.kv.pool import KvPool, RowLease
 from common.kv.slot_allocator import Slots
 from common.kv.window_slots import WindowSlots
+from tests.engine.mutants.kinds import instead_of
+
+Extend = Callable[[WindowSlots, Slots, Slots], Slots]
 
 
 def _free_idle_slots_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -38,59 +43,44 @@ def tokens_never_leave_a_window(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KvPool, "leave_behind", lambda *_, **__: None)
 
 
-def windows_end_with_their_requests(patch: pytest.MonkeyPatch) -> None:
+@instead_of(KvPool, "release")
+def windows_end_with_their_requests(release: Callable[..., None], self: KvPool, lease: RowLease) -> None:
     """Ends a row's windows when its request ends, and not when no work uses the row any more."""
-    release = KvPool.release
-
-    def mutant(self: KvPool, lease: RowLease) -> None:
-        if lease.is_held:
-            for window in self.windows.values():
-                window.release(lease.row)
-        release(self, lease)
-
-    patch.setattr(KvPool, "release", mutant)
+    if lease.is_held:
+        for window in self.windows.values():
+            window.release(lease.row)
+    release(self, lease)
 
 
-def stale_translation(patch: pytest.MonkeyPatch) -> None:
+@instead_of(WindowSlots, "extend")
+def stale_translation(extend: Extend, self: WindowSlots, rows: Slots, num_tokens: Slots) -> Slots:
     """Does not note that a slot of the pool has another slot here, if it had one before."""
-    extend = WindowSlots.extend
-
-    def mutant(self: WindowSlots, rows: Slots, num_tokens: Slots) -> Slots:
-        before = self.slot_of.clone()
-        slots = extend(self, rows, num_tokens)
-        stale = ((before != self.slot_of) & (before > 0)).nonzero().flatten()
-        if len(stale):
-            self.slot_of.index_copy_(0, stale, before[stale])
-        return slots
-
-    patch.setattr(WindowSlots, "extend", mutant)
+    before = self.slot_of.clone()
+    slots = extend(self, rows, num_tokens)
+    stale = ((before != self.slot_of) & (before > 0)).nonzero().flatten()
+    if len(stale):
+        self.slot_of.index_copy_(0, stale, before[stale])
+    return slots
 
 
 def prefix_is_used_without_its_window(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WindowSlots, "num_usable", lambda self, slots: len(slots))
 
 
-def kv_is_found_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
+@instead_of(WindowSlots, "extend")
+def kv_is_found_before_it_is_there(extend: Extend, self: WindowSlots, rows: Slots, num_tokens: Slots) -> Slots:
     """Lets the prefix cache find a token's KV as soon as it has a slot."""
-    extend = WindowSlots.extend
-
-    def mutant(self: WindowSlots, rows: Slots, num_tokens: Slots) -> Slots:
-        slots = extend(self, rows, num_tokens)
-        for row, num in zip(rows.tolist(), num_tokens.tolist(), strict=True):
-            self.settle(row, num)
-        return slots
-
-    patch.setattr(WindowSlots, "extend", mutant)
+    slots = extend(self, rows, num_tokens)
+    for row, num in zip(rows.tolist(), num_tokens.tolist(), strict=True):
+        self.settle(row, num)
+    return slots
 
 
-def drafts_move_without_their_windows(patch: pytest.MonkeyPatch) -> None:
+@instead_of(KvPool, "move_kv")
+def drafts_move_without_their_windows(_: object, self: KvPool, sources: Tensor, destinations: Tensor) -> None:
     """Moves accepted drafts' KV to their places in the groups without a window only."""
-
-    def mutant(self: KvPool, sources: Tensor, destinations: Tensor) -> None:
-        kv = self.buffers["target"]
-        kv.index_copy_(2, destinations, kv.index_select(2, sources))
-
-    patch.setattr(KvPool, "move_kv", mutant)
+    kv = self.buffers["target"]
+    kv.index_copy_(2, destinations, kv.index_select(2, sources))
 
 
 def promises_are_not_counted(patch: pytest.MonkeyPatch) -> None:
