@@ -80,7 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(tests))
         return 0
     results = _Results()
-    status = int(pytest.main(["-q", f"--rootdir={ROOT}", *(str(ROOT / test) for test in tests)], plugins=[results]))
+    status = int(
+        pytest.main(
+            ["-q", "-m", "not gpu", f"--rootdir={ROOT}", *(str(ROOT / test) for test in tests)], plugins=[results]
+        )
+    )
     print("| rule | test | result |\n|---|---|---|")
     outcomes = [(rule, test, results.of(test)) for rule in rules for test in rule.tests]
     for rule, test, outcome in outcomes:
