@@ -1,25 +1,43 @@
-"""Finds ports that no process listens on."""
+"""Finds ports that no process listens on, and keeps them for servers that listen later."""
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
+import weakref
 from collections.abc import Collection
-from contextlib import ExitStack
 
 LOOPBACK = "127.0.0.1"
 
 
-def free_ports(count: int, *, taken: Collection[int] = ()) -> list[int]:
-    """Returns `count` different ports that are free on loopback now.
+class HeldPorts:
+    """Free ports of loopback. On Linux no process is given one of them while they are held; one may still ask for it by
+    its number.
 
-    Ports in `taken` are left out: other processes are about to listen on them.
+    A socket that does not listen is bound to each. A server can listen on the port all the same, again and again, if it
+    sets SO_REUSEADDR, as servers of gRPC and asyncio do. Elsewhere such a socket would be in its way, so the ports are
+    only free at first. They are held until `release`, or until the object is no longer referred to.
     """
-    ports: list[int] = []
-    with ExitStack() as stack:
-        while len(ports) < count:
-            held = stack.enter_context(socket.socket())
+
+    def __init__(self, count: int, *, taken: Collection[int] = ()) -> None:
+        """Ports in `taken` are left out: other processes are about to listen on them."""
+        bound = []
+        numbers: list[int] = []
+        while len(numbers) < count:
+            held = socket.socket()
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind((LOOPBACK, 0))
-            port = held.getsockname()[1]
-            if port not in taken:
-                ports.append(port)
-    return ports
+            number = held.getsockname()[1]
+            bound.append(held.detach())
+            if number not in taken:
+                numbers.append(number)
+        self.numbers = tuple(numbers)
+        self.release = weakref.finalize(self, _close, bound)
+        if sys.platform != "linux":
+            self.release()
+
+
+def _close(descriptors: Collection[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -20,7 +20,7 @@ from typing import Protocol, Self
 
 from baton.client.blocking import Client
 from baton.errors import BatonError, InvalidArgument, PairMismatch, StartTimedOut
-from baton.free_ports import LOOPBACK, free_ports
+from baton.free_ports import LOOPBACK, HeldPorts
 from baton.server_info import HealthStatus
 from baton.service_log import ServiceLog
 from baton.service_process import READY_SERVICE, TLS_SETTINGS, Role, ServiceProcess
@@ -94,14 +94,17 @@ class LocalPair:
         self._stop_timeout_s = stop_timeout_s
         self._on_phase = on_phase
         self._on_words = on_words
-        gateway_address = None if gateway_listen is None else _url_address(gateway_listen, taken_ports)
+        gateway = None if gateway_listen is None else _place(gateway_listen, taken_ports)
         self._owns_log_dir = log_dir is None
         self.log_dir = _writable(log_dir)
         num_services = num_prefill + num_decode
-        exposes_metrics = exposes_metrics or gateway_address is not None
-        gateway_ports = [] if gateway_address is None else [host_and_port(gateway_address)[1]]
-        asked_for = [*gateway_ports, *([] if decode_port is None else [decode_port])]
-        ports = free_ports(num_services * (2 if exposes_metrics else 1), taken={*taken_ports, *asked_for})
+        exposes_metrics = exposes_metrics or gateway is not None
+        asked_for = [port for port in (decode_port, gateway and gateway[1]) if port]
+        num_ports = num_services * (2 if exposes_metrics else 1)
+        self._held = HeldPorts(num_ports + 1, taken={*taken_ports, *asked_for})
+        *ports, spare = self._held.numbers
+        gateway_address = None if gateway is None else address_of(gateway[0], gateway[1] or spare)
+        gateway_ports = [] if gateway is None else [gateway[1] or spare]
         if decode_port is not None and decode_port not in (*taken_ports, *gateway_ports):
             ports[num_prefill] = ports[num_prefill] if why_not_listen(f"{LOOPBACK}:{decode_port}") else decode_port
         self.ports = (*ports, *gateway_ports)
@@ -215,6 +218,7 @@ class LocalPair:
                 process.kill()
             for process in self.processes:
                 process.wait(KILL_TIMEOUT_S)
+            self._held.release()
             if self._owns_log_dir and not keeps_logs:
                 shutil.rmtree(self.log_dir, ignore_errors=True)
 
@@ -413,8 +417,8 @@ def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mappin
     return shares
 
 
-def _url_address(listen: str, taken_ports: Collection[int]) -> str:
-    """Returns the address that the gateway listens on; port 0 is replaced by a free one.
+def _place(listen: str, taken_ports: Collection[int]) -> tuple[str, int]:
+    """Returns the host and port that the gateway is to listen on; port 0 stands for any.
 
     Raises InvalidArgument unless `listen` is HOST:PORT and the port is not taken by another pair.
     """
@@ -428,7 +432,7 @@ def _url_address(listen: str, taken_ports: Collection[int]) -> str:
         raise InvalidArgument(
             f"gateway_listen: {error}", reason="INVALID_FIELD", metadata={"field": "gateway_listen"}
         ) from None
-    return address_of(host, port or free_ports(1, taken=taken_ports)[0])
+    return host, port
 
 
 def _writable(log_dir: Path | None) -> Path:

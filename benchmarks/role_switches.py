@@ -27,7 +27,7 @@ import psutil  # type: ignore[import-untyped]
 from baton.client import AsyncClient, Client
 from baton.errors import BatonError
 from baton.events import Completion
-from baton.free_ports import free_ports
+from baton.free_ports import HeldPorts
 from baton.roles import Role, RoleClient
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
@@ -181,7 +181,8 @@ def services(case: Case, model: Path, directory: Path) -> Iterator[Services]:
     settings = [*SETTINGS, *case.settings]
     if case.has_draft:
         settings.append(f"--draft={save_eagle3_head(directory / 'head', target_dir=model)}")
-    prefill, decode, switched = (f"127.0.0.1:{port}" for port in free_ports(3))
+    held = HeldPorts(3)
+    prefill, decode, switched = (f"127.0.0.1:{port}" for port in held.numbers)
     other = directory / "as-decode.yaml"
     other.write_text(f"prefill: [{prefill}, {switched}]\nlocal_prefill_tokens: 0\n")
 

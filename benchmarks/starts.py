@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.client import AsyncClient
-from baton.free_ports import LOOPBACK, free_ports
+from baton.free_ports import LOOPBACK, HeldPorts
 from baton.load_generator import Workload, run_workload
 from baton.local_pair import LocalPair
 from baton.service_process import Role, ServiceProcess
@@ -162,8 +162,8 @@ def measure_large(model: Path, role: Role, arguments: Sequence[str]) -> LargeSta
 
     Raises TimeoutError if it does not get there.
     """
-    (port,) = free_ports(1)
-    address = f"{LOOPBACK}:{port}"
+    held = HeldPorts(1)
+    address = f"{LOOPBACK}:{held.numbers[0]}"
     common = (
         f"--model={model}",
         "--dtype=bfloat16",

@@ -33,7 +33,7 @@ from unittest import mock
 from baton import AsyncClient
 from baton.errors import Unavailable
 from baton.events import Delta
-from baton.free_ports import free_ports
+from baton.free_ports import HeldPorts
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
 from benchmarks.benchmark_run import BenchmarkRun
@@ -239,7 +239,8 @@ def seconds_of(processes: Mapping[str, Sequence[int]]) -> dict[str, float]:
 
 
 def run_one(directory: Path, model: Path, num_edges: int, num_streams: int, over: str, seconds: float) -> Measured:
-    decode_port, http_port = free_ports(2)
+    held = HeldPorts(2)
+    decode_port, http_port = held.numbers
     address = f"127.0.0.1:{decode_port}"
     decode = [
         *(sys.executable, "-m", "benchmarks.streams", "--serve", f"--model={model}"),

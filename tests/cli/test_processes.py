@@ -25,13 +25,13 @@ from typer.testing import CliRunner
 from baton.cli.demo_answer import TOKEN_IDS
 from baton.cli.main import app
 from baton.errors import InvalidArgument
-from baton.free_ports import free_ports
 from baton.local_pair import LocalPair
 from baton.running_pairs import running_pairs
 from baton.service_process import ChildProcess
 from common.checkpoints.demo_model import demo_model_path
 from tests.cli.conftest import BOUND_S, await_end
 from tests.client.scripted_inference import ScriptedServer, delta, started
+from tests.support.free_ports import free_ports
 from tests.support.running_pair import wait_until
 
 BATON = [sys.executable, "-c", "from baton.cli.main import main; main()"]

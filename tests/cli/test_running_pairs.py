@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from baton.cli import options
 from baton.cli.main import app
 from baton.errors import Unavailable
-from baton.free_ports import free_ports
 from baton.local_pair import LocalPair
 from baton.running_pairs import announced, choosing_ports, running_pairs
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
+from tests.support.free_ports import free_ports
 
 KEEPS_A_PAIR = """
 import sys
@@ -76,12 +76,13 @@ def test_ports_of_a_pair_that_does_not_listen_yet_are_not_chosen_again() -> None
 
 
 def test_no_service_of_a_pair_is_given_a_port_that_the_pair_was_asked_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode_port, gateway_port, *others = free_ports(6)
+    decode_port, gateway_port, *others = free_ports(7)
 
-    def first_not_taken(count: int, *, taken: Collection[int]) -> list[int]:
-        return [port for port in (decode_port, gateway_port, *others) if port not in taken][:count]
+    class FirstNotTaken:
+        def __init__(self, count: int, *, taken: Collection[int]) -> None:
+            self.numbers = [port for port in (decode_port, gateway_port, *others) if port not in taken][:count]
 
-    monkeypatch.setattr("baton.local_pair.free_ports", first_not_taken)
+    monkeypatch.setattr("baton.local_pair.HeldPorts", FirstNotTaken)
     pair = LocalPair(decode_port=decode_port, gateway_listen=f"127.0.0.1:{gateway_port}")
     assert pair.decode_addresses == (f"127.0.0.1:{decode_port}",)
     assert gateway_port in pair.ports and len(set(pair.ports)) == 5, "prefill, decode, their metrics and the gateway"

@@ -37,7 +37,8 @@ from common.service.roles import RoleSwitch
 from common.service.work_beside import Check, Work
 from decode_service.main import new_engine
 from prefill_service import main as prefill_main
-from tests.support.services_here import free_address, serving_here
+from tests.support.free_ports import free_address
+from tests.support.services_here import serving_here
 
 SIZE = PoolSize(max_rows=4, max_kv_tokens=256, max_window_tokens=0, max_context_tokens=128, decided_by="the test")
 BOTH = [PrefillSettings, DecodeSettings]

@@ -20,8 +20,9 @@ from baton.service_process import READY_SERVICE
 from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings
 from decode_service import main as decode_main
+from tests.support.free_ports import free_address
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
-from tests.support.services_here import LOOK_INTERVAL_S, ServiceHere, free_address, serving_here
+from tests.support.services_here import LOOK_INTERVAL_S, ServiceHere, serving_here
 
 NUM_REQUESTS = 8
 SAMPLING: SamplingOptions = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.9}

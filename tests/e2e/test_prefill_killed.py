@@ -20,9 +20,10 @@ from baton.server_info import HealthStatus, PrefillLoad
 from baton.service_process import READY_SERVICE, ServiceProcess
 from common.config.settings import DecodeSettings
 from decode_service import main as decode_main
+from tests.support.free_ports import free_address
 from tests.support.models import save_tiny_model
 from tests.support.running_pair import BOUND_S, RunningPair, is_empty, running_pair, wait_until
-from tests.support.services_here import free_address, serving_here
+from tests.support.services_here import serving_here
 
 NUM_REQUESTS = 16
 PROMPT_TOKENS = 300

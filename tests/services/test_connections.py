@@ -14,7 +14,8 @@ import pytest
 from common.config.settings import DecodeSettings
 from decode_service import main as decode_main
 from decode_service.edge import assembly
-from tests.support.services_here import free_address, serving_here
+from tests.support.free_ports import free_address
+from tests.support.services_here import serving_here
 
 
 async def test_a_connection_is_replaced_after_its_age(

@@ -15,11 +15,11 @@ import pytest
 
 from baton.cli.plan import plan
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, FailedPrecondition, Unauthenticated, Unavailable
-from baton.free_ports import free_ports
 from baton.load_samples import sample_loads
 from baton.planner import advise
 from baton.roles import Role, RoleClient, RoleState
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, roles_pb2, roles_pb2_grpc
+from tests.support.free_ports import free_ports
 
 BEFORE = RoleState(
     role=Role.PREFILL,

@@ -42,7 +42,8 @@ from common.telemetry.role_metrics import RoleMetrics
 from decode_service import main as decode_main
 from decode_service.handoff.status_errors import error_of_status
 from prefill_service import main as prefill_main
-from tests.support.services_here import BOUND_S, free_address, pair_here, until
+from tests.support.free_ports import free_address
+from tests.support.services_here import BOUND_S, pair_here, until
 
 PREFILL, DECODE = PrefillSettings(), DecodeSettings()
 

@@ -19,7 +19,8 @@ from common.config.settings import DecodeSettings
 from common.errors import UnsupportedModel
 from common.model.sampling_defaults import read_sampling_defaults
 from decode_service import main as decode_main
-from tests.support.services_here import free_address, serving_here
+from tests.support.free_ports import free_address
+from tests.support.services_here import serving_here
 
 GREEDY = {"temperature": 0.0, "top_k": 5, "top_p": None, "max_new_tokens": 7}
 

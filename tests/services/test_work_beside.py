@@ -16,7 +16,8 @@ from common.kv.pool import KvPool
 from common.service.work_beside import Check, Stopped, WorkBeside
 from decode_service import main as decode_main
 from prefill_service import main as prefill_main
-from tests.support.services_here import free_address, serving_here, until
+from tests.support.free_ports import free_address
+from tests.support.services_here import serving_here, until
 
 BOUND_S = 20.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -32,6 +31,7 @@ from common.telemetry.tracing import NO_TRACER
 from decode_service import main as decode_main
 from prefill_service import main as prefill_main
 from tests.support.faulty_target import FaultyTarget
+from tests.support.free_ports import free_address
 
 BOUND_S = 30.0
 LOOK_INTERVAL_S = 0.01
@@ -198,9 +198,3 @@ async def until(condition: Callable[[], bool], *, bound_s: float = BOUND_S) -> N
     async with asyncio.timeout(bound_s):
         while not condition():  # noqa: ASYNC110 - threads set it
             await asyncio.sleep(LOOK_INTERVAL_S)
-
-
-def free_address() -> str:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{held.getsockname()[1]}"

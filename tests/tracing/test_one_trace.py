@@ -14,9 +14,9 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, use_span
 
 from baton import errors
 from tests.support.faulty_target import FailsFirst, is_decode
+from tests.support.free_ports import free_address
 from tests.support.otlp_receiver import OtlpReceiver, ReceivedSpan, children_of, otlp_receiver
 from tests.support.running_pair import wait_until
-from tests.support.services_here import free_address
 from tests.tracing.traced_pair import CHUNK_TOKENS, traced_pair
 
 PROMPT = [20 + place % 40 for place in range(3 * CHUNK_TOKENS + 5)]

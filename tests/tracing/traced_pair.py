@@ -12,7 +12,8 @@ from opentelemetry.trace import Tracer
 from baton.client import AsyncClient
 from common.config.process_settings import ProcessSettings
 from common.telemetry.tracing import process_tracer
-from tests.support.services_here import ServiceHere, free_address, pair_here
+from tests.support.free_ports import free_address
+from tests.support.services_here import ServiceHere, pair_here
 
 CHUNK_TOKENS = 32
 
