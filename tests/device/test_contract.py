@@ -29,29 +29,18 @@ def test_pieces_run_in_the_order_of_their_enqueueing(rig: Rig, stream: Stream) -
     assert journal.read() == list(range(20))
 
 
-def test_an_event_is_done_once_the_work_before_it_has_run(rig: Rig) -> None:
-    journal, forward = rig.journal, rig.device.new_stream("forward")
-    finish(forward)
-    rig.hold(forward)
-    forward.enqueue(journal.piece(1))
-    event = forward.record()
-    assert not event.is_done()
-    rig.release()
-    event.synchronize(BOUND_S)
-    assert event.is_done()
-    assert journal.read() == [1]
-
-
-def test_an_event_does_not_cover_later_work(rig: Rig) -> None:
+def test_an_event_does_not_cover_later_work_and_stays_done(rig: Rig) -> None:
     forward = rig.device.new_stream("forward")
     forward.enqueue(lambda: None)
-    early = forward.record()
-    early.synchronize(BOUND_S)
+    early = finish(forward)
     rig.hold(forward)
-    forward.enqueue(lambda: None)
+    forward.enqueue(boom)
     late = forward.record()
-    assert early.is_done()
-    assert not late.is_done()
+    assert early.is_done() and not late.is_done()
+    rig.release()
+    with pytest.raises(PieceFailed):
+        late.synchronize(BOUND_S)
+    assert early.is_done() and early.error is None
 
 
 def test_a_wait_orders_two_streams(rig: Rig) -> None:
@@ -94,65 +83,31 @@ def test_a_wait_for_a_done_event_holds_nothing_up(rig: Rig, stream: Stream) -> N
     assert journal.read() == [1]
 
 
-def test_the_schedule_stream_runs_behind_what_it_waits_for(rig: Rig) -> None:
-    journal, forward = rig.journal, rig.device.new_stream("forward")
-    forward.enqueue(journal.piece(1))
-    rig.device.schedule_stream.wait(forward.record())
-    journal.write(2)
-    finish(rig.device.schedule_stream)
-    assert journal.read() == [1, 2]
-
-
-def test_a_stream_runs_behind_what_the_schedule_stream_did(rig: Rig) -> None:
-    journal, forward = rig.journal, rig.device.new_stream("forward")
+def test_the_schedule_stream_waits_and_is_waited_for(rig: Rig) -> None:
+    journal, forward, schedule = rig.journal, rig.device.new_stream("forward"), rig.device.schedule_stream
     journal.write(1)
-    forward.wait(rig.device.schedule_stream.record())
+    forward.wait(schedule.record())
     forward.enqueue(journal.piece(2))
-    finish(forward)
-    assert journal.read() == [1, 2]
-
-
-def test_a_done_event_stays_done(rig: Rig) -> None:
-    forward = rig.device.new_stream("forward")
-    event = finish(forward)
-    rig.hold(forward)
-    forward.enqueue(boom)
-    assert [event.is_done() for _ in range(3)] == [True, True, True]
-    rig.release()
-    with pytest.raises(PieceFailed):
-        finish(forward)
-    assert event.is_done()
-    assert event.error is None
+    schedule.wait(forward.record())
+    journal.write(3)
+    finish(schedule)
+    assert journal.read() == [1, 2, 3]
 
 
 # --- failure
 
 
-def test_a_piece_that_raises_fails_the_events_of_its_scope(stream: Stream) -> None:
+def test_a_piece_that_raises_fails_later_events_of_its_scope_and_is_named(stream: Stream) -> None:
     step = Scope("step 7")
+    published = finish(stream, step)
     stream.enqueue(boom, step)
-    event = stream.record(step)
-    with pytest.raises(PieceFailed, match="step 7: ValueError: boom") as raised:
+    event = stream.record(step, "publish_ready")
+    with pytest.raises(PieceFailed, match=r"^publish_ready of step 7: ValueError: boom") as raised:
         event.synchronize(BOUND_S)
-    assert isinstance(event.error, ValueError)
-    assert raised.value.__cause__ is event.error is step.error
-    assert event.is_done()
-
-
-def test_the_error_names_the_event(stream: Stream) -> None:
-    step = Scope("step 7")
-    stream.enqueue(boom, step)
-    with pytest.raises(PieceFailed, match=r"^publish_ready of step 7: ValueError: boom"):
-        stream.record(step, "publish_ready").synchronize(BOUND_S)
-
-
-def test_the_error_names_the_piece_and_its_stream(stream: Stream) -> None:
-    step = Scope("step 7")
-    stream.enqueue(boom, step)
-    with pytest.raises(PieceFailed) as raised:
-        finish(stream, step)
-    assert raised.value.__cause__ is not None
-    assert raised.value.__cause__.__notes__ == [f"in piece 'boom' of step 7 on stream {stream.name}"]
+    error = raised.value.__cause__
+    assert isinstance(error, ValueError) and error is event.error is step.error
+    assert error.__notes__ == [f"in piece 'boom' of step 7 on stream {stream.name}"]
+    assert event.is_done() and published.error is None
 
 
 def test_later_pieces_of_a_failed_scope_are_skipped(rig: Rig, stream: Stream) -> None:
@@ -195,16 +150,6 @@ def test_waiting_for_a_failed_event_does_not_fail_the_waiter(rig: Rig, stream: S
     stream.enqueue(journal.piece(1), good)
     finish(stream, good)
     assert journal.read() == [1]
-
-
-def test_an_event_reached_before_the_failure_stays_good(stream: Stream) -> None:
-    step = Scope("step")
-    published = stream.record(step)
-    stream.enqueue(boom, step)
-    with pytest.raises(PieceFailed):
-        finish(stream, step)
-    published.synchronize(BOUND_S)
-    assert published.error is None
 
 
 def test_the_first_failure_of_a_scope_stays() -> None:
@@ -297,23 +242,15 @@ def test_a_device_closes_the_other_streams_of_one_that_hangs(rig: Rig) -> None:
 # --- memory
 
 
-def test_a_piece_is_let_go_once_it_has_run(stream: Stream) -> None:
-    payload = Payload()
-    watched = weakref.ref(payload)
-    stream.enqueue(lambda payload=payload: None)
-    del payload
-    finish(stream)
-    assert watched() is None
-
-
-def test_a_skipped_piece_is_let_go(stream: Stream) -> None:
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_a_piece_is_let_go_once_it_has_run_or_was_skipped(stream: Stream, is_skipped: bool) -> None:
     payload, step = Payload(), Scope("step")
     watched = weakref.ref(payload)
-    stream.enqueue(boom, step)
+    if is_skipped:
+        stream.enqueue(boom, step)
     stream.enqueue(lambda payload=payload: None, step)
     del payload
-    with pytest.raises(PieceFailed):
-        finish(stream, step)
+    finish(stream)
     assert watched() is None
 
 

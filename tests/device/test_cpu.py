@@ -45,35 +45,6 @@ def hold(stream: Stream, gate: threading.Event) -> None:
     assert entered.wait(BOUND_S)
 
 
-def test_enqueue_returns_while_an_earlier_piece_still_runs(device: CpuDevice, gate: threading.Event) -> None:
-    ran_on: list[int] = []
-    forward = device.new_stream("forward")
-    hold(forward, gate)
-    forward.enqueue(lambda: ran_on.append(threading.get_ident()))
-    end = forward.record()
-    assert ran_on == []
-    assert not end.is_done()
-    gate.set()
-    end.synchronize(BOUND_S)
-    assert ran_on != [threading.get_ident()]
-
-
-def test_two_streams_run_at_the_same_time(device: CpuDevice) -> None:
-    meeting = threading.Barrier(2, timeout=BOUND_S)
-    streams = [device.new_stream("forward"), device.new_stream("copy")]
-    for stream in streams:
-        stream.enqueue(meeting.wait)
-    for stream in streams:
-        finish(stream)
-
-
-def test_waiting_for_another_stream_does_not_block_the_caller(device: CpuDevice, gate: threading.Event) -> None:
-    forward, copy = device.new_stream("forward"), device.new_stream("copy")
-    hold(forward, gate)
-    copy.wait(forward.record())
-    assert not copy.record().is_done()
-
-
 def test_the_schedule_stream_gives_up_at_the_bound_of_the_device(gate: threading.Event) -> None:
     device = CpuDevice(num_threads=1, wait_timeout_s=SOON_S)
     forward = device.new_stream("forward")
@@ -195,30 +166,13 @@ def test_an_idle_stream_keeps_nothing_of_its_last_piece(device: CpuDevice) -> No
 # --- threads
 
 
-def test_a_compute_stream_has_the_configured_number_of_threads(device: CpuDevice) -> None:
+def test_streams_keep_the_numbers_of_threads_of_their_kinds(device: CpuDevice) -> None:
     seen: list[int] = []
-    forward = device.new_stream("forward")
-    forward.enqueue(lambda: seen.append(torch.get_num_threads()))
-    finish(forward)
-    assert seen == [3]
-
-
-def test_a_copy_stream_uses_one_thread(device: CpuDevice) -> None:
-    seen: list[int] = []
-    copy = device.new_stream("copy", StreamKind.COPY)
-    copy.enqueue(lambda: seen.append(torch.get_num_threads()))
-    finish(copy)
-    assert seen == [1]
-
-
-def test_a_stream_keeps_its_number_of_threads_when_another_is_made(device: CpuDevice) -> None:
-    seen: list[int] = []
-    forward = device.new_stream("forward")
-    finish(forward)
-    finish(device.new_stream("copy", StreamKind.COPY))
-    forward.enqueue(lambda: seen.append(torch.get_num_threads()))
-    finish(forward)
-    assert seen == [3]
+    forward, copy = device.new_stream("forward"), device.new_stream("copy", StreamKind.COPY)
+    for stream in (forward, copy, forward):
+        stream.enqueue(lambda: seen.append(torch.get_num_threads()))
+        finish(stream)
+    assert seen == [3, 1, 3]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads of the operating system")

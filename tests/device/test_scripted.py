@@ -39,29 +39,17 @@ def device() -> ScriptedDevice:
 
 def test_nothing_runs_until_the_test_says_so(device: ScriptedDevice, script: Script) -> None:
     forward = device.new_stream("forward")
-    script.put(forward, "verify")
-    script.put(forward, "publish")
-    assert forward.pending() == ["verify", "publish"]
-    assert script.ran == []
-    assert forward.run_next() == "verify"
-    assert forward.pending() == ["publish"]
-    assert script.ran == ["verify"]
-
-
-def test_an_event_is_done_as_soon_as_what_it_covers_has_run(device: ScriptedDevice, script: Script) -> None:
-    forward = device.new_stream("forward")
+    assert device.stream("forward") is forward
     script.put(forward, "verify")
     verified = forward.record()
     script.put(forward, "extend")
-    assert not verified.is_done()
+    assert forward.pending() == ["verify", "extend"]
+    assert script.ran == [] and not verified.is_done()
+    assert forward.run_next() == "verify"
+    assert verified.is_done() and forward.pending() == ["extend"]
     forward.run_next()
-    assert verified.is_done()
-    assert forward.pending() == ["extend"]
-
-
-def test_a_stream_without_work_is_not_ready(device: ScriptedDevice) -> None:
     with pytest.raises(NotReady, match="nothing to run"):
-        device.new_stream("forward").run_next()
+        forward.run_next()
 
 
 def test_a_stream_that_waits_is_blocked_until_the_other_has_run(device: ScriptedDevice, script: Script) -> None:
@@ -105,25 +93,18 @@ def test_blocking_runs_what_the_event_needs_and_nothing_else(device: ScriptedDev
     assert script.ran == ["verify", "fetch"]
 
 
-def test_the_schedule_stream_blocks_by_the_same_policy(device: ScriptedDevice, script: Script) -> None:
+def test_a_refusal_says_what_is_pending_whichever_stream_waits(device: ScriptedDevice, script: Script) -> None:
+    device.on_synchronize = refuse
     forward = device.new_stream("forward")
     script.put(forward, "verify")
     verified = forward.record()
-    device.on_synchronize = refuse
-    with pytest.raises(DeviceTimeout):
-        device.schedule_stream.wait(verified)
+    for wait in (lambda: verified.synchronize(BOUND_S), lambda: device.schedule_stream.wait(verified)):
+        with pytest.raises(DeviceTimeout, match=r"forward: \['verify'\]"):
+            wait()
+    assert script.ran == []
     device.on_synchronize = run_needed
     device.schedule_stream.wait(verified)
     assert script.ran == ["verify"]
-
-
-def test_a_refusal_says_what_is_pending(device: ScriptedDevice, script: Script) -> None:
-    device.on_synchronize = refuse
-    forward = device.new_stream("forward")
-    script.put(forward, "verify")
-    with pytest.raises(DeviceTimeout, match=r"forward: \['verify'\]"):
-        forward.record().synchronize(BOUND_S)
-    assert script.ran == []
 
 
 def test_a_policy_may_pick_any_order_that_the_events_permit(script: Script) -> None:
@@ -152,21 +133,16 @@ def test_a_policy_may_pick_any_order_that_the_events_permit(script: Script) -> N
     assert orders == legal
 
 
-def test_streams_may_progress_between_any_two_calls(script: Script) -> None:
-    """This policy lets all work run as early as it can: within the call that enqueues it."""
-    device = ScriptedDevice(on_host_call=ScriptedDevice.run_all)
-    forward = device.new_stream("forward")
-    script.put(forward, "verify")
-    assert script.ran == ["verify"]
-
-
-def test_run_all_takes_turns(device: ScriptedDevice, script: Script) -> None:
+def test_run_all_takes_turns_and_may_do_so_within_any_call(device: ScriptedDevice, script: Script) -> None:
     forward, copy = device.new_stream("forward"), device.new_stream("copy")
     for number in range(2):
         script.put(forward, f"a{number}")
         script.put(copy, f"b{number}")
     device.run_all()
     assert script.ran == ["a0", "b0", "a1", "b1"]
+    device.on_host_call = ScriptedDevice.run_all
+    script.put(forward, "a2")
+    assert script.ran[-1] == "a2"
 
 
 def test_a_stream_can_be_run_alone(device: ScriptedDevice, script: Script) -> None:
@@ -186,11 +162,6 @@ def test_a_stream_can_be_run_alone(device: ScriptedDevice, script: Script) -> No
     with pytest.raises(NotReady):
         copy.run_all()
     assert script.ran == ["verify", "extend", "land"]
-
-
-def test_the_streams_of_the_code_under_test_are_found_by_name(device: ScriptedDevice) -> None:
-    forward = device.new_stream("forward")
-    assert device.stream("forward") is forward
 
 
 def test_a_skipped_piece_is_a_step_like_any_other(device: ScriptedDevice) -> None:
