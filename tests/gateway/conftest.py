@@ -1,19 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from baton import Client
+from common.config.fast_paths import FastPath
 from tests.client.scripted_inference import ScriptedServer
-from tests.gateway.callers import AsyncCaller, BlockingCaller, Caller
+from tests.gateway.callers import Caller
 from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
-from tests.support.services_here import pair_here, until
+from tests.support.services_here import pair_here
 
-START_BOUND_S = 180.0  # compiling kernels may take most of it
+START_BOUND_S = 100.0
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +27,14 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture(scope="session")
 def pair(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[Client]:
-    """A client of the decode service of a real pair."""
+    """A client of the decode service of a real pair, whose model writes reasoning and calls in the Hermes format."""
     stack = AsyncExitStack()
 
     async def start() -> str:
-        pair = await stack.enter_async_context(pair_here(tiny_model_dir("llama"), max_kv_tokens=8192))
         # Answers are compared more closely than operators and fused kernels agree.
-        await until(lambda: pair.prefill.model.runs_program and pair.decode.model.runs_program, bound_s=START_BOUND_S)
+        settings = {"max_kv_tokens": 8192, "disabled_fast_paths": (FastPath.FUSED_FORWARDS,)}
+        services = pair_here(tiny_model_dir("llama"), decode={"output_format": "hermes"}, **settings)
+        pair = await stack.enter_async_context(services)
         return pair.decode.address
 
     try:
@@ -63,11 +65,6 @@ def edge(loop: LoopThread, scripted: ScriptedServer) -> Iterator[GatewayHere]:
         yield here
 
 
-@pytest.fixture(params=["OpenAI", "AsyncOpenAI"])
-async def caller(request: pytest.FixtureRequest, gateway: GatewayHere) -> AsyncIterator[Caller]:
-    """Either client of the `openai` package, connected to the real pair's gateway."""
-    if request.param == "OpenAI":
-        yield BlockingCaller(gateway)
-        return
-    async with gateway.openai_async() as client:
-        yield AsyncCaller(client)
+@pytest.fixture
+def caller(gateway: GatewayHere) -> Caller:
+    return Caller(gateway.openai())

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -40,6 +41,21 @@ class Answer:
     @property
     def json(self) -> Any:
         return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The JSON of each event of a stream. "[DONE]" stays a string."""
+        *events, rest = self.body.decode().split("\n\n")
+        assert rest == ""
+        data = [event.rpartition("data: ")[2] for event in events]
+        return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The JSON of each chunk of a stream that ends as OpenAI's do."""
+        *chunks, done = self.events
+        assert done == "[DONE]"
+        return chunks
 
     @property
     def error(self) -> dict[str, Any]:
@@ -87,6 +103,15 @@ class GatewayHere:
         finally:
             connection.close()
 
+    def begin_body(self, sent: bytes = b"{", *, num_bytes: int = 1000) -> http.client.HTTPConnection:
+        """Sends a completion request's head and these bytes of the body, which is to have `num_bytes`."""
+        connection = self.connect()
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", str(num_bytes))
+        connection.endheaders(sent)
+        return connection
+
     def send_raw(self, sent: bytes) -> Answer:
         """Sends bytes that need not be HTTP, and returns the first answer once the gateway has closed the
         connection.
@@ -107,6 +132,12 @@ class GatewayHere:
             if line.startswith(sample):
                 return float(line.removeprefix(sample))
         return 0.0
+
+
+def key_file(directory: Path, *keys: str) -> Path:
+    """Writes the API keys that a gateway accepts, and returns the file."""
+    (directory / "keys").write_text("\n".join(keys))
+    return directory / "keys"
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from common.config.gateway_settings import GatewaySettings
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
-from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here
+from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here, key_file
 from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import wait_until
 from tests.tracing.spans import EndedSpans
@@ -82,8 +82,7 @@ def preflight(gateway: GatewayHere, origin: str, path: str = "/v1/chat/completio
 @pytest.fixture
 def shared(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterator[GatewayHere]:
     """A gateway with an API key, whose API the pages of one other origin may call."""
-    keys = tmp_path / "keys"
-    keys.write_text("some-long-key\n")
+    keys = key_file(tmp_path, "some-long-key")
     scripted.inference.script = [started(), delta([5], "x"), finished()]
     with gateway_here(loop, scripted.address, api_key_file=keys, cors_origins=(ORIGIN,)) as gateway:
         yield gateway

@@ -21,8 +21,8 @@ def direct(pair: Client) -> Any:
     return pair.complete(PROMPT, temperature=0.0, max_tokens=24)
 
 
-async def test_a_completion_has_the_tokens_the_grpc_client_gets(caller: Caller, direct: Any) -> None:
-    answer = await caller.complete(prompt=PROMPT, **GREEDY, extra_body=IDS)
+def test_a_completion_has_the_tokens_the_grpc_client_gets(caller: Caller, direct: Any) -> None:
+    answer = caller.complete(prompt=PROMPT, **GREEDY, extra_body=IDS)
     (choice,) = answer.choices
     assert choice.token_ids == list(direct.token_ids)
     assert (choice.text, choice.finish_reason, choice.logprobs) == (direct.text, "length", None)
@@ -31,8 +31,8 @@ async def test_a_completion_has_the_tokens_the_grpc_client_gets(caller: Caller, 
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (direct.usage.num_prompt_tokens, 24)
 
 
-async def test_a_stream_has_the_same_tokens_in_chunks(caller: Caller, direct: Any) -> None:
-    *chunks, usage = await caller.completion_chunks(
+def test_a_stream_has_the_same_tokens_in_chunks(caller: Caller, direct: Any) -> None:
+    *chunks, usage = caller.completion_chunks(
         prompt=PROMPT, **GREEDY, stream_options={"include_usage": True}, extra_body=IDS
     )
     *parts, last = [chunk.choices[0] for chunk in chunks]
@@ -42,19 +42,17 @@ async def test_a_stream_has_the_same_tokens_in_chunks(caller: Caller, direct: An
     assert (usage.choices, usage.usage.completion_tokens) == ([], 24)
 
 
-async def test_a_prompt_may_be_token_ids(caller: Caller, pair: Client) -> None:
+def test_a_prompt_may_be_token_ids(caller: Caller, pair: Client) -> None:
     ids = [10, 11, 12, 13]
-    answer = await caller.complete(prompt=ids, **GREEDY, extra_body=IDS)
+    answer = caller.complete(prompt=ids, **GREEDY, extra_body=IDS)
     expected = pair.complete(token_ids=ids, temperature=0.0, max_tokens=24)
     assert answer.choices[0].token_ids == list(expected.token_ids)
     assert answer.usage.prompt_tokens == 4
 
 
 @pytest.mark.parametrize("prompts", [["the one", "another"], [[10, 11, 12], [13, 14]]], ids=["texts", "ids"])
-async def test_several_prompts_have_n_choices_each_in_their_order(
-    caller: Caller, pair: Client, prompts: list[Any]
-) -> None:
-    answer = await caller.complete(prompt=prompts, n=2, **GREEDY, extra_body=IDS)
+def test_several_prompts_have_n_choices_each_in_their_order(caller: Caller, pair: Client, prompts: list[Any]) -> None:
+    answer = caller.complete(prompt=prompts, n=2, **GREEDY, extra_body=IDS)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     expected = [
         pair.complete(**({"prompt": each} if isinstance(each, str) else {"token_ids": each}), **GREEDY)
@@ -65,24 +63,24 @@ async def test_several_prompts_have_n_choices_each_in_their_order(
     assert answer.usage.prompt_tokens == sum(each.usage.num_prompt_tokens for each in expected)
     assert answer.usage.completion_tokens == 4 * 24
 
-    chunks = await caller.completion_chunks(prompt=prompts, n=2, **GREEDY, extra_body=IDS)
+    chunks = caller.completion_chunks(prompt=prompts, n=2, **GREEDY, extra_body=IDS)
     streamed: dict[int, list[int]] = {}
     for chunk in chunks:
         streamed.setdefault(chunk.choices[0].index, []).extend(chunk.choices[0].token_ids)
     assert streamed == {index: list(choice.token_ids) for index, choice in enumerate(answer.choices)}
 
 
-async def test_without_a_bound_there_are_as_many_tokens_as_openai_gives(caller: Caller) -> None:
-    answer = await caller.complete(prompt=PROMPT, extra_body={"ignore_eos": True})
+def test_without_a_bound_there_are_as_many_tokens_as_openai_gives(caller: Caller) -> None:
+    answer = caller.complete(prompt=PROMPT, extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-async def test_the_best_of_several_have_the_largest_mean_log_probability(
+def test_the_best_of_several_have_the_largest_mean_log_probability(
     caller: Caller, pair: Client, logprobs: int | None
 ) -> None:
     prompts, sampled = ["the one", "another"], {"temperature": 1.5, "seed": 3, "max_tokens": 6}
-    answer = await caller.complete(prompt=prompts, n=2, best_of=4, **sampled, logprobs=logprobs, extra_body=IDS)
+    answer = caller.complete(prompt=prompts, n=2, best_of=4, **sampled, logprobs=logprobs, extra_body=IDS)
     expected, num_tokens = [], 0
     for prompt in prompts:
         each = [pair.complete(prompt, choice_index=index, logprobs=0, **sampled) for index in range(4)]
@@ -95,6 +93,13 @@ async def test_the_best_of_several_have_the_largest_mean_log_probability(
     assert all((choice.logprobs is None) == (logprobs is None) for choice in answer.choices)
 
 
-async def test_best_of_as_many_as_there_are_asks_for_nothing(caller: Caller, direct: Any) -> None:
-    answer = await caller.complete(prompt=PROMPT, **GREEDY, best_of=1, echo=False)
-    assert answer.choices[0].text == direct.text
+def test_choices_differ_and_those_of_a_seed_come_again(caller: Caller, pair: Client) -> None:
+    def token_ids(**options: Any) -> list[list[int]]:
+        sampled = {"prompt": PROMPT, "max_tokens": 24, "temperature": 1.0}
+        answer = caller.complete(**sampled, **options, extra_body={**IDS, "ignore_eos": True})
+        return [choice.token_ids for choice in answer.choices]
+
+    seeded, free = token_ids(seed=7, n=4), token_ids(n=4)
+    assert len({tuple(ids) for ids in (*seeded, *free)}) == 8
+    direct = pair.complete(PROMPT, seed=7, max_tokens=24, ignore_eos=True).token_ids
+    assert token_ids(seed=7) == seeded[:1] == [list(direct)]

@@ -17,20 +17,12 @@ from gateway.apis.completions import TextChoice
 from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
-from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import wait_until
 
-COMPLETIONS = "/v1/completions"
-BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
 STREAMED = {**BODY, "stream": True}
 FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL")
-
-
-def events_of(body: bytes) -> list[Any]:
-    """Returns the JSON of each event of a stream; "[DONE]" stays a string."""
-    data = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line]
-    return [each if each == "[DONE]" else json.loads(each) for each in data]
 
 
 @pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "streamed"])
@@ -99,7 +91,7 @@ def test_an_answer_that_fails_before_its_end_is_no_answer(
 def test_a_stream_that_fails_ends_with_the_error_and_without_done(edge: GatewayHere, scripted: ScriptedServer) -> None:
     scripted.inference.script = [started(), delta([5], "a"), failure(code_pb2.INTERNAL, "broke")]
     answer = edge.ask("POST", COMPLETIONS, STREAMED)
-    part, error = events_of(answer.body)
+    part, error = answer.events
     assert (answer.status, part["choices"][0]["text"]) == (200, "a")
     assert error["error"] == {"message": "broke", "type": "server_error", "param": None, "code": "internal_error"}
     wait_until(lambda: edge.metric("baton_gateway_requests_total", route=COMPLETIONS, status="500") == 1)
@@ -114,7 +106,7 @@ def test_a_mistake_of_ours_in_a_stream_is_its_last_event(
     scripted.inference.script = [started(), delta([5], "a"), scripted.inference.HOLD]
     monkeypatch.setattr(TextChoice, "part", crash)
     answer = edge.ask("POST", COMPLETIONS, STREAMED)
-    (error,) = events_of(answer.body)
+    (error,) = answer.events
     assert (answer.status, error["error"]["code"]) == (200, "internal_error")
     assert scripted.inference.call_ended.wait(BOUND_S)
     wait_until(lambda: edge.metric("baton_gateway_requests_total", route=COMPLETIONS, status="500") == 1)
@@ -130,7 +122,7 @@ def test_a_log_probability_that_is_no_number_is_the_least(
     )
     scripted.inference.script = [started(), delta([5], "a", [position]), finished()]
     answer = edge.ask("POST", COMPLETIONS, {**body, "logprobs": 1})
-    first = answer.json if body is BODY else events_of(answer.body)[0]
+    first = answer.json if body is BODY else answer.events[0]
     assert first["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
     assert first["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]
 
@@ -255,11 +247,7 @@ def test_a_stream_whose_decode_service_dies_goes_on_in_another(loop: LoopThread)
 def test_a_body_that_still_comes_when_the_gateway_stops_is_told(loop: LoopThread, scripted: ScriptedServer) -> None:
     limits = {"body_timeout_s": BOUND_S / 2}
     with gateway_here(loop, scripted.address, grace_period_s=0.1, limits=limits) as gateway:
-        connection = gateway.connect()
-        connection.putrequest("POST", COMPLETIONS)
-        connection.putheader("content-type", "application/json")
-        connection.putheader("content-length", "1000")
-        connection.endheaders(b"{")
+        connection = gateway.begin_body()
         wait_until(lambda: gateway.metric("baton_gateway_reading_requests") == 1)
         loop.run(gateway.server.drain())
         response = connection.getresponse()

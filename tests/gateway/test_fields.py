@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.v1.types_pb2 import SamplingParams
 from common.sampling.params import NUMBER_OPTIONS
 from common.text.chat_messages import ChatMessage
 from gateway.apis.chat import ChatFields, parse_chat
@@ -15,6 +16,8 @@ from gateway.apis.completions import CompletionFields, parse_completion
 from gateway.errors import ApiError
 from gateway.fields import ASKS_FOR_NOTHING
 from gateway.plan import Plan
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, finished, started
+from tests.gateway.gateway_here import COMPLETIONS, GatewayHere
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
@@ -147,3 +150,41 @@ def test_a_name_that_comes_twice_among_very_many_is_found_at_once() -> None:
     with pytest.raises(ApiError, match="comes twice in one object"):
         parse_completion(f'{{"model": "demo", "prompt": "x", "metadata": {{{names}}}}}'.encode())
     assert time.thread_time() - began_s < 3.0
+
+
+OPTIONS: dict[str, Any] = {
+    "seed": -3,
+    "temperature": 0.75,
+    "top_p": 0.875,
+    "top_k": 40,
+    "min_p": 0.125,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "repetition_penalty": 1.25,
+    "min_tokens": 4,
+    "stop_token_ids": [7],
+    "bad_words": ["x"],
+    "allowed_token_ids": [7, 20],
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+}
+
+
+@pytest.mark.parametrize("stop", ["a", ["a", "b"]], ids=["a text", "a list"])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+def test_every_option_reaches_the_decode_service(
+    edge: GatewayHere, scripted: ScriptedServer, path: str, stop: Any
+) -> None:
+    scripted.inference.script = [started(), finished()]
+    scripted.inference.has_reasoning, scripted.inference.output_format = False, "none"
+    is_chat = path != COMPLETIONS
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
+    bound = {"max_completion_tokens" if is_chat else "max_tokens": 20}
+    more = {"logit_bias": {"20": 4}, "stop": stop, "truncate_prompt_tokens": 9, **bound}
+    assert edge.ask("POST", path, {"model": "demo", **prompt, **OPTIONS, **more}).status == 200
+    request = scripted.inference.requests.get(timeout=BOUND_S)
+    assert request.truncate_prompt_tokens == 9
+    assert request.sampling == SamplingParams(
+        **{**OPTIONS, "seed": 2**64 - 3}, logit_bias={20: 4.0}, stop=list(stop), max_tokens=20
+    )

@@ -17,7 +17,7 @@ import pytest
 from gateway.errors import ApiError
 from gateway.open_requests import FREE_BODY_BYTES, OpenRequests
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here, post
+from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here, key_file, post
 from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import wait_until
 
@@ -46,11 +46,7 @@ def test_more_open_requests_than_allowed_are_told_when_to_come_again(
 
 def test_a_body_that_is_too_large_is_refused_by_its_length(loop: LoopThread, scripted: ScriptedServer) -> None:
     with gateway_here(loop, scripted.address, max_request_bytes=SMALLEST) as gateway:
-        connection = gateway.connect()
-        connection.putrequest("POST", COMPLETIONS)
-        connection.putheader("content-type", "application/json")
-        connection.putheader("content-length", str(1 << 40))
-        connection.endheaders()
+        connection = gateway.begin_body(b"", num_bytes=1 << 40)
         assert connection.getresponse().status == 413
         connection.close()
 
@@ -77,11 +73,7 @@ def test_a_body_that_does_not_tell_its_length_is_counted(loop: LoopThread, scrip
 
 def test_a_body_that_does_not_come_is_given_up(loop: LoopThread, scripted: ScriptedServer) -> None:
     with gateway_here(loop, scripted.address, limits={"body_timeout_s": SHORT_S}) as gateway:
-        connection = gateway.connect()
-        connection.putrequest("POST", COMPLETIONS)
-        connection.putheader("content-type", "application/json")
-        connection.putheader("content-length", "1000")
-        connection.endheaders(b"{")
+        connection = gateway.begin_body()
         response = connection.getresponse()
         assert (response.status, b"request_timeout" in response.read()) == (408, True)
         connection.close()
@@ -146,11 +138,9 @@ def test_a_small_body_that_stalls_once_is_waited_for(loop: LoopThread, scripted:
 def test_a_client_that_has_all_places_keeps_no_other_out(
     loop: LoopThread, scripted: ScriptedServer, tmp_path: Path, other: str
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("first-key\nsecond-key\n")
     scripted.inference.scripts.append([started(), delta([1], "a"), scripted.inference.HOLD])
     scripted.inference.script = [started(), delta([2], "b"), finished()]
-    settings = {"api_key_file": keys} if other == "key" else {}
+    settings = {"api_key_file": key_file(tmp_path, "first-key", "second-key")} if other == "key" else {}
     with gateway_here(loop, scripted.address, max_open_requests=1, **settings) as gateway:
         first = gateway.openai(api_key="first-key").completions.create(**BODY, stream=True)
         assert next(first).choices[0].text == "a"
@@ -240,8 +230,7 @@ def test_a_reader_that_takes_nothing_of_a_whole_answer_has_left(loop: LoopThread
 @pytest.fixture
 def locked(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterator[GatewayHere]:
     """A gateway that accepts two keys."""
-    keys = tmp_path / "keys"
-    keys.write_text("first-key\n\nsecond-key\n")
+    keys = key_file(tmp_path, "first-key", "", "second-key")
     scripted.inference.script = [started(), delta([1], "a"), finished()]
     scripted.become_ready()
     with gateway_here(loop, scripted.address, api_key_file=keys) as gateway:
@@ -284,7 +273,7 @@ def test_two_keys_at_a_time_open_nothing(locked: GatewayHere, other: bytes) -> N
 
 @pytest.mark.parametrize("shown", [{}, {"authorization": "Basic first-key"}, {"authorization": "first-key"}])
 def test_no_key_opens_nothing_but_what_needs_none(locked: GatewayHere, shown: dict[str, str]) -> None:
-    for path in (COMPLETIONS, "/v1/chat/completions"):
+    for path in (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/detokenize"):
         answer = locked.ask("POST", path, BODY, **shown)
         assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert answer.error["type"] == "invalid_request_error"

@@ -36,31 +36,27 @@ def assert_chat_positions(content: list[Any], expected: tuple[PositionLogprobs, 
         assert [e.logprob for e in ours.top_logprobs] == pytest.approx([e.logprob for e in theirs.top], abs=TOLERANCE)
 
 
-async def test_a_chat_has_each_token_its_bytes_and_the_likeliest(
+def test_a_chat_has_each_token_its_bytes_and_the_likeliest(
     caller: Caller, of_chat: tuple[PositionLogprobs, ...]
 ) -> None:
-    answer = await caller.chat(messages=MESSAGES, **GREEDY, logprobs=True, top_logprobs=3)
+    answer = caller.chat(messages=MESSAGES, **GREEDY, logprobs=True, top_logprobs=3)
     assert_chat_positions(answer.choices[0].logprobs.content, of_chat)
     text = b"".join(bytes(each.bytes) for each in answer.choices[0].logprobs.content)
     assert text.decode(errors="replace") == answer.choices[0].message.content
 
 
-async def test_a_streamed_chat_has_the_same(caller: Caller, of_chat: tuple[PositionLogprobs, ...]) -> None:
-    chunks = await caller.chat_chunks(messages=MESSAGES, **GREEDY, logprobs=True, top_logprobs=3)
+def test_a_streamed_chat_has_the_same(caller: Caller, of_chat: tuple[PositionLogprobs, ...]) -> None:
+    chunks = caller.chat_chunks(messages=MESSAGES, **GREEDY, logprobs=True, top_logprobs=3)
     parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs is not None]
     assert_chat_positions([each for part in parts for each in part.content], of_chat)
 
 
-async def test_without_alternatives_a_chat_has_the_chosen_tokens_alone(caller: Caller) -> None:
-    answer = await caller.chat(messages=MESSAGES, **GREEDY, logprobs=True)
-    assert [each.top_logprobs for each in answer.choices[0].logprobs.content] == [[]] * 12
-
-
-async def test_a_token_that_is_no_text_is_written_with_its_bytes(
+def test_a_token_that_is_no_text_is_written_with_its_bytes(
     caller: Caller, of_chat: tuple[PositionLogprobs, ...]
 ) -> None:
     """Most of the model's tokens are single bytes, and many of these are no text by themselves."""
-    answer = await caller.chat(messages=MESSAGES, **GREEDY, logprobs=True)
+    answer = caller.chat(messages=MESSAGES, **GREEDY, logprobs=True)
+    assert [each.top_logprobs for each in answer.choices[0].logprobs.content] == [[]] * 12, "none was asked for"
     written = [each.token for each in answer.choices[0].logprobs.content]
     assert any(token.startswith("\\x") for token in written)
     for token, position in zip(written, of_chat, strict=True):
@@ -68,8 +64,8 @@ async def test_a_token_that_is_no_text_is_written_with_its_bytes(
         assert token == (raw.decode() if raw.isascii() else "".join(f"\\x{byte:02x}" for byte in raw))
 
 
-async def test_a_completion_has_them_in_columns(caller: Caller, of_text: tuple[PositionLogprobs, ...]) -> None:
-    answer = await caller.complete(prompt="the other thing", **GREEDY, logprobs=3)
+def test_a_completion_has_them_in_columns(caller: Caller, of_text: tuple[PositionLogprobs, ...]) -> None:
+    answer = caller.complete(prompt="the other thing", **GREEDY, logprobs=3)
     columns = answer.choices[0].logprobs
     assert columns.token_logprobs == pytest.approx([each.chosen.logprob for each in of_text], abs=TOLERANCE)
     assert len(columns.tokens) == len(columns.top_logprobs) == len(columns.text_offset) == 12
@@ -78,23 +74,6 @@ async def test_a_completion_has_them_in_columns(caller: Caller, of_text: tuple[P
         assert token == (raw.decode() if raw.isascii() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw))
         assert token in top
         assert sorted(top.values()) == pytest.approx(sorted(entry.logprob for entry in position.top), abs=TOLERANCE)
-
-
-async def test_a_completions_offsets_point_into_its_text(caller: Caller) -> None:
-    answer = await caller.complete(prompt="the other thing", **GREEDY, logprobs=0)
-    (choice,) = answer.choices
-    for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
-        if not token.startswith("bytes:"):
-            assert choice.text[offset : offset + len(token)] == token
-    assert choice.logprobs.text_offset[0] == 0
-
-
-async def test_a_streamed_completions_offsets_go_on_from_chunk_to_chunk(caller: Caller) -> None:
-    options: dict[str, Any] = {"prompt": "the other thing", **GREEDY, "logprobs": 0}
-    whole = (await caller.complete(**options)).choices[0].logprobs
-    parts = [chunk.choices[0].logprobs for chunk in await caller.completion_chunks(**options)]
-    assert [offset for part in parts if part for offset in part.text_offset] == whole.text_offset
-    assert [token for part in parts if part for token in part.tokens] == whole.tokens
 
 
 def position(chosen: tuple[int, bytes, float], *top: tuple[int, bytes, float]) -> PositionLogprobs:

@@ -32,7 +32,7 @@ from gateway.plan import ChatPrompt
 from gateway.served_model import ModelCard
 from gateway.tally import Tally
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
-from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here
+from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here, key_file
 from tests.gateway.parsing.transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
 from tests.gateway.test_tools import SIZE, assert_fits
 from tests.support.loop_thread import LoopThread
@@ -55,14 +55,9 @@ def text(words: str, **more: Any) -> dict[str, Any]:
 def events_of(answer: Answer) -> list[dict[str, Any]]:
     """Returns the events of a stream, each of which has its type as its name."""
     assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-    *blocks, rest = answer.body.decode().split("\n\n")
-    assert rest == ""
-    events = []
-    for block in blocks:
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
+    names = [line for line in answer.body.decode().split("\n") if line.startswith("event: ")]
+    assert names == [f"event: {event['type']}" for event in answer.events]
+    return answer.events
 
 
 def message_of(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -635,8 +630,7 @@ def test_a_prompt_that_prefill_finds_too_long_is_told_in_anthropics_words(
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
 def test_errors_have_anthropics_form(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path, path: str) -> None:
-    (tmp_path / "keys").write_text("first-key\nsecond-key\n")
-    settings = {"api_key_file": tmp_path / "keys", "max_request_bytes": 65536}
+    settings = {"api_key_file": key_file(tmp_path, "first-key", "second-key"), "max_request_bytes": 65536}
     with gateway_here(loop, scripted.address, **settings) as here:
         body = {**BODY, "max_tokens": 8 if path == MESSAGES else None}
         for shown in ({}, {"x_api_key": "other"}, {"x_api_key": "first-key", "authorization": "Bearer second-key"}):
@@ -652,9 +646,9 @@ def test_errors_have_anthropics_form(loop: LoopThread, scripted: ScriptedServer,
 def test_a_key_comes_in_either_header_or_both_here_and_in_one_elsewhere(
     loop: LoopThread, scripted: ScriptedServer, tmp_path: Path
 ) -> None:
-    (tmp_path / "keys").write_text("first-key\nsecond-key\n")
+    keys = key_file(tmp_path, "first-key", "second-key")
     scripted.inference.script = [started(), finished()]
-    with gateway_here(loop, scripted.address, api_key_file=tmp_path / "keys") as here:
+    with gateway_here(loop, scripted.address, api_key_file=keys) as here:
         bare, bearer = {"x_api_key": "first-key"}, {"authorization": "Bearer first-key"}
         for shown in (bare, bearer, {**bare, **bearer}):
             assert here.ask("POST", MESSAGES, BODY, **shown).status == 200

@@ -164,10 +164,8 @@ def reasons(scripted: ScriptedServer) -> ScriptedServer:
 
 
 def deltas_of(edge: GatewayHere, **fields: Any) -> list[dict[str, Any]]:
-    body = edge.ask("POST", "/v1/chat/completions", {**CHAT, "stream": True, **fields}).body.decode()
-    *events, done, _ = body.split("\n\n")
-    assert done == "data: [DONE]"
-    return [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+    answer = edge.ask("POST", "/v1/chat/completions", {**CHAT, "stream": True, **fields})
+    return [chunk["choices"][0]["delta"] for chunk in answer.chunks]
 
 
 @pytest.mark.usefixtures("reasons")

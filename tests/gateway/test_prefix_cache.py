@@ -4,7 +4,6 @@ chats stay with the service that has them cached.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from baton.events import Started
 from gateway.apis.completions import parse_completion
 from gateway.tally import Tally
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import wait_until
 
@@ -25,16 +24,10 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 
 
-def ask(edge: GatewayHere, path: str, **fields: Any) -> bytes:
+def ask(edge: GatewayHere, path: str, **fields: Any) -> Answer:
     answer = edge.ask("POST", path, {"model": "demo", **PROMPTS[path], **fields})
     assert answer.status == 200, answer.body
-    return answer.body
-
-
-def chunks_of(body: bytes) -> list[Any]:
-    *events, done, rest = body.decode().split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    return answer
 
 
 def script(server: ScriptedServer, *num_cached_tokens: int) -> None:
@@ -47,29 +40,24 @@ def script(server: ScriptedServer, *num_cached_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("path", PROMPTS)
-def test_salt_and_switch_travel(edge: GatewayHere, scripted: ScriptedServer, path: str) -> None:
-    script(scripted, 0, 0)
-    ask(edge, path, cache_salt="tenant", cache_prompt=False, n=2)
-    for _ in range(2):
-        request = scripted.inference.requests.get(timeout=BOUND_S)
-        assert (request.cache_salt, request.HasField("cache_prompt"), request.cache_prompt) == ("tenant", True, False)
-
-
-@pytest.mark.parametrize("path", PROMPTS)
-def test_without_them_the_decode_service_decides(edge: GatewayHere, scripted: ScriptedServer, path: str) -> None:
-    script(scripted, 0)
-    ask(edge, path, cache_salt=None)
-    request = scripted.inference.requests.get(timeout=BOUND_S)
-    assert not request.HasField("cache_salt") and not request.HasField("cache_prompt")
-
-
-@pytest.mark.parametrize("path", PROMPTS)
-def test_an_answers_usage_has_what_was_cached_for_every_choice(
+def test_salt_and_switch_travel_and_without_them_the_decode_service_decides(
     edge: GatewayHere, scripted: ScriptedServer, path: str
 ) -> None:
-    script(scripted, 3, 2)
-    answer = json.loads(ask(edge, path, n=2))
-    assert answer["usage"] == {
+    script(scripted, 0, 0, 0)
+    ask(edge, path, cache_salt="tenant", cache_prompt=False, n=2)
+    ask(edge, path, cache_salt=None)
+    *both, free = (scripted.inference.requests.get(timeout=BOUND_S) for _ in range(3))
+    for request in both:
+        assert (request.cache_salt, request.HasField("cache_prompt"), request.cache_prompt) == ("tenant", True, False)
+    assert not free.HasField("cache_salt") and not free.HasField("cache_prompt")
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_the_usage_has_what_was_cached_for_every_choice_once_the_output_has_ended(
+    edge: GatewayHere, scripted: ScriptedServer, path: str
+) -> None:
+    script(scripted, 3, 2, 2, 3, 2)
+    usage = {
         "prompt_tokens": 3,
         "completion_tokens": 2,
         "total_tokens": 5,
@@ -81,28 +69,17 @@ def test_an_answers_usage_has_what_was_cached_for_every_choice(
             "forced_draft_tokens": 0,
         },
     }
+    assert ask(edge, path, n=2).json["usage"] == usage
+    assert ask(edge, path, n=2, stream=True, stream_options={"include_usage": True}).chunks[-1]["usage"] == usage
 
-
-@pytest.mark.parametrize("path", PROMPTS)
-def test_so_has_the_last_chunk_of_a_stream(edge: GatewayHere, scripted: ScriptedServer, path: str) -> None:
-    script(scripted, 2, 3)
-    last = chunks_of(ask(edge, path, n=2, stream=True, stream_options={"include_usage": True}))[-1]
-    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-
-
-@pytest.mark.parametrize("path", PROMPTS)
-def test_the_usage_so_far_has_it_once_the_output_has_ended(
-    edge: GatewayHere, scripted: ScriptedServer, path: str
-) -> None:
-    script(scripted, 2)
-    chunks = chunks_of(ask(edge, path, stream=True, stream_options={"continuous_usage_stats": True}))
+    chunks = ask(edge, path, stream=True, stream_options={"continuous_usage_stats": True}).chunks
     counts = [chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in chunks]
     assert (set(counts[:-1]), counts[-1]) == ({0}, 2)
 
 
 def test_what_several_prompts_had_cached_adds_up(edge: GatewayHere, scripted: ScriptedServer) -> None:
     script(scripted, 3, 2)
-    counted = json.loads(ask(edge, "/v1/completions", prompt=["hi", "ho"]))["usage"]
+    counted = ask(edge, "/v1/completions", prompt=["hi", "ho"]).json["usage"]
     assert (counted["prompt_tokens"], counted["prompt_tokens_details"]) == (6, {"cached_tokens": 5})
 
 

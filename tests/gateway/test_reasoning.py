@@ -5,17 +5,10 @@ must fit a grammar follows it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.gateway.callers import BlockingCaller
-from tests.gateway.gateway_here import GatewayHere, gateway_here
-from tests.support.loop_thread import LoopThread
-from tests.support.services_here import pair_here
+from tests.gateway.callers import Caller
+from tests.gateway.gateway_here import GatewayHere
 
 BUDGET = 12
 OPENED: list[Any] = [{"role": "user", "content": "the other thing"}, {"role": "assistant", "content": "<think>"}]
@@ -30,29 +23,6 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def gateway(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[GatewayHere]:
-    """Runs a gateway whose model writes in the Hermes format, with reasoning."""
-    stack = AsyncExitStack()
-
-    async def start() -> str:
-        pair = await stack.enter_async_context(
-            pair_here(tiny_model_dir("llama"), decode={"output_format": "hermes", "local_prefill_tokens": 4096})
-        )
-        return pair.decode.address
-
-    try:
-        with gateway_here(loop, loop.run(start()), served_model_name="tiny") as here:
-            yield here
-    finally:
-        loop.run(stack.aclose())
-
-
-@pytest.fixture
-def caller(gateway: GatewayHere) -> BlockingCaller:
-    return BlockingCaller(gateway)
-
-
 def reasoning_in(chunks: list[Any], index: int) -> str:
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
     return "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices)
@@ -63,9 +33,9 @@ def content_in(chunks: list[Any], index: int) -> str:
     return "".join(choice.delta.content or "" for choice in choices)
 
 
-async def test_an_answer_fits_its_schema_after_bounded_reasoning(caller: BlockingCaller) -> None:
-    answer = await caller.chat(**ASKED, response_format=SHAPE)
-    chunks = await caller.chat_chunks(**ASKED, response_format=SHAPE)
+def test_an_answer_fits_its_schema_after_bounded_reasoning(caller: Caller) -> None:
+    answer = caller.chat(**ASKED, response_format=SHAPE)
+    chunks = caller.chat_chunks(**ASKED, response_format=SHAPE)
     for each in answer.choices:
         assert json.loads(each.message.content) in (7, "ab")
         assert each.message.reasoning_content and "think" not in each.message.reasoning_content
@@ -77,8 +47,8 @@ async def test_an_answer_fits_its_schema_after_bounded_reasoning(caller: Blockin
     assert num_reasoning < answer.usage.completion_tokens
 
 
-async def test_a_call_that_must_come_follows_the_reasoning(caller: BlockingCaller) -> None:
-    answer = await caller.chat(**ASKED, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+def test_a_call_that_must_come_follows_the_reasoning(caller: Caller) -> None:
+    answer = caller.chat(**ASKED, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
     for each in answer.choices:
         (call,) = each.message.tool_calls
         assert (call.function.name, each.finish_reason) == ("clock", "tool_calls")

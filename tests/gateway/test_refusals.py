@@ -368,18 +368,18 @@ def pair_context(gateway: GatewayHere) -> int:
     return int(card["max_model_len"])
 
 
-async def test_another_model_is_not_found(caller: Caller) -> None:
+def test_another_model_is_not_found(caller: Caller) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        await caller.chat(model="gpt-4o", messages=MESSAGES)
+        caller.chat(model="gpt-4o", messages=MESSAGES)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-async def test_the_package_raises_its_own_errors(caller: Caller) -> None:
+def test_the_package_raises_its_own_errors(caller: Caller) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await caller.chat(messages=MESSAGES, temperature=-1)
+        caller.chat(messages=MESSAGES, temperature=-1)
     assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
     with pytest.raises(openai.BadRequestError):
-        await caller.chat_chunks(messages=MESSAGES, temperature=-1)
+        caller.chat_chunks(messages=MESSAGES, temperature=-1)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from common.config.gateway_settings import GatewaySettings
 from common.errors import ConfigError, StartupError
 from gateway.server import GatewayServer
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.gateway.gateway_here import GatewayHere, gateway_here
+from tests.gateway.gateway_here import GatewayHere, gateway_here, key_file
 from tests.security.certificates import Authority
 from tests.support.loop_thread import LoopThread
 
@@ -147,7 +147,7 @@ def test_hosts_that_nobody_knows_end_the_start(loop: LoopThread) -> None:
 def test_what_is_open_beyond_this_machine_is_warned_about(
     loop: LoopThread, listen: str, settings: dict[str, Any], expected: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "keys").write_text("some-long-key\n")
+    key_file(tmp_path, "some-long-key")
     files = {name: tmp_path / value if name.endswith("_file") else value for name, value in settings.items()}
 
     async def build() -> None:
@@ -161,8 +161,8 @@ def test_what_is_open_beyond_this_machine_is_warned_about(
 @pytest.fixture
 def closed(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterator[GatewayHere]:
     """A gateway whose status page and metrics need a key too."""
-    (tmp_path / "keys").write_text("some-long-key\nother-long-key\n")
-    with gateway_here(loop, scripted.address, api_key_file=tmp_path / "keys", status_needs_key=True) as gateway:
+    keys = key_file(tmp_path, "some-long-key", "other-long-key")
+    with gateway_here(loop, scripted.address, api_key_file=keys, status_needs_key=True) as gateway:
         yield gateway
 
 

@@ -4,17 +4,14 @@ service.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton import ChatMessage, Client
 from baton.errors import InvalidArgument
-from tests.client.scripted_inference import ScriptedServer
 from tests.gateway.callers import Caller
-from tests.gateway.gateway_here import GatewayHere, gateway_here
-from tests.support.loop_thread import LoopThread
+from tests.gateway.gateway_here import GatewayHere
 from tests.support.models import END, START_ID, VOCAB_SIZE
 
 TEXT = "the other thing é"
@@ -35,11 +32,9 @@ def test_a_text_becomes_tokens_and_a_text_again(gateway: GatewayHere, pair: Clie
     assert gateway.ask("POST", "/detokenize", {"tokens": []}).json == {"prompt": ""}
 
 
-async def test_a_chat_becomes_the_tokens_that_it_is_answered_from(
-    gateway: GatewayHere, pair: Client, caller: Caller
-) -> None:
+def test_a_chat_becomes_the_tokens_that_it_is_answered_from(gateway: GatewayHere, pair: Client, caller: Caller) -> None:
     tokens = gateway.ask("POST", "/tokenize", {"messages": MESSAGES}).json["tokens"]
-    answer = await caller.chat(messages=MESSAGES, max_tokens=1)
+    answer = caller.chat(messages=MESSAGES, max_tokens=1)
     assert answer.usage.prompt_tokens == len(tokens)
     assert tokens[0] == START_ID
     text = gateway.ask("POST", "/detokenize", {"tokens": tokens}).json["prompt"]
@@ -75,13 +70,6 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert (answer.error["param"], answer.error["code"]) == (param, code)
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-def test_it_needs_a_key(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path, path: str) -> None:
-    (tmp_path / "keys").write_text("secret-key-of-the-test\n")
-    with gateway_here(loop, scripted.address, api_key_file=tmp_path / "keys") as gateway:
-        assert gateway.ask("POST", path, {}).status == 401
-
-
 def test_either_side_adds_special_tokens_only_when_asked(pair: Client) -> None:
     """The tiny tokenizer adds no special tokens by itself, so the ids are the same with and without."""
     assert pair.tokenize("a", add_special_tokens=True) == pair.tokenize("a", add_special_tokens=False)
@@ -90,21 +78,20 @@ def test_either_side_adds_special_tokens_only_when_asked(pair: Client) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3, 4096])
-async def test_of_a_prompt_only_its_last_tokens_count_when_asked(caller: Caller, pair: Client, most: int) -> None:
+def test_of_a_prompt_only_its_last_tokens_count_when_asked(caller: Caller, pair: Client, most: int) -> None:
     tokens = pair.tokenize(TEXT).token_ids
     expected = pair.complete(token_ids=tokens[-most:], **GREEDY)
     for prompt in (TEXT, list(tokens)):
-        answer = await caller.complete(prompt=prompt, **GREEDY, extra_body={"truncate_prompt_tokens": most, **IDS})
+        answer = caller.complete(prompt=prompt, **GREEDY, extra_body={"truncate_prompt_tokens": most, **IDS})
         assert answer.choices[0].token_ids == list(expected.token_ids)
         assert answer.usage.prompt_tokens == min(most, len(tokens))
 
     chat = pair.tokenize(chat=CHAT).token_ids
     expected = pair.complete(token_ids=chat[-most:], **GREEDY)
-    answer = await caller.chat(messages=MESSAGES, **GREEDY, extra_body={"truncate_prompt_tokens": most, **IDS})
+    answer = caller.chat(messages=MESSAGES, **GREEDY, extra_body={"truncate_prompt_tokens": most, **IDS})
     assert answer.choices[0].token_ids == list(expected.token_ids)
 
 
-@pytest.mark.parametrize("prompt", ["b" * 10_000, [40] * 10_000], ids=["text", "ids"])
-async def test_a_prompt_that_is_too_long_is_cut_to_what_leaves_room(caller: Caller, prompt: Any) -> None:
-    answer = await caller.complete(prompt=prompt, **GREEDY, extra_body={"truncate_prompt_tokens": -1})
+def test_a_prompt_that_is_too_long_is_cut_to_what_leaves_room(caller: Caller) -> None:
+    answer = caller.complete(prompt="b" * 10_000, **GREEDY, extra_body={"truncate_prompt_tokens": -1})
     assert answer.usage.prompt_tokens == 4096 - GREEDY["max_tokens"]

@@ -77,6 +77,7 @@ def pair(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> Iterator[Secu
         pair.processes.stop()
 
 
+@pytest.mark.thorough
 def test_who_has_a_certificate_and_a_token_is_served_and_no_secret_is_logged(pair: SecuredPair) -> None:
     with pair.client(token=None) as prober:  # health probes have no token
         wait_until(
