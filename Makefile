@@ -23,7 +23,7 @@ help:
 	@echo 'make kubernetes-test  build the images and run the pods of deploy/kubernetes as containers; needs Docker and compose'
 	@echo 'make ray-test     serve the demo model on a Ray cluster of three nodes here, in an environment of its own'
 	@echo 'make clients-test try the clients of other projects, in an environment of their own'
-	@echo 'make check        format, lint, types, imports, stubs'
+	@echo 'make check        format, lint, types, imports, stubs, pages'
 	@echo 'make format       apply formatting and safe lint fixes'
 	@echo 'make stubs        generate baton/v1 from proto/'
 	@echo 'make parity       the long parity tables'
@@ -66,7 +66,6 @@ check-rest: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	$(BIN)/python -m scripts.stubs --check
 	$(BIN)/python -m scripts.lint
 
 format: $(DEV)

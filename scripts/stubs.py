@@ -1,15 +1,14 @@
-"""Generates the typed stubs of proto/ into baton/v1, or checks that the committed ones are current.
+"""Generates the typed stubs of proto/ into baton/v1.
 
-    python -m scripts.stubs            write them
-    python -m scripts.stubs --check    exit 1, naming each file that differs
+python -m scripts.stubs
 
+`python -m scripts.lint stubs` tells whether the committed ones are current.
 The compiler's version, in protoc-requirements.txt beside this file, decides the oldest protobuf and grpcio that the
 stubs run with.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from importlib import resources
@@ -57,27 +56,17 @@ def _plugin(name: str) -> Path:
     return Path(sys.executable).parent / name
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with the committed stubs, write nothing")
-    check = parser.parse_args().check
+def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         generate(Path(directory))
         fresh, committed = Path(directory) / PACKAGE, ROOT / PACKAGE
-        stale = differences(fresh, committed)
-        if not check:
-            for name in stale:
-                if (fresh / name).exists():
-                    (committed / name).write_bytes((fresh / name).read_bytes())
-                else:
-                    (committed / name).unlink()
-    for name in stale:
-        print(f"{'differs' if check else 'wrote'}: {PACKAGE / name}")
-    if check and stale:
-        print("the stubs do not match proto/: run `make stubs`")
-        return 1
-    return 0
+        for name in differences(fresh, committed):
+            if (fresh / name).exists():
+                (committed / name).write_bytes((fresh / name).read_bytes())
+            else:
+                (committed / name).unlink()
+            print(f"wrote: {PACKAGE / name}")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

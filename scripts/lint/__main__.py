@@ -15,7 +15,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 from scripts.lint.problem import Problem
 
-MODULES = ("field_rules", "links", "commands", "operations", "configuration", "engine")
+MODULES = (
+    "field_rules",
+    "links",
+    "commands",
+    "operations",
+    "configuration",
+    "engine",
+    "stubs",
+    "requirements",
+    "makefile",
+)
 """The modules of this folder that have a tuple RULES, each of functions that yield problems."""
 
 Rule = Callable[[], Iterable[Problem]]

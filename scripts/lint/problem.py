@@ -33,3 +33,9 @@ def set_apart(path: Path, kind: str, found: Set[str], wanted: Set[str]) -> Itera
         yield Problem(path, 0, f"{kind} {name} is missing")
     for name in sorted(found - wanted):
         yield Problem(path, line_of(path.read_text(), name), f"{kind} {name} does not exist")
+
+
+def unequal(path: Path, what: str, found: object, wanted: object) -> Iterator[Problem]:
+    """Yields a problem if `found`, which is described by `what`, is something else than what is wanted."""
+    if found != wanted:
+        yield Problem(path, 0, f"{what}: {found!r}, not {wanted!r}")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +76,7 @@ def run_there(code: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_the_gpu_suite_and_benchmark_find_their_imports_and_every_fixture() -> None:
     recipe = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "tests/gpu/pytest.ini" in line)
     arguments = shlex.split(recipe.replace("$(PYTEST_ARGS)", "").partition("-m pytest")[2])
