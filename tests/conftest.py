@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -61,6 +62,20 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Undoes what a test's program sets up for its logs: the test's output, where they go, is closed after it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    if root.handlers is not handlers:
+        import structlog
+
+        root.handlers = handlers
+        root.setLevel(level)
+        structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,15 +15,11 @@ from common.telemetry.logs import configure_logs, only_log_lines
 
 
 @pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    """The log output of a configured process. pytest's own logging is restored afterwards."""
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
+def stream() -> io.StringIO:
+    """The log output of a configured process."""
     stream = io.StringIO()
     configure_logs("info", stream=stream, service="decode_service", instance_id="i1")
-    yield stream
-    root.handlers, root.level = handlers, level
-    structlog.reset_defaults()
+    return stream
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:

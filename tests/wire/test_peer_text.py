@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -54,9 +53,9 @@ def test_what_is_not_printable_is_escaped_as_python_does(text: str, shown: str) 
 
 def test_megabytes_cost_nothing() -> None:
     text = "\x1b" * 64_000_000
-    begin_s = time.perf_counter()
+    begin_s = time.thread_time()
     assert peer_text(text).endswith("... (64000000 bytes)")
-    assert time.perf_counter() - begin_s < 1.0
+    assert time.thread_time() - begin_s < 1.0
 
 
 def is_harmless(text: str, max_bytes: int = MAX_PEER_TEXT_BYTES) -> bool:
@@ -66,18 +65,8 @@ def is_harmless(text: str, max_bytes: int = MAX_PEER_TEXT_BYTES) -> bool:
 # ---- the log --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def restored_logs() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    yield
-    root.handlers = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-
-
 @pytest.mark.parametrize("log_format", ["json", "console"])
-def test_no_field_of_a_log_line_is_long_or_commands_a_terminal(restored_logs: None, log_format: str) -> None:
+def test_no_field_of_a_log_line_is_long_or_commands_a_terminal(log_format: str) -> None:
     stream = io.StringIO()
     configure_logs("info", log_format, stream=stream)  # type: ignore[arg-type]
     logging.getLogger("foreign").warning("replica says %s", "\x1b[2J\nforged" + "x" * 100_000)
@@ -91,7 +80,7 @@ def test_no_field_of_a_log_line_is_long_or_commands_a_terminal(restored_logs: No
         assert ours["reason"].startswith("\\x1b[2J\\nforged")
 
 
-def test_tracebacks_stay_as_they_are(restored_logs: None) -> None:
+def test_tracebacks_stay_as_they_are() -> None:
     stream = io.StringIO()
     configure_logs("info", stream=stream)
     try:
