@@ -25,6 +25,7 @@ MODULES = (
     "stubs",
     "requirements",
     "makefile",
+    "watching",
 )
 """The modules of this folder that have a tuple RULES, each of functions that yield problems."""
 

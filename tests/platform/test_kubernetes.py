@@ -25,8 +25,8 @@ from common.config.process_settings import ProcessSettings
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.kv.shared_pool import DIRECTORY as SHARED_MEMORY
 from common.telemetry.engine_metrics import POOL_STATES
+from scripts.lint.exports import exported
 from tests.kubernetes.manifests import DIRECTORY, KUBECTL, Manifests, Object, overlay, rendered
-from tests.platform.exports import exported
 
 ROOT = Path(__file__).parents[2]
 VERSION = "1.37"

@@ -1,6 +1,8 @@
-"""The samples that each service exports, for tests of what asks for them."""
+"""The samples that each service exports, for rules about what asks for them."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -25,6 +27,7 @@ Exports = dict[str, dict[str, set[str]]]
 """For each Prometheus job, the names of its samples, each with its labels."""
 
 
+@cache
 def exported() -> Exports:
     """Returns the samples that each service exports after every kind of event has happened once."""
     prefill, decode, gateway = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
