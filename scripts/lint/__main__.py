@@ -26,6 +26,8 @@ MODULES = (
     "requirements",
     "makefile",
     "watching",
+    "compose",
+    "kubernetes",
 )
 """The modules of this folder that have a tuple RULES, each of functions that yield problems."""
 
