@@ -36,6 +36,11 @@ def set_apart(path: Path, kind: str, found: Set[str], wanted: Set[str]) -> Itera
 
 
 def unequal(path: Path, what: str, found: object, wanted: object) -> Iterator[Problem]:
-    """Yields a problem if `found`, which is described by `what`, is something else than what is wanted."""
+    """Yields a problem if `found`, which is described by `what`, is something else than what is wanted. Of two mappings
+    it shows only what differs.
+    """
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        differing = [key for key in (*found, *wanted) if found.get(key) != wanted.get(key)]
+        found, wanted = ({key: each[key] for key in differing if key in each} for each in (found, wanted))
     if found != wanted:
         yield Problem(path, 0, f"{what}: {found!r}, not {wanted!r}")
