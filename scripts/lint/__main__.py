@@ -22,6 +22,7 @@ MODULES = (
     "operations",
     "configuration",
     "engine",
+    "invariants",
     "stubs",
     "requirements",
     "makefile",
