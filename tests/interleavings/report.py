@@ -1,7 +1,6 @@
-"""Prints two tables: the number of orders of each scenario, and the order, or the check of tests/engine, that shows
-each mutant.
+"""Prints two tables: the number of orders of each scenario, and the order that shows each mutant of the catalogue.
 
-    python -m tests.interleavings.report [--orders N]
+python -m tests.interleavings.report [--orders N]
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from tests.engine.mutants.kinds import Mutant
 from tests.interleavings.catalogue import CAUGHT_BY, EXHAUSTIVE, LARGE, NO_ORDER_HAS, NUM_ORDERS, SOME_ORDER_HAS
 from tests.interleavings.explorer import explore, sample, shorten
-from tests.interleavings.shown import shown_by_checks
 
 
 def main() -> None:
@@ -47,11 +45,6 @@ def main() -> None:
             gone = sorted(SOME_ORDER_HAS[scenario] - report.witnessed)
             assert gone, f"{mutant.__name__} does not show in {scenario.name}"
             _print_row(mutant, scenario.name, report.num_interleavings, f"in no order {gone[-1]}", "every one")
-    explored = {entry[0].__name__ for entry in (*CAUGHT_BY, *NO_ORDER_HAS)}
-    checks = {shown.mutant.__name__: shown for shown in reversed(list(shown_by_checks()))}
-    for name in sorted(checks.keys() - explored):
-        shown = checks[name]
-        _print_row(shown.mutant, shown.test, 1, shown.symptom(), "the check's")
 
 
 def _print_row(mutant: Mutant, shown_by: str, num_interleavings: int, symptom: str, order: str) -> None:

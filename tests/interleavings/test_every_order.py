@@ -6,16 +6,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.interleavings.catalogue import EXHAUSTIVE, SOME_ORDER_HAS, AnyScenario
+from tests.interleavings.catalogue import EXHAUSTIVE, SOME_ORDER_HAS, AnyScenario, each
 from tests.interleavings.explorer import explore, shorten
 
 
-def name_of(scenario: AnyScenario) -> str:
-    return scenario.name
-
-
 @pytest.mark.timeout(600)  # hundreds of lives of an engine
-@pytest.mark.parametrize("scenario", EXHAUSTIVE, ids=name_of)
+@pytest.mark.parametrize("scenario", each(EXHAUSTIVE))
 def test_every_order(scenario: AnyScenario) -> None:
     report = explore(scenario.program)
     assert report.failure is None, str(shorten(scenario.program, report.failure))

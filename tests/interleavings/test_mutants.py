@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.engine.mutants.kinds import Mutant
 from tests.interleavings.catalogue import (
     CAUGHT_BY,
-    EXHAUSTIVE,
     FOUND_BY_EXPLORING,
-    LARGE,
     NO_ORDER_HAS,
     NUM_ORDERS,
     SOME_ORDER_HAS,
     AnyScenario,
+    marks_of,
 )
-from tests.interleavings.explorer import explore, replay, sample, shorten
-from tests.interleavings.shown import mutant_names, shown_by_checks
-
-PAGE = Path(__file__).parents[2] / "benchmarks" / "orders.md"
+from tests.interleavings.explorer import explore, replay, sample
+from tests.interleavings.killings import id_of, killings, mutant_names
 
 
 @pytest.mark.parametrize(
     ("mutant", "scenario", "symptom"),
-    [pytest.param(*entry, id=f"{entry[0].__name__}-{entry[1].name}") for entry in CAUGHT_BY],
+    [pytest.param(*entry, id=id_of(*entry), marks=marks_of(entry[1])) for entry in CAUGHT_BY],
 )
 def test_an_order_that_shows_it_is_found(
     mutant: Mutant, scenario: AnyScenario, symptom: str, monkeypatch: pytest.MonkeyPatch
@@ -35,15 +31,14 @@ def test_an_order_that_shows_it_is_found(
         mutant(patch)
         failure = sample(scenario.program, num_runs=NUM_ORDERS, seed=0).failure
         assert failure is not None, "no order showed it"
-        script = shorten(scenario.program, failure).script
         assert re.search(symptom, str(failure.error))
-        assert re.search(symptom, str(replay(scenario.program, script)))
-    assert replay(scenario.program, script) is None, "the engine as it is fails in this order too"
+        assert re.search(symptom, str(replay(scenario.program, failure.script)))
+    assert replay(scenario.program, failure.script) is None, "the engine as it is fails in this order too"
 
 
 @pytest.mark.parametrize(
     ("mutant", "scenario"),
-    [pytest.param(*entry, id=f"{entry[0].__name__}-{entry[1].name}") for entry in NO_ORDER_HAS],
+    [pytest.param(*entry, id=id_of(*entry), marks=marks_of(entry[1])) for entry in NO_ORDER_HAS],
 )
 def test_what_some_order_has_no_order_has_with_it(
     mutant: Mutant, scenario: AnyScenario, monkeypatch: pytest.MonkeyPatch
@@ -55,16 +50,10 @@ def test_what_some_order_has_no_order_has_with_it(
 
 
 def test_every_mutant_is_shown_by_an_order_or_a_check() -> None:
-    explored = {entry[0].__name__ for entry in (*CAUGHT_BY, *NO_ORDER_HAS)}
-    assert mutant_names() == explored | {shown.mutant.__name__ for shown in shown_by_checks()}
+    assert mutant_names() == {killing.mutant.__name__ for killing in killings()}
 
 
-def test_the_page_has_a_row_for_each_mutant_and_scenario() -> None:
-    rows = {line.split(" | ")[0].removeprefix("| ") for line in PAGE.read_text().splitlines() if line.startswith("| ")}
-    assert mutant_names() <= rows
-    assert {scenario.name for scenario in (*EXHAUSTIVE, *LARGE)} <= rows
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize("mutant", FOUND_BY_EXPLORING, ids=lambda mutant: mutant.__name__)
 def test_exploring_finds_it(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario, symptom = next(entry[1:] for entry in CAUGHT_BY if entry[0] is mutant)

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.interleavings.catalogue import LARGE, NUM_ORDERS, SOME_ORDER_HAS, AnyScenario
+from tests.interleavings.catalogue import LARGE, NUM_ORDERS, SOME_ORDER_HAS, AnyScenario, each
 from tests.interleavings.explorer import sample, shorten
 
 
-def name_of(scenario: AnyScenario) -> str:
-    return scenario.name
-
-
-@pytest.mark.parametrize("scenario", LARGE, ids=name_of)
+@pytest.mark.parametrize("scenario", each(LARGE))
 def test_random_orders(scenario: AnyScenario) -> None:
     report = sample(scenario.program, num_runs=NUM_ORDERS, seed=1)
     assert report.failure is None, str(shorten(scenario.program, report.failure))

@@ -27,6 +27,7 @@ def run(soak: Soak) -> Soak:
     return soak
 
 
+@pytest.mark.thorough
 def test_it_goes_on_until_enough_orders_differ() -> None:
     done = run(Soak(small=[SMALL], large=[LARGE, ABORTED], num_wanted=70))
     small, *large = done.tallies.values()
@@ -37,6 +38,7 @@ def test_it_goes_on_until_enough_orders_differ() -> None:
     assert f"| together | {7 + sum(tally.num_runs for tally in large)} | {done.num_interleavings} |" in done.table()
 
 
+@pytest.mark.thorough
 def test_a_scenario_of_which_all_orders_were_met_is_left() -> None:
     """More random orders are counted than exploring runs, up to twice as many, because the engine may idle once
     more.
@@ -46,6 +48,7 @@ def test_a_scenario_of_which_all_orders_were_met_is_left() -> None:
     assert done.shortcomings == [f"{done.num_interleavings} interleavings of 100: time, or orders, were short"]
 
 
+@pytest.mark.thorough
 def test_lives_are_seldom_the_same() -> None:
     (drawn,) = run(Soak(small=[], large=[RandomLives()], num_wanted=60)).tallies.values()
     assert 0.9 * drawn.num_runs < drawn.num_interleavings <= drawn.num_runs == 80
@@ -80,6 +83,7 @@ def test_lives_get_four_fifths_of_the_time_in_processes_beside_each_other() -> N
     assert spells.of[LARGE.name] == pytest.approx(10, abs=2)
 
 
+@pytest.mark.thorough
 def test_lives_in_which_little_happens_fall_short() -> None:
     lives = RandomLives(num_telling=40, some_have=frozenset({RETRIED, "a request was lost"}))
     done = run(Soak(small=[], large=[lives], num_wanted=30))
@@ -124,6 +128,7 @@ def test_a_number_of_orders_that_is_not_the_known_one_is_a_failure(monkeypatch: 
     assert failure == f"{SMALL.name}: 7 orders, and 8 are known"
 
 
+@pytest.mark.thorough
 def test_it_runs_in_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(soak, "EXHAUSTIVE", {SMALL: 7})
     monkeypatch.setattr(soak, "LARGE", ())
