@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -84,6 +85,7 @@ class PoolMachine(RuleBasedStateMachine):
             slot for other in (*self.held, *self.released) if not self.is_free(other) for slot in other.slots.tolist()
         }
         assert not in_use & set(lease.slots.tolist())
+        assert lease.row != 0 and 0 not in lease.slots, "the padding row or slot was given out"
         self.held.append(lease)
 
     @staticmethod
@@ -172,56 +174,36 @@ def test_a_released_row_is_quarantined_until_its_last_event() -> None:
     assert pool.reserve(1) is not None
 
 
-def test_padding_row_and_slot_are_never_given_out() -> None:
-    pool = make_pool()
-    leases = [pool.reserve(MAX_TOKENS // MAX_ROWS) for _ in range(MAX_ROWS)]
-    assert all(lease is not None and lease.row != 0 and 0 not in lease.slots for lease in leases)
-    assert pool.num_free_rows == 0 and pool.num_free_slots == 0
+DAMAGES: dict[str, tuple[Callable[[KvPool, RowLease, RowLease], object], str]] = {
+    "a slot is lost": (
+        lambda pool, lease, _: pool._columns.num_slots.__setitem__(lease.row, lease.num_tokens - 1),
+        "slots are lost",
+    ),
+    "a slot is held twice": (lambda pool, lease, other: lease.slots.__setitem__(0, other.slots[0]), "held twice"),
+    **{
+        f"slot {slot} is held": (lambda pool, lease, _, slot=slot: lease.slots.__setitem__(0, slot), "do not exist")
+        for slot in (-1, 0, MAX_TOKENS + 1, 1 << 60)
+    },
+    "a row is counted in another state": (
+        lambda pool, lease, _: pool._columns._states.__setitem__(lease.row, pool._columns._states[0]),
+        "rows are counted wrongly",
+    ),
+    "a table lost an entry": (
+        lambda pool, lease, _: pool.rows.req_to_token[lease.row, 1].zero_(),
+        "table disagrees",
+    ),
+}
 
 
-def test_a_lost_slot_is_found() -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(damage: str) -> None:
     pool = make_pool()
-    lease = pool.reserve(4)
-    assert lease is not None
-    pool._columns.num_slots[lease.row] -= 1
-    with pytest.raises(AssertionError, match="slots are lost"):
+    lease, other = pool.reserve(3), pool.reserve(2)
+    assert lease is not None and other is not None
+    damages, named = DAMAGES[damage]
+    damages(pool, lease, other)
+    with pytest.raises(AssertionError, match=named):
         pool.check_conservation()
-
-
-def test_a_slot_held_twice_is_found() -> None:
-    pool = make_pool()
-    first, second = pool.reserve(2), pool.reserve(2)
-    assert first is not None and second is not None
-    second.slots[0] = first.slots[0]
-    with pytest.raises(AssertionError, match="held twice"):
-        pool.check_conservation()
-
-
-@pytest.mark.parametrize("slot", [-1, 0, MAX_TOKENS + 1, 1 << 60])
-def test_a_slot_that_does_not_exist_is_found(slot: int) -> None:
-    pool = make_pool()
-    lease = pool.reserve(2)
-    assert lease is not None
-    lease.slots[0] = slot
-    with pytest.raises(AssertionError, match="slots that do not exist"):
-        pool.check_conservation()
-
-
-def test_a_row_counted_in_another_state_is_found() -> None:
-    pool = make_pool()
-    lease = pool.reserve(1)
-    assert lease is not None
-    pool._columns._states[lease.row] = pool._columns._states[0]
-    with pytest.raises(AssertionError, match="rows are counted wrongly"):
-        pool.check_conservation()
-
-
-def test_counts_that_were_asked_for_stay_as_they_were() -> None:
-    pool = make_pool()
-    before = pool._columns.rows_by_state()
-    assert list(before) == [0, 0, 0, 0, MAX_ROWS + 1]
-    pool.reserve(1)
-    assert list(before) == [0, 0, 0, 0, MAX_ROWS + 1]
 
 
 @pytest.mark.parametrize("position", [-1, MAX_TOKENS])
@@ -230,15 +212,6 @@ def test_nothing_is_written_beside_its_row(position: int) -> None:
     with pytest.raises(AssertionError, match="beside its row"):
         table.write_each(np.array([2, 2]), np.array([0, position]), np.array([5, 6]))
     assert not table.req_to_token.any()
-
-
-def test_a_table_that_lost_an_entry_is_found() -> None:
-    pool = make_pool()
-    lease = pool.reserve(3)
-    assert lease is not None
-    pool.rows.req_to_token[lease.row, 1] = 0
-    with pytest.raises(AssertionError, match="table disagrees"):
-        pool.check_conservation()
 
 
 @pytest.mark.parametrize("is_in_use", [False, True])

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from numpy.typing import NDArray
 
 from common.device.stream import NOT_YET
@@ -196,15 +196,27 @@ def key_of(token_ids: Sequence[int]) -> CacheKey:
     return CacheKey(np.array(token_ids), "")
 
 
-def computed(pool: KvPool, token_ids: Sequence[int]) -> RowLease:
-    """Returns a row whose tokens were computed in chunks, and left in the prefix cache."""
+def computed(pool: KvPool, token_ids: Sequence[int], *, work: Any = DONE, num_cached: int = 0) -> RowLease:
+    """Returns a row whose tokens were computed in chunks, and left in the prefix cache. `num_cached` of them were there
+    before. The event `work` ends the work that uses the row while its KV is kept.
+    """
     lease = pool.reserve(len(token_ids), key=key_of(token_ids))
-    assert lease is not None
-    for start in range(lease.num_cached, len(token_ids), CHUNK_TOKENS):
+    assert lease is not None and lease.num_cached == num_cached
+    for start in range(num_cached, len(token_ids), CHUNK_TOKENS):
         stop = min(start + CHUNK_TOKENS, len(token_ids))
         pool.extend_windows(one(lease.row), one(stop))
+        lease.use_until(work, STREAM)
         pool.keep(lease, np.array(token_ids), stop)
         pool.leave_behind(one(lease.row), one(stop))
+    lease.use_until(DONE, STREAM)
+    return lease
+
+
+def received(pool: KvPool, token_ids: Sequence[int]) -> RowLease:
+    """Returns a row whose KV came from elsewhere, and was left in the prefix cache."""
+    lease = pool.reserve(len(token_ids), key=key_of(token_ids), is_received=True)
+    assert lease is not None
+    pool.keep(lease, np.array(token_ids), len(token_ids))
     return lease
 
 
@@ -239,10 +251,9 @@ def test_what_all_rows_have_left_is_found_until_its_slots_are_needed() -> None:
 
 def test_a_row_whose_kv_comes_from_elsewhere_uses_a_prefix_that_has_lost_its_window() -> None:
     pool, window = pool_of_one_window()
-    lease = pool.reserve(8, key=key_of(range(1, 9)), is_received=True)
-    assert lease is not None and lease.num_held == {"target_3": 0}
+    lease = received(pool, range(1, 9))
+    assert lease.num_held == {"target_3": 0}
     assert window.slots(lease.row, slice(6, 8)).all(), "what comes has slots"
-    pool.keep(lease, np.arange(1, 9), 8)
     end(pool, lease)
     other = [1, 2, 3, 4, 9]
     assert pool.num_cached(key_of(other)) == 0, "nobody sent the window of the fourth token"
@@ -255,10 +266,7 @@ def test_a_row_whose_kv_comes_from_elsewhere_uses_a_prefix_that_has_lost_its_win
 
 def test_kv_that_is_on_its_way_is_not_found_and_not_replaced() -> None:
     pool, window = pool_of_one_window()
-    first = pool.reserve(8, key=key_of(range(1, 9)), is_received=True)
-    assert first is not None
-    pool.keep(first, np.arange(1, 9), 8)
-    end(pool, first)
+    end(pool, received(pool, range(1, 9)))
     window.drop(window._owner[window._owner != 0])  # as if others had needed the slots
     lease = pool.reserve(9, key=key_of(range(1, 10)), is_received=True)
     assert lease is not None and (lease.num_cached, lease.num_held) == (8, {"target_3": 0})
@@ -277,24 +285,13 @@ def test_a_prefix_that_lost_its_window_gets_it_from_the_next_row_that_computes_i
     end(pool, computed(pool, [*shared, 20]))
     window.drop(window._owner[window._owner != 0])  # as if others had needed the slots
     assert pool.num_cached(key_of([*shared, 21])) == 0
-    lease = pool.reserve(9, key=key_of([*shared, 21]))
-    assert lease is not None and lease.num_cached == 0
-    for start in range(0, 9, CHUNK_TOKENS):
-        stop = min(start + CHUNK_TOKENS, 9)
-        pool.extend_windows(one(lease.row), one(stop))
-        lease.use_until(NOT_YET if is_in_use else DONE, STREAM)
-        pool.keep(lease, np.array([*shared, 21]), stop)
-        pool.leave_behind(one(lease.row), one(stop))
-    lease.use_until(DONE, STREAM)
-    end(pool, lease)
+    end(pool, computed(pool, [*shared, 21], work=NOT_YET if is_in_use else DONE))
     assert pool.num_cached(key_of([*shared, 22])) == 8
 
 
 def test_the_same_prompt_is_found_after_it_was_received() -> None:
     pool, _ = pool_of_one_window()
-    lease = pool.reserve(8, key=key_of(range(1, 9)), is_received=True)
-    assert lease is not None
-    pool.keep(lease, np.arange(1, 9), 8)
+    received(pool, range(1, 9))
     assert pool.num_cached(key_of(range(1, 9))) == 7
     assert pool.num_cached(key_of([1, 2, 3, 4, 5, 9, 9])) == 0
     assert pool.num_cached(key_of([1, 2, 3, 4, 5, 9, 9, 9]), is_received=True) == 5, "its window comes"
@@ -328,4 +325,7 @@ def test_what_is_broken_is_seen(broken: str, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(WindowSlots, "extend", extend_stale)
     with pytest.raises((AssertionError, ExceptionGroup)):  # hypothesis groups the errors that it finds
-        WindowMachine.TestCase("runTest").runTest()
+        run_state_machine_as_test(
+            WindowMachine,
+            settings=settings(max_examples=30, stateful_step_count=30, phases=[Phase.generate], derandomize=True),
+        )

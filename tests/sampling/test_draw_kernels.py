@@ -21,6 +21,7 @@ from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
 from common.sampling.triton_draws import TritonDraws
 
+thorough = pytest.mark.thorough
 VOCAB = 5000  # more than one kernel program handles at a time
 CPU = torch.device("cpu")
 INF, NAN = float("inf"), float("nan")
@@ -104,7 +105,9 @@ def test_it_draws_the_same_tokens(rules: dict[str, dict[str, Any]]) -> None:
     check_same(*both(random_logits(len(sampling)), sampling, positions=(5, 6)))
 
 
-@pytest.mark.parametrize("seed", [(1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize(
+    "seed", [pytest.param((1 << 63) - 1, marks=thorough), 1 << 63, pytest.param((1 << 64) - 1, marks=thorough)]
+)
 def test_seeds_have_64_bits(seed: int) -> None:
     """The host's table and the kernel have the same 64 bits, although torch has no full support for unsigned 64-bit
     numbers.
@@ -121,7 +124,14 @@ def test_log_probabilities_are_of_the_unmodified_distribution() -> None:
     assert torch.equal(ours.logprobs, theirs.logprobs) and ours.token_ids[0] == 9
 
 
-@pytest.mark.parametrize("options", [{"top_k": 6}, {"top_p": 0.5}, {"top_k": 6, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.5},
+        *(pytest.param(options, marks=thorough) for options in ({"top_k": 6}, {"top_k": 6, "top_p": 0.9})),
+    ],
+    ids=str,
+)
 def test_of_equal_tokens_the_first_are_kept(options: dict[str, Any]) -> None:
     """Three tokens have a higher logit than all others. Ten more have equal logits, on both sides of the end of a
     kernel's block.
@@ -150,6 +160,7 @@ def test_numbers_that_are_none_are_told_of(options: dict[str, Any]) -> None:
         assert int(drawn[0].token_ids[3]) == 0
 
 
+@thorough
 def test_few_tokens_of_which_many_are_alike() -> None:
     """The vocabulary is smaller than a kernel's block. All its logits are equal, or all tokens but one are
     impossible.
@@ -158,16 +169,6 @@ def test_few_tokens_of_which_many_are_alike() -> None:
     logits[1, [3, 4]] = 0.0
     sampling = requests([{"top_k": 7}, {"top_p": 0.7}, {"top_p": 0.5}, {"top_p": 0.33, "min_p": 0.5}])
     check_same(*both(logits, sampling, positions=range(5, 10)))
-
-
-def test_a_row_is_free_of_its_earlier_requests() -> None:
-    before, after = requests([RULES["all"], {"temperature": 0.0}])
-    state = state_of([before], TritonDraws())
-    state.reset([RowSeed(1, after, 0, (5,), 1)])
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 6] = 1.0
-    drawn = sample(logits, torch.tensor([1]), torch.tensor([1]), state, SamplingBatch.of([after]))
-    assert drawn.token_ids.tolist() == [6]
 
 
 def test_drafted_ancestors_count_as_output() -> None:

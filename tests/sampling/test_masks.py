@@ -19,7 +19,6 @@ from common.sampling.operators import sample
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingBatch, SamplingState
 from common.sampling.triton_draws import TritonDraws
-from tests.support.goodness_of_fit import chi_square_p_value
 from tests.support.models import END_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.pair import grammars_of
 
@@ -71,31 +70,6 @@ def test_what_is_drawn_is_as_if_the_forbidden_tokens_had_no_probability(kernels:
     assert found.logprobs.tolist() == pytest.approx(
         torch.log_softmax(logits[2:4], -1).gather(1, found.token_ids[2:4, None])[:, 0].tolist()
     ), "they are of the model's own distribution"
-
-
-def test_draws_follow_the_masked_distribution() -> None:
-    num_draws = 4000
-    request = ResolvedSampling(seed=3, max_tokens=9, temperature=0.7, grammar=GRAMMAR)
-    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
-    allowed = torch.zeros(1, VOCAB, dtype=torch.bool)
-    allowed[0, 5:17] = True
-    state = SamplingState(max_rows=1, vocab_size=VOCAB, torch_device=torch.device("cpu"))
-    state.reset([RowSeed(1, request, 0, (1,), 1)])
-    rows = torch.ones(num_draws, dtype=torch.int64)
-    drawn = sample(
-        logits.repeat(num_draws, 1),
-        rows,
-        torch.arange(num_draws),
-        state,
-        SamplingBatch.of([request] * num_draws),
-        masks=packed(allowed).repeat(num_draws, 1),
-    )
-    wanted = (
-        torch.softmax((logits / 0.7).masked_fill(~allowed, float("-inf")).double(), -1)[0, 5:17].numpy() * num_draws
-    )
-    counts = np.bincount(drawn.token_ids.numpy(), minlength=VOCAB)
-    assert counts.sum() == counts[5:17].sum()
-    assert chi_square_p_value(float(((counts[5:17] - wanted) ** 2 / wanted).sum()), 11) > 1e-6
 
 
 def test_a_row_whose_grammar_allows_nothing_is_invalid() -> None:

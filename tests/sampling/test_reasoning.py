@@ -201,17 +201,6 @@ def test_a_marker_that_no_tokens_spell_is_refused() -> None:
         Grammars(with_space_mark, vocab_size=40, eos_token_ids=[]).matcher(None, (), Reasoning("", "[", True, 1))
 
 
-def test_tokens_that_go_past_the_end_of_the_reasoning_are_known() -> None:
-    """The last byte of the marker that ends the reasoning may be any byte of a token, not only its last."""
-    tokens = [b"</", b"t>", b"t>\n", b"</t>", b"x</t>", b"x</t>x", b">x", b"/t>x", b"t"]
-    made = MarkerTokens(Reasoning("", "</t>", is_open=True), TokenTexts(tokens), lambda text: [3])
-    past = {
-        place.num_matched: [each for each in range(len(tokens)) if allows(mask, each)]
-        for place, mask in made.past_end.items()
-    }
-    assert past == {0: [5], 1: [5, 7], 2: [2, 5], 3: [5, 6]}
-
-
 class Counted(bytes):
     """Bytes of a token that count how often they are looked at beside a marker."""
 

@@ -152,12 +152,6 @@ def test_the_upper_tail_of_the_noise_is_exact(monkeypatch: pytest.MonkeyPatch) -
     assert torch.allclose(drawn, expected, atol=1e-5)
 
 
-def test_noise_of_a_subset_of_the_vocabulary_is_that_subset_of_the_noise() -> None:
-    keys = row_keys(torch.tensor([9, 10]), torch.zeros(2, dtype=torch.int64), torch.tensor([4, 4]))
-    subset = torch.tensor([3, 17, 40])
-    assert torch.equal(gumbel_noise(keys, torch.arange(VOCAB))[:, subset], gumbel_noise(keys, subset))
-
-
 def test_a_64_bit_seed_is_used_whole() -> None:
     logits = torch.zeros(1, VOCAB)
     seeds = [1, 1 + (1 << 40), 1 + (1 << 63)]
@@ -177,12 +171,20 @@ def test_repetition_penalty_counts_prompt_and_output() -> None:
     assert torch.allclose(shaped(logits, params(repetition_penalty=1.4), (1, 2, 3, 3), 2), expected)
 
 
-def test_presence_and_frequency_penalties_count_output_only() -> None:
+@pytest.mark.parametrize(
+    ("options", "moved"),
+    [
+        ({"presence_penalty": 0.5, "frequency_penalty": 0.25}, {3: -0.5 - 2 * 0.25}),  # the prompt does not count
+        ({"logit_bias": ((2, -100.0), (5, 1.5))}, {2: -100.0, 5: 1.5}),
+    ],
+    ids=["penalties", "bias"],
+)
+def test_only_the_logits_of_named_tokens_move(options: dict[str, Any], moved: dict[int, float]) -> None:
     logits = random_logits(1)
-    out = shaped(logits, params(presence_penalty=0.5, frequency_penalty=0.25), (1, 2, 3, 3), 2)
     expected = logits.clone()
-    expected[0, 3] -= 0.5 + 2 * 0.25
-    assert torch.allclose(out, expected)
+    for token_id, change in moved.items():
+        expected[0, token_id] += change
+    assert torch.allclose(shaped(logits, params(**options), (1, 2, 3, 3), 2), expected)
 
 
 def test_drawn_tokens_are_counted() -> None:
@@ -194,15 +196,6 @@ def test_drawn_tokens_are_counted() -> None:
     drawn = [int(sample(logits.clone(), row, torch.tensor([p]), state, batch).token_ids[0]) for p in range(1, 4)]
     assert drawn[0] == drawn[1] == 4
     assert drawn[2] != 4
-
-
-def test_logit_bias_moves_only_its_tokens() -> None:
-    logits = random_logits(1)
-    out = shaped(logits, params(logit_bias=((2, -100.0), (5, 1.5))), (1,), 1)
-    expected = logits.clone()
-    expected[0, 2] -= 100.0
-    expected[0, 5] += 1.5
-    assert torch.allclose(out, expected)
 
 
 def test_end_tokens_cannot_be_drawn_before_min_tokens() -> None:
