@@ -30,6 +30,7 @@ from decode_service.messages import (
     Event,
     Failed,
     Finished,
+    FinishReason,
     FrameArrived,
     Replica,
     ReplicasChanged,
@@ -91,6 +92,14 @@ class Outcome:
         return oracle(self.prompt, self.sampling.max_tokens, self.sampling)
 
     @property
+    def wanted(self) -> list[int]:
+        """The tokens to expect so far. They are fewer than `expected` if the request was abandoned, or ended at a stop
+        token or string.
+        """
+        is_cut = self.is_abandoned or (self.finished is not None and self.finished.reason is not FinishReason.LENGTH)
+        return self.expected[: len(self.token_ids)] if is_cut else self.expected
+
+    @property
     def drafting(self) -> Drafting | None:
         """The counts of verify steps and accepted tokens of a finished request. None if it has not finished, or used no
         drafts.
@@ -122,6 +131,13 @@ class Handoff:
     @property
     def num_held(self) -> int:
         return self.num_held_of[GROUP.name]
+
+
+def assert_right(*outcomes: Outcome) -> None:
+    """Asserts that each of these requests finished, or was abandoned, with the right tokens."""
+    for number, outcome in enumerate(outcomes):
+        assert outcome.is_abandoned or outcome.finished is not None, f"request {number} failed: {outcome.error}"
+        assert outcome.token_ids == outcome.wanted, f"request {number} was decoded wrongly"
 
 
 def _halves(row: int, group: str, kv: NDArray[np.float32], first: int) -> list[KvSegment]:

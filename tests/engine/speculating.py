@@ -9,16 +9,14 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from common.device.scripted import ScriptedDevice, pick_with
 from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
-from tests.engine.harness import Outcome, ScriptedEngine
+from tests.engine.harness import Outcome
 
 CHAIN = replace(SpecInfo.chain(2), max_draft_lag=16)
 TREE = SpecInfo(num_steps=2, num_draft_tokens=5, topk=2, max_draft_lag=5)
 SEED = CHAIN.at_depth(0)
 NOTHING = SEED.without_seed()
-NUM_SEEDS = 5
 
 
 class ScriptedDepth(FixedDepth):
@@ -78,35 +76,3 @@ class RandomDepth(FixedDepth):
             return self._deepest.at_depth(self._numbers.randint(0, self._deepest.num_steps))
         seeded = self._deepest.at_depth(0)
         return seeded if self._numbers.random() < 0.1 else seeded.without_seed()
-
-
-def run_one_each(device: ScriptedDevice) -> None:
-    for stream in device.ready_streams():
-        stream.run_next()
-
-
-def random_run(
-    numbers: random.Random, spec_info: SpecInfo, *, overlap: bool, any_depth: bool = False
-) -> ScriptedEngine:
-    def run_some(device: ScriptedDevice) -> None:
-        while numbers.random() < 0.3 and (ready := device.ready_streams()):
-            numbers.choice(ready).run_next()
-
-    device = ScriptedDevice(on_synchronize=pick_with(numbers.choice), on_host_call=run_some)
-    depth = RandomDepth(spec_info, numbers) if any_depth else None
-    scripted = ScriptedEngine(
-        device=device, max_rows=3, max_kv_tokens=80, overlap=overlap, spec_info=spec_info, depth=depth
-    )
-    for arrival in range(12):
-        prompt = [numbers.randrange(1, 900) for _ in range(numbers.randint(1, 7))]
-        temperature = numbers.choice([0.0, 0.0, 1.0])
-        scripted.submit(str(arrival), prompt, numbers.choice([1, 2, 6, 20, 40]), temperature=temperature, seed=arrival)
-        for _ in range(numbers.randint(0, 4)):
-            scripted.step()
-            for waiting in list(scripted.handoffs):
-                if numbers.random() < 0.7:
-                    scripted.hand_over(waiting, last=numbers.choice(["target", "draft"]))
-        if numbers.random() < 0.3:
-            scripted.abort(str(numbers.randint(0, arrival)))
-    scripted.run(advance=run_one_each)
-    return scripted

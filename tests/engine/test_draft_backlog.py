@@ -7,14 +7,13 @@ it.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import Outcome, ScriptedEngine
 from tests.engine.mutants import draft_backlog
-from tests.engine.speculating import CHAIN, NOTHING, NUM_SEEDS, SEED, TREE, ScriptedDepth, random_run
+from tests.engine.speculating import CHAIN, NOTHING, SEED, ScriptedDepth
 from tests.engine.tag_head import drafting_of
 
 
@@ -80,21 +79,6 @@ def check_a_head_left_behind_computes_nothing() -> None:
     run.scripted.submit("a", [1, 2], CHAIN.max_draft_lag)
     run.scripted.run()
     assert run.head_forwards == [], f"the head ran: {run.head_forwards}"
-
-
-@broken_by(draft_backlog.backlog_has_no_end, "decoded wrongly")
-def check_tokens_are_the_oracles_at_any_depth() -> None:
-    """A dozen requests share three rows. Some are aborted and some retracted, and the streams run in random order."""
-    num_accepted = num_retractions = 0
-    for seed in range(NUM_SEEDS):
-        for spec_info, overlap in ((CHAIN, True), (CHAIN, False), (TREE, True)):
-            scripted = random_run(random.Random(seed), spec_info, overlap=overlap, any_depth=True)
-            for request_id, outcome in scripted.outcomes.items():
-                wanted = outcome.expected[: len(outcome.token_ids)] if outcome.is_abandoned else outcome.expected
-                assert outcome.token_ids == wanted, f"seed {seed}: {request_id} was decoded wrongly"
-                num_accepted += outcome.drafting.num_accepted if outcome.drafting else 0
-            num_retractions += scripted.engine.load().num_retractions
-    assert num_accepted > 100 and num_retractions > 0, "too little happened to tell anything"
 
 
 test_holds = holding(globals())

@@ -7,7 +7,6 @@ have. So the accepted drafts are known beforehand, as the tokens are, and both a
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -21,50 +20,19 @@ from decode_service.forward.future_map import RelayPayload
 from decode_service.schedule.results import StepInFlight
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import Damage, LaggingScheduleDevice, ScriptedEngine
-from tests.engine.mutants import bootstrap, grammars, relay, rows, speculation
+from tests.engine.mutants import bootstrap, grammars, relay, speculation
 from tests.engine.speculating import (
     CHAIN,
     NOTHING,
-    NUM_SEEDS,
     SEED,
     TREE,
     ScriptedDepth,
     assert_drafted_as_expected,
-    random_run,
 )
 from tests.engine.tag_head import TagHead
 from tests.engine.tags import VOCAB_SIZE
 
 # ---- I12: the same tokens in every case ---------------------------------------------------------------------------
-
-
-@broken_by(relay.lengths_read_without_waiting, "wrongly|not those|not positive")
-@broken_by(rows.row_merged_before_its_copies, "wrongly|not those")
-@broken_by(rows.live_table_rewritten, "wrongly|not those")
-def check_speculated_tokens_are_the_oracles() -> None:
-    """A dozen greedy and sampled requests share three rows. Some are aborted and some retracted, and the streams run in
-    random order.
-    """
-    num_accepted = num_rejected = num_retractions = num_exact = 0
-    for seed in range(NUM_SEEDS):
-        for spec_info, overlap in ((CHAIN, True), (CHAIN, False), (TREE, True)):
-            scripted = random_run(random.Random(seed), spec_info, overlap=overlap)
-            for request_id, outcome in scripted.outcomes.items():
-                wanted = outcome.expected[: len(outcome.token_ids)] if outcome.is_abandoned else outcome.expected
-                assert outcome.token_ids == wanted, f"seed {seed}: {request_id} was decoded wrongly"
-                if outcome.drafting is None or outcome.finished is None:
-                    continue
-                counts = outcome.finished.speculation
-                assert counts is not None
-                num_accepted += counts.num_accepted_tokens
-                num_rejected += sum(counts.drafted_at) - counts.num_accepted_tokens
-                is_always_deep = counts.drafted_at == (counts.num_verify_steps,) * spec_info.num_steps
-                if is_always_deep and not outcome.finished.timings.num_retractions:
-                    num_exact += 1
-                    assert_drafted_as_expected(outcome, spec_info)
-            num_retractions += scripted.engine.load().num_retractions
-    assert num_accepted > 400 and num_rejected > 400 and num_exact > 30, "too few drafts to tell anything"
-    assert num_retractions > 0, "nothing was retracted: the pool is too large for this test"
 
 
 # ---- I12: grammars look ahead --------------------------------------------------------------------------------------

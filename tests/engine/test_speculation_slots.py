@@ -5,7 +5,6 @@ breaks each one.
 from __future__ import annotations
 
 import gc
-import random
 from functools import partial
 
 from common.attention.backend import ForwardInput
@@ -16,7 +15,7 @@ from decode_service.messages import CallEnded, FrameArrived, SegmentsLanded
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import rows, speculation
-from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected, random_run
+from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected
 from tests.engine.tag_head import DRAFT, draft_kv_of
 
 # ---- I9: rows, and the slots of drafts ----------------------------------------------------------------------------
@@ -64,16 +63,6 @@ def check_rejected_drafts_leave_their_slots_to_the_next_step() -> None:
             num_checked += 1
     assert num_checked > 3
     scripted.run()
-
-
-@broken_by(rows.grown_slot_leaks, "slots are lost")
-@broken_by(rows.aborted_row_leaks, "not over")
-def check_slots_are_conserved_under_speculation() -> None:
-    """Requests end by length, or are aborted while queued, landing or decoding. `step` and `run` check after each step
-    that no row or slot was lost.
-    """
-    for seed in range(3):
-        random_run(random.Random(seed), CHAIN, overlap=True)
 
 
 # ---- I10: the pool is written by its engine, for rows it holds ----------------------------------------------------
