@@ -10,7 +10,7 @@ from common.load import EngineLoad, PoolCounts
 from common.service.engine_thread import EnginePort
 from decode_service.messages import Abort, Command, FinishAtStop, Submit
 
-BOUND_S = 5.0
+BOUND_S = 30.0
 CommandT = TypeVar("CommandT", bound=Command)
 
 

@@ -115,6 +115,7 @@ def test_what_says_nothing_may_be_left_out() -> None:
 
 
 LONG = ChatMessage("user", 'what is 2 < 3,\n\tand "why"?   \n' * 300 + "tell me")
+CODE = ChatMessage("user", "def f():\n    return 1")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,10 @@ LONG = ChatMessage("user", 'what is 2 < 3,\n\tand "why"?   \n' * 300 + "tell me"
         (".split('\n')[0]", LONG),
         (".split() | join(' ')", LONG),
         (" | wordwrap(40)", LONG),
+        (".split() | join(' ')", CODE),
+        (".replace('\n', '')", CODE),
+        (" | replace('\n', ' ')", CODE),
+        (" | replace('\n    ', '\n')", CODE),
         (" | indent", LONG),
         (" | striptags", LONG),
         (" | escape", LONG),
@@ -236,15 +241,6 @@ LINES = ChatMessage("user", "def f():\r\n    return 1\n\n\n    # no\r\rf()\n")
 )
 def test_a_template_may_change_line_ends_and_leave_out_blank_lines(change: str) -> None:
     rendered("{% for m in messages %}{{ m.content" + change + " }}{% endfor %}", SYSTEM, LINES, ASSISTANT, LINES)
-
-
-@pytest.mark.parametrize(
-    "change", [".split() | join(' ')", ".replace('\n', '')", " | replace('\n', ' ')", " | replace('\n    ', '\n')"]
-)
-def test_a_template_may_not_join_lines_or_leave_out_indentation(change: str) -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.content" + change + " }}{% endfor %}", {})
-    with pytest.raises(ChatRefused, match=r"^messages\[1\]: .* leaves out or changes some of what the user says"):
-        template.render([SYSTEM, ChatMessage("user", "def f():\n    return 1"), ASSISTANT])
 
 
 @pytest.mark.parametrize(
@@ -630,6 +626,7 @@ def test_a_turn_of_many_steps_may_have_the_contents_last() -> None:
     rendered(CONTENT_LAST, USER, *(message for step in steps for message in step), USER)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", [CHATML, CONTENT_LAST, ANSWERS_LAST], ids=["CHATML", "content last", "answers last"])
 def test_a_turn_of_many_long_answers_is_found_whatever_its_length(source: str) -> None:
     steps = [(CALLING, replace(ANSWER, content=f"{number}: " + "it is so " * 3000)) for number in range(250)]

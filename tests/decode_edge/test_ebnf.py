@@ -11,14 +11,11 @@ import pytest
 
 from common.grammar.grammar import Grammar, GrammarKind
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
-from common.text.grammars import Grammars
-from tests.decode_edge.edge_under_test import vocab_size
-from tests.decode_edge.test_grammars import allowed
-from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id
+from tests.decode_edge.tokenizers_for_tests import allowed, byte_level, eos_id, grammars_of
 
 TOKENIZER = byte_level()
 END = eos_id(TOKENIZER)
-GRAMMARS = Grammars(lambda: TOKENIZER, vocab_size=vocab_size(TOKENIZER), eos_token_ids=[END])
+GRAMMARS = grammars_of(TOKENIZER)
 ARITHMETIC = """
 # sums of products, as in llama.cpp's examples
 root  ::= (expr "=" ws term "\\n")+

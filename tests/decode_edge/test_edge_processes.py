@@ -329,6 +329,7 @@ async def test_several_edges_are_one_service(tmp_path: Path, log: list[dict[str,
         assert not edge_pids()
 
 
+@pytest.mark.thorough
 async def test_an_edge_that_is_behind_or_whose_clients_leave(
     tmp_path: Path, log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,6 +422,7 @@ async def recordings_end_with_the_caller(service: Running) -> None:
     await wait_for(lambda: track.ring is None)
 
 
+@pytest.mark.thorough
 async def test_processes_that_cannot_be_started_or_hang(
     tmp_path: Path, log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,6 +455,7 @@ async def test_processes_that_cannot_be_started_or_hang(
         assert lost_edges(log) == [(killed, "was killed by SIGKILL"), (hung, "was killed by SIGKILL")]
 
 
+@pytest.mark.thorough
 async def test_an_edge_is_not_ready_while_the_engines_process_hangs_and_then_ends(
     tmp_path: Path, log: list[dict[str, Any]]
 ) -> None:
@@ -471,6 +474,7 @@ async def test_an_edge_is_not_ready_while_the_engines_process_hangs_and_then_end
         assert lost_edges(log) == [(pid, "ended with status 1")]
 
 
+@pytest.mark.thorough
 async def test_edges_do_not_share_the_port_of_another_service(tmp_path: Path, log: list[dict[str, Any]]) -> None:
     directory = save_tiny_model(tmp_path / "m", "llama")
     with socket.socket() as other:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import grpc
 import numpy as np
@@ -12,6 +13,7 @@ from common.request_stats import Timings
 from common.rpc.bearer_tokens import authorization
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
+from common.text.tokenizer import TextTokenizer
 from common.wire.handoff import HandoffRow
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.text.output import OutputProcessor
@@ -28,7 +30,7 @@ from tests.decode_edge.edge_under_test import (
     tokens_of,
 )
 from tests.decode_edge.fake_engine import BOUND_S, until
-from tests.decode_edge.tokenizers_for_tests import byte_fallback, eos_id, ids_of_pieces
+from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, ids_of_pieces
 
 A, B, C = ord("a"), ord("b"), ord("c")
 
@@ -43,7 +45,7 @@ def sampling(**fields: object) -> types_pb2.SamplingParams:
 
 
 async def test_a_stream_is_started_then_deltas_then_finished(edge: Edge) -> None:
-    call = edge.generate(request_id="r1", sampling=sampling(seed=7, max_tokens=3))
+    call = edge.generate(request_id="r1", sampling=sampling(seed=7, max_tokens=3, stop=["bcd"]))
     submit = await edge.engine.submitted()
     edge.deliver(tokens_of(submit.request_id, (A, B)))
     edge.deliver(tokens_of(submit.request_id, (C,)), finished(submit.request_id, 3))
@@ -228,15 +230,6 @@ async def test_an_absent_seed_is_drawn_once_and_told_to_the_client(edge: Edge) -
     assert set(started) == seeds
 
 
-async def test_a_text_prompt_is_tokenised(edge: Edge) -> None:
-    call = edge.generate(text="abc é")
-
-    submit = await edge.engine.submitted()
-
-    assert submit.token_ids == edge.tokenizer.encode("abc é")
-    assert (await call.read()).started.num_prompt_tokens == len(submit.token_ids)
-
-
 async def test_a_stop_string_ends_ids_logprobs_and_usage_at_the_token_that_completes_it(edge: Edge) -> None:
     call = edge.generate(request_id="r1", sampling=sampling(stop=["bc"], logprobs=1))
     submit = await edge.engine.submitted()
@@ -299,26 +292,6 @@ async def test_a_request_chooses_whether_its_text_has_special_tokens_and_what_en
     assert texts == ["ab", "ab", "a<pad>b", "a<pad>b<eos>", "a<pad>b", "ab<eos>", "a<pad>b<eos>"]
 
 
-async def test_the_text_ends_with_the_stop_string_when_asked_for(edge: Edge) -> None:
-    call = edge.generate(generated_token_ids=[A], sampling=sampling(stop=["bc"], include_stop_str_in_output=True))
-    submit = await edge.engine.submitted()
-    edge.deliver(tokens_of(submit.request_id, (A, B, C, A)))
-    await edge.engine.stopped()
-    edge.deliver(finished(submit.request_id, 4, FinishReason.STOP_STRING))
-
-    events = await events_of(call)
-    assert (ids_in(events), text_of(events)) == ([A, B, C], "abc")
-    assert events[-1].finished.stop_string == "bc"
-
-
-async def test_text_held_back_comes_before_the_end(edge: Edge) -> None:
-    call = edge.generate(sampling=sampling(stop=["abc"]))
-    submit = await edge.engine.submitted()
-    edge.deliver(tokens_of(submit.request_id, (A, B)), finished(submit.request_id, 2))
-
-    assert text_of(await events_of(call)) == "ab"
-
-
 async def test_a_resumed_stream_sends_only_what_is_new_and_counts_everything(edge: Edge) -> None:
     call = edge.generate(generated_token_ids=[A, B], sampling=sampling(stop=["cc"], max_tokens=5))
     submit = await edge.engine.submitted()
@@ -379,17 +352,6 @@ async def test_an_aborted_requests_events_never_reach_its_successor_with_the_sam
     edge.deliver(tokens_of(old.request_id, (A,)), tokens_of(new.request_id, (B,)), finished(new.request_id, 1))
 
     assert ids_in(await events_of(second)) == [B]
-
-
-async def test_admission_is_bounded(edge: Edge) -> None:
-    for num in range(MAX_LIVE):
-        edge.generate()
-        await edge.engine.submitted(num + 1)
-
-    code, reason, _ = await error_of(edge.generate())
-
-    assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-    assert len(edge.engine.of_type(Submit)) == MAX_LIVE
 
 
 async def test_a_client_that_has_all_places_keeps_no_other_out_however_many_connections_it_opens() -> None:
@@ -459,30 +421,26 @@ async def test_a_deadline_reaches_the_engine_and_aborts(edge: Edge) -> None:
     assert await edge.engine.aborted() == Abort(submit.request_id)
 
 
-async def test_the_service_keeps_the_deadline_by_itself(edge: Edge) -> None:
-    context = AloneContext(remaining_s=0.05)
+async def ended_by_the_service(edge: Edge, context: AloneContext) -> grpc.StatusCode | None:
+    """Returns the code with which the service ends a call that nothing else ends. Its request must be aborted once."""
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
-
     with pytest.raises(grpc.aio.AbortError):
         await asyncio.wait_for(edge.servicer.Generate(request, context), BOUND_S)  # type: ignore[arg-type]
-
-    assert context.code == grpc.StatusCode.DEADLINE_EXCEEDED
     submit = await edge.engine.submitted()
     assert edge.engine.of_type(Abort) == [Abort(submit.request_id)]
+    assert len(edge.live_requests) == 0
+    return context.code
+
+
+async def test_the_service_keeps_the_deadline_by_itself(edge: Edge) -> None:
+    code = await ended_by_the_service(edge, AloneContext(remaining_s=0.05))
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert edge.count("baton_requests_total", outcome="deadline") == 1
 
 
 async def test_a_client_that_reads_nothing_counts_as_gone(edge: Edge) -> None:
-    context = AloneContext(remaining_s=60.0, reads=False)
-    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
-
-    with pytest.raises(grpc.aio.AbortError):
-        await asyncio.wait_for(edge.servicer.Generate(request, context), BOUND_S)  # type: ignore[arg-type]
-
-    assert context.code == grpc.StatusCode.CANCELLED
-    submit = await edge.engine.submitted()
-    assert edge.engine.of_type(Abort) == [Abort(submit.request_id)]
-    assert len(edge.live_requests) == 0
+    code = await ended_by_the_service(edge, AloneContext(remaining_s=60.0, reads=False))
+    assert code is grpc.StatusCode.CANCELLED
 
 
 async def test_every_stream_ends_when_the_engine_dies(edge: Edge) -> None:
@@ -497,18 +455,28 @@ async def test_every_stream_ends_when_the_engine_dies(edge: Edge) -> None:
     assert (await error_of(edge.generate()))[:2] == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
 
 
-async def test_one_requests_broken_output_fails_alone(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = edge.generate(request_id="good"), edge.generate(request_id="bad")
-    await edge.engine.submitted(2)
-    by_id = {submit.request_id.partition("#")[0]: submit.request_id for submit in edge.engine.of_type(Submit)}
-    outputs = edge.live_requests._by_request_id
-    monkeypatch.setattr(outputs["bad"]._output, "push", None)
+class BreaksAtC(TextTokenizer):
+    """A tokenizer that fails at the token C."""
 
-    edge.deliver(Tokens((by_id["bad"], by_id["good"]), (1, 1), (A, B)), finished(by_id["good"], 1))
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if C in token_ids:
+            raise RuntimeError("cannot decode this")
+        return super().decode(token_ids)
 
-    assert (await error_of(bad))[:2] == (grpc.StatusCode.INTERNAL, "ENGINE_FAULT")
-    assert ids_in(await events_of(good)) == [B]
-    await edge.engine.aborted()
+
+async def test_one_requests_broken_output_fails_alone() -> None:
+    tokenizer = byte_level()
+    tokenizer.__class__ = BreaksAtC
+    async with running_edge([], tokenizer=tokenizer) as edge:
+        good, bad = edge.generate(request_id="good"), edge.generate(request_id="bad")
+        await edge.engine.submitted(2)
+        by_id = {submit.request_id.partition("#")[0]: submit.request_id for submit in edge.engine.of_type(Submit)}
+
+        edge.deliver(Tokens((by_id["bad"], by_id["good"]), (1, 1), (C, B)), finished(by_id["good"], 1))
+
+        assert (await error_of(bad))[:2] == (grpc.StatusCode.INTERNAL, "ENGINE_FAULT")
+        assert ids_in(await events_of(good)) == [B]
+        await edge.engine.aborted()
 
 
 async def test_while_draining_nothing_is_admitted_and_what_runs_goes_on(edge: Edge) -> None:

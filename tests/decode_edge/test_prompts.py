@@ -27,7 +27,7 @@ from decode_service.edge.text.prompts import Prompts
 from tests.decode_edge.edge_under_test import CONTEXT as EDGE_CONTEXT
 from tests.decode_edge.edge_under_test import MAX_LIVE, Edge, error_of, running_edge
 from tests.decode_edge.fake_engine import BOUND_S, until
-from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level
+from tests.decode_edge.tokenizers_for_tests import CHAT_TEMPLATE, byte_fallback, byte_level
 
 CONTEXT = 1000
 LIMITS = ModelLimits(vocab_size=300, max_context_tokens=CONTEXT, eos_token_ids=())
@@ -180,28 +180,8 @@ async def test_bytes_that_wait_in_one_lane_are_none_of_another() -> None:
         await within_bound(long)
 
 
-async def test_too_many_bytes_are_a_full_queue_on_the_wire() -> None:
-    tokenizer = watched(held=60)
-    async with running_edge([], tokenizer=tokenizer, max_waiting_bytes=100) as edge:
-        first = edge.generate(text="a" * 60)
-        await until(lambda: bool(tokenizer.seen))
-        code, reason, _ = await error_of(edge.generate(text="a" * 60))
-        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-        tokenizer.go_on.set()
-        await edge.engine.submitted()
-        first.cancel()
-
-
 def chat(*contents: str) -> inference_pb2.Chat:
     return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content=each) for each in contents])
-
-
-async def test_a_chat_prompt_goes_through_the_template() -> None:
-    async with running_edge([], serves_chats=True) as edge:
-        call = edge.generate(chat=chat("hi"))
-        submit = await edge.engine.submitted()
-        assert edge.tokenizer.decode(submit.token_ids) == "<user>hi<assistant>"
-        call.cancel()
 
 
 CALL = {"name": "f", "arguments": '{"a": 1}', "id": "x"}
@@ -212,42 +192,30 @@ ASKED = [
 ]
 
 
-async def test_calls_of_tools_and_their_answers_go_through_the_template() -> None:
-    async with running_edge([], serves_chats=True) as edge:
-        call = edge.generate(chat={"messages": ASKED})
-        submit = await edge.engine.submitted()
-        assert edge.tokenizer.decode(submit.token_ids) == '<user>hi<assistant>[f {"a": 1}]<tool>7<assistant>'
-        call.cancel()
-
-
-async def test_tools_and_other_options_go_through_the_template() -> None:
+async def test_calls_of_tools_their_answers_and_options_go_through_the_template() -> None:
     tool = "{{ t.function.name }}{{ t.function.description }}{{ t.function.parameters.properties | join }}"
-    source = "{{ mood }}{% for t in tools or [] %}" + tool + "{% endfor %}" + EACH
+    source = "{{ mood }}{% for t in tools or [] %}" + tool + "{% endfor %}" + CHAT_TEMPLATE
     async with running_edge([], tokenizer=byte_level(chat_template=source), serves_chats=True) as edge:
         chat = {
-            "messages": [{"role": "user", "content": "hi"}],
+            "messages": ASKED,
             "tools": [{"name": "f", "parameters": '{"properties": {"x": {}}}'}],
             "chat_template_kwargs": '{"mood": "ok "}',
         }
         call = edge.generate(chat=chat)
         submit = await edge.engine.submitted()
-        assert edge.tokenizer.decode(submit.token_ids) == "ok fxhi"
+        assert edge.tokenizer.decode(submit.token_ids) == 'ok fx<user>hi<assistant>[f {"a": 1}]<tool>7<assistant>'
         call.cancel()
 
 
-async def test_a_refused_option_is_named_on_the_wire() -> None:
-    async with running_edge([], serves_chats=True) as edge:
-        call = edge.generate(chat={"messages": ASKED, "chat_template_kwargs": '{"mood": 1}'})
-        assert (await error_of(call))[2] == {"field": "chat.chat_template_kwargs"}
-
-
-async def test_calls_that_the_template_drops_are_refused_on_the_wire() -> None:
+async def test_what_the_template_drops_or_does_not_read_is_named_on_the_wire() -> None:
     source = EACH + "{% for c in messages[1].tool_calls or [] %}{{ c.function.name }}{% endfor %}"
     async with running_edge([], tokenizer=byte_level(chat_template=source), serves_chats=True) as edge:
         call = edge.generate(chat={"messages": ASKED})
         code, _, metadata = await error_of(call)
         assert (code, metadata) == (grpc.StatusCode.INVALID_ARGUMENT, {"field": "chat.messages[1].tool_calls[0]"})
         assert ": the model's chat template leaves out" in (await call.details())
+        call = edge.generate(chat={"messages": ASKED[:1], "chat_template_kwargs": '{"mood": 1}'})
+        assert (await error_of(call))[2] == {"field": "chat.chat_template_kwargs"}
         assert not edge.engine.commands
 
 
@@ -409,6 +377,7 @@ async def cancelled(tasks: Sequence[asyncio.Task[Sequence[int]]]) -> None:
     assert all(task.cancelled() for task in tasks)
 
 
+@pytest.mark.thorough
 async def test_a_chat_that_waits_for_a_process_goes_with_its_client_and_one_that_has_it_counts_to_its_end() -> None:
     max_bytes = (NUM_PLACES + 2) * (64 + len("harm"))
     async with Prompts(

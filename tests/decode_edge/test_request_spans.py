@@ -121,22 +121,12 @@ async def test_a_client_that_does_not_take_the_ending_shows_as_an_error(traced: 
     assert attributes is not None and attributes["error.type"] == "CANCELLED"
 
 
-async def test_a_service_that_does_not_trace_logs_the_callers_trace(edge: Edge) -> None:
-    call = ask(edge)
-    submit = await edge.engine.submitted()
-    assert not submit.is_traced
-    edge.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, Timings()))
-    await events_of(call)
-
-    (line,) = [line for line in edge.log if line["event"] == "request_finished"]
-    assert line["trace_id"] == "ab" * 16
-
-
-async def test_without_a_trace_the_log_names_none(edge: Edge) -> None:
-    call = edge.generate()
-    submit = await edge.engine.submitted()
-    edge.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, Timings()))
-    await events_of(call)
-
-    (line,) = [line for line in edge.log if line["event"] == "request_finished"]
-    assert "trace_id" not in line
+async def test_a_service_that_does_not_trace_logs_the_callers_trace_if_there_is_one(edge: Edge) -> None:
+    for number, begin in enumerate((lambda: ask(edge), edge.generate), start=1):
+        call = begin()
+        submit = await edge.engine.submitted(number)
+        assert not submit.is_traced
+        edge.deliver(Finished(submit.request_id, FinishReason.LENGTH, 2, 0, Timings()))
+        await events_of(call)
+    traced, untraced = (line for line in edge.log if line["event"] == "request_finished")
+    assert (traced["trace_id"], "trace_id" in untraced) == ("ab" * 16, False)

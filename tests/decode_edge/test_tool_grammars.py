@@ -6,24 +6,23 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from baton.v1 import inference_pb2
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
-from common.grammar.matcher import Matcher, num_words
 from common.grammar.reasoning import Reasoning
 from common.text.chat_messages import Tool, ToolChoice
-from common.text.grammars import GrammarRefused, Grammars
+from common.text.grammars import GrammarRefused
 from common.text.output_formats import FORMATS
 from common.text.tokenizer import TextTokenizer
 from common.text.tool_grammars import ToolGrammars
 from decode_service.edge.request_checks import ModelLimits, check_request
-from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
+from tests.decode_edge.tokenizers_for_tests import allowed, byte_level, eos_id, grammars_of
 
 SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"], "additionalProperties": False}
 ADD, CLOCK = Tool("add", parameters=json.dumps(SIZE)), Tool("clock")
@@ -37,6 +36,7 @@ MARKERS = {
 }
 
 
+@cache
 class Family:
     """A family of models, with a tokenizer whose special tokens are the family's markers."""
 
@@ -46,20 +46,13 @@ class Family:
         self.tokenizer = TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"))
         self.writes = ToolGrammars(FORMATS[name.removeprefix("later ")], self.tokenizer.special_tokens)
         self.end = eos_id(self.tokenizer)
-        self.grammars = Grammars(
-            lambda: self.tokenizer, vocab_size=vocab_size(self.tokenizer), eos_token_ids=[self.end]
-        )
+        self.grammars = grammars_of(self.tokenizer)
 
     def fits(self, grammar: Grammar | None, text: str, reasoning: Reasoning | None = None) -> bool:
         """Returns whether the grammar allows an output of this text that ends by itself."""
         assert grammar is not None
         matcher = self.grammars.matcher(grammar, (), reasoning)
-        return all(map(matcher.accept, self.tokenizer.encode(text))) and self.end in self.allowed(matcher)
-
-    def allowed(self, matcher: Matcher) -> list[int]:
-        mask = np.zeros(num_words(vocab_size(self.tokenizer)), np.int32)
-        matcher.fill(mask)
-        return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        return all(map(matcher.accept, self.tokenizer.encode(text))) and self.end in allowed(matcher, self.tokenizer)
 
 
 CALLS = {
@@ -162,13 +155,9 @@ def test_required_calls_come_after_the_reasoning(name: str, reasoning: Reasoning
     grammar = family.writes.grammar([ADD], REQUIRED, None)
     assert family.fits(grammar, thought + call(name), reasoning)
     assert not family.fits(grammar, thought + words(name), reasoning)
-
-
-def test_thoughts_come_before_required_calls_in_channels() -> None:
-    family = Family("harmony")
-    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
-    for choice in (REQUIRED, ANY):
-        assert family.fits(family.writes.grammar([STRICT], choice, None), thought + call("harmony"))
+    if name == "harmony":
+        for choice in (REQUIRED, ANY):
+            assert family.fits(family.writes.grammar([STRICT], choice, None), thought + call(name)), "by its channel"
 
 
 @families
@@ -252,7 +241,7 @@ def test_whatever_is_drawn_under_a_required_grammar_is_a_call_that_fits(name: st
     found = set()
     for seed in range(30):
         draw, matcher, output = random.Random(seed), family.grammars.matcher(grammar), b""
-        while (token_id := draw.choice(family.allowed(matcher))) != family.end:
+        while (token_id := draw.choice(allowed(matcher, family.tokenizer))) != family.end:
             assert matcher.accept(token_id)
             output += family.tokenizer.bytes_of(token_id)
         text = output.decode(errors="replace").rpartition("<|start|>assistant")[2]

@@ -87,4 +87,4 @@ async def test_events_that_nobody_takes_delay_the_engine_by_a_bounded_time() -> 
     began_s = time.monotonic()
     for step in range(event_router.MAX_AHEAD + 2):
         router.deliver([Tokens(("a",), (1,), (step,))])
-    assert 2 * event_router.PATIENCE_S <= time.monotonic() - began_s < 50 * event_router.PATIENCE_S
+    assert 2 * event_router.PATIENCE_S <= time.monotonic() - began_s < 300 * event_router.PATIENCE_S

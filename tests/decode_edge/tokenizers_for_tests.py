@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
+from common.grammar.matcher import Matcher, num_words
+from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
 
 CHAT_TEMPLATE = "".join(
@@ -107,6 +110,17 @@ def vocab_size(tokenizer: TextTokenizer) -> int:
 
 def eos_id(tokenizer: TextTokenizer) -> int:
     return min(tokenizer.special_ids)
+
+
+def grammars_of(tokenizer: TextTokenizer) -> Grammars:
+    return Grammars(lambda: tokenizer, vocab_size=vocab_size(tokenizer), eos_token_ids=[eos_id(tokenizer)])
+
+
+def allowed(matcher: Matcher, tokenizer: TextTokenizer) -> list[int]:
+    """Returns the tokens that the matcher allows next."""
+    mask = np.zeros(num_words(vocab_size(tokenizer)), np.int32)
+    matcher.fill(mask)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def ids_of(tokenizer: TextTokenizer, *texts: str) -> Sequence[int]:
