@@ -10,6 +10,7 @@ test_is_broken_by = breaking(globals())
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,16 +21,43 @@ from tests.engine.mutants.kinds import Mutant
 Check = TypeVar("Check", bound=Callable[..., None])
 
 
-def broken_by(mutant: Mutant, symptom: str) -> Callable[[Check], Check]:
-    """Says that the check below fails on this mutant, with a message that matches `symptom`."""
-    return broken_by_each({mutant: symptom})
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A mutant that breaks a check, in every case or in the case `only`. The check then fails with a message that
+    matches `symptom`.
+    """
+
+    mutant: Mutant
+    symptom: str
+    only: str
 
 
-def broken_by_each(mutants: Mapping[Mutant, str]) -> Callable[[Check], Check]:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A check in one of its cases, with the mutants that break it."""
+
+    name: str
+    check: Callable[[], None]
+    breaches: tuple[Breach, ...]
+    marks: tuple[pytest.MarkDecorator, ...]
+
+    def id_of(self, breach: Breach) -> str:
+        return f"{self.name}-{breach.mutant.__name__}"
+
+
+def broken_by(mutant: Mutant, symptom: str, *, only: str = "") -> Callable[[Check], Check]:
+    """Says that the check below fails on this mutant, with a message that matches `symptom`: in every case, or in the
+    case `only`.
+    """
+    return broken_by_each({mutant: symptom}, only=only)
+
+
+def broken_by_each(mutants: Mapping[Mutant, str], *, only: str = "") -> Callable[[Check], Check]:
     """Says that the check below fails on each of these mutants, with a message that matches its symptom."""
+    breaches = tuple(Breach(mutant, symptom, only) for mutant, symptom in mutants.items())
 
     def note(check: Check) -> Check:
-        vars(check)["mutants"] = {**mutants, **mutants_of(check)}
+        vars(check)["breaches"] = (*breaches, *vars(check).get("breaches", ()))
         return check
 
     return note
@@ -45,51 +73,48 @@ def in_cases(**cases: object) -> Callable[[Check], Check]:
     return note
 
 
-def mutants_of(check: Callable[..., None]) -> Mapping[Mutant, str]:
-    """Returns the mutants that break a check, each with its symptom."""
-    return vars(check).get("mutants", {})
-
-
-def checks_in(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Callable[..., None], Callable[[], None]]]:
-    """Yields the checks of a file in order: a name for each case, the check, and the check in that case."""
+def runs_in(namespace: Mapping[str, Any]) -> Iterator[Run]:
+    """Yields the checks of a file in order, each in all its cases."""
     for name, check in namespace.items():
         if not name.startswith("check_") or check.__module__ != namespace["__name__"]:
             continue
-        cases = vars(check).get("cases")
-        if cases is None:
-            yield name, check, check
-        else:
-            for case, value in cases.items():
-                yield f"{name}-{case}", check, partial(check, value)
+        noted = vars(check)
+        breaches, marks = noted.get("breaches", ()), tuple(noted.get("pytestmark", ()))
+        if "cases" not in noted:
+            yield Run(name, check, breaches, marks)
+        for case, value in noted.get("cases", {}).items():
+            of_case = tuple(breach for breach in breaches if breach.only in ("", case))
+            yield Run(f"{name}-{case}", partial(check, value), of_case, marks)
 
 
 def holding(namespace: Mapping[str, Any]) -> Callable[..., None]:
     """Returns the test that runs every check of a file, in every case."""
-    runs = [
-        pytest.param(run, id=name, marks=vars(check).get("pytestmark", ())) for name, check, run in checks_in(namespace)
-    ]
 
-    @pytest.mark.parametrize("run", runs)
-    def test_holds(run: Callable[[], None]) -> None:
-        run()
+    @pytest.mark.parametrize(
+        "check", [pytest.param(run.check, id=run.name, marks=run.marks) for run in runs_in(namespace)]
+    )
+    def test_holds(check: Callable[[], None]) -> None:
+        check()
 
     return test_holds
 
 
 def breaking(namespace: Mapping[str, Any]) -> Callable[..., None]:
-    """Returns the test that runs every check of a file on every mutant that breaks it, in every case."""
-    runs = [
-        pytest.param(run, mutant, symptom, id=f"{name}-{mutant.__name__}", marks=vars(check).get("pytestmark", ()))
-        for name, check, run in checks_in(namespace)
-        for mutant, symptom in mutants_of(check).items()
-    ]
+    """Returns the test that runs every check of a file on every mutant that breaks it."""
 
-    @pytest.mark.parametrize(("run", "mutant", "symptom"), runs)
+    @pytest.mark.parametrize(
+        ("check", "mutant", "symptom"),
+        [
+            pytest.param(run.check, breach.mutant, breach.symptom, id=run.id_of(breach), marks=run.marks)
+            for run in runs_in(namespace)
+            for breach in run.breaches
+        ],
+    )
     def test_is_broken_by(
-        run: Callable[[], None], mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
+        check: Callable[[], None], mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         mutant(monkeypatch)
         with pytest.raises(AssertionError, match=symptom):
-            run()
+            check()
 
     return test_is_broken_by

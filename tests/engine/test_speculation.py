@@ -15,11 +15,9 @@ from torch import Tensor
 
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
-from common.errors import EngineFault
-from decode_service.forward.future_map import RelayPayload
 from decode_service.schedule.results import StepInFlight
 from tests.engine.checks import breaking, broken_by, holding
-from tests.engine.harness import Damage, LaggingScheduleDevice, ScriptedEngine
+from tests.engine.harness import Damage, ScriptedEngine
 from tests.engine.mutants import bootstrap, grammars, relay, speculation
 from tests.engine.speculating import (
     CHAIN,
@@ -253,73 +251,7 @@ def check_seeds_are_read_at_forward_entry() -> None:
     assert outcome.token_ids == outcome.expected, "a wrong draft changed the tokens"
 
 
-@broken_by(relay.consumed_rows_not_poisoned, "not poisoned")
-@broken_by(relay.row_flag_dropped, "poisoned token was decoded")
-def check_a_verified_step_that_was_not_stashed_is_noticed() -> None:
-    """In debug builds, a step whose bonus token never reached the relay fails its request at the next step."""
-    scripted = ScriptedEngine(spec_info=CHAIN, debug_checks=True)
-    outcome = scripted.submit("a", [1, 2], 16)
-    scripted.start("a")
-    for piece in ("reset", "resolve"):
-        assert scripted.forward.run_next() == piece
-    poisoned = scripted.engine.future_map.output_tokens.clone()
-    assert not 0 <= poisoned[1] < VOCAB_SIZE, "a consumed row was not poisoned"
-    scripted.forward.run_all()
-    scripted.engine.future_map.output_tokens.copy_(poisoned)  # as if nothing had been stashed
-    scripted.run()
-    assert isinstance(outcome.error, EngineFault), "a poisoned token was decoded"
-    assert outcome.token_ids == outcome.expected[: len(outcome.token_ids)] != []
-
-
 # ---- I7: bootstrap while a speculative forward is in flight -------------------------------------------------------
-
-
-@broken_by(bootstrap.bootstrap_rearms_publish_ready, "touched publish_ready")
-def check_bootstrap_beside_draft_extend_leaves_the_fence() -> None:
-    scripted = ScriptedEngine(spec_info=CHAIN)
-    scripted.submit("a", [1, 2], 16)
-    scripted.start("a")
-    scripted.submit("b", [3, 4, 5], 8)
-    scripted.step()
-    scripted.hand_over("b")
-    scripted.step()
-    scripted.landing.run_all()
-    future_map = scripted.engine.future_map
-    bootstraps = future_map.bootstrap
-    merged = []
-
-    def watched(req_pool_indices: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
-        armed = future_map.publish_ready
-        assert scripted.forward.pending()[0] == "extend", "the schedule side waited for draft-extend"
-        bootstraps(req_pool_indices, seq_lens, payload)
-        assert future_map.publish_ready is armed, "bootstrap touched publish_ready"
-        merged.append(len(req_pool_indices))
-
-    future_map.bootstrap = watched  # type: ignore[method-assign]
-    scripted.step()
-    assert merged == [1]
-    scripted.run()
-
-
-@broken_by(bootstrap.bootstrap_writes_no_tokens, "decoded wrongly")
-@broken_by(bootstrap.bootstrap_writes_no_seeds, "not those of the sequence")
-def check_rows_bootstrapped_beside_a_forward_keep_what_they_came_with() -> None:
-    """One new row joins a batch whose draft-extend has not run yet. Another row joins when no slots are left to launch
-    it.
-    """
-    scripted = ScriptedEngine(spec_info=CHAIN)
-    first, beside = scripted.submit("first", [1, 2], 16), scripted.submit("beside", [3, 4, 5], 8)
-    scripted.step()
-    scripted.hand_over("first")
-    scripted.step()
-    scripted.landing.run_all()
-    scripted.step()
-    scripted.hand_over("beside")
-    scripted.step()
-    scripted.landing.run_all()
-    scripted.run()
-    assert_drafted_as_expected(first)
-    assert_drafted_as_expected(beside)
 
 
 @broken_by(bootstrap.bootstrap_writes_no_lengths, "bootstrapped length was lost")
@@ -346,26 +278,6 @@ def check_a_row_bootstrapped_and_not_launched_keeps_its_length() -> None:
     scripted.run()
     assert outcome.error is None, f"a bootstrapped length was lost: {outcome.error}"
     assert lengths[0] == (5,), f"a bootstrapped length was lost: {lengths[0]}"
-    assert_drafted_as_expected(outcome)
-
-
-@broken_by(bootstrap.forward_ignores_the_schedule_side, "before bootstrap")
-@broken_by(bootstrap.landing_ignores_the_schedule_side, "KV may land")
-def check_a_speculative_forward_waits_for_the_schedule_side() -> None:
-    device = LaggingScheduleDevice()
-    scripted = ScriptedEngine(device=device, spec_info=CHAIN)
-    outcome = scripted.submit("a", [1, 2], 6)
-    scripted.step()
-    scripted.hand_over("a")
-    scripted.step()
-    assert not scripted.landing.is_ready, "KV may land before the schedule side is done with the slots"
-    device.schedule.run_all()
-    scripted.landing.run_all()
-    scripted.step()
-    assert scripted.forward.pending() and not scripted.forward.is_ready, "the forward may run before bootstrap"
-    device.schedule.run_all()
-    assert scripted.forward.blocked_on is None
-    scripted.run(advance=lambda device: device.run_all())
     assert_drafted_as_expected(outcome)
 
 

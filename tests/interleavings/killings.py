@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.engine.checks import checks_in, mutants_of
+from tests.engine.checks import runs_in
 from tests.engine.mutants import batches
 from tests.engine.mutants.kinds import Mutant
 from tests.interleavings.catalogue import CAUGHT_BY, NO_ORDER_HAS, AnyScenario, marks_of
@@ -34,11 +34,10 @@ def killings() -> Iterator[Killing]:
     """Yields the mutants with the checks of tests/engine, and then the orders of the streams, that show them."""
     for path in sorted((_TESTS / "engine").glob("test_*.py")):
         module = importlib.import_module(f"tests.engine.{path.stem}")
-        for name, check, _ in checks_in(vars(module)):
-            is_thorough = "pytestmark" in vars(check)
-            for mutant in mutants_of(check):
-                test = f"tests/engine/{path.name}::test_is_broken_by[{name}-{mutant.__name__}]"
-                yield Killing(mutant, test, is_thorough)
+        for run in runs_in(vars(module)):
+            for breach in run.breaches:
+                test = f"tests/engine/{path.name}::test_is_broken_by[{run.id_of(breach)}]"
+                yield Killing(breach.mutant, test, bool(run.marks))
     page = "tests/interleavings/test_mutants.py"
     for mutant, scenario, _ in CAUGHT_BY:
         test = f"{page}::test_an_order_that_shows_it_is_found[{id_of(mutant, scenario)}]"
