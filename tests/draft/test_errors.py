@@ -23,11 +23,12 @@ from tests.support.head_parts import Tensors, load_head, save_head, without
 
 OPTIONAL = ("t2d", "embed_tokens.weight", "shared_head.head.weight", "shared_head.output.weight")
 """Tensors that may be missing: `t2d` follows from `d2t`, and the others are taken from the target."""
-CASES = ["eagle3-all-norms", "eagle3-speculators", "eagle3-qkv-bias", "eagle-plain", "eagle-qwen2"]
-CASES += ["mtp-nextn-own-tables", "mtp-step-two-layers", "mtp-mimo", "mtp-mimo-v2"]
+CASES = ["eagle3-all-norms", "eagle-plain", "mtp-nextn-own-tables"]
+"""One head of each kind. The others are tested in depth."""
+MORE = ["eagle3-speculators", "eagle3-qkv-bias", "eagle-qwen2", "mtp-step-two-layers", "mtp-mimo", "mtp-mimo-v2"]
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[*CASES, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)])
 def good(request: pytest.FixtureRequest, tmp_path: Path, target_dir: Path) -> tuple[dict[str, Any], Tensors]:
     return load_head(BY_NAME[request.param].save(tmp_path / "good", target_dir=target_dir))
 
@@ -206,9 +207,32 @@ def test_d2t_and_t2d_must_be_sound(tmp_path: Path, target_dir: Path, defects: De
         ({"d2t": tensors["d2t"] + 268}, "d2t leads outside the target's 268 ids"),
         ({"d2t": tensors["d2t"] - 268}, "d2t leads outside"),
         ({"d2t": torch.zeros(48, dtype=torch.int64)}, "t2d marks other target ids"),
+        ({"d2t": ids}, "d2t"),
         ({"t2d": inverted}, "t2d marks other target ids"),
     ):
         assert named in defects.error(config, {**tensors, **changed})
+
+
+@pytest.mark.parametrize("draft_vocab_size", [48, 267])
+def test_a_missing_lm_head_is_an_error(
+    draft_vocab_size: int, tmp_path: Path, target_dir: Path, defects: Defects
+) -> None:
+    good = save_eagle3_head(
+        tmp_path / "good", target_dir=target_dir, own_lm_head=False, draft_vocab_size=draft_vocab_size
+    )
+    assert "lm_head.weight is missing" in defects.error(*load_head(good))
+
+
+def test_a_head_of_one_format_does_not_pass_as_one_of_another(
+    tmp_path: Path, target_dir: Path, defects: Defects
+) -> None:
+    first, first_tensors = load_head(save_eagle1_head(tmp_path / "1", target_dir=target_dir, fc_bias=False))
+    third, third_tensors = load_head(save_eagle3_head(tmp_path / "3", target_dir=target_dir, draft_vocab_size=None))
+    for config, tensors, named in (
+        (first, third_tensors, r"fc\.weight is \[64, 192\].*an EAGLE-1 head.*\[64, 128\]"),
+        (third, first_tensors, r"fc\.weight is \[64, 128\].*an EAGLE-3 head.*\[64, 192\]"),
+    ):
+        assert re.search(named, defects.error(config, tensors))
 
 
 def test_a_full_vocabulary_with_offsets_is_not_full(tmp_path: Path, target_dir: Path, defects: Defects) -> None:

@@ -55,15 +55,25 @@ def test_an_eagle3_head_is_the_same_in_every_format(
 def test_an_embedding_in_the_checkpoint_is_used(tmp_path: Path, target_dir: Path, load: Load) -> None:
     plain = load(save_eagle3_head(tmp_path / "plain", target_dir=target_dir))
     config, tensors = load_head(tmp_path / "plain")
-    embedding = load_target_embedding(target_dir)
+    embedding = load_file(target_dir / "model.safetensors")["model.embed_tokens.weight"]
     same = load(save_head(tmp_path / "same", config, {**tensors, "embed_tokens.weight": embedding}))
     assert_same(plain, same)
     other = load(save_head(tmp_path / "other", config, {**tensors, "embed_tokens.weight": embedding.flip(0)}))
     assert not torch.equal(run(plain)[0], run(other)[0])
 
 
-def load_target_embedding(target_dir: Path) -> Tensor:
-    return load_file(target_dir / "model.safetensors")["model.embed_tokens.weight"]
+@pytest.mark.parametrize("change", ["flags in eagle_config", "tables of the rotation"])
+def test_what_published_heads_have_besides_changes_nothing(
+    change: str, tmp_path: Path, target_dir: Path, load: Load
+) -> None:
+    """Some keep their flags in `eagle_config`. Old ones have tables of the rotation, which follow from the config."""
+    first = save_eagle3_head(tmp_path / "first", target_dir=target_dir, norm_before_fc=True)
+    config, tensors = load_head(first)
+    if change == "flags in eagle_config":
+        config["eagle_config"] = {"norm_before_fc": config.pop("norm_before_fc")}
+    else:
+        tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    assert_same(load(first), load(save_head(tmp_path / "second", config, tensors)))
 
 
 def test_tensors_may_be_spread_over_files(tmp_path: Path, target_dir: Path, load: Load) -> None:
@@ -76,14 +86,6 @@ def test_tensors_may_be_spread_over_files(tmp_path: Path, target_dir: Path, load
     assert_same(load(whole), load(spread))
 
 
-def test_flags_may_stand_in_eagle_config(tmp_path: Path, target_dir: Path, load: Load) -> None:
-    first = save_eagle3_head(tmp_path / "first", target_dir=target_dir, norm_before_fc=True)
-    config, tensors = load_head(first)
-    del config["norm_before_fc"]
-    second = save_head(tmp_path / "second", {**config, "eagle_config": {"norm_before_fc": True}}, tensors)
-    assert_same(load(first), load(second))
-
-
 def test_more_or_fewer_states_than_three_may_be_captured(tmp_path: Path, target_dir: Path, load: Load) -> None:
     for style in ("midlayer", "sglang"):
         head = load(
@@ -91,14 +93,6 @@ def test_more_or_fewer_states_than_three_may_be_captured(tmp_path: Path, target_
         )
         assert head.capture.layers == (0, 2, 4, 5, 6)
         assert head.fuse(torch.ones(1, 5 * 64)).shape == (1, 64)
-
-
-def test_tables_of_the_rotation_are_not_part_of_a_head(tmp_path: Path, target_dir: Path, load: Load) -> None:
-    """Old checkpoints contain the tables of the rotary embedding, but these follow from the config."""
-    plain = save_eagle3_head(tmp_path / "plain", target_dir=target_dir)
-    config, tensors = load_head(plain)
-    tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    assert_same(load(plain), load(save_head(tmp_path / "old", config, tensors)))
 
 
 @pytest.mark.parametrize("with_target", [False, True])

@@ -9,15 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.errors import DraftMismatch
 from common.model.capture import HiddenCapture
 from common.model.loader import load_target
 from tests.draft.conftest import Load
 from tests.draft.paged_draft import PagedDraft
 from tests.draft.reference import ReferenceEagle3
 from tests.model.paged_model import PagedModel
-from tests.support.draft_heads import save_eagle1_head, save_eagle3_head
-from tests.support.head_parts import load_head, save_head, without
+from tests.support.draft_heads import save_eagle3_head
 
 IDS = [5, 9, 2, 14, 77, 31, 8]
 
@@ -58,44 +56,6 @@ class PagedCapture(PagedModel):
         self.extend({1: ids})
         hidden: torch.Tensor = outputs[-1].hidden
         return hidden
-
-
-def test_2_d2t_holds_offsets(tmp_path: Path, target_dir: Path, load: Load) -> None:
-    directory = save_eagle3_head(tmp_path, target_dir=target_dir)
-    _, tensors = load_head(directory)
-    expected = tensors["t2d"].nonzero().flatten()
-    assert expected.tolist() != tensors["d2t"].tolist()
-    assert load(directory).token_ids.tolist() == expected.tolist()
-
-
-def test_2_d2t_lost_or_holding_target_ids_is_an_error(tmp_path: Path, target_dir: Path, load: Load) -> None:
-    config, tensors = load_head(save_eagle3_head(tmp_path / "good", target_dir=target_dir))
-    with pytest.raises(DraftMismatch, match="d2t is missing"):
-        load(save_head(tmp_path / "lost", config, without(tensors, ["d2t"])))
-    mapping = tensors["t2d"].nonzero().flatten()
-    with pytest.raises(DraftMismatch, match=r"d2t leads outside|t2d marks other"):
-        load(save_head(tmp_path / "mapping", config, {**tensors, "d2t": mapping}))
-
-
-@pytest.mark.parametrize("draft_vocab_size", [48, 267])
-def test_3_a_missing_lm_head_is_an_error(draft_vocab_size: int, tmp_path: Path, target_dir: Path, load: Load) -> None:
-    directory = save_eagle3_head(tmp_path, target_dir=target_dir, own_lm_head=False, draft_vocab_size=draft_vocab_size)
-    with pytest.raises(DraftMismatch, match=rf"{directory}.*lm_head\.weight is missing"):
-        load(directory)
-
-
-def test_4_an_eagle3_head_does_not_pass_as_an_eagle1_head(tmp_path: Path, target_dir: Path, load: Load) -> None:
-    eagle1, _ = load_head(save_eagle1_head(tmp_path / "eagle1", target_dir=target_dir, fc_bias=False))
-    _, eagle3_tensors = load_head(save_eagle3_head(tmp_path / "eagle3", target_dir=target_dir))
-    with pytest.raises(DraftMismatch, match=r"fc\.weight is \[64, 192\].*an EAGLE-1 head.*\[64, 128\]"):
-        load(save_head(tmp_path / "mixed", eagle1, eagle3_tensors))
-
-
-def test_4_an_eagle1_head_does_not_pass_as_an_eagle3_head(tmp_path: Path, target_dir: Path, load: Load) -> None:
-    eagle3, _ = load_head(save_eagle3_head(tmp_path / "eagle3", target_dir=target_dir, draft_vocab_size=None))
-    _, eagle1_tensors = load_head(save_eagle1_head(tmp_path / "eagle1", target_dir=target_dir))
-    with pytest.raises(DraftMismatch, match=r"fc\.weight is \[64, 128\].*an EAGLE-3 head.*\[64, 192\]"):
-        load(save_head(tmp_path / "mixed", {**eagle3, "draft_vocab_size": 268}, eagle1_tensors))
 
 
 @pytest.mark.parametrize("first_position", [0, 16, 4090])

@@ -1,5 +1,5 @@
-"""Tests of the ends of a prefill engine's forwards and of the engine itself: time limits, the extent of failures, and
-closing.
+"""Tests of the ends of a prefill engine's forwards and of the engine itself: time limits, the extent of failures, lost
+devices, and closing.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from common.device.errors import DeviceTimeout, StreamClosed
+from common.attention.backend import ForwardInput
+from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
 from common.device.scripted import ScriptedDevice
-from common.model.target import TargetModel
+from common.model.forward_program import OnLayerKv
+from common.model.target import TargetModel, TargetOutput
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowSeed, SamplingState
 from tests.support.engines import PrefillHalf
 from tests.support.faulty_target import FaultyTarget
+from tests.support.pair import InProcessPair
 
 CHUNK_TOKENS = 8
 BOUND_S = 300.0
@@ -112,3 +115,35 @@ def test_closing_closes_every_stream_although_a_forward_does_not_end(make_prefil
     for stream in prefill.device.streams:
         with pytest.raises(StreamClosed):
             stream.enqueue(print)
+
+
+class TargetOnALostDevice(FaultyTarget):
+    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
+        raise DeviceLost("the device faulted")
+
+
+def test_a_lost_device_ends_the_engine_and_fails_no_row_by_itself(tiny_target: Callable[[str], TargetModel]) -> None:
+    pair = InProcessPair(TargetOnALostDevice(tiny_target("llama")))
+    outcome = pair.submit("a", [10, 11, 12], ResolvedSampling(seed=0, max_tokens=4))
+    try:
+        with pytest.raises(DeviceLost):
+            pair.run()
+        assert not outcome.has_ended
+        assert pair.decode.load().num_row_retries == 0, "the row was given back to the replica that is lost"
+    finally:
+        pair.close()
+
+
+def test_a_fault_that_the_engines_own_thread_meets_is_named(
+    make_prefill: MakePrefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reclaim() -> int:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    prefill = make_prefill()
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill.device, "failure_for", lambda error: DeviceLost("the device faulted"))
+        patch.setattr(prefill.engine.pool, "reclaim", reclaim)
+        with pytest.raises(DeviceLost):
+            prefill.step()
+    prefill.close()

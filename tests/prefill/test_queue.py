@@ -1,4 +1,6 @@
-"""Tests that prompts get rows and places in a forward by priority, and by how long they have waited."""
+"""Tests of queued prompts: they get rows and places in a forward by priority and by how long they have waited, fail if
+they are late, and wait for their matchers.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,15 @@ from dataclasses import replace
 
 from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
+from common.grammar.grammar import TokenRules
+from common.grammar.token_rules_matcher import TokenRulesMatcher
 from common.model.target import TargetModel
 from common.priority import Ageing
 from common.sampling.params import ResolvedSampling
-from common.wire.handoff import PrebuiltBatch, RowFailed
-from prefill_service.messages import OpenCall
+from common.wire.handoff import HandoffRow, PrebuiltBatch, RowFailed
+from prefill_service.messages import CancelCallRows, FailRow, GiveMatcher, OpenCall
 from tests.support.engines import PrefillHalf, handoff_rows
+from tests.support.models import VOCAB_SIZE
 
 STEP_S = 10.0
 NUM_TOKENS = 12
@@ -117,3 +122,48 @@ def test_a_prompt_that_brings_kv_for_a_better_one_is_computed_as_early(
         prompts.open(f"later {number}", priority=0, first_token=60 + 14 * number)
     order = prompts.order()
     assert order.index("waits for it") < order.index("later 3"), order
+
+
+def test_a_late_prompt_fails_before_it_is_given_a_row(tiny_target: Callable[[str], TargetModel]) -> None:
+    now_s = 1000.0
+    prefill = PrefillHalf(tiny_target("llama"), max_rows=1, wall_clock=lambda: now_s)
+    sampling = ResolvedSampling(seed=1, max_tokens=4)
+    rows = tuple(
+        HandoffRow(f"r{ms}", 0, (11, 12, 13), 3, sampling, deadline_unix_ms=ms)
+        for ms in (1_000_001, 1_000_000, 999_999)
+    )
+    prefill.step(OpenCall("call", rows))
+    assert [(failed.row, failed.reason, failed.retryable) for failed in prefill.failures] == [
+        (1, RowFailure.DEADLINE, False),
+        (2, RowFailure.DEADLINE, False),
+    ]
+    assert not prefill.ended_calls, "the first row is still alive"
+    assert prefill.engine.load().rows.free == 0
+    prefill.close()
+
+
+ONLY = 77
+RULES = TokenRules(allowed_ids=(ONLY,))
+
+
+def test_a_row_is_computed_when_its_matcher_is_there(tiny_target: Callable[[str], TargetModel]) -> None:
+    prefill = PrefillHalf(tiny_target("llama"))
+    free, constrained = handoff_rows([range(5, 10), range(5, 11)])
+    constrained = replace(constrained, sampling=ResolvedSampling(seed=1, max_tokens=4, token_rules=RULES))
+    prefill.step(OpenCall("call", (constrained, free, constrained, constrained)))
+    while not prefill.first_tokens:
+        prefill.step()
+    assert [row for row, _ in prefill.first_tokens] == [1]
+    assert prefill.engine.load().num_queued == 3
+    failed = RowFailed(row=2, reason=RowFailure.CAPACITY, retryable=True, message="too late")
+    matcher = TokenRulesMatcher(None, RULES, (), vocab_size=VOCAB_SIZE)
+    prefill.step(GiveMatcher("call", 0, matcher), FailRow("call", failed), CancelCallRows("call", (3,)))
+    prefill.step(GiveMatcher("call", 3, matcher), FailRow("call", replace(failed, row=3)))  # it has ended
+    while "call" not in prefill.ended_calls:
+        prefill.step()
+    assert prefill.first_tokens[1:] == [(0, ONLY)]
+    assert [(failed.row, failed.reason, failed.message) for failed in prefill.failures] == [
+        (2, RowFailure.CAPACITY, "too late"),
+        (3, RowFailure.CANCELLED, "cancelled by the decode service"),
+    ]
+    prefill.close()
