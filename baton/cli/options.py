@@ -28,7 +28,7 @@ LOADING_S = 60.0
 _LOADING_LOOK_S = 0.2
 _NOT_SERVED = "NOT_SERVED"
 _TOKEN_FILE = "--token-file"
-_DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 Address = Annotated[
@@ -38,7 +38,7 @@ Address = Annotated[
         "-a",
         envvar="BATON_ADDRESS",
         help="HOST:PORT of the decode service, or of several with commas. The pair that `baton up` runs here, else "
-        f"{_DEFAULT_ADDRESS}.",
+        f"{DEFAULT_ADDRESS}.",
     ),
 ]
 
@@ -157,7 +157,7 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
     Waits while a pair of `baton up` at that address loads. Raises Unavailable if that takes longer than `LOADING_S`.
     """
     found = [] if given else running_pairs()
-    address = given or (found[0] if found else _DEFAULT_ADDRESS)
+    address = given or (found[0] if found else DEFAULT_ADDRESS)
     if len(found) > 1:
         others = ", ".join(found[1:])
         text_console().print(f"{len(found)} pairs run here: this is {found[0]}, not {others}", style="dim")

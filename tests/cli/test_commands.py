@@ -107,8 +107,11 @@ def test_generate_sends_every_option(server: ScriptedServer) -> None:
     assert server.inference.deadlines_s.get(timeout=BOUND_S) is not None
 
 
-def test_generate_leaves_what_is_not_given_to_the_server(server: ScriptedServer) -> None:
-    run("generate", "-", "--address", server.address, stdin="from a pipe")
+@pytest.mark.parametrize("prompt", [("-",), ()], ids=["asked for", "no argument"])
+def test_generate_reads_a_pipe_and_leaves_what_is_not_given_to_the_server(
+    server: ScriptedServer, prompt: tuple[str, ...]
+) -> None:
+    assert run("generate", *prompt, "--address", server.address, stdin="from a pipe").exit_code == 0
     request = server.inference.requests.get(timeout=BOUND_S)
     assert request.text == "from a pipe"
     assert request.sampling.ListFields() == []
@@ -130,11 +133,6 @@ def test_the_figures_of_a_level_are_one_line_of_a_terminal(server: ScriptedServe
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines] == ["at", "time", "1", "128", "TTFT,"]
-
-
-def test_generate_reads_a_pipe_where_no_prompt_is_given(server: ScriptedServer) -> None:
-    assert run("generate", "--address", server.address, stdin="from a pipe").exit_code == 0
-    assert server.inference.requests.get(timeout=BOUND_S).text == "from a pipe"
 
 
 @pytest.mark.parametrize("options", [(), ("--chat",), ("--system", "Be brief.")])
@@ -238,32 +236,22 @@ def test_generate_wraps_a_chat_message(server: ScriptedServer) -> None:
     assert [(message.role, message.content) for message in messages] == [("system", "Be brief."), ("user", "Hi")]
 
 
-def test_an_error_is_one_line_and_status_1(server: ScriptedServer) -> None:
+def test_an_error_is_one_line_and_status_1_or_a_json_line_when_asked(server: ScriptedServer) -> None:
     server.inference.script = [failure(3, "top_p: must be in (0, 1]", reason="INVALID_FIELD", field="top_p")]
-    result = run("generate", "Hi", "--top-p", "2", "--address", server.address)
+    arguments = ["generate", "Hi", "--top-p", "2", "--address", server.address]
+    result = run(*arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "INVALID_ARGUMENT: top_p: must be in (0, 1]\n"
+    result = run(*arguments, "--json")
+    assert result.exit_code == 1
+    error = {"code": "INVALID_ARGUMENT", "reason": "INVALID_FIELD", "message": "top_p: must be in (0, 1]"}
+    assert json_lines(result) == [{"event": "error", **error, "metadata": {"field": "top_p"}}]
 
 
 def test_who_shows_no_token_is_told_how_to(server: ScriptedServer) -> None:
     server.inference.script = [failure(16, "authorization: no bearer token was shown", reason="UNAUTHENTICATED")]
     result = run("generate", "Hi", "--address", server.address)
     assert result.stderr == "UNAUTHENTICATED: authorization: no bearer token was shown; give --token-file\n"
-
-
-def test_an_error_is_a_json_line_when_asked(server: ScriptedServer) -> None:
-    server.inference.script = [failure(3, "top_p: bad", reason="INVALID_FIELD", field="top_p")]
-    result = run("generate", "Hi", "--address", server.address, "--json")
-    assert result.exit_code == 1
-    assert json_lines(result) == [
-        {
-            "event": "error",
-            "code": "INVALID_ARGUMENT",
-            "reason": "INVALID_FIELD",
-            "metadata": {"field": "top_p"},
-            "message": "top_p: bad",
-        }
-    ]
 
 
 @pytest.mark.parametrize("flag", [["--logit-bias", "5"], ["--token-ids", "a,b"]])
@@ -293,10 +281,6 @@ def test_a_word_behind_a_slash_is_a_command_of_chat_and_no_message(server: Scrip
     assert "/reset   forget" in result.stderr.partition("there is no command /quit")[0]
     (message,) = server.inference.requests.get(timeout=BOUND_S).chat.messages
     assert message.content == "/etc/passwd is what?"
-
-
-def test_the_version_is_the_distributions() -> None:
-    assert run("--version").stdout == f"baton {version('baton-serve')}\n"
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:50051", "127.0.0.1", "127.0.0.1:", "127.0.0.1:99999", "a b:1"])
@@ -358,10 +342,6 @@ def test_nothing_but_the_line_of_the_error_comes_of_a_connection_that_fails(serv
     assert result.stderr == (
         f"UNAVAILABLE: {server.address} does not speak TLS: leave TLS off, or give another address\n"
     )
-
-
-def test_chat_ends_with_its_input(server: ScriptedServer) -> None:
-    assert run("chat", "--address", server.address, stdin="").exit_code == 0
 
 
 def test_info_shows_model_and_load(server: ScriptedServer) -> None:

@@ -18,8 +18,11 @@ from tests.cli.conftest import await_end
 from tests.support.running_pair import wait_until
 
 
-def test_a_pair_is_entered_ready_and_left_ended() -> None:
-    with LocalPair() as pair:
+def test_a_pair_is_entered_ready_drained_at_its_end_and_leaves_nothing_running(tmp_path: Path) -> None:
+    seen: list[tuple[str, Phase]] = []
+    with LocalPair(log_dir=tmp_path, on_phase=lambda service, phase, why: seen.append((service.name, phase))) as pair:
+        assert {("prefill-0", Phase.READY), ("decode-0", Phase.READY)} <= set(seen)
+        assert len(seen) == len(set(seen)), "each is reported once"
         pids = [service.pid for service in pair.services]
         with Client(pair.decode_addresses[0]) as client:
             assert client.health("baton.v1.Inference") is HealthStatus.SERVING
@@ -27,7 +30,7 @@ def test_a_pair_is_entered_ready_and_left_ended() -> None:
             assert prefill.load().rows.total == 4
     assert len(pids) == 2
     assert await_end(pids)
-    assert not pair.log_dir.exists()
+    assert all(service.log_tail().endswith("drained") for service in pair.services)
 
 
 def test_every_decode_service_knows_every_prefill_service() -> None:
@@ -136,13 +139,6 @@ def test_a_service_that_never_becomes_ready_is_named() -> None:
     assert not any(service.is_running for service in pair.services)
 
 
-def test_phases_are_reported_once_each() -> None:
-    seen: list[tuple[str, Phase]] = []
-    with LocalPair(on_phase=lambda service, phase, why: seen.append((service.name, phase))):
-        assert {("prefill-0", Phase.READY), ("decode-0", Phase.READY)} <= set(seen)
-        assert len(seen) == len(set(seen))
-
-
 def test_a_refusal_that_is_cut_is_one_without_a_reason() -> None:
     seen: list[tuple[str, Phase, str]] = []
     pair = LocalPair(
@@ -166,34 +162,22 @@ def test_a_refusal_that_is_cut_is_one_without_a_reason() -> None:
     assert seen == [("gateway", Phase.ALIVE, "")]
 
 
-def test_a_death_while_serving_is_noticed() -> None:
+def test_a_death_while_serving_is_noticed_and_a_killed_service_starts_again_at_its_address() -> None:
     with LocalPair() as pair:
         pair.check()
-        pair.prefill[0].kill()
-        assert pair.prefill[0].wait(10.0)
-        with pytest.raises(errors.ServiceDied, match="prefill-0"):
-            pair.check()
-
-
-def test_a_killed_service_starts_again_at_its_address() -> None:
-    with LocalPair() as pair:
         first_pid = pair.decode[0].pid
         pair.decode[0].kill()
         assert pair.decode[0].wait(10.0)
+        with pytest.raises(errors.ServiceDied, match="decode-0"):
+            pair.check()
         pair.decode[0].start()
         pair.wait_ready()
         with Client(pair.decode_addresses[0]) as client:
             assert client.load().instance_id == str(pair.decode[0].pid) != str(first_pid)
 
 
-def test_services_are_asked_to_drain_before_they_are_killed(tmp_path: Path) -> None:
-    with LocalPair(log_dir=tmp_path) as pair:
-        pass
-    for service in pair.services:
-        assert service.log_tail().endswith("drained")
-
-
-def test_a_service_that_ignores_sigterm_is_killed() -> None:
+def test_a_service_that_ignores_sigterm_is_killed_and_logs_of_a_pair_that_served_go() -> None:
     with LocalPair(decode_args=["--fake-trouble=ignore-sigterm"], stop_timeout_s=0.2) as pair:
         pids = [service.pid for service in pair.services]
     assert await_end(pids)
+    assert not pair.log_dir.exists()

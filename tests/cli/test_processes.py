@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -92,18 +92,18 @@ def command() -> Iterator[Callable[..., Command]]:
         each.process.communicate(timeout=BOUND_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_up_stops_cleanly(command: Callable[..., Command], number: signal.Signals) -> None:
+def test_up_stops_cleanly(command: Callable[..., Command]) -> None:
     up = command("up", "--model=tiny", "--prefill=2")
     assert [service["name"] for service in up.ready()["services"]] == ["prefill-0", "prefill-1", "decode-0"]
     loads = up.lines_until(lambda line: line["event"] == "load" and line["name"] == "decode-0")
     assert loads[-1]["load"]["rows"]["total"] == 4
-    up.process.send_signal(number)
+    up.process.send_signal(signal.SIGTERM)
     status, lines = up.end()
     assert (status, lines[-1]) == (0, {"event": "stopped"})
     assert await_end(up.service_pids)
 
 
+@pytest.mark.thorough
 def test_up_with_a_gateway_answers_http_and_stops_it_too(
     command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +233,7 @@ def test_up_says_in_one_line_what_is_wrong_before_anything_starts(
     assert list((tmp_path / "logs").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_variable_of_the_gateway_that_it_cannot_follow_is_told_by_its_end_within_the_start(
     command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +245,7 @@ def test_a_variable_of_the_gateway_that_it_cannot_follow_is_told_by_its_end_with
     assert found and "/no/such/keys" in found[1] and Path(found[2]).exists()
 
 
+@pytest.mark.thorough
 def test_services_that_can_never_work_together_end_a_start_at_once(
     command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +255,8 @@ def test_services_that_can_never_work_together_end_a_start_at_once(
     assert lines[-1]["message"].startswith("decode-0: fingerprints differ in dtype; its log: ")
 
 
-def test_up_tells_people_where_metrics_and_logs_are_and_that_requests_may_end() -> None:
+@pytest.mark.thorough
+def test_up_tells_people_what_to_do_next_and_where_metrics_and_logs_are() -> None:
     arguments = ["up", "--model=tiny", "--gateway-listen=127.0.0.1:0"]
     with subprocess.Popen([*BATON, *arguments], stderr=subprocess.PIPE, text=True) as up:
         assert up.stderr is not None
@@ -265,6 +268,8 @@ def test_up_tells_people_where_metrics_and_logs_are_and_that_requests_may_end() 
         up.send_signal(signal.SIGINT)
         ending = up.stderr.readlines()
         assert up.wait(BOUND_S) == 0
+    assert any(line.startswith("decode-0 (127.0.0.1:") and line.endswith("is ready\n") for line in said)
+    assert "baton generate --chat --address 127.0.0.1:" in "".join(said)
     assert re.search(r"; logs: \S+ \(removed on Ctrl-C; --log-dir keeps them\)\n", "".join(said))
     assert re.search(r"its metrics: http://127\.0\.0\.1:\d+/metrics$", said[-2].strip())
     assert re.findall(r"http://127\.0\.0\.1:\d+/metrics \(([a-z]+-0)\)", said[-1]) == ["prefill-0", "decode-0"]
@@ -272,6 +277,7 @@ def test_up_tells_people_where_metrics_and_logs_are_and_that_requests_may_end() 
     assert ending[-1] == "stopped\n"
 
 
+@pytest.mark.thorough
 def test_a_second_interrupt_stops_a_pair_that_does_not_end(
     command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +293,7 @@ def test_a_second_interrupt_stops_a_pair_that_does_not_end(
     assert await_end(up.service_pids)
 
 
+@pytest.mark.thorough
 def test_a_service_that_answers_and_is_not_ready_says_why(
     command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +306,7 @@ def test_a_service_that_answers_and_is_not_ready_says_why(
     assert set(whys.values()) <= {""}
 
 
+@pytest.mark.thorough
 def test_up_that_is_killed_leaves_no_process(command: Callable[..., Command]) -> None:
     up = command("up", "--model=tiny")
     up.ready()
@@ -337,6 +345,7 @@ def first_is_loading(command: Callable[..., Command], monkeypatch: pytest.Monkey
     return start
 
 
+@pytest.mark.thorough
 def test_a_pair_takes_no_port_of_another_that_is_still_loading(
     first_is_loading: Callable[..., list[int]], command: Callable[..., Command]
 ) -> None:
@@ -346,6 +355,7 @@ def test_a_pair_takes_no_port_of_another_that_is_still_loading(
     assert {int(address.rpartition(":")[2]) for address in running_pairs()} > {first}
 
 
+@pytest.mark.thorough
 def test_a_gateway_where_another_pair_that_is_loading_will_have_its_own_is_told_so(
     first_is_loading: Callable[..., list[int]], command: Callable[..., Command]
 ) -> None:
@@ -358,6 +368,7 @@ def test_a_gateway_where_another_pair_that_is_loading_will_have_its_own_is_told_
     assert lines[-1]["message"] == words
 
 
+@pytest.mark.thorough
 def test_up_ends_with_a_service_that_dies_while_it_starts(
     command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +383,7 @@ def test_up_ends_with_a_service_that_dies_while_it_starts(
     assert not any(line["event"] == "restarted" for line in lines)
 
 
+@pytest.mark.thorough
 def test_a_process_that_dies_while_it_serves_is_started_again_where_it_was(command: Callable[..., Command]) -> None:
     up = command("up", "--model=tiny", "--gateway", "--gateway-listen=127.0.0.1:0", "--refresh-s=0.1")
     ready = up.ready()
@@ -402,6 +414,7 @@ def _is_ready(name: str, line: dict[str, Any]) -> bool:
     return line["event"] == "phase" and (line["name"], line["phase"]) == (name, "ready")
 
 
+@pytest.mark.thorough
 def test_up_ends_with_a_service_that_dies_later_when_told_so(command: Callable[..., Command]) -> None:
     up = command("up", "--model=tiny", "--refresh-s=0.1", "--no-restart")
     up.ready()
@@ -411,22 +424,12 @@ def test_up_ends_with_a_service_that_dies_later_when_told_so(command: Callable[.
     assert await_end(up.service_pids)
 
 
+@pytest.mark.thorough
 def test_bench_starts_its_own_pair_and_stops_it(command: Callable[..., Command]) -> None:
     bench = command("bench", "--model=tiny", "--draft=head", "--concurrency=2", "--new-tokens=4", "--prompt-tokens=4")
     status, lines = bench.end()
     assert status == 0
     assert (lines[-1]["report"]["num_tokens"], lines[-1]["report"]["handoff_mb_per_s"]) == (8, 2.0)
-
-
-def test_up_says_what_to_do_next() -> None:
-    up = subprocess.Popen([*BATON, "up", "--model=tiny"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    assert up.stderr is not None
-    lines = list(iter_until(up.stderr, "ready: "))
-    up.terminate()
-    _, rest = up.communicate(timeout=BOUND_S)
-    assert "baton generate --chat --address 127.0.0.1:" in lines[-1]
-    assert any(line.startswith("decode-0 (127.0.0.1:") and line.endswith("is ready\n") for line in lines)
-    assert (up.returncode, rest.splitlines()[-1]) == (0, "stopped")
 
 
 def test_interrupting_generate_cancels_the_call() -> None:
@@ -444,19 +447,13 @@ def test_interrupting_generate_cancels_the_call() -> None:
     server.stop()
 
 
-def iter_until(lines: Iterable[str], start: str) -> Iterator[str]:
-    for line in lines:
-        yield line
-        if line.startswith(start):
-            return
-
-
 @pytest.fixture
 def cached_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     demo_model_path(tmp_path / "baton").mkdir(parents=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cached_demo_model")
 @pytest.mark.parametrize(
     ("trouble", "words"),
@@ -478,6 +475,7 @@ def test_demo_ends_well_with_the_committed_answer_and_the_speed_of_a_pair_as_it_
     assert min(lines[-1]["decode_tokens_per_s"], lines[-1]["decode_tokens_per_s_without_drafts"]) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cached_demo_model")
 def test_demo_fails_on_any_other_answer(command: Callable[..., Command]) -> None:
     status, lines = command("demo").end()

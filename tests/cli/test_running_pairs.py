@@ -132,7 +132,7 @@ def test_commands_go_to_the_pair_that_runs_here_unless_told_otherwise(
 
 def test_where_there_is_none_the_error_says_so_and_where_was_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
-    monkeypatch.setattr(options, "_DEFAULT_ADDRESS", nobody)
+    monkeypatch.setattr(options, "DEFAULT_ADDRESS", nobody)
     words = f"no pair of `baton up` runs here, and {nobody} does not answer: "
     for arguments in (["info"], ["generate", "Hi"], ["chat"]):
         result = CliRunner().invoke(app, arguments, input="Hi\n")
