@@ -103,9 +103,16 @@ class GatewayHere:
         finally:
             connection.close()
 
-    def begin_body(self, sent: bytes = b"{", *, num_bytes: int = 1000) -> http.client.HTTPConnection:
-        """Sends a completion request's head and these bytes of the body, which is to have `num_bytes`."""
+    def begin_body(
+        self, sent: bytes = b"{", *, num_bytes: int = 1000, after: str | None = None
+    ) -> http.client.HTTPConnection:
+        """Sends a completion request's head and these bytes of the body, which is to have `num_bytes`. The connection
+        first asks for the path `after`, if given.
+        """
         connection = self.connect()
+        if after is not None:
+            connection.request("GET", after)
+            connection.getresponse().read()
         connection.putrequest("POST", COMPLETIONS)
         connection.putheader("content-type", "application/json")
         connection.putheader("content-length", str(num_bytes))

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.testing import capture_logs
 from uvicorn.server import ServerState
 
+import gateway.server
 from common.config.gateway_settings import GatewaySettings
 from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
 from gateway.listener import OpenConnections, Room
 from gateway.sending import SLICE_BYTES, EventStreamWriter, JsonResponse, ServerEvent
+from tests.client.scripted_inference import ScriptedServer, delta, finished, started
+from tests.gateway.gateway_here import BODY, Answer, GatewayHere, gateway_here, post
+from tests.security.certificates import Authority
 from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import wait_until
 
@@ -270,54 +279,6 @@ class Crowd:
         self.sending.pop(number, None)
 
 
-def test_silent_connections_yield_to_a_client_that_has_more_with_requests() -> None:
-    crowd = Crowd(64)
-    for _ in range(32):
-        crowd.open("proxy", idle=False)
-    for _ in range(200):
-        crowd.open("silent")
-    num_closed = len(crowd.closed)
-    assert [crowd.open("proxy", idle=False) for _ in range(20)] == [Room.MADE] * 20
-    assert {client for _, client in crowd.closed[num_closed:]} == {"silent"}
-
-
-def test_who_has_most_idle_connections_loses_those_that_are_so_for_longest() -> None:
-    crowd = Crowd(64)
-    for client, num in (("few", 4), ("many", 40), ("some", 20)):
-        for _ in range(num):
-            crowd.open(client)
-    for _ in range(20):
-        crowd.open("new", idle=False)
-    assert crowd.closed == [(number, "many") for number in range(5, 25)]
-
-
-def test_what_is_sending_its_request_goes_after_everything_silent() -> None:
-    """To make room, silent connections are closed before one that is sending its request, even if that has been idle
-    the longest and belongs to the client with the most idle connections.
-    """
-    crowd = Crowd(8)
-    for client in ("proxy", "proxy", "proxy", "other"):
-        crowd.open(client)
-    for number in (1, 2, 3):
-        crowd.send(number)
-    for _ in range(4):
-        crowd.open("busy", idle=False)
-    assert [crowd.open("new", idle=False) for _ in range(5)] == [Room.MADE] * 4 + [Room.NONE]
-    assert [number for number, _ in crowd.closed] == [4, 1, 2, 3]
-
-
-def test_what_no_longer_sends_fast_enough_is_silent_again() -> None:
-    crowd = Crowd(8)
-    for _ in range(7):
-        crowd.open("slow")
-    for number in range(1, 8):
-        crowd.send(number)
-        crowd.become_idle(number)
-    crowd.open("new")
-    assert [crowd.open("other") for _ in range(2)] == [Room.MADE] * 2
-    assert crowd.closed == [(1, "slow"), (2, "slow")]
-
-
 def test_one_client_that_has_only_requests_leaves_an_eighth_to_others() -> None:
     crowd = Crowd(64)
     assert [crowd.open("one", idle=False) for _ in range(57)] == [Room.FREE] * 56 + [Room.NONE]
@@ -340,7 +301,7 @@ def test_room_is_made_in_constant_time_however_many_clients_there_are() -> None:
 MOVES = ("open", "idle", "send", "ask", "leave")
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(MOVES), st.integers(0))))
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(MOVES), st.integers(0)), min_size=8, max_size=40))
 def test_whatever_clients_do_room_is_made_of_silent_connections_first_and_by_who_has_most(
     moves: list[tuple[str, str, int]],
 ) -> None:
@@ -359,3 +320,126 @@ def test_whatever_clients_do_room_is_made_of_silent_connections_first_and_by_who
             number = list(crowd.of)[which % len(crowd.of)]
             act = {"idle": crowd.become_idle, "send": crowd.send, "ask": crowd.ask, "leave": crowd.leave}[move]
             act(number)
+
+
+# ---- connections beyond the limit -----------------------------------------------------------------------------------
+
+MAX_CONNECTIONS = 96
+MANY = 150
+LIVE = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+OTHER = ("127.0.0.2", 0)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets gateways have few connections, as where a process may have few descriptors."""
+    monkeypatch.setattr(gateway.server, "max_connections", lambda _wanted: MAX_CONNECTIONS)
+
+
+def open_connections(
+    here: GatewayHere, stack: ExitStack, *, source: str = "127.0.0.1", num: int = MANY
+) -> Iterator[socket.socket]:
+    """Opens up to `num` connections, more than a gateway may have."""
+    for _ in range(num):
+        yield stack.enter_context(socket.create_connection(("127.0.0.1", here.port), BOUND_S, (source, 0)))
+
+
+def full(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [line["event"] for line in lines if line["log_level"] == "warning"]
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("sent", [b"", post(BODY)[:-1]], ids=["silent", "half a body"])
+def test_connections_without_a_whole_request_make_room_for_others(edge: GatewayHere, sent: bytes) -> None:
+    with capture_logs() as lines, ExitStack() as stack:
+        for connection in open_connections(edge, stack):
+            connection.sendall(sent)
+        wait_until(lambda: edge.ask("GET", "/health/live").status == 200)  # it has looked at those that it accepted
+        assert [edge.ask("GET", "/health/live").status for _ in range(5)] == [200] * 5
+    assert full(lines) == ["connections_full"], "one for all"
+
+
+@pytest.mark.usefixtures("few")
+def test_where_all_have_a_request_others_are_told_when_to_come_again(
+    edge: GatewayHere, scripted: ScriptedServer
+) -> None:
+    scripted.inference.script = [started(), scripted.inference.HOLD]
+    answers: list[Answer] = []
+    with capture_logs() as lines, ExitStack() as stack:
+        for connection in open_connections(edge, stack):
+            connection.sendall(post(BODY))
+            answers.append(edge.ask("GET", "/health/live"))
+            if answers[-1].status != 200:
+                break
+        assert edge.ask("GET", "/health/live", source=OTHER).status == 200, "one address leaves places to others"
+    assert len(answers) > MAX_CONNECTIONS // 2
+    told = answers[-1]
+    assert (told.status, told.error["code"], told.headers["retry-after"]) == (503, "unavailable", "1")
+    assert full(lines) == ["connections_full"]
+
+
+@pytest.mark.usefixtures("few")
+def test_an_upload_on_a_reused_connection_goes_on_while_silent_ones_make_room(
+    edge: GatewayHere, scripted: ScriptedServer
+) -> None:
+    scripted.inference.script = [started(), delta([1], "a"), finished()]
+    body, num_sent = json.dumps({**BODY, "prompt": "x" * (1 << 20)}).encode(), 0
+    with ExitStack() as stack:
+        upload = edge.begin_body(b"", num_bytes=len(body), after="/health/live")
+        stack.enter_context(closing(upload))
+        silent = list(open_connections(edge, stack, num=MAX_CONNECTIONS // 2))
+        wait_until(lambda: edge.ask("GET", "/health/live").status == 200)  # earlier requests were read
+        for _ in open_connections(edge, stack):
+            upload.send(body[num_sent : num_sent + 2048])
+            num_sent += 2048
+        upload.send(body[num_sent:])
+        assert upload.getresponse().status == 200
+        assert len(silent) == MAX_CONNECTIONS // 2
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("more", [b"", b"x"], ids=["stopped", "dripping"])
+def test_slow_bodies_make_room_before_who_is_silent_for_a_moment(edge: GatewayHere, more: bytes) -> None:
+    """A body does not count as slow until it has been on its way for a moment."""
+    begun = post({**BODY, "prompt": "x" * 10_000})[:200]
+    with ExitStack() as stack:
+        slow: list[socket.socket] = []
+
+        def open_slow(source: str, num: int) -> None:
+            for connection in open_connections(edge, stack, source=source, num=num):
+                connection.sendall(begun)
+                slow.append(connection)
+
+        def is_served() -> bool:
+            for connection in slow:
+                with suppress(ConnectionError):  # the gateway closes it, to serve others
+                    connection.sendall(more)
+            (fresh,) = open_connections(edge, stack, num=1)
+            if edge.ask("GET", "/health/live", source=OTHER).status != 200:  # it tells that it has accepted `fresh`
+                return False  # it has accepted many at once, and not looked at them yet
+            open_slow("127.0.0.4", 2)
+            with suppress(ConnectionError):
+                fresh.sendall(LIVE)
+                return fresh.recv(1024).startswith(b"HTTP/1.1 200 ")
+            return False
+
+        open_slow(OTHER[0], MAX_CONNECTIONS // 2)
+        open_slow("127.0.0.3", MAX_CONNECTIONS // 2)
+        wait_until(is_served, bound_s=14.0)  # no body is refused in the first 15 s
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
+def test_tls_handshakes_that_do_not_come_make_room_for_others(loop: LoopThread, tmp_path: Path, sent: bytes) -> None:
+    authority = Authority(tmp_path, "ours")
+    files = authority.issue("gateway")
+    tls = {"tls_cert": files.certificate, "tls_key": files.key}
+    with gateway_here(loop, "127.0.0.1:1", **tls) as here, ExitStack() as stack:
+        for connection in open_connections(here, stack):
+            connection.sendall(sent)
+        context = ssl.create_default_context(cafile=str(authority.ca))
+        for source in ("127.0.0.1", OTHER[0]):
+            (connection,) = open_connections(here, stack, source=source, num=1)
+            with context.wrap_socket(connection, server_hostname="127.0.0.1") as honest:
+                honest.sendall(LIVE)
+                assert honest.recv(1024).startswith(b"HTTP/1.1 200 ")

@@ -8,11 +8,10 @@ import queue
 import resource
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,10 @@ import pytest
 
 from gateway.main import run_gateway
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.gateway.gateway_here import COMPLETIONS, Answer, GatewayHere, post
-from tests.security.certificates import Authority
+from tests.gateway.gateway_here import Answer, GatewayHere
 from tests.support.running_pair import wait_until
 
 BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
-LIVE = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @contextmanager
@@ -52,6 +49,13 @@ def running(
     finally:
         process.kill()
         process.wait()
+
+
+def begun(gateway: GatewayHere) -> Iterator[Any]:
+    """Begins a stream, and returns its chunks behind the first."""
+    chunks = iter(gateway.openai().completions.create(**BODY, stream=True))
+    assert next(chunks).choices[0].text == "a"
+    return chunks
 
 
 @pytest.fixture
@@ -89,8 +93,7 @@ def test_sigterm_lets_open_requests_end_and_takes_no_others(
     log = tmp_path / "log"
     with running(scripted.address, log) as (process, gateway):
         assert gateway.ask("GET", "/health").status == 200
-        chunks = iter(gateway.openai().completions.create(**BODY, stream=True))
-        assert next(chunks).choices[0].text == "a"
+        chunks = begun(gateway)
         process.send_signal(signal.SIGTERM)
         assert turned_away(gateway).json["reason"] == "the gateway is stopping"
         refused = gateway.ask("POST", "/v1/completions", BODY)
@@ -107,8 +110,7 @@ def test_a_stream_that_outlasts_the_grace_period_ends_with_an_error(
     scripted: ScriptedServer, scripted_end: Callable[[], None], tmp_path: Path
 ) -> None:
     with running(scripted.address, tmp_path / "log", "--grace-period-s=0.2") as (process, gateway):
-        chunks = iter(gateway.openai().completions.create(**BODY, stream=True))
-        assert next(chunks).choices[0].text == "a"
+        chunks = begun(gateway)
         process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="stopped before the request's end") as caught:
             next(chunks)
@@ -123,8 +125,7 @@ def test_a_second_signal_ends_it_at_once(
     scripted: ScriptedServer, scripted_end: Callable[[], None], tmp_path: Path
 ) -> None:
     with running(scripted.address, tmp_path / "log", "--grace-period-s=600") as (process, gateway):
-        chunks = iter(gateway.openai().completions.create(**BODY, stream=True))
-        assert next(chunks).choices[0].text == "a"
+        begun(gateway)
         process.send_signal(signal.SIGTERM)
         turned_away(gateway)
         process.send_signal(signal.SIGTERM)
@@ -133,168 +134,17 @@ def test_a_second_signal_ends_it_at_once(
     scripted_end()
 
 
-FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 160; exec "$@"', "sh")
-
-
-def open_connections(
-    gateway: GatewayHere, stack: ExitStack, *, source: str = "127.0.0.1", num: int = 300
-) -> Iterator[socket.socket]:
-    """Opens up to `num` connections, more than a gateway with few file descriptors can hold."""
-    for _ in range(num):
-        yield stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S, (source, 0)))
-
-
-@pytest.mark.parametrize("sent", [b"", post(BODY)[:-1]], ids=["silent", "half a body"])
-def test_connections_without_a_whole_request_make_room_for_others(
-    scripted: ScriptedServer, tmp_path: Path, sent: bytes
-) -> None:
-    log = tmp_path / "log"
-    with running(scripted.address, log, within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
-        for connection in open_connections(gateway, stack):
-            connection.sendall(sent)
-        assert [gateway.ask("GET", "/health/live").status for _ in range(5)] == [200] * 5
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [line["event"] for line in lines if line["level"] == "warning"] == ["connections_full"], "one for all"
-
-
-def test_where_all_have_a_request_others_are_told_when_to_come_again(scripted: ScriptedServer, tmp_path: Path) -> None:
-    scripted.inference.script = [started(), scripted.inference.HOLD]
-    log, answers = tmp_path / "log", []
-    with running(scripted.address, log, within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
-        for connection in open_connections(gateway, stack):
-            connection.sendall(post(BODY))
-            answers.append(gateway.ask("GET", "/health/live"))
-            if answers[-1].status != 200:
-                break
-    assert len(answers) > 40
-    assert (answers[-1].status, answers[-1].error["code"], answers[-1].headers["retry-after"]) == (
-        503,
-        "unavailable",
-        "1",
-    )
-    warnings = [json.loads(line) for line in log.read_text().splitlines() if '"warning"' in line]
-    assert [line["event"] for line in warnings] == ["connections_full"]
-
-
-OTHER = ("127.0.0.2", 0)
-
-
-def test_one_address_that_has_all_connections_keeps_no_other_out(scripted: ScriptedServer, tmp_path: Path) -> None:
-    scripted.inference.script = [started(), scripted.inference.HOLD]
-    with (
-        running(scripted.address, tmp_path / "log", "--max-open-requests=300", within=FEW_DESCRIPTORS) as (_, gateway),
-        ExitStack() as stack,
-    ):
-        for connection in open_connections(gateway, stack):
-            connection.sendall(post(BODY))
-            if gateway.ask("GET", "/health/live").status == 503:
-                break
-        assert [gateway.ask("GET", "/health/live", source=OTHER).status for _ in range(20)] == [200] * 20
-
-
-def test_silent_connections_of_one_address_yield_to_another_that_has_many_requests(
+def test_it_raises_its_limit_of_descriptors_and_writes_nothing_but_lines_of_the_log(
     scripted: ScriptedServer, tmp_path: Path
 ) -> None:
-    scripted.inference.script = [started(), scripted.inference.HOLD]
-    with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
-        for connection in open_connections(gateway, stack, source=OTHER[0], num=40):
-            connection.sendall(post(BODY))
-        assert gateway.ask("GET", "/health/live", source=OTHER).status == 200  # earlier requests were read
-        silent = list(open_connections(gateway, stack))
-        assert [gateway.ask("GET", "/health/live", source=OTHER).status for _ in range(20)] == [200] * 20
-        assert len(silent) == 300
-
-
-def test_who_has_few_connections_loses_none_to_who_has_many(scripted: ScriptedServer, tmp_path: Path) -> None:
-    with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
-        few = list(open_connections(gateway, stack, source=OTHER[0], num=4))
-        many = list(open_connections(gateway, stack))
-        for connection in few:
-            connection.sendall(LIVE)
-            assert connection.recv(1024).startswith(b"HTTP/1.1 200 ")
-        assert len(many) == 300
-
-
-def test_an_upload_on_a_reused_connection_goes_on_while_silent_ones_make_room(
-    scripted: ScriptedServer, tmp_path: Path
-) -> None:
-    scripted.inference.script = [started(), delta([1], "a"), finished()]
-    body, num_sent = json.dumps({**BODY, "prompt": "x" * (1 << 20)}).encode(), 0
-    with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
-        upload = stack.enter_context(closing(gateway.connect()))
-        upload.request("GET", "/health/live")
-        assert upload.getresponse().read() == b'{"status":"ok"}'
-        upload.putrequest("POST", COMPLETIONS)
-        upload.putheader("content-type", "application/json")
-        upload.putheader("content-length", str(len(body)))
-        upload.endheaders()
-        silent = list(open_connections(gateway, stack, num=60))
-        assert gateway.ask("GET", "/health/live").status == 200  # earlier requests were read
-        for _ in open_connections(gateway, stack):
-            upload.send(body[num_sent : num_sent + 2048])
-            num_sent += 2048
-        upload.send(body[num_sent:])
-        assert upload.getresponse().status == 200
-        assert len(silent) == 60
-
-
-@pytest.mark.parametrize("more", [b"", b"x"], ids=["stopped", "dripping"])
-def test_slow_bodies_make_room_before_who_is_silent_for_a_moment(
-    scripted: ScriptedServer, tmp_path: Path, more: bytes
-) -> None:
-    """A body does not count as slow until it has been on its way for a moment."""
-    begun = post({**BODY, "prompt": "x" * 10_000})[:200]
-    with running(scripted.address, tmp_path / "log", within=FEW_DESCRIPTORS) as (_, gateway), ExitStack() as stack:
-        slow: list[socket.socket] = []
-
-        def open_slow(source: str, num: int) -> None:
-            for connection in open_connections(gateway, stack, source=source, num=num):
-                connection.sendall(begun)
-                slow.append(connection)
-
-        def is_served() -> bool:
-            for connection in slow:
-                with suppress(ConnectionError):  # the gateway closes it, to serve others
-                    connection.sendall(more)
-            (fresh,) = open_connections(gateway, stack, num=1)
-            assert gateway.ask("GET", "/health/live", source=OTHER).status == 200  # the gateway has accepted it
-            open_slow("127.0.0.4", 2)
-            with suppress(ConnectionError):
-                fresh.sendall(LIVE)
-                return fresh.recv(1024).startswith(b"HTTP/1.1 200 ")
-            return False
-
-        open_slow(OTHER[0], 60)
-        open_slow("127.0.0.3", 60)
-        wait_until(is_served, bound_s=10.0)  # no body is refused in the first 15 s
-
-
-@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
-def test_tls_handshakes_that_do_not_come_make_room_for_others(
-    scripted: ScriptedServer, tmp_path: Path, sent: bytes
-) -> None:
-    authority = Authority(tmp_path, "ours")
-    files = authority.issue("gateway")
-    tls = (f"--tls-cert={files.certificate}", f"--tls-key={files.key}")
-    with (
-        running(scripted.address, tmp_path / "log", *tls, within=FEW_DESCRIPTORS) as (_, gateway),
-        ExitStack() as stack,
-    ):
-        for connection in open_connections(gateway, stack):
-            connection.sendall(sent)
-        context = ssl.create_default_context(cafile=str(authority.ca))
-        for source in ("127.0.0.1", OTHER[0]):
-            (connection,) = open_connections(gateway, stack, source=source, num=1)
-            with context.wrap_socket(connection, server_hostname="127.0.0.1") as honest:
-                honest.sendall(LIVE)
-                assert honest.recv(1024).startswith(b"HTTP/1.1 200 ")
-
-
-def test_the_limit_of_descriptors_is_raised(scripted: ScriptedServer, tmp_path: Path) -> None:
-    raised = ("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh")
-    with running(scripted.address, tmp_path / "log", within=raised) as (process, _):
+    """gRPC has much to say of a decode service that speaks no TLS, and says it by itself."""
+    few, flags = ("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh"), ("--decode-tls", "--admission-timeout-s=0.1")
+    with running(scripted.address, tmp_path / "log", *flags, within=few) as (process, gateway):
         soft, _ = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        answer = gateway.ask("POST", "/v1/completions", BODY)
     assert soft > 64
+    assert "does not speak TLS" in answer.error["message"]
+    assert all(json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines())
 
 
 @pytest.mark.parametrize(
@@ -317,15 +167,6 @@ def test_a_wrong_configuration_exits_with_2(
     assert (line["event"], line["error"][: len(message)]) == ("cannot_start", message)
 
 
-def test_nothing_but_lines_of_the_log_comes_of_a_decode_service_that_speaks_no_tls(
-    scripted: ScriptedServer, tmp_path: Path
-) -> None:
-    with running(scripted.address, tmp_path / "log", "--decode-tls", "--admission-timeout-s=0.1") as (_, gateway):
-        answer = gateway.ask("POST", "/v1/completions", BODY)
-    assert "does not speak TLS" in answer.error["message"]
-    assert all(json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines())
-
-
 def test_a_wrong_configuration_is_said_in_the_format_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_gateway(["--log-format=console", "--max-choices=0"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -343,8 +184,7 @@ def test_a_taken_port_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[s
     assert last["error"] == f"listen: cannot listen on {address}: {words}"
 
 
-def test_a_start_that_cannot_be_exits_with_1() -> None:
-    command = [sys.executable, "-m", "gateway", "--listen=127.0.0.1:0", "--decode=a..b:1,a..c:2"]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    *_, last = map(json.loads, ended.stderr.splitlines())
-    assert (ended.returncode, last["error"]) == (1, "decode: a..b:1,a..c:2: none of these is known")
+def test_a_start_that_cannot_be_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_gateway(["--listen=127.0.0.1:0", "--decode=a..b:1,a..c:2"]) == 1
+    *_, last = map(json.loads, capsys.readouterr().err.splitlines())
+    assert last["error"] == "decode: a..b:1,a..c:2: none of these is known"
