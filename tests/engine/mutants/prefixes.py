@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from decode_service.schedule import dispatcher, request, scheduler
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.life import RULES, Lives
 from decode_service.schedule.request import Request
+from tests.engine.mutants.kinds import instead_of, newest
 
 
 def _tree_of(patch: pytest.MonkeyPatch) -> Callable[[HeldPrefix], PrefixTree]:
@@ -36,6 +37,12 @@ def _tree_of(patch: pytest.MonkeyPatch) -> Callable[[HeldPrefix], PrefixTree]:
     return trees.__getitem__
 
 
+def _let_go(lease: RowLease, tree_of: Callable[[HeldPrefix], PrefixTree]) -> None:
+    if lease.prefix is not None:
+        tree_of(lease.prefix).let_go(lease.prefix)
+        lease.prefix = None
+
+
 # ---- P1: how long a prefix is held ------------------------------------------------------------------------------
 
 
@@ -45,9 +52,8 @@ def prefix_is_found_and_not_held(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: KvPool, num_tokens: int, **options: Any) -> RowLease | None:
         lease = reserve(self, num_tokens, **options)
-        if lease is not None and lease.prefix is not None and lease.num_cached:
-            tree_of(lease.prefix).let_go(lease.prefix)
-            lease.prefix = None
+        if lease is not None and lease.num_cached:
+            _let_go(lease, tree_of)
         return lease
 
     patch.setattr(KvPool, "reserve", mutant)
@@ -58,9 +64,8 @@ def prefix_is_let_go_before_quarantine_ends(patch: pytest.MonkeyPatch) -> None:
     tree_of, release = _tree_of(patch), KvPool.release
 
     def mutant(self: KvPool, lease: RowLease) -> None:
-        if lease.is_held and lease.prefix is not None:
-            tree_of(lease.prefix).let_go(lease.prefix)
-            lease.prefix = None
+        if lease.is_held:
+            _let_go(lease, tree_of)
         release(self, lease)
 
     patch.setattr(KvPool, "release", mutant)
@@ -69,66 +74,38 @@ def prefix_is_let_go_before_quarantine_ends(patch: pytest.MonkeyPatch) -> None:
 # ---- P2: what is asked for and landed ---------------------------------------------------------------------------
 
 
-def _rows_hold(patch: pytest.MonkeyPatch, num_held: Callable[[HandoffRow, int], int]) -> None:
-    def mutant(**columns: Any) -> HandoffRow:
-        row = HandoffRow(**columns)
-        held = tuple((name, num_held(row, num_tokens)) for name, num_tokens in row.num_held_tokens)
-        return dataclasses.replace(row, num_held_tokens=held)
-
-    patch.setattr(dispatcher, "HandoffRow", mutant)
+@instead_of(dispatcher, "HandoffRow")
+def held_tokens_are_asked_for(row: type[HandoffRow], **columns: Any) -> HandoffRow:
+    return row(**{**columns, "num_held_tokens": tuple((name, 0) for name, _ in columns["num_held_tokens"])})
 
 
-def held_tokens_are_asked_for(patch: pytest.MonkeyPatch) -> None:
-    _rows_hold(patch, lambda row, num_held: 0)
-
-
-def landing_awaits_held_tokens(patch: pytest.MonkeyPatch) -> None:
+@instead_of(LandingZone, "open")
+def landing_awaits_held_tokens(
+    open_call: Callable[..., None], self: LandingZone, call_id: str, replica: str, reqs: Sequence[Request]
+) -> None:
     """Lets the landing zone wait for the KV of all tokens, those held included."""
-    open_call = LandingZone.open
-
-    class Cold:
-        """A row's lease that claims to hold nothing yet."""
-
-        num_cached = 0
-
-        def __init__(self, lease: RowLease) -> None:
-            vars(self)["_lease"] = lease
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._lease, name)
-
-    def mutant(self: LandingZone, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
-        leases = [req.lease for req in reqs]
-        for req in reqs:
-            req.lease = cast(RowLease, Cold(cast(RowLease, req.lease)))
-        open_call(self, call_id, replica, reqs)
-        for req, lease in zip(reqs, leases, strict=True):
-            req.lease = lease
-
-    patch.setattr(LandingZone, "open", mutant)
+    held = {req.lease: req.lease.num_cached for req in reqs if req.lease is not None}
+    for lease in held:
+        lease.num_cached = 0
+    open_call(self, call_id, replica, reqs)
+    for lease, num_cached in held.items():
+        lease.num_cached = num_cached
 
 
-def whole_prompt_may_be_held(patch: pytest.MonkeyPatch) -> None:
+@instead_of(PrefixTree, "hold")
+def whole_prompt_may_be_held(
+    hold: Callable[..., HeldPrefix], self: PrefixTree, tokens: NDArray[np.int64], namespace: str, max_tokens: int
+) -> HeldPrefix:
     """Holds a cached prefix as long as the whole prompt, so that prefill has nothing to compute."""
-    hold = PrefixTree.hold
-
-    def mutant(self: PrefixTree, tokens: NDArray[np.int64], namespace: str, max_tokens: int) -> HeldPrefix:
-        return hold(self, tokens, namespace, max_tokens + 1)
-
-    patch.setattr(PrefixTree, "hold", mutant)
+    return hold(self, tokens, namespace, max_tokens + 1)
 
 
 # ---- P3: conservation -------------------------------------------------------------------------------------------
 
 
-def evicted_slot_leaks(patch: pytest.MonkeyPatch) -> None:
-    evict = PrefixTree.evict
-
-    def mutant(self: PrefixTree, num_slots: int) -> Slots:
-        evicted = evict(self, num_slots + 1)
-        return evicted[:num_slots]
-
-    patch.setattr(PrefixTree, "evict", mutant)
+@instead_of(PrefixTree, "evict")
+def evicted_slot_leaks(evict: Callable[..., Slots], self: PrefixTree, num_slots: int) -> Slots:
+    return evict(self, num_slots + 1)[:num_slots]
 
 
 def shared_slots_are_freed_with_the_row(patch: pytest.MonkeyPatch) -> None:
@@ -139,17 +116,13 @@ def kept_slots_stay_the_rows_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RowLease, "share", lambda self, positions: None)
 
 
-def slots_the_tree_has_already_leak(patch: pytest.MonkeyPatch) -> None:
+@instead_of(PrefixTree, "insert")
+def slots_the_tree_has_already_leak(insert: Callable[..., int], *args: Any) -> int:
     """Counts all slots that are offered to the tree as the tree's own, even where it already has the same tokens in
     other slots.
     """
-    insert = PrefixTree.insert
-
-    def mutant(self: PrefixTree, held: HeldPrefix, tokens: NDArray[np.int64], slots: Slots) -> int:
-        insert(self, held, tokens, slots)
-        return 0
-
-    patch.setattr(PrefixTree, "insert", mutant)
+    insert(*args)
+    return 0
 
 
 # ---- P4: namespaces ---------------------------------------------------------------------------------------------
@@ -159,35 +132,28 @@ def namespaces_are_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(request, "CacheKey", lambda token_ids, namespace: CacheKey(token_ids, ""))
 
 
-def no_salt_is_the_common_namespace(patch: pytest.MonkeyPatch) -> None:
-    given = Request.of
-
-    def mutant(submit: Submit, **about: Any) -> Request:
-        return given(dataclasses.replace(submit, cache_salt=submit.cache_salt or ""), **about)
-
-    patch.setattr(Request, "of", mutant)
+@instead_of(Request, "of")
+def no_salt_is_the_common_namespace(of: Callable[..., Request], submit: Submit, **about: Any) -> Request:
+    return of(dataclasses.replace(submit, cache_salt=submit.cache_salt or ""), **about)
 
 
 # ---- P5: what is kept is committed ------------------------------------------------------------------------------
 
 
-def _keeps(patch: pytest.MonkeyPatch, num_kept: Callable[[NDArray[np.int64], int], int]) -> None:
-    keep = KvPool.keep
-
-    def mutant(self: KvPool, lease: RowLease, token_ids: NDArray[np.int64], num_tokens: int) -> None:
-        keep(self, lease, token_ids, num_kept(token_ids, num_tokens))
-
-    patch.setattr(KvPool, "keep", mutant)
-
-
-def last_token_is_kept(patch: pytest.MonkeyPatch) -> None:
+@instead_of(KvPool, "keep")
+def last_token_is_kept(
+    keep: Callable[..., None], self: KvPool, lease: RowLease, token_ids: NDArray[np.int64], _: int
+) -> None:
     """Keeps the KV of the last token too, which no forward has computed."""
-    _keeps(patch, lambda token_ids, num_tokens: len(token_ids))
+    keep(self, lease, token_ids, len(token_ids))
 
 
-def unread_tokens_are_kept(patch: pytest.MonkeyPatch) -> None:
+@instead_of(KvPool, "keep")
+def unread_tokens_are_kept(
+    keep: Callable[..., None], self: KvPool, lease: RowLease, token_ids: NDArray[np.int64], _: int
+) -> None:
     """Keeps the draft head's KV of tokens that the head has not read yet."""
-    _keeps(patch, lambda token_ids, num_tokens: len(token_ids) - 1)
+    keep(self, lease, token_ids, len(token_ids) - 1)
 
 
 def heads_kv_depends_on_no_later_token(patch: pytest.MonkeyPatch) -> None:
@@ -233,27 +199,26 @@ def damaged_row_is_retried_from_the_cache(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_retry_asks_for_what_the_first_attempt_did(patch: pytest.MonkeyPatch) -> None:
-    first: dict[str, int] = {}
-    _rows_hold(patch, lambda row, num_held: first.setdefault(row.request_id, num_held))
+    first: dict[str, object] = {}
+
+    def mutant(**columns: Any) -> HandoffRow:
+        num_held = first.setdefault(columns["request_id"], columns["num_held_tokens"])
+        return HandoffRow(**{**columns, "num_held_tokens": num_held})
+
+    patch.setattr(dispatcher, "HandoffRow", mutant)
 
 
 def half_landed_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
     """Caches the prompt's KV even when its handoff is lost and only a part of the KV has come."""
-    enter, pools = Lives.enter, []
-    reserve = KvPool.reserve
-
-    def noting(self: KvPool, num_tokens: int, **options: Any) -> RowLease | None:
-        pools.append(self)
-        return reserve(self, num_tokens, **options)
+    enter, pool = Lives.enter, newest(patch, KvPool)
 
     def mutant(self: Lives, req: Request, phase: Phase, **about: Any) -> None:
         key = req.cache_key
         if phase is Phase.QUEUE and RULES[req.phase].lease is LeaseState.TRANSFERRING and key is not None:
             assert req.lease is not None
-            pools[-1].keep(req.lease, key.token_ids, len(key.token_ids) - 1)
+            pool().keep(req.lease, key.token_ids, len(key.token_ids) - 1)
         enter(self, req, phase, **about)
 
-    patch.setattr(KvPool, "reserve", noting)
     patch.setattr(Lives, "enter", mutant)
 
 

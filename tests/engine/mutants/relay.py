@@ -25,7 +25,7 @@ from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.forward.worker import OnPublish, PlainWorker, Worker, WorkerOutput
 from decode_service.schedule.results import RowResults, StepInFlight
 from decode_service.schedule.schedule_batch import ScheduleBatch
-from tests.engine.mutants.kinds import arguments_given
+from tests.engine.mutants.kinds import arguments_given, instead_of
 
 
 def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
@@ -68,48 +68,27 @@ def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PlainWorker, "forward", mutant_forward)
 
 
-def _after_making_the_relay(patch: pytest.MonkeyPatch, change: Callable[[FutureMap], None]) -> None:
-    init = FutureMap.__init__
-
-    def mutant(self: FutureMap, **arguments: Any) -> None:
-        init(self, **arguments)
-        change(self)
-
-    patch.setattr(FutureMap, "__init__", mutant)
+@instead_of(FutureMap, "__init__")
+def relay_without_padding_row(init: Callable[..., None], self: FutureMap, **arguments: Any) -> None:
+    init(self, **arguments)
+    self.output_tokens = self.output_tokens[1:]
 
 
-def relay_without_padding_row(patch: pytest.MonkeyPatch) -> None:
-    def drop_row_zero(future_map: FutureMap) -> None:
-        future_map.output_tokens = future_map.output_tokens[1:]
-
-    _after_making_the_relay(patch, drop_row_zero)
-
-
-def row_zero_is_given_out(patch: pytest.MonkeyPatch) -> None:
-    take = ReqToTokenPool.take
-
-    def mutant(self: ReqToTokenPool) -> int | None:
-        row = take(self)
-        return None if row is None else row - 1
-
-    patch.setattr(ReqToTokenPool, "take", mutant)
+@instead_of(ReqToTokenPool, "take")
+def row_zero_is_given_out(take: Callable[..., int | None], self: ReqToTokenPool) -> int | None:
+    row = take(self)
+    return None if row is None else row - 1
 
 
-def padding_falls_on_the_last_row(patch: pytest.MonkeyPatch) -> None:
+@instead_of(FutureMap, "stash")
+def padding_falls_on_the_last_row(stash: Callable[..., None], self: FutureMap, rows: Tensor, *rest: Any) -> None:
     """Lets padding write to the last row, which a request may hold, instead of row 0."""
-    stash = FutureMap.stash
-
-    def mutant(self: FutureMap, rows: Tensor, payload: Cell[RelayPayload], scope: Scope) -> None:
-        stash(self, torch.where(rows == 0, self.output_tokens.shape[0] - 1, rows), payload, scope)
-
-    patch.setattr(FutureMap, "stash", mutant)
+    stash(self, torch.where(rows == 0, self.output_tokens.shape[0] - 1, rows), *rest)
 
 
-def lengths_read_without_waiting(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: FutureMap, rows: Tensor) -> Tensor:
-        return self.new_seq_lens_buf[rows]
-
-    patch.setattr(FutureMap, "resolve_seq_lens", mutant)
+@instead_of(FutureMap, "resolve_seq_lens")
+def lengths_read_without_waiting(_: object, self: FutureMap, rows: Tensor) -> Tensor:
+    return self.new_seq_lens_buf[rows]
 
 
 def fence_covers_draft_extend(patch: pytest.MonkeyPatch) -> None:
@@ -122,59 +101,44 @@ def fence_covers_draft_extend(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FutureMap, "stash", mutant)
 
 
-def published_after_draft_extend(patch: pytest.MonkeyPatch) -> None:
-    forward = SpeculativeWorker.forward
-
-    def mutant(self: SpeculativeWorker, batch: ForwardBatch, *, on_publish: OnPublish, **rest: Any) -> WorkerOutput:
-        lengths: list[Cell[Tensor]] = []
-        output = forward(self, batch, on_publish=lengths.append, **rest)
-        for new_seq_lens in lengths:
-            on_publish(new_seq_lens)
-        return output
-
-    patch.setattr(SpeculativeWorker, "forward", mutant)
+@instead_of(SpeculativeWorker, "forward")
+def published_after_draft_extend(
+    forward: Callable[..., WorkerOutput], *args: Any, on_publish: OnPublish, **rest: Any
+) -> WorkerOutput:
+    lengths: list[Cell[Tensor]] = []
+    output = forward(*args, on_publish=lengths.append, **rest)
+    for new_seq_lens in lengths:
+        on_publish(new_seq_lens)
+    return output
 
 
-def only_the_device_twin_is_resolved(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: ScheduleBatch, seq_lens: Tensor) -> None:
-        self.seq_lens = seq_lens
-
-    patch.setattr(ScheduleBatch, "set_seq_lens", mutant)
+@instead_of(ScheduleBatch, "set_seq_lens")
+def only_the_device_twin_is_resolved(_: object, self: ScheduleBatch, seq_lens: Tensor) -> None:
+    self.seq_lens = seq_lens
 
 
 def inputs_taken_at_launch(patch: pytest.MonkeyPatch) -> None:
     for worker in (PlainWorker, SpeculativeWorker):
-        _inputs_taken_at_launch(patch, worker)
+        instead_of(worker, "forward")(_with_inputs_of_now)(patch)
 
 
-def _inputs_taken_at_launch(patch: pytest.MonkeyPatch, worker: type[Worker]) -> None:
-    forward = worker.forward
-
-    def mutant(self: Worker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
-        early = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)
-        taken = SimpleNamespace(resolve_forward_inputs=lambda _, with_seeds: early)
-        return forward(self, batch, future_map=taken, **rest)  # type: ignore[arg-type]
-
-    patch.setattr(worker, "forward", mutant)
+def _with_inputs_of_now(
+    forward: Callable[..., WorkerOutput], self: Worker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any
+) -> WorkerOutput:
+    early = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)
+    taken = SimpleNamespace(resolve_forward_inputs=lambda _, with_seeds: early)
+    return forward(self, batch, future_map=taken, **rest)
 
 
-def consumed_rows_not_poisoned(patch: pytest.MonkeyPatch) -> None:
-    init = FutureMap.__init__
-
-    def mutant(self: FutureMap, **arguments: Any) -> None:
-        init(self, **{**arguments, "poisons_consumed_rows": False})
-
-    patch.setattr(FutureMap, "__init__", mutant)
+@instead_of(FutureMap, "__init__")
+def consumed_rows_not_poisoned(init: Callable[..., None], self: FutureMap, **arguments: Any) -> None:
+    init(self, **{**arguments, "poisons_consumed_rows": False})
 
 
-def row_flag_dropped(patch: pytest.MonkeyPatch) -> None:
-    results = StepInFlight.results
-
-    def mutant(self: StepInFlight) -> RowResults:
-        found = results(self)
-        return dataclasses.replace(found, are_invalid=np.zeros_like(found.are_invalid))
-
-    patch.setattr(StepInFlight, "results", mutant)
+@instead_of(StepInFlight, "results")
+def row_flag_dropped(results: Callable[..., RowResults], self: StepInFlight) -> RowResults:
+    found = results(self)
+    return dataclasses.replace(found, are_invalid=np.zeros_like(found.are_invalid))
 
 
 def empty_batch_publishes(patch: pytest.MonkeyPatch) -> None:
@@ -199,12 +163,8 @@ def empty_batch_stashes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FutureMap, "stash", mutant)
 
 
-def empty_batch_resolves(patch: pytest.MonkeyPatch) -> None:
-    resolve = FutureMap.resolve_seq_lens
-
-    def mutant(self: FutureMap, rows: Tensor) -> Tensor | None:
-        if self.publish_ready is not None:
-            self.publish_ready.synchronize(1.0)
-        return resolve(self, rows)
-
-    patch.setattr(FutureMap, "resolve_seq_lens", mutant)
+@instead_of(FutureMap, "resolve_seq_lens")
+def empty_batch_resolves(resolve: Callable[..., Tensor | None], self: FutureMap, rows: Tensor) -> Tensor | None:
+    if self.publish_ready is not None:
+        self.publish_ready.synchronize(1.0)
+    return resolve(self, rows)

@@ -4,9 +4,9 @@ request gives way, which returns first, and with which tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,6 +23,7 @@ from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
 from decode_service.speculate.spec_info import SpecInfo
+from tests.engine.mutants.kinds import Mutant, instead_of
 
 
 def oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
@@ -44,71 +45,56 @@ def handoffs_under_way_are_kept(patch: pytest.MonkeyPatch) -> None:
     gives way instead, whatever is reserved for the handoff.
     """
 
-    class OnlyRunning:
-        bringing_kv = ()
-
-        def __init__(self, lives: Lives) -> None:
-            self.enter, self.requests = lives.enter, lives.requests
-
     def retraction_of_running(*, lives: Lives, **parts: Any) -> Retraction:
-        return Retraction(lives=cast(Lives, OnlyRunning(lives)), **parts)
+        running = SimpleNamespace(bringing_kv=(), enter=lives.enter, requests=lives.requests)
+        return Retraction(lives=cast(Lives, running), **parts)
 
     patch.setattr(scheduler, "Retraction", retraction_of_running)
 
 
-def _before_entering(patch: pytest.MonkeyPatch, phase: Phase, change: Callable[[Request], None]) -> None:
-    enter = Lives.enter
+def _queued(change: Callable[[Request], None]) -> Mutant:
+    """Returns a mutant that changes each request when it goes back to the queue."""
 
-    def mutant(self: Lives, req: Request, entered: Phase, **about: Any) -> None:
-        if entered is phase:
+    @instead_of(Lives, "enter")
+    def enters(enter: Callable[..., None], self: Lives, req: Request, phase: Phase, **about: Any) -> None:
+        if phase is Phase.QUEUE:
             change(req)
-        enter(self, req, entered, **about)
+        enter(self, req, phase, **about)
 
-    patch.setattr(Lives, "enter", mutant)
+    return enters
 
 
 def returns_behind_the_others(patch: pytest.MonkeyPatch) -> None:
     later = itertools.count(1 << 20)
-    _before_entering(patch, Phase.QUEUE, lambda req: setattr(req, "due_s", float(next(later))))
-
-
-def newcomers_are_handed_off_first(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: WaitingQueue, now_s: float) -> Iterator[Request]:
-        return iter(sorted(self, key=lambda req: -req.arrival))
-
-    patch.setattr(WaitingQueue, "in_turn", mutant)
-
-
-def _rows_sent_as(patch: pytest.MonkeyPatch, **changes: object) -> None:
-    def mutant(**columns: object) -> HandoffRow:
-        row = HandoffRow(**columns)  # type: ignore[arg-type]
-        return dataclasses.replace(row, **{name: change(row) for name, change in changes.items()})  # type: ignore
-
-    patch.setattr(dispatcher, "HandoffRow", mutant)
-
-
-def output_counts_as_prompt(patch: pytest.MonkeyPatch) -> None:
-    _rows_sent_as(patch, prompt_len=lambda row: len(row.token_ids))
-
-
-def output_is_left_behind(patch: pytest.MonkeyPatch) -> None:
-    """Sends only the prompt of a retracted request back to prefill, without the output it has already."""
-    _rows_sent_as(patch, token_ids=lambda row: row.token_ids[: row.prompt_len])
+    _queued(lambda req: setattr(req, "due_s", float(next(later))))(patch)
 
 
 def retractions_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    _before_entering(patch, Phase.QUEUE, lambda req: setattr(req, "num_retractions", 0))
+    _queued(lambda req: setattr(req, "num_retractions", 0))(patch)
 
 
-def drafts_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
+@instead_of(WaitingQueue, "in_turn")
+def newcomers_are_handed_off_first(_: object, self: WaitingQueue, now_s: float) -> Iterator[Request]:
+    return iter(sorted(self, key=lambda req: -req.arrival))
+
+
+@instead_of(dispatcher, "HandoffRow")
+def output_counts_as_prompt(row: type[HandoffRow], **columns: Any) -> HandoffRow:
+    return row(**{**columns, "prompt_len": len(columns["token_ids"])})
+
+
+@instead_of(dispatcher, "HandoffRow")
+def output_is_left_behind(row: type[HandoffRow], **columns: Any) -> HandoffRow:
+    """Sends only the prompt of a retracted request back to prefill, without the output it has already."""
+    return row(**{**columns, "token_ids": columns["token_ids"][: columns["prompt_len"]]})
+
+
+@instead_of(scheduler, "depth_within")
+def drafts_are_never_given_up(_: object, depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
     """Lets a step draft at full depth even if no slots are free for the drafts."""
-
-    def mutant(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
-        if depth is None or batch.is_empty:
-            return None
-        return depth.choose(draft_lag=batch.draft_lag, num_wanted=batch.batch_size, num_forced=batch.num_forced)
-
-    patch.setattr(scheduler, "depth_within", mutant)
+    if depth is None or batch.is_empty:
+        return None
+    return depth.choose(draft_lag=batch.draft_lag, num_wanted=batch.batch_size, num_forced=batch.num_forced)
 
 
 def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -132,11 +118,9 @@ def waiting_for_slots_counts_as_refused(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Request, "refused_since_s", property(lambda req: times[req.request_id], write))
 
 
-def a_request_put_off_has_no_place(patch: pytest.MonkeyPatch) -> None:
+@instead_of(WaitingQueue, "in_turn")
+def a_request_put_off_has_no_place(
+    in_turn: Callable[..., Iterator[Request]], self: WaitingQueue, now_s: float
+) -> Iterator[Request]:
     """Skips requests whose handoff is put off, so that no slots are spared for them."""
-    in_turn = WaitingQueue.in_turn
-
-    def mutant(self: WaitingQueue, now_s: float) -> Iterator[Request]:
-        yield from (req for req in in_turn(self, now_s) if req.not_before_s <= now_s)
-
-    patch.setattr(WaitingQueue, "in_turn", mutant)
+    return (req for req in in_turn(self, now_s) if req.not_before_s <= now_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +13,6 @@ from common.kv.pool import KvPool, LeaseState, RowLease
 from common.kv.slot_allocator import SlotAllocator
 from common.wire.handoff import Frame, PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch
-from decode_service.schedule import scheduler
 from decode_service.schedule.landing import LandingRow, LandingZone
 from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.results import StepInFlight
@@ -57,35 +56,11 @@ def waiting_segments_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LandingRow, "num_waiting", property(lambda row: 0, lambda row, number: None))
 
 
-class _HeldForEver:
-    """A row's lease that always claims to be held."""
-
-    is_held = True
-
-    def __init__(self, lease: RowLease) -> None:
-        vars(self)["_lease"] = lease
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lease, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._lease, name, value)
-
-
-class _DeafLanding(LandingZone):
-    """A landing zone that sees every lease as held, whatever its state is."""
-
-    def open(self, call_id: str, replica: str, reqs: Sequence[Request]) -> None:
-        leases = [req.lease for req in reqs]
-        for req in reqs:
-            req.lease = cast(RowLease, _HeldForEver(cast(RowLease, req.lease)))
-        super().open(call_id, replica, reqs)
-        for req, lease in zip(reqs, leases, strict=True):
-            req.lease = lease
-
-
-def waiting_segments_land_in_rows_given_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "LandingZone", _DeafLanding)
+@instead_of(LandingZone, "start_copies")
+def waiting_segments_land_in_rows_given_up(start_copies: Callable[..., None], *args: Any) -> None:
+    """Starts waiting copies as if every lease were held, whatever its state is."""
+    with mock.patch.object(RowLease, "is_held", True):
+        start_copies(*args)
 
 
 def frames_matched_by_row_number_alone(patch: pytest.MonkeyPatch) -> None:
