@@ -33,25 +33,15 @@ def test_a_pair_is_entered_ready_drained_at_its_end_and_leaves_nothing_running(t
     assert all(service.log_tail().endswith("drained") for service in pair.services)
 
 
-def test_every_decode_service_knows_every_prefill_service() -> None:
-    with LocalPair(
-        num_prefill=2, num_decode=2, dtype="float32", draft="none", decode_args=["--no-adaptive-depth"]
-    ) as pair:
-        assert len({*pair.prefill_addresses, *pair.decode_addresses}) == 4
-        for address in pair.decode_addresses:
-            with Client(address) as client:
-                arguments = client.model_info().model.split()
-            assert f"--prefill={','.join(pair.prefill_addresses)}" in arguments
-            assert f"--listen={address}" in arguments
-            assert {
-                "--model=demo",
-                "--draft=none",
-                "--log-format=json",
-                "--dtype=float32",
-                "--no-adaptive-depth",
-                "--metrics-listen=",
-            } <= set(arguments)
-            assert not any(argument.startswith(("--device", "--config")) for argument in arguments)
+def test_every_decode_service_knows_every_prefill_service(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "draft": "none", "decode_args": ["--no-adaptive-depth"]}
+    pair = LocalPair(num_prefill=2, num_decode=2, log_dir=tmp_path, **settings)
+    assert len({*pair.prefill_addresses, *pair.decode_addresses}) == 4
+    flags = {"--model=demo", "--draft=none", "--log-format=json", "--dtype=float32", "--no-adaptive-depth"}
+    for service in pair.decode:
+        told = {f"--prefill={','.join(pair.prefill_addresses)}", f"--listen={service.address}"}
+        assert flags | told <= {*service.arguments}
+        assert not any(argument.startswith(("--device", "--config")) for argument in service.arguments)
 
 
 def test_the_first_decode_service_has_the_port_that_is_wanted_where_that_is_free(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from baton.free_ports import HeldPorts
 from tests.compose import live_metrics, pair, two_hosts
 from tests.compose.command import CommandFailed
-from tests.compose.free_port import free_port
 from tests.compose.images import BUILT, build, third_parties
 from tests.compose.project import Project
 from tests.compose.report import Report, StepFailed, reported
@@ -37,7 +37,7 @@ def _run(report: Report) -> None:
         # Four engines share this machine, and their answers are compared. In bfloat16 two logits are often equal, and
         # the batch then decides which one is chosen.
         environment={
-            "GATEWAY_PORT": str(free_port()),
+            "GATEWAY_PORT": str(HeldPorts(1).numbers[0]),
             "BATON_DTYPE": "float32",
             "BATON_NUM_THREADS": "1",
             # The chats are short enough for decode to compute them, and the handoff is what is checked.

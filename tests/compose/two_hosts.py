@@ -13,10 +13,10 @@ from pathlib import Path
 from baton import Client
 from baton.client import Tls
 from baton.errors import BatonError
+from baton.free_ports import HeldPorts
 from tests.compose.chats import over_grpc
 from tests.compose.command import run
 from tests.compose.doors import http, load
-from tests.compose.free_port import free_port
 from tests.compose.images import image_of
 from tests.compose.project import Project
 from tests.compose.report import Report, StepFailed
@@ -73,7 +73,7 @@ def _answers(address: str, tls: Tls | None) -> bool:
 
 
 def _projects(pair: Project, root: Path, host: str, tls: Path) -> tuple[Project, Project]:
-    port = str(free_port())
+    port = str(HeldPorts(1).numbers[0])
     shared = {
         "BATON_DEVICE": "cpu",
         "BATON_NUM_THREADS": "1",
@@ -84,7 +84,7 @@ def _projects(pair: Project, root: Path, host: str, tls: Path) -> tuple[Project,
     }
     own = {
         "prefill": {"PREFILL_BIND": host, "PREFILL_PORT": port},
-        "decode": {"PREFILL": f"{host}:{port}", "GATEWAY_PORT": str(free_port())},
+        "decode": {"PREFILL": f"{host}:{port}", "GATEWAY_PORT": str(HeldPorts(1).numbers[0])},
     }
     prefill, decode = (
         Project(

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import yaml
 
+from baton.free_ports import HeldPorts
 from tests.compose.chats import Outcome, answered_differently, ask, over_http
-from tests.compose.free_port import free_port
 from tests.compose.report import Report, reported
 from tests.ray.cluster import RayCluster, wait_until
 
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _run(report: Report) -> None:
-    port = free_port()
+    port = HeldPorts(1).numbers[0]
     with tempfile.TemporaryDirectory() as directory:
         with report.step("three nodes started"):
             cluster = RayCluster(num_nodes=3)
