@@ -180,19 +180,6 @@ def test_a_choice_that_is_refused_refuses_the_request(edge: GatewayHere, scripte
     assert edge.ask("POST", COMPLETIONS, {**STREAMED, "n": 2}).status == 429
 
 
-def test_the_package_tells_its_own_errors_apart(edge: GatewayHere, scripted: ScriptedServer) -> None:
-    client = edge.openai()
-    for status, kind in [
-        (FULL, openai.RateLimitError),
-        (failure(code_pb2.INTERNAL, "broke"), openai.InternalServerError),
-        (failure(code_pb2.DEADLINE_EXCEEDED, "late"), openai.InternalServerError),
-        (failure(code_pb2.ALREADY_EXISTS, "live"), openai.ConflictError),
-    ]:
-        scripted.inference.script = [status]
-        with pytest.raises(kind):
-            client.completions.create(**BODY)
-
-
 def test_the_package_tries_again_where_it_was_full(edge: GatewayHere, scripted: ScriptedServer) -> None:
     scripted.inference.scripts.extend([[FULL], [started(), delta([5], "a"), finished()]])
     answer = edge.openai(max_retries=1).completions.create(**BODY)

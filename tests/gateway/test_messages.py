@@ -11,29 +11,23 @@ import pytest
 from google.rpc import code_pb2
 
 from baton import ChatMessage, Client, Tool, ToolChoice
-from baton.codec import event_from_wire
-from baton.events import Started
 from baton.v1.inference_pb2 import (
     FINISH_REASON_EOS,
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP_STRING,
     FINISH_REASON_STOP_TOKEN,
-    FinishReason,
     GenerateEvent,
     SpeculationCounts,
 )
 from common.text.chat_messages import ToolCall
-from common.text.output_formats import HERMES, OutputFormat
-from gateway.apis.api import Admitted
-from gateway.apis.messages import MessageAnswer, parse_message
+from gateway.apis.messages import MESSAGES as API
+from gateway.apis.messages import parse_message
 from gateway.conversation import MAX_MESSAGES, MAX_TOOL_CALLS
 from gateway.errors import ApiError
 from gateway.plan import ChatPrompt
-from gateway.served_model import ModelCard
-from gateway.tally import Tally
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
+from tests.gateway.answers import answered, joined, message_of
 from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here, key_file
-from tests.gateway.parsing.transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
 from tests.gateway.test_tools import SIZE, assert_fits
 from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import wait_until
@@ -43,7 +37,6 @@ USER = [{"role": "user", "content": "the other thing"}]
 BODY: dict[str, Any] = {"model": "demo", "max_tokens": 8, "messages": USER}
 PICK: dict[str, Any] = {"name": "pick", "description": "Picks one.", "input_schema": SIZE}
 CLOCK: dict[str, Any] = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
-TOOLS = [{"name": name, "input_schema": schema} for name, schema in FUNCTIONS.items()]
 CALL = {"type": "tool_use", "id": "call_1", "name": "clock", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": "noon"}
 
@@ -58,38 +51,6 @@ def events_of(answer: Answer) -> list[dict[str, Any]]:
     names = [line for line in answer.body.decode().split("\n") if line.startswith("event: ")]
     assert names == [f"event: {event['type']}" for event in answer.events]
     return answer.events
-
-
-def message_of(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the message that a client makes of a stream's events."""
-    first, *others, last = [event for event in events if event["type"] != "ping"]
-    assert (first["type"], last) == ("message_start", {"type": "message_stop"})
-    message = dict(first["message"])
-    content: list[Any] = message["content"]
-    is_open = False
-    for event in others:
-        match event:
-            case {"type": "content_block_start", "index": index, "content_block": block}:
-                assert index == len(content) and not is_open
-                content.append(dict(block))
-                is_open = True
-            case {"type": "content_block_delta", "index": index, "delta": {"type": kind, **part}}:
-                assert index == len(content) - 1 and is_open
-                ((name, value),) = part.items()
-                if kind == "input_json_delta":
-                    content[-1]["input"] = json.loads(value)
-                else:
-                    assert value and kind == f"{name}_delta"
-                    content[-1][name] += value
-            case {"type": "content_block_stop", "index": index}:
-                assert index == len(content) - 1 and is_open
-                is_open = False
-            case {"type": "message_delta", "delta": end, "usage": usage}:
-                assert not is_open and message["stop_reason"] is None
-                message |= {**end, "usage": usage}
-            case _:
-                raise AssertionError(event)
-    return message
 
 
 def both(
@@ -314,65 +275,16 @@ def test_a_stream_has_anthropics_events(edge: GatewayHere, scripted: ScriptedSer
     assert whole == {**message, "content": content, "stop_reason": "end_turn", "usage": usage}
 
 
-def answered(
-    pieces: Sequence[str],
-    *,
-    form: OutputFormat = HERMES,
-    is_open: bool = False,
-    reason: FinishReason.ValueType = FINISH_REASON_EOS,
-    **fields: Any,
-) -> Any:
+def message(pieces: Sequence[str], **options: Any) -> dict[str, Any]:
     """Returns the message that an output in these pieces becomes. Checks that it is the same when it is streamed."""
-    first = started()
-    first.started.is_reasoning_open = is_open
-    deltas = [delta([place], piece) for place, piece in enumerate(pieces)]
-    begun, *events = [event_from_wire(each) for each in (first, *deltas, finished(reason))]
-    assert isinstance(begun, Started)
-    card = ModelCard(names=("demo",), system_fingerprint="", max_context_tokens=64, output_format=form, created=0)
-    messages: list[Any] = []
-    for stream in (False, True):
-        plan = parse_message(json.dumps({**BODY, "tools": TOOLS, **fields, "stream": stream}).encode())
-        tally = Tally(plan, [begun])
-        answer = MessageAnswer(
-            Admitted(plan=plan, card=card, request_id="r", created_s=0, started=[begun], tally=tally)
-        )
-        sent = list(answer.opening())
-        for event in events:
-            tally.add(0, event)
-            sent += answer.add(0, event)
-        ended = (
-            [json.loads(json.dumps(each.data, allow_nan=False)) for each in (*sent, *answer.ending())] if stream else []
-        )
-        messages.append(message_of(ended) if stream else answer.whole())
-    whole, streamed = messages
-    assert without_ids(streamed) == without_ids(whole)
+    whole, events = answered(API, pieces, **options)
+    assert without_ids(message_of(events)) == without_ids(whole)
     return whole
-
-
-def joined(message: Mapping[str, Any], kind: str) -> str:
-    return "\n".join(block[kind] for block in message["content"] if block["type"] == kind)
-
-
-def calls_in(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(block["name"], block["input"]) for block in message["content"] if block["type"] == "tool_use"]
-
-
-@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda each: each.name)
-def test_the_blocks_say_what_the_output_says(transcript: Transcript) -> None:
-    message = answered(transcript.pieces, form=transcript.form, is_open=transcript.is_open)
-    cut = answered(transcript.text, form=transcript.form, is_open=transcript.is_open)
-    assert without_ids(cut) == without_ids(message), "each character by itself"
-    said = transcript.said
-    assert (joined(message, "thinking"), joined(message, "text")) == (said.reasoning, said.content)
-    assert calls_in(message) == [(name, json.loads(arguments)) for name, arguments in said.calls]
-    assert message["stop_reason"] == ("tool_use" if said.calls else "end_turn")
-    ids = [block["id"] for block in message["content"] if block["type"] == "tool_use"]
-    assert len(set(ids)) == len(ids)
 
 
 def test_blocks_come_in_the_order_in_which_the_model_wrote_them() -> None:
     call = '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
-    content = answered([f"<think>Hm.</think>\n\nOne {call} two ", f"\n{call}{call}", " three\n"])["content"]
+    content = message([f"<think>Hm.</think>\n\nOne {call} two ", f"\n{call}{call}", " three\n"])["content"]
     assert [block.get("text", block["type"]) for block in content] == [
         *("thinking", "One", "tool_use", "two", "tool_use", "tool_use", "three\n")
     ]
@@ -394,13 +306,13 @@ def test_blocks_come_in_the_order_in_which_the_model_wrote_them() -> None:
 @pytest.mark.parametrize("order", ['{"name": "look_up", "arguments": %s}', '{"arguments": %s, "name": "look_up"}'])
 def test_a_call_whose_arguments_are_no_object_is_text(order: str, arguments: str) -> None:
     output = f"<tool_call>\n{order % arguments}\n</tool_call>"
-    message = answered(output)
-    assert (message["content"], message["stop_reason"]) == ([text(output)], "end_turn")
+    made = message(output)
+    assert (made["content"], made["stop_reason"]) == ([text(output)], "end_turn")
 
 
 def test_a_call_that_the_length_cut_off_is_text() -> None:
     call = '<tool_call>{"name": "look_up", "arguments": {"city": "Rome"}}</tool_call>'
-    cut = answered(["Look: ", call, "and ", call[:-20]], reason=FINISH_REASON_LENGTH)
+    cut = message(["Look: ", call, "and ", call[:-20]], reason=FINISH_REASON_LENGTH)
     assert [block.get("text", block.get("input")) for block in cut["content"]] == [
         *("Look:", {"city": "Rome"}, f"and {call[:-20]}")
     ]
@@ -409,7 +321,7 @@ def test_a_call_that_the_length_cut_off_is_text() -> None:
 
 def test_thinking_is_left_out_when_asked() -> None:
     asked = {"thinking": {"type": "enabled", "budget_tokens": 9, "display": "omitted"}}
-    assert answered(["<think>Hm.</think>Yes."], **asked)["content"] == [text("Yes.")]
+    assert message(["<think>Hm.</think>Yes."], **asked)["content"] == [text("Yes.")]
 
 
 @pytest.mark.parametrize(
@@ -441,16 +353,6 @@ def test_calls_come_with_input_that_fits_and_their_results_go_back(gateway: Gate
     history = [*USER, {"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
     answer = both(gateway, **{**asked, "max_tokens": 4}, messages=history, tool_choice={"type": "none"}, temperature=0)
     assert answer["usage"]["output_tokens"] == 4 and answer["stop_reason"] == "max_tokens"
-
-
-def test_a_stop_sequence_ends_the_text(gateway: GatewayHere) -> None:
-    asked = {"model": "tiny", "max_tokens": 24}
-    words = joined(both(gateway, **asked), "text")
-    at = next(place for place in range(4, len(words)) if words.index(words[place : place + 2]) == place)
-    stop = words[at : at + 2]
-    message = both(gateway, **asked, stop_sequences=["never there", stop])
-    assert message["content"] == [text(words[:at])]
-    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", stop)
 
 
 def test_a_message_of_the_assistant_is_continued(gateway: GatewayHere, pair: Client) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from baton import Client
 from tests.gateway.callers import Caller
-from tests.gateway.gateway_here import GatewayHere
+from tests.gateway.gateway_here import Answer, GatewayHere
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -203,7 +203,10 @@ def part(content: Any) -> dict[str, Any]:
     ids=lambda value: str(value)[:40],
 )
 def test_of_a_chat(gateway: GatewayHere, change: dict[str, Any], param: str, code: str | None) -> None:
-    answer = gateway.ask("POST", CHAT, {**CHAT_BODY, **change})
+    assert_refused(gateway.ask("POST", CHAT, {**CHAT_BODY, **change}), param, code)
+
+
+def assert_refused(answer: Answer, param: str, code: str | None) -> None:
     error = answer.error
     assert (answer.status, error["type"]) == (400, "invalid_request_error"), error
     assert (error["param"], error["code"]) == (param, code), error
@@ -241,11 +244,7 @@ def test_of_a_chat(gateway: GatewayHere, change: dict[str, Any], param: str, cod
     ids=lambda value: str(value)[:40],
 )
 def test_of_a_completion(gateway: GatewayHere, change: dict[str, Any], param: str, code: str | None) -> None:
-    answer = gateway.ask("POST", COMPLETIONS, {**TEXT_BODY, **change})
-    error = answer.error
-    assert (answer.status, error["type"]) == (400, "invalid_request_error"), error
-    assert (error["param"], error["code"]) == (param, code), error
-    assert error["message"].startswith(f"{param}: ")
+    assert_refused(gateway.ask("POST", COMPLETIONS, {**TEXT_BODY, **change}), param, code)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff", b'{"a": "\\ud800"}'])
@@ -368,18 +367,14 @@ def pair_context(gateway: GatewayHere) -> int:
     return int(card["max_model_len"])
 
 
-def test_another_model_is_not_found(caller: Caller) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        caller.chat(model="gpt-4o", messages=MESSAGES)
-    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-
-
 def test_the_package_raises_its_own_errors(caller: Caller) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        caller.chat(messages=MESSAGES, temperature=-1)
-    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
-    with pytest.raises(openai.BadRequestError):
-        caller.chat_chunks(messages=MESSAGES, temperature=-1)
+    with pytest.raises(openai.NotFoundError) as unknown:
+        caller.chat(model="gpt-4o", messages=MESSAGES)
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    for ask in (caller.chat, caller.chat_chunks):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(messages=MESSAGES, temperature=-1)
+        assert (refused.value.param, refused.value.type) == ("temperature", "invalid_request_error")
 
 
 @pytest.mark.parametrize(

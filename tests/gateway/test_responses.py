@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import openai
@@ -12,20 +12,16 @@ import pytest
 from google.rpc import code_pb2
 from openai.types.responses import ResponseStreamEvent
 
-from baton import ChatMessage, ToolCall, ToolChoice
-from baton.codec import event_from_wire
-from baton.events import Started
+from baton import ChatMessage, Client, ToolCall, ToolChoice
 from baton.v1 import types_pb2
 from baton.v1.inference_pb2 import FINISH_REASON_EOS
-from gateway.apis.api import Admitted
-from gateway.apis.responses import ResponseAnswer, parse_response
+from gateway.apis.responses import RESPONSES, parse_response
 from gateway.errors import ApiError
 from gateway.plan import ChatPrompt
-from gateway.served_model import ModelCard
-from gateway.tally import Tally
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
+from tests.gateway.answers import answered
 from tests.gateway.gateway_here import Answer, GatewayHere
-from tests.gateway.parsing.transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
+from tests.gateway.parsing.transcripts import TRANSCRIPTS, Transcript
 from tests.support.running_pair import wait_until
 
 PATH = "/v1/responses"
@@ -174,7 +170,7 @@ def test_the_packages_own_stream_comes_to_the_same_response(edge: GatewayHere) -
     assert [item.type for item in final.output] == [item.type for item in whole.output]
 
 
-async def test_a_cut_output_is_incomplete(gateway: GatewayHere) -> None:
+async def test_a_cut_output_is_incomplete(gateway: GatewayHere, pair: Client) -> None:
     asked: dict[str, Any] = {"model": "tiny", "input": "the other thing", "max_output_tokens": 6, "temperature": 0}
     async with gateway.openai_async() as client:
         whole = await client.responses.create(**asked)
@@ -186,23 +182,8 @@ async def test_a_cut_output_is_incomplete(gateway: GatewayHere) -> None:
     ours, theirs = without_ids(last.response), without_ids(whole)
     assert ours.pop("usage")["output_tokens"] == theirs.pop("usage")["output_tokens"] == 6
     assert ours == theirs
-    assert whole.output_text == await chat(gateway, max_tokens=6)
-
-
-async def chat(gateway: GatewayHere, **options: Any) -> str | None:
-    async with gateway.openai_async() as client:
-        answer = await client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "the other thing"}], temperature=0, **options
-        )
-    return answer.choices[0].message.content
-
-
-def test_reasoning_that_the_prompt_opened_is_known(edge: GatewayHere, scripted: ScriptedServer) -> None:
-    first = started()
-    first.started.is_reasoning_open = True
-    scripted.inference.script = [first, delta([1], "Hm.</think>Yes."), finished(FINISH_REASON_EOS)]
-    response = edge.openai().responses.create(**BODY)
-    assert ([item.type for item in response.output], response.output_text) == (["reasoning", "message"], "Yes.")
+    user = [ChatMessage("user", "the other thing")]
+    assert whole.output_text == pair.complete(chat=user, temperature=0.0, max_tokens=6).text
 
 
 def test_an_empty_output_is_an_empty_message(edge: GatewayHere, scripted: ScriptedServer) -> None:
@@ -266,63 +247,10 @@ def test_log_probabilities_come_with_the_text_of_messages(
     assert (sampling.HasField("logprobs"), sampling.logprobs) == (True, 1)
 
 
-# ---- the items, for every family of models --------------------------------------------------------------------------
-
-
-def answered(transcript: Transcript, pieces: Sequence[str]) -> dict[str, Any]:
-    """Returns the response that an output in these pieces becomes. Checks that the events add up to its items."""
-    first = started()
-    first.started.is_reasoning_open = transcript.is_open
-    deltas = [delta([place], piece) for place, piece in enumerate(pieces)]
-    begun, *events = [event_from_wire(each) for each in (first, *deltas, finished(FINISH_REASON_EOS))]
-    assert isinstance(begun, Started)
-    card = ModelCard(
-        names=("demo",), system_fingerprint="", max_context_tokens=64, output_format=transcript.form, created=0
-    )
-    tools = [{"type": "function", "name": name, "parameters": each} for name, each in FUNCTIONS.items()]
-    plan = parse_response(json.dumps({**BODY, "tools": tools}).encode())
-    tally = Tally(plan, [begun])
-    answer = ResponseAnswer(Admitted(plan=plan, card=card, request_id="r", created_s=0, started=[begun], tally=tally))
-    sent = [*answer.opening(), *(each for event in events for each in answer.add(0, event)), *answer.ending()]
-    items: list[Any] = []
-    for event in (each.data for each in sent):
-        assert isinstance(event, Mapping)
-        match event["type"].removeprefix("response."):
-            case "output_item.added":
-                assert event["output_index"] == len(items)
-                items.append("")
-            case kind if kind.endswith(".delta"):
-                assert event["output_index"] == len(items) - 1
-                items[-1] += event["delta"]
-            case "output_item.done":
-                assert items[-1] == written(event["item"])
-                items[-1] = event["item"]
-    response = dict(answer.whole())
-    assert response["output"] == items
-    return response
-
-
-def written(item: Mapping[str, Any]) -> str:
-    return str(item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
-
-
-@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda each: each.name)
-def test_the_items_say_what_the_output_says(transcript: Transcript) -> None:
-    response = answered(transcript, transcript.pieces)
-    items = [(item["type"], item.get("name"), written(item)) for item in response["output"]]
-    cut = answered(transcript, transcript.text)["output"]
-    assert [(item["type"], item.get("name"), written(item)) for item in cut] == items, "each character by itself"
-    said = transcript.said
-    texts = {kind: "\n".join(text for other, _, text in items if other == kind) for kind in ("reasoning", "message")}
-    assert texts == {"reasoning": said.reasoning, "message": said.content}
-    assert [(name, text) for kind, name, text in items if kind == "function_call"] == list(said.calls)
-    ids = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
-    assert len(set(ids)) == len(ids)
-
-
 @pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda each: each.name)
 def test_the_items_of_an_output_are_one_message_when_they_are_fed_back(transcript: Transcript) -> None:
-    output = answered(transcript, transcript.pieces)["output"]
+    response, _ = answered(RESPONSES, transcript.pieces, form=transcript.form, is_open=transcript.is_open)
+    output = response["output"]
     ids = [item["call_id"] for item in output if item["type"] == "function_call"]
     told = [{"type": "function_call_output", "call_id": call_id, "output": "7"} for call_id in ids]
     user, own, *results = prompt_of(input=[USER, *output, *told]).messages
@@ -575,12 +503,6 @@ def test_a_stream_that_fails_ends_with_a_failed_response(edge: GatewayHere, scri
     (message,) = last.response.output
     assert (message.status, message.content[0].text) == ("incomplete", "a")  # type: ignore[union-attr]
     wait_until(lambda: edge.metric("baton_gateway_requests_total", route=PATH, status="500") == 1)
-
-
-def test_an_answer_that_fails_is_an_error(edge: GatewayHere, scripted: ScriptedServer) -> None:
-    scripted.inference.script = [started(), delta([5], "a"), failure(code_pb2.INTERNAL, "broke")]
-    answer = ask(edge)
-    assert (answer.status, answer.error["message"]) == (500, "broke")
 
 
 def test_a_body_whose_numbers_are_no_json_is_refused(edge: GatewayHere) -> None:
