@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.draft.conftest import one_thread, target, target_dir  # noqa: F401 -- fixtures
+
 _GUARD_BYTES = 1 << 20
 
 

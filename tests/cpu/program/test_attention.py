@@ -18,8 +18,10 @@ from baton_cpu.program.builder import AttentionSize, FusedDecoder, ProgramBuilde
 from baton_cpu.program.fusing import fuse, new_forwards
 from baton_cpu.program.kernel.attending import PART_TOKENS
 from common.attention.backend import ForwardInput
+from common.kv.layer_group import LayerGroupSpec
 from common.model.forward_program import ForwardProgram
 from common.model.loader import load_target
+from tests.cpu.program.batches import scattered_batch
 
 _VOCAB_SIZE, _MAX_TOKENS, _MAX_POSITIONS = 90, 600, 4096
 _SIZES = [
@@ -82,34 +84,10 @@ class Attention:
             assert program.close(5.0)
 
     def batch(self, rows: list[tuple[int, int]], mask: Tensor | None = None) -> ForwardInput:
-        """Returns a batch of rows, given as (earlier tokens, new tokens). Their slots are in random places; all other
-        slots hold NaN.
-        """
-        generator = torch.Generator().manual_seed(sum(before for before, _ in rows))
-        size, seq_lens = self.size, [before + new for before, new in rows]
-        num_slots = 2 * sum(seq_lens) + 1
-        kv = torch.full((1, 2, num_slots, size.num_kv_heads, size.head_dim), float("nan"))
-        slots = (torch.randperm(num_slots - 1, generator=generator) + 1)[: sum(seq_lens)].split(seq_lens)
-        tables = torch.zeros((len(rows) + 1, max(seq_lens)), dtype=torch.int64)
-        for row, (own, (before, _)) in enumerate(zip(slots, rows, strict=True)):
-            tables[row + 1, : len(own)] = own
-            kv[:, :, own[:before]] = torch.randn((1, 2, before, *kv.shape[3:]), generator=generator)
-        num_new = tuple(new for _, new in rows)
-        is_decode = set(num_new) == {1} and mask is None
-        return ForwardInput(
-            input_ids=torch.arange(sum(num_new)) % _VOCAB_SIZE,
-            positions=torch.cat([torch.arange(before, before + new) for before, new in rows]),
-            out_cache_loc=torch.cat([own[before:] for own, (before, _) in zip(slots, rows, strict=True)]),
-            req_to_token=tables,
-            req_pool_indices=torch.arange(1, len(rows) + 1),
-            seq_lens=torch.tensor(seq_lens),
-            prefix_lens=None if is_decode else tuple(before for before, _ in rows),
-            extend_lens=None if is_decode else num_new,
-            max_seq_len=max(seq_lens),
-            kv=kv,
-            logits_rows=None,
-            tree_mask=mask,
-        )
+        """Returns a batch of rows, given as (earlier tokens, new tokens). All slots but their own hold NaN."""
+        size = self.size
+        group = LayerGroupSpec("target", 1, 2, num_heads=size.num_kv_heads, head_dim=size.head_dim, dtype="float32")
+        return scattered_batch(group, rows, vocab_size=_VOCAB_SIZE, mask=mask, unused=float("nan"))
 
     def expected(self, batch: ForwardInput) -> Tensor:
         """Returns the expected output [tokens, heads * head_dim], computed one token at a time."""
@@ -161,7 +139,7 @@ def test_of_what_a_query_does_not_attend_nothing_is_read(before: int) -> None:
     mask = torch.eye(6, dtype=torch.bool)
     mask[:, 0] = True
     mask[3, 1] = mask[4, 2] = True
-    sound = attention.batch([(before, 6)], mask)
+    sound = replace(attention.batch([(before, 6)], mask), input_ids=torch.arange(6))
     table = attention.table.clone()
     table[2] = float("nan")
     with attention.program() as program, replace(attention, table=table).program() as broken:
@@ -194,6 +172,7 @@ def test_the_numbers_are_the_same_bits_whoever_computes_them(num_new: int, monke
     crowd, alone = attention.batch(rows), attention.batch(rows[:1])
     slots = crowd.req_to_token[1, : rows[0][0]]
     alone.kv[:, :, alone.req_to_token[1, : rows[0][0]]] = crowd.kv[:, :, slots]
+    alone.input_ids.copy_(crowd.input_ids[:num_new])
     seen = []
     for num_threads in (1, 2, 3):
         with attention.program(num_threads) as program:

@@ -17,6 +17,7 @@ from common.attention.backend import ForwardInput
 from common.model.forward_program import ForwardProgram
 from common.model.loader import load_target
 from common.model.target import TargetModel
+from tests.cpu.program.batches import scattered_batch
 from tests.support.models import save_tiny_model
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -24,7 +25,13 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 @pytest.fixture(
-    scope="module", params=[("float32", 16), ("float32", 128), ("bfloat16", 64), ("bfloat16", 128)], ids=str
+    scope="module",
+    params=[
+        ("float32", 16),
+        ("float32", 128),
+        *(pytest.param(("bfloat16", head_dim), marks=pytest.mark.thorough) for head_dim in (64, 128)),
+    ],
+    ids=str,
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     dtype, head_dim = request.param
@@ -41,30 +48,7 @@ def program(model: TargetModel) -> Iterator[ForwardProgram]:
 
 
 def _batch(model: TargetModel, rows: list[tuple[int, int]]) -> ForwardInput:
-    """Returns a batch of rows in random slots, given as (earlier tokens, new tokens). It asks for the logits of each
-    row's last token.
-    """
-    generator = torch.Generator().manual_seed(len(rows))
-    group, seq_lens = model.layer_group, [before + new for before, new in rows]
-    kv = torch.randn((group.num_layers, 2, sum(seq_lens) + 1, group.num_heads, group.head_dim), generator=generator)
-    slots = (torch.randperm(sum(seq_lens), generator=generator) + 1).split(seq_lens)
-    tables = torch.zeros((len(rows) + 1, max(seq_lens)), dtype=torch.int64)
-    for row, own in enumerate(slots):
-        tables[row + 1, : len(own)] = own
-    num_new = [new for _, new in rows]
-    return ForwardInput(
-        input_ids=torch.randint(0, model.vocab_size, (sum(num_new),), generator=generator),
-        positions=torch.cat([torch.arange(before, before + new) for before, new in rows]),
-        out_cache_loc=torch.cat([own[before:] for own, (before, _) in zip(slots, rows, strict=True)]),
-        req_to_token=tables,
-        req_pool_indices=torch.arange(1, len(rows) + 1),
-        seq_lens=torch.tensor(seq_lens),
-        prefix_lens=tuple(before for before, _ in rows),
-        extend_lens=tuple(num_new),
-        max_seq_len=max(seq_lens),
-        kv=kv.to(model.dtype),
-        logits_rows=torch.tensor(num_new).cumsum(0) - 1,
-    )
+    return scattered_batch(model.layer_group, rows, vocab_size=model.vocab_size, asks_for_last=True)
 
 
 _ROWS = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,15 +22,23 @@ from common.model.loader import load_target
 
 _HEAD_DIM, _WIDTH, _INNER, _MAX_TOKENS = 8, 72, 48, 1024
 _EPSILON = 1e-3
-_DTYPES = [torch.float32, torch.bfloat16]
+
+
+def load_kernels(directory: Path, dtype: str) -> None:
+    model = load_target(directory, device="cpu", dtype=dtype, fuses=True)
+    fuse(model, num_threads=1, max_tokens=1)
+    assert model._program is not None and model._program.close(5.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _kernels(tiny_model_dir) -> None:  # type: ignore[no-untyped-def]
-    for dtype in ("float32", "bfloat16"):
-        model = load_target(tiny_model_dir("llama"), device="cpu", dtype=dtype, fuses=True)
-        fuse(model, num_threads=1, max_tokens=1)
-        assert model._program is not None and model._program.close(5.0)
+def _kernels(tiny_model_dir: Callable[[str], Path]) -> None:
+    load_kernels(tiny_model_dir("llama"), "float32")
+
+
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+def dtype(request: pytest.FixtureRequest, tiny_model_dir: Callable[[str], Path]) -> torch.dtype:
+    load_kernels(tiny_model_dir("llama"), request.param)
+    return getattr(torch, request.param)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,6 @@ def states_of(program: ForwardProgram, tokens: Tensor, dtype: torch.dtype = torc
 @pytest.mark.parametrize("rounds_weights", [True, False])
 @pytest.mark.parametrize("weights_add_up", [True, False])
 @pytest.mark.parametrize(("num_experts", "num_chosen"), [(8, 2), (40, 3), (4, 1), (3, 3), (64, 8)])
-@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_each_token_gets_the_outputs_of_its_experts(
     dtype: torch.dtype, num_experts: int, num_chosen: int, weights_add_up: bool, rounds_weights: bool
 ) -> None:

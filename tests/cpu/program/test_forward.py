@@ -23,12 +23,17 @@ from common.model.forward_program import ForwardProgram, ProgramOutput
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.work_beside import Stopped
+from tests.cpu.program.batches import scattered_batch
 from tests.support.models import save_tiny_model
 
-_NUM_SLOTS, _NUM_TOKENS, _MAX_TOKENS = 640, 200, 512
+_MAX_TOKENS = 512
+MODELS = [
+    *("llama", "mixtral"),
+    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen2", "qwen3", "mistral", "qwen3_moe", "olmoe")),
+]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "olmoe"])
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tiny_model_dir) -> TargetModel:  # type: ignore[no-untyped-def]
     return load_target(tiny_model_dir(request.param), device="cpu", dtype="float32", fuses=True)
 
@@ -44,68 +49,35 @@ def program(model: TargetModel) -> Iterator[ForwardProgram]:
     assert model._program.close(5.0), "a thread of the team did not end"
 
 
-def _batch(model: TargetModel, *, prefix_lens: list[int], num_new: list[int], tree: bool = False) -> ForwardInput:
-    """Returns a batch of rows in random slots, each with `prefix_lens` earlier and `num_new` new tokens. With `tree`
-    the new tokens are a draft tree.
-    """
-    generator = torch.Generator().manual_seed(sum(prefix_lens) + 7 * sum(num_new))
-    group = model.layer_group
-    kv = torch.randn((group.num_layers, 2, _NUM_SLOTS, group.num_heads, group.head_dim), generator=generator)
-    slots = torch.randperm(_NUM_SLOTS - 1, generator=generator) + 1
-    tables = torch.zeros((len(num_new) + 1, _NUM_TOKENS), dtype=torch.int64)
-    seq_lens = [before + new for before, new in zip(prefix_lens, num_new, strict=True)]
-    for row, (length, start) in enumerate(zip(seq_lens, torch.tensor([0, *seq_lens]).cumsum(0).tolist(), strict=False)):
-        tables[row + 1, :length] = slots[start : start + length]
-    windows = [(row, t) for row, new in enumerate(num_new) for t in range(seq_lens[row] - new, seq_lens[row])]
-    is_decode = set(num_new) == {1} and not tree
-    mask = None
+def _batch(model: TargetModel, *rows: tuple[int, int], tree: bool = False) -> ForwardInput:
+    """Returns a batch of rows, given as (earlier tokens, new tokens). With `tree` the new tokens are a draft tree."""
+    num_new, mask = rows[0][1], None
     if tree:
-        mask = torch.rand((len(windows), num_new[0]), generator=generator) > 0.5
-        mask |= torch.eye(num_new[0], dtype=torch.bool).repeat(len(num_new), 1)
-    return ForwardInput(
-        input_ids=torch.randint(0, model.vocab_size, (len(windows),), generator=generator),
-        positions=torch.tensor([t for _, t in windows]),
-        out_cache_loc=torch.stack([tables[row + 1, t] for row, t in windows]),
-        req_to_token=tables,
-        req_pool_indices=torch.arange(1, len(num_new) + 1),
-        seq_lens=torch.tensor(seq_lens),
-        prefix_lens=None if is_decode else tuple(prefix_lens),
-        extend_lens=None if is_decode else tuple(num_new),
-        max_seq_len=max(seq_lens),
-        kv=kv,
-        logits_rows=None,
-        tree_mask=mask,
-    )
+        mask = torch.rand((len(rows) * num_new, num_new), generator=torch.Generator().manual_seed(num_new)) > 0.5
+        mask |= torch.eye(num_new, dtype=torch.bool).repeat(len(rows), 1)
+    return scattered_batch(model.layer_group, rows, vocab_size=model.vocab_size, mask=mask)
 
 
 _SHAPES = {
-    "one row": ([6], [1]),
-    "three rows": ([6, 0, 11], [1, 1, 1]),
-    "more rows than the kernel takes at once": ([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], [1] * 10),
-    "a chunk": ([0], [17]),
-    "rows of several lengths": ([4, 0, 9], [3, 1, 5]),
-    "windows": ([4, 2], [3, 3]),
-    "rows of several parts": ([150, 3, PART_TOKENS, PART_TOKENS - 1], [1] * 4),
-    "a row of several parts": ([PART_TOKENS + 1], [1]),
-    "windows over two parts": ([PART_TOKENS - 3, 2 * PART_TOKENS - 8, 10], [8, 8, 8]),
-    "a window over two parts": ([PART_TOKENS - 5], [20]),
+    "one row": [(6, 1)],
+    "three rows": [(6, 1), (0, 1), (11, 1)],
+    "more rows than the kernel takes at once": [(1 + place % 5, 1) for place in range(10)],
+    "a chunk": [(0, 17)],
+    "rows of several lengths": [(4, 3), (0, 1), (9, 5)],
+    "rows of several parts": [(150, 1), (3, 1), (PART_TOKENS, 1), (PART_TOKENS - 1, 1)],
+    "windows over two parts": [(PART_TOKENS - 3, 8), (2 * PART_TOKENS - 8, 8), (10, 8)],
+    "a window over two parts": [(PART_TOKENS - 5, 20)],
+}
+_TREES = {
+    "a tree": [(5, 4), (2, 4)],
+    "a tree over two parts": [(PART_TOKENS - 3, 6), (2 * PART_TOKENS - 1, 6)],
 }
 
 
-@pytest.mark.parametrize("shape", _SHAPES)
+@pytest.mark.parametrize("shape", [*_SHAPES, *_TREES])
 def test_logits_states_and_kv_are_the_models(model: TargetModel, program: ForwardProgram, shape: str) -> None:
-    prefix_lens, num_new = _SHAPES[shape]
-    _assert_same(model, program, _batch(model, prefix_lens=prefix_lens, num_new=num_new))
-
-
-def test_a_tree_attends_as_its_mask_says(model: TargetModel, program: ForwardProgram) -> None:
-    _assert_same(model, program, _batch(model, prefix_lens=[5, 2], num_new=[4, 4], tree=True))
-
-
-def test_a_tree_over_two_parts_attends_as_its_mask_says(model: TargetModel, program: ForwardProgram) -> None:
-    """Tokens that a query does not attend to are not read."""
-    batch = _batch(model, prefix_lens=[PART_TOKENS - 3, 2 * PART_TOKENS - 1], num_new=[6, 6], tree=True)
-    _assert_same(model, program, batch)
+    is_tree = shape in _TREES
+    _assert_same(model, program, _batch(model, *(_TREES if is_tree else _SHAPES)[shape], tree=is_tree))
 
 
 @pytest.mark.parametrize("num_new", [1, 5])
@@ -113,8 +85,7 @@ def test_what_a_request_computes_depends_on_no_other(model: TargetModel, program
     """The results are equal to the last bit, although threads share the parts of a request that is alone, and take
     whole requests when there are several.
     """
-    prefix_lens = [170, 20, 3, 64, 1, 2, 3, 4, 5, 6]
-    crowd = _batch(model, prefix_lens=prefix_lens, num_new=[num_new] * len(prefix_lens))
+    crowd = _batch(model, *((before, num_new) for before in (170, 20, 3, 64, 1, 2, 3, 4, 5, 6)))
     alone = replace(
         crowd,
         input_ids=crowd.input_ids[:num_new],
@@ -134,8 +105,8 @@ def test_a_forward_is_prepared_while_an_earlier_one_is_to_come(model: TargetMode
     """Two forwards are prepared before either runs. The later one needs more memory, which must not be taken from the
     earlier one, and its tokens are not known yet.
     """
-    small = _batch(model, prefix_lens=[6], num_new=[1])
-    large = _batch(model, prefix_lens=[4, 1, 2, 0, 5], num_new=[3, 1, 2, 9, 4])
+    small = _batch(model, (6, 1))
+    large = _batch(model, (4, 3), (1, 1), (2, 2), (0, 9), (5, 4))
     known = (small, large)
     batches = [replace(batch, kv=batch.kv.clone(), input_ids=torch.zeros_like(batch.input_ids)) for batch in known]
     expected = [program.forward(replace(batch, kv=batch.kv.clone())) for batch in known]
@@ -176,7 +147,7 @@ def test_threads_prepare_one_after_the_other(model: TargetModel, program: Forwar
                 was_alone.append(False)
             return lambda: program.forward(batch)
 
-    batch = _batch(model, prefix_lens=[6], num_new=[1])
+    batch = _batch(model, (6, 1))
     num_before = model.forward_counts.num_fused
     model.run_program(Noted())
     try:
@@ -192,37 +163,31 @@ def test_threads_prepare_one_after_the_other(model: TargetModel, program: Forwar
 
 
 def test_only_the_logits_that_are_wanted_are_computed(model: TargetModel, program: ForwardProgram) -> None:
-    batch = _batch(model, prefix_lens=[4, 0, 9], num_new=[3, 1, 5])
+    batch = _batch(model, (4, 3), (0, 1), (9, 5))
     every, *_ = program.forward(batch)
     logits, *_ = program.forward(replace(batch, logits_rows=torch.tensor([2, 8])))
     assert torch.equal(logits, every[[2, 8]])
 
 
 def test_logits_that_are_no_numbers_are_told(model: TargetModel, program: ForwardProgram) -> None:
-    batch = _batch(model, prefix_lens=[6, 3], num_new=[1, 1])
+    batch = _batch(model, (6, 1), (3, 1))
     batch.kv[:, :, batch.req_to_token[batch.req_pool_indices[1], :3]] = float("nan")
     *_, largest = program.forward(batch)
     assert largest is not None and largest.are_not_finite.tolist() == [False, True]
 
 
-def test_progress_is_shown_layer_by_layer(model: TargetModel, program: ForwardProgram) -> None:
-    before = model.num_layers_begun
-    program.forward(_batch(model, prefix_lens=[6], num_new=[1]))
-    assert model.num_layers_begun == before + model.num_layers
-
-
-def test_the_models_forwards_are_the_programs(model: TargetModel, program: ForwardProgram) -> None:
-    batch = _batch(model, prefix_lens=[6, 3], num_new=[1, 1])
+def test_the_models_forwards_are_the_programs_and_show_progress_layer_by_layer(
+    model: TargetModel, program: ForwardProgram
+) -> None:
+    batch = _batch(model, (6, 1), (3, 1))
     expected, *_ = program.forward(replace(batch, kv=batch.kv.clone()))
-    before = program.num_layers_begun
+    before, of_model = program.num_layers_begun, model.num_layers_begun
     assert torch.equal(model.forward(batch).logits, expected)
     assert program.num_layers_begun == before + model.num_layers
-
-
-def test_comparing_the_two_shows_no_progress_of_the_model(model: TargetModel, program: ForwardProgram) -> None:
-    before = model.num_layers_begun - program.num_layers_begun
+    assert model.num_layers_begun == of_model + model.num_layers
+    of_model_alone = model.num_layers_begun - program.num_layers_begun
     difference(model, program)
-    assert model.num_layers_begun - program.num_layers_begun == before
+    assert model.num_layers_begun - program.num_layers_begun == of_model_alone, "comparing the two is no progress"
 
 
 def test_a_program_that_cannot_be_made_leaves_no_thread(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +219,7 @@ def test_experts_beside_plain_layers_are_fused_too(tmp_path: Path) -> None:
     assert model._program is not None and model._program.close(5.0)
 
 
+@pytest.mark.thorough
 def test_experts_with_other_weights_are_not_used_in_bfloat16(tmp_path: Path) -> None:
     """The two models differ only in whether the weights of a token's experts are divided by their sum."""
     model, other = (
@@ -270,7 +236,10 @@ def test_experts_with_other_weights_are_not_used_in_bfloat16(tmp_path: Path) -> 
         fuse(model, num_threads=2, max_tokens=_MAX_TOKENS)
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe", "olmoe"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.thorough) for name in ("mixtral", "qwen3_moe", "olmoe")],
+)
 def experts_in_bfloat16(request: pytest.FixtureRequest, tiny_model_dir) -> Iterator[TargetModel]:  # type: ignore[no-untyped-def]
     model = load_target(tiny_model_dir(request.param), device="cpu", dtype="bfloat16", fuses=True)
     # A token that rounding gives another expert moves the median of those that attend to it: 0.024 with AVX2.
@@ -309,7 +278,7 @@ def test_one_token_without_numbers_is_told(experts_in_bfloat16: TargetModel) -> 
 
 def test_no_rows_are_no_work(model: TargetModel, program: ForwardProgram) -> None:
     empty = torch.zeros(0, dtype=torch.int64)
-    batch = _batch(model, prefix_lens=[6], num_new=[1])
+    batch = _batch(model, (6, 1))
     nothing = replace(
         batch,
         input_ids=empty,
@@ -325,7 +294,7 @@ def test_no_rows_are_no_work(model: TargetModel, program: ForwardProgram) -> Non
 
 
 def test_forwards_past_the_rotation_table_are_the_models_own(model: TargetModel, program: ForwardProgram) -> None:
-    batch = _batch(model, prefix_lens=[6], num_new=[1])
+    batch = _batch(model, (6, 1))
     assert program.takes(batch)
     assert not program.takes(replace(batch, max_seq_len=_decoder(model).cosines.shape[0] + 1))
     many = torch.zeros(_MAX_TOKENS + 1, dtype=torch.int64)
