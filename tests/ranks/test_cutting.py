@@ -81,7 +81,14 @@ def load_parts(directory: Path, num_ranks: int) -> list[TargetModel | Exception]
         return list(threads.map(load, range(num_ranks), timeout=100.0))
 
 
-@pytest.mark.parametrize("architecture", [each for each in ARCHITECTURES if each not in NORMS_OVER_ALL_HEADS])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(each, marks=() if each in ("llama", "mixtral", "phi3, windows") else pytest.mark.thorough)
+        for each in ARCHITECTURES
+        if each not in NORMS_OVER_ALL_HEADS
+    ],
+)
 def test_ranks_together_compute_what_the_whole_model_does(
     architecture: str, tiny_model_dir: Callable[[str], Path]
 ) -> None:

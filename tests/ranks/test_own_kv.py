@@ -51,6 +51,7 @@ def announced(messages: Sequence[object]) -> list[AnnouncedForward]:
     return [each for each in messages if isinstance(each, AnnouncedForward)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ["llama", "phi3, windows"])
 def test_the_other_ranks_replay_what_the_first_one_replays_over_each_pool(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,6 +108,7 @@ def begun_forwards(monkeypatch: pytest.MonkeyPatch) -> list[ForwardInput]:
     return begun
 
 
+@pytest.mark.thorough
 def test_a_rank_that_stops_or_ends_is_named(
     tiny_model_dir: Callable[[str], Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +153,7 @@ class RanOutRecorder(GraphRecorder):
         return 0
 
 
+@pytest.mark.thorough
 def test_a_replay_that_fails_on_the_first_rank_gives_the_others_up(
     tiny_model_dir: Callable[[str], Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def switches() -> Iterator[list[Any]]:
         switch.allow_tf32 = allowed
 
 
+@pytest.mark.thorough
 def test_a_service_loads_on_its_device_and_lets_all_ranks_compute_as_its_settings_say(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switches: list[Any]
 ) -> None:

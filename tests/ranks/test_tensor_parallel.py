@@ -49,18 +49,17 @@ class Case:
     has_own_kv: bool = False
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("llama", 2, 1, "tree-4x3-15", shares_memory=True),
-        Case("qwen2", 3, 2, "chain-4"),
-        Case("phi3, windows", 1, 3, chunk_tokens=64),
-        Case("gpt_oss", 2, 2),
-        Case("gemma3_text", 1, 2, "chain-4", shares_memory=True),
-        Case("phi3, windows", 3, 2, "tree-4x3-15", has_own_kv=True),
-    ],
-    ids=str,
-)
+QUICK = Case("llama", 2, 1, "tree-4x3-15", shares_memory=True)
+CASES = [
+    Case("qwen2", 3, 2, "chain-4"),
+    Case("phi3, windows", 1, 3, chunk_tokens=64),
+    Case("gpt_oss", 2, 2),
+    Case("gemma3_text", 1, 2, "chain-4", shares_memory=True),
+    Case("phi3, windows", 3, 2, "tree-4x3-15", has_own_kv=True),
+]
+
+
+@pytest.mark.parametrize("case", [QUICK, *(pytest.param(case, marks=pytest.mark.thorough) for case in CASES)], ids=str)
 def test_tokens_equal_generate(case: Case, ranked: RankedTarget, make_pair: MakePair, tmp_path: Path) -> None:
     weights = {"context_weight": 0.05, "mlp_weight": 0.05}
     directory = save_last_token_model(tmp_path / "target", architecture=case.architecture, **weights)

@@ -178,6 +178,7 @@ def test_a_package_that_cannot_be_read_is_named(
     assert "Is a directory" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_it_asks_about_the_python_that_runs_it(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "training.questions", str(out)]

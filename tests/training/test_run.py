@@ -128,6 +128,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(train: Train, finished: Fin
         assert torch.equal(weight, theirs["head"][name]), name
 
 
+@pytest.mark.thorough
 def test_what_was_evaluated_after_the_checkpoint_is_not_told_twice(
     train: Train, finished: Finished, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_what_was_evaluated_after_the_checkpoint_is_not_told_twice(
     assert len((out / "curve.jsonl").read_text().splitlines()) == len(finished.evaluations)
 
 
+@pytest.mark.thorough
 def test_every_pass_over_the_data_has_an_order_of_its_own(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
     epoch = BatchSource.epoch
@@ -157,6 +159,7 @@ def test_a_finished_run_is_left_as_it_is(train: Train, finished: Finished, tmp_p
     assert train() == finished.evaluations
 
 
+@pytest.mark.thorough
 def test_a_longer_run_goes_on_from_the_start_of_the_decay(train: Train, finished: Finished, tmp_path: Path) -> None:
     longer = train(out=tmp_path / "longer", max_tokens=6000)
     finished.copy_to(tmp_path / "out")
@@ -268,7 +271,7 @@ def test_several_files_are_trained_on_in_the_order_given(
     assert (result.exit_code, "wrong.npz: the array answer_start is missing" in result.stderr) == (1, True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_a_signal_ends_a_run_with_checkpoint_and_head(
     tmp_path: Path,
     sampled_data: Path,
