@@ -8,13 +8,9 @@ import grpc
 import pytest
 
 from baton import AsyncClient, errors
-from decode_service.handoff.grpc_transport import GrpcTransport
 from tests.decode_edge.edge_under_test import running_edge
-from tests.handoff.homes import FAST
-from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES
-from tests.handoff.scripted_prefill import RecordingDecode
+from tests.security.transports import looking_at
 from tests.support.prefill_edge import running_prefill_edge
-from tests.wire.strategies import VOCAB_SIZE
 
 
 async def test_a_client_that_calls_a_prefill_service_is_told_who_serves_it() -> None:
@@ -28,17 +24,8 @@ async def test_a_client_that_calls_a_prefill_service_is_told_who_serves_it() -> 
 
 
 async def test_a_decode_service_that_is_given_another_as_its_replica_says_so() -> None:
-    decode = RecordingDecode()
     async with running_edge([]) as edge:
-        transport = GrpcTransport(
-            post=decode.post,
-            addresses=[edge.address],
-            fingerprint=FINGERPRINT,
-            vocab_size=VOCAB_SIZE,
-            receive_budget_bytes=ROOMY_BUDGET_BYTES,
-            timeouts=FAST,
-        )
-        await transport.open()
+        decode, transport = await looking_at(edge.address)
         replica = await asyncio.to_thread(decode.latest_replica, lambda each: "NOT_FOUND" in str(each.error))
         await transport.close()
     assert "'baton.v1.Prefill' is not here, baton.v1.Inference is" in str(replica.error)

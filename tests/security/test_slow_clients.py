@@ -5,7 +5,7 @@ served.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -396,31 +396,23 @@ async def test_metadata_beyond_the_size_limit_fails_alone(edge: Edge, service: s
         await hands_over(prefill, channel)
 
 
-async def test_an_error_about_a_long_field_arrives_with_its_code_and_field(edge: Edge) -> None:
-    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="é" * 20_000)])
-
-    code, reason, metadata = await error_of(edge.generate(chat=chat))
-
-    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert metadata == {"field": "chat.messages[0].role"}
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([inference_pb2.ChatMessage(role="é" * 20_000)], "chat.messages[0].role"),
+        ([inference_pb2.ChatMessage()] * (MAX_REQUEST_FIELDS + 1), "chat.messages"),  # two million fit into a request
+    ],
+    ids=["long", "many"],
+)
+async def test_an_error_about_a_long_field_arrives_with_its_code_and_field(
+    edge: Edge, messages: Sequence[inference_pb2.ChatMessage], field: str
+) -> None:
+    refused = await error_of(edge.generate(chat=inference_pb2.Chat(messages=messages)))
+    assert refused == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", {"field": field})
 
 
 async def test_a_request_that_cannot_be_parsed_is_refused_by_name(edge: Edge) -> None:
     for method in (GENERATE, GET_LOAD, CHECK):
         call = edge.channel.unary_stream(method)(b"\x12\x02\xff\xfe\xff")
-        code, reason, metadata = await error_of(call)
-        assert (code, reason, metadata) == (
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "INVALID_FIELD",
-            {"field": "request"},
-        )
-
-
-async def test_a_chat_of_very_many_messages_is_refused_before_it_is_parsed(edge: Edge) -> None:
-    """Two million empty messages fit into one request."""
-    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage()] * (MAX_REQUEST_FIELDS + 1))
-
-    code, reason, metadata = await error_of(edge.generate(chat=chat))
-
-    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert metadata == {"field": "chat.messages"}
+        refused = await error_of(call)
+        assert refused == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", {"field": "request"})

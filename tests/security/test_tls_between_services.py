@@ -18,13 +18,12 @@ from common.errors import ConfigError, PrefillUnavailable
 from common.rpc.tls import channel_credentials, server_credentials
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.messages import Replica, StartHandoff
-from tests.handoff.homes import FAST
-from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row
+from tests.handoff.samples import prebuilt, row
 from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
 from tests.security.certificates import LONG_AGO, Authority, Files
+from tests.security.transports import looking_at
 from tests.support.loop_thread import LoopThread
 from tests.support.prefill_edge import start_prefill_edge
-from tests.wire.strategies import VOCAB_SIZE
 
 
 class Rig:
@@ -42,22 +41,7 @@ class Rig:
         return edge.address
 
     def look(self, address: str, credentials: grpc.ChannelCredentials | None) -> tuple[RecordingDecode, GrpcTransport]:
-        decode = RecordingDecode()
-
-        async def connect() -> GrpcTransport:
-            transport = GrpcTransport(
-                post=decode.post,
-                addresses=[address],
-                fingerprint=FINGERPRINT,
-                vocab_size=VOCAB_SIZE,
-                receive_budget_bytes=ROOMY_BUDGET_BYTES,
-                timeouts=FAST,
-                credentials=credentials,
-            )
-            await transport.open()
-            return transport
-
-        transport = self.loop.run(connect())
+        decode, transport = self.loop.run(looking_at(address, credentials=credentials))
         self._closings.append(lambda: self.loop.run(transport.close()))
         return decode, transport
 

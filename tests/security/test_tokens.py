@@ -5,7 +5,7 @@ no token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,11 @@ from common.addresses import is_loopback
 from common.errors import ConfigError
 from common.rpc.bearer_tokens import authorization, read_tokens
 from common.service.server import ServiceServer
-from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.status_errors import error_info
 from decode_service.messages import Replica
 from tests.decode_edge.edge_under_test import running_edge
-from tests.handoff.homes import FAST
-from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES
-from tests.handoff.scripted_prefill import RecordingDecode
+from tests.security.transports import looking_at
 from tests.support.prefill_edge import running_prefill_edge
-from tests.wire.strategies import VOCAB_SIZE
 
 OLD, NEW = "old-0123456789", "new-9876543210"
 
@@ -103,17 +99,7 @@ async def test_two_tokens_at_once_are_none(decode: str) -> None:
 
 async def looked_at(prefill: str, token: str | None) -> Replica:
     """Returns the state in which a decode service that sends `token` sees the prefill service."""
-    decode = RecordingDecode()
-    transport = GrpcTransport(
-        post=decode.post,
-        addresses=[prefill],
-        fingerprint=FINGERPRINT,
-        vocab_size=VOCAB_SIZE,
-        receive_budget_bytes=ROOMY_BUDGET_BYTES,
-        timeouts=FAST,
-        metadata=() if token is None else authorization(token),
-    )
-    await transport.open()
+    decode, transport = await looking_at(prefill, metadata=() if token is None else authorization(token))
 
     def is_looked_at(replica: Replica) -> bool:
         return "not looked" not in str(replica.error)
@@ -161,57 +147,31 @@ def test_a_file_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
         read_tokens("auth_token_file", path)
 
 
-bad_files = pytest.mark.parametrize(
-    "make",
-    [
-        lambda path: path / "absent",
-        lambda path: path,
-        lambda path: written(path / "empty", ""),
-        lambda path: written(path / "blank", " \n\n"),
-        lambda path: written(path / "binary", b"\xff\xfe"),
-        lambda path: written(path / "spaced", "top secret\n"),
-        lambda path: written(path / "accented", "sécret-sécret\n"),
-        lambda path: written(path / "short", "secret\n"),
-        lambda path: written(path / "controlled", "top\x0csecret-secret\n"),
-        lambda path: written(path / "separated", "top\u2028secret-secret\n"),
-        lambda path: written(path / "marked", "secret-\ufeffsecret\n"),
-        lambda path: written(path / "huge", "secret-secret\n" * 100_000),
-        lambda path: Path("/dev/zero"),
-    ],
-    ids=[
-        "absent",
-        "a directory",
-        "empty",
-        "blank",
-        "not text",
-        "a space",
-        "not ASCII",
-        "short",
-        "a form feed",
-        "a line separator",
-        "a mark inside",
-        "huge",
-        "endless",
-    ],
-)
+BAD_FILES: dict[str, str | bytes] = {
+    "empty": "",
+    "blank": " \n\n",
+    "not text": b"\xff\xfe",
+    "a space": "top secret\n",
+    "not ASCII": "sécret-sécret\n",
+    "short": "secret\n",
+    "a form feed": "top\x0csecret-secret\n",
+    "a line separator": "top\u2028secret-secret\n",
+    "a mark inside": "secret-\ufeffsecret\n",
+    "huge": "secret-secret\n" * 100_000,
+}
 
 
-@bad_files
-def test_a_file_without_tokens_is_refused_by_its_key_and_never_quoted(
-    tmp_path: Path, make: Callable[[Path], Path]
+@pytest.mark.parametrize("kind", [*BAD_FILES, "absent", "a directory", "endless"])
+def test_a_file_without_tokens_is_refused_by_its_key_and_never_quoted_and_by_the_command_line_in_the_same_words(
+    tmp_path: Path, kind: str
 ) -> None:
+    if kind in BAD_FILES:
+        path = written(tmp_path / "tokens", BAD_FILES[kind])
+    else:
+        path = {"absent": tmp_path / "absent", "a directory": tmp_path, "endless": Path("/dev/zero")}[kind]
     with pytest.raises(ConfigError, match=r"^auth_token_file: ") as refusal:
-        read_tokens("auth_token_file", make(tmp_path))
-    assert "cret" not in str(refusal.value)
-
-
-@bad_files
-def test_the_command_line_refuses_the_same_files_in_the_same_words(
-    tmp_path: Path, make: Callable[[Path], Path]
-) -> None:
-    path = make(tmp_path)
-    with pytest.raises(ConfigError) as refusal:
         read_tokens("auth_token_file", path)
+    assert "cret" not in str(refusal.value)
     result = CliRunner().invoke(app, ["info", "--address=127.0.0.1:1", f"--token-file={path}"])
     assert result.exit_code == 2
     words = "".join(str(refusal.value).replace("auth_token_file", "--token-file").split())
