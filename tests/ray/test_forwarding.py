@@ -34,6 +34,19 @@ async def forwarder_to(serve: Serve) -> AsyncIterator[Forwarder]:
         server.close()
 
 
+def answering(answer: bytes, heads: list[bytes] | None = None) -> Serve:
+    """Returns a server that adds a request's head to `heads`, sends this answer and closes the connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if heads is not None:
+            heads.append(head)
+        writer.write(answer)
+        writer.close()
+
+    return serve
+
+
 def request(
     method: str = "GET", path: str = "/v1/models", body: bytes = b"", root_path: str = "", **headers: str
 ) -> Request:
@@ -101,17 +114,10 @@ async def test_a_request_is_passed_on_with_its_headers_and_body_but_not_those_of
     ],
 )
 async def test_the_prefix_of_the_application_is_not_passed_on(root_path: str, path: str, passed_on: bytes) -> None:
-    seen = b""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal seen
-        seen = await reader.readuntil(b"\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-        writer.close()
-
-    async with forwarder_to(serve) as forwarder:
+    heads: list[bytes] = []
+    async with forwarder_to(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", heads)) as forwarder:
         await body_of(await forwarder.forward(request(path=path, root_path=root_path)))
-    assert seen.split()[1] == passed_on + b"?a=b%20c"
+    assert heads[0].split()[1] == passed_on + b"?a=b%20c"
 
 
 async def test_parts_of_a_stream_come_as_they_are_sent() -> None:
@@ -135,12 +141,7 @@ async def test_parts_of_a_stream_come_as_they_are_sent() -> None:
 
 
 async def test_a_stream_that_breaks_off_raises_an_error() -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(HEAD + chunk(b"data: 1\n\n"))
-        writer.close()
-
-    async with forwarder_to(serve) as forwarder:
+    async with forwarder_to(answering(HEAD + chunk(b"data: 1\n\n"))) as forwarder:
         response = await forwarder.forward(request())
         with pytest.raises(httpx2.RemoteProtocolError):
             await body_of(response)
@@ -173,10 +174,7 @@ async def test_a_caller_who_stops_to_read_ends_the_connection() -> None:
 
 
 async def test_without_a_gateway_the_answer_is_an_error_in_the_form_of_the_api() -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-
-    async with forwarder_to(serve) as forwarder:
+    async with forwarder_to(answering(b"")) as forwarder:
         response = await forwarder.forward(request())
     assert response.status_code == 502
     assert b'"code":"bad_gateway"' in response.body

@@ -177,30 +177,6 @@ def test_a_service_that_does_not_end_in_its_time_is_killed(rig: Rig) -> None:
     assert rig.processes[0].signals == ["TERM", "KILL"]
 
 
-def test_the_load_of_decode_is_the_share_in_use(rig: Rig) -> None:
-    service = rig.service()
-    service.start()
-    assert service.load() == 0.75
-    service.stop()
-
-
-def test_the_load_of_prefill_is_its_uncomputed_tokens(rig: Rig) -> None:
-    class Prefill(prefill_pb2_grpc.PrefillServicer):
-        def GetLoad(self, request: Any, context: Any) -> prefill_pb2.GetPrefillLoadResponse:
-            return prefill_pb2.GetPrefillLoadResponse(num_uncomputed_tokens=300)
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    prefill_pb2_grpc.add_PrefillServicer_to_server(Prefill(), server)
-    service = rig.service("prefill", port=server.add_insecure_port("127.0.0.1:0"))
-    server.start()
-    service.start()
-    service.check()
-    assert service.load() == 300
-    assert not [each for each in rig.processes[0].arguments if "file://" in each], "it calls nobody"
-    service.stop()
-    server.stop(None).wait(BOUND_S)
-
-
 class NeedsToken(grpc.ServerInterceptor):
     """Refuses every call without the token, but health checks, as services do."""
 
@@ -214,7 +190,9 @@ class NeedsToken(grpc.ServerInterceptor):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_service_that_needs_a_token_is_asked_with_the_first_of_its_file(rig: Rig, role: Role, tmp_path: Path) -> None:
+def test_a_service_tells_its_load_to_who_has_the_first_token_of_its_file(rig: Rig, role: Role, tmp_path: Path) -> None:
+    """The load of prefill is its uncomputed tokens, and that of decode the share of its rows in use."""
+
     class Prefill(prefill_pb2_grpc.PrefillServicer):
         def GetLoad(self, request: Any, context: Any) -> prefill_pb2.GetPrefillLoadResponse:
             return prefill_pb2.GetPrefillLoadResponse(num_uncomputed_tokens=300)
@@ -229,7 +207,9 @@ def test_a_service_that_needs_a_token_is_asked_with_the_first_of_its_file(rig: R
     service = rig.service(role, port=port, token_file=tokens)
     service.start()
     service.check()
-    assert service.load() > 0
+    assert service.load() == {"prefill": 300, "decode": 0.75}[role]
+    calls_others = any("file://" in each for each in rig.processes[0].arguments)
+    assert calls_others == (role == "decode"), "prefill calls nobody"
     service.stop()
     server.stop(None).wait(BOUND_S)
 

@@ -1,5 +1,5 @@
 """A service process without a model. It answers health checks and GetLoad. As a decode service it also answers
-requests, with `max_tokens` words each.
+requests, with `max_tokens` tokens each.
 
 Its misbehaviour is set by arguments or, since the real services have no such flags, by the variables FAKE_PREFILL and
 FAKE_DECODE.
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -21,6 +21,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+from tests.client.scripted_inference import ScriptedInference, delta, finished, started
 
 ROWS = types_pb2.PoolLoad(total=4, free=4)
 MISMATCH = inference_pb2.PrefillReplica(
@@ -39,35 +40,21 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.GetPrefillLoadResponse(instance_id=str(os.getpid()), rows=ROWS, slots=ROWS)
 
 
-class FakeInference(inference_pb2_grpc.InferenceServicer):
-    """A fake Inference service. It answers each request with `token_ids`, or with tokens 0, 1, 2, ... if there are
-    none. GetModelInfo returns the process's command line.
+class FakeInference(ScriptedInference):
+    """Answers each request with `token_ids`, or with tokens 0, 1, 2, ... if there are none. GetModelInfo returns the
+    process's command line.
     """
 
     def __init__(self, token_ids: Sequence[int] = (), prefill_replicas: Sequence[Any] = ()) -> None:
+        super().__init__()
         self._token_ids = token_ids
         self._prefill_replicas = prefill_replicas
+        self.script = self._answer
 
-    def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateEvent]:
-        sampling = request.sampling
-        words = [message.content for message in request.chat.messages] or [request.text]
-        if sampling.top_p > 1:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "top_p: must be in (0, 1]")
-        yield inference_pb2.GenerateEvent(
-            started=inference_pb2.Started(request_id=request.request_id or "made", num_prompt_tokens=len(words), seed=1)
-        )
-        for token_id in self._token_ids or range(sampling.max_tokens or 3):
-            text = f"{words[-1]}{token_id} "
-            yield inference_pb2.GenerateEvent(delta=inference_pb2.Delta(token_ids=[token_id], text=text))
-        yield inference_pb2.GenerateEvent(
-            finished=inference_pb2.Finished(
-                reason=inference_pb2.FINISH_REASON_LENGTH,
-                usage=inference_pb2.Usage(num_prompt_tokens=len(words), num_completion_tokens=sampling.max_tokens or 3),
-                timings=inference_pb2.Timings(
-                    prefill_s=0.25, transfer_s=0.25, kv_bytes=1_000_000, num_handoff_attempts=1
-                ),
-            )
-        )
+    def _answer(self, request: inference_pb2.GenerateRequest) -> list[Any]:
+        token_ids = self._token_ids or range(request.sampling.max_tokens or 3)
+        deltas = [delta([token_id], f"{token_id} ") for token_id in token_ids]
+        return [started(), *deltas, finished(num_completion_tokens=len(deltas))]
 
     def GetModelInfo(self, request: Any, context: Any) -> inference_pb2.GetModelInfoResponse:
         return inference_pb2.GetModelInfoResponse(
