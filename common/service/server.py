@@ -36,7 +36,6 @@ from common.telemetry.timeline_rpc import TIMELINE_SERVICE, OtherTimeline, Timel
 READINESS_INTERVAL_S = 0.1
 _ALIVE = ""
 _Response = health_pb2.HealthCheckResponse
-_MAX_WATCHES_PER_HOST = 1024
 _WRITE_TIMEOUT_S = 10.0
 _ANSWERING = {"baton.v1.Inference": "decode service", "baton.v1.Prefill": "prefill service"}
 
@@ -49,13 +48,15 @@ _log = structlog.get_logger(__name__)
 class ServerLimits:
     """The bounds on what clients may use.
 
-    `max_streams` is the number of open streams of each method, for all clients together. A unary call's request must
+    `max_streams` is the number of open streams of each method, for all clients together, `max_watches_per_host` that of
+    a host's watches of health. A unary call's request must
     arrive within `request_timeout_s`, a handshake must end within `handshake_timeout_s`. A connection without a call is
     closed after `idle_timeout_s`, one with calls is replaced after `connection_age_s` (None: never).
     """
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_streams: int = 1024
+    max_watches_per_host: int = 1024
     max_connections: int = MAX_CONNECTIONS
     request_timeout_s: float = 10.0
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
@@ -138,7 +139,7 @@ class ServiceServer(Server):
         self._has_tokens = bool(tokens)
         self._has_role_tokens = bool(role_tokens)
         self.client_of = clients_told_apart(tokens)
-        self._health = HealthServicer()
+        self._health = HealthServicer(max_watches_per_host=limits.max_watches_per_host)
         self._is_ready: bool | None = None
         self.grpc_server = grpc.aio.server(
             interceptors=[
@@ -234,7 +235,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     it.)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_watches_per_host: int) -> None:
+        self._max_watches_per_host = max_watches_per_host
         self._statuses: dict[str, Any] = {}
         self._num_watches: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -254,8 +256,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         host = str(context.peer()).rpartition(":")[0]
-        if self._num_watches[host] >= _MAX_WATCHES_PER_HOST:
-            await abort_with(context, Overloaded(f"{_MAX_WATCHES_PER_HOST} watches of this host are open"))
+        if self._num_watches[host] >= self._max_watches_per_host:
+            await abort_with(context, Overloaded(f"{self._max_watches_per_host} watches of this host are open"))
         self._num_watches[host] += 1
         try:
             await self._write_changes(request.service, context)

@@ -18,7 +18,6 @@ from baton.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from common.request_stats import Timings
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.rpc.tls import channel_credentials, server_credentials
-from common.service import server
 from common.service.server import ServerLimits
 from common.wire.codec_commands import encode_prefill_batch
 from decode_service.messages import Abort, Finished, FinishReason, Submit
@@ -287,28 +286,26 @@ async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, con
     await is_served(edge)
 
 
-async def test_one_hosts_watches_are_bounded_and_streams_have_room_beside_them(
-    edge: Edge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "_MAX_WATCHES_PER_HOST", NUM_STREAMS + 1)
-    stub = health_pb2_grpc.HealthStub(edge.channel)
+async def test_one_hosts_watches_are_bounded_and_streams_have_room_beside_them() -> None:
+    async with running(max_watches_per_host=NUM_STREAMS + 1) as edge:
+        stub = health_pb2_grpc.HealthStub(edge.channel)
 
-    def watch() -> grpc.aio.UnaryStreamCall[Any, Any]:
-        call: grpc.aio.UnaryStreamCall[Any, Any] = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
-        return call
+        def watch() -> grpc.aio.UnaryStreamCall[Any, Any]:
+            call: grpc.aio.UnaryStreamCall[Any, Any] = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+            return call
 
-    watches = [watch() for _ in range(NUM_STREAMS + 1)]
-    for each in watches:
-        await each.read()
-    refused = await error_of(watch())
-    assert refused[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-    await is_served(edge)
-    for each in watches:
-        each.cancel()
-    await eventually(lambda: num_handlers() == 0)
-    again = watch()
-    await again.read()
-    again.cancel()
+        watches = [watch() for _ in range(NUM_STREAMS + 1)]
+        for each in watches:
+            await each.read()
+        refused = await error_of(watch())
+        assert refused[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        await is_served(edge)
+        for each in watches:
+            each.cancel()
+        await eventually(lambda: num_handlers() == 0)
+        again = watch()
+        await again.read()
+        again.cancel()
 
 
 # ---- handoffs -------------------------------------------------------------------------------------------------------
