@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,17 +33,33 @@ from tests.wire.strategies import VOCAB_SIZE
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
 CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
 ACCEPTED, WHOLE = CODEC.encode(Accepted("raw")), (CODEC.encode(Accepted("raw")), CODEC.encode(prebuilt(0)))
-TIMEOUTS = replace(FAST, poll_timeout_s=1.0, look_up_interval_s=0.01)
+TIMEOUTS = replace(FAST, look_up_interval_s=0.01)
+
+
+def port_free_at(*hosts: str) -> tuple[int, ExitStack]:
+    """Returns a port and what keeps others from it at all hosts until it is closed, as HeldPorts does for one host."""
+    while True:
+        port, held = 0, ExitStack()
+        try:
+            for host in hosts:
+                holder = held.enter_context(socket.socket())
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                holder.bind((host, port))
+                port = holder.getsockname()[1]
+        except OSError:  # the first host's port is taken at another
+            held.close()
+        else:
+            return port, held
 
 
 class Rig:
     """Replicas at several hosts and one port, the names that resolve to them, and a transport that looks these up."""
 
     def __init__(self) -> None:
+        self.port, self._held = port_free_at(FIRST, SECOND)
         self.loop = LoopThread()
         self.decode = RecordingDecode()
         self.names = ScriptedNames()
-        self.port = 0
         self.transport: GrpcTransport | None = None
         self._running: list[RawReplica] = []
 
@@ -50,7 +67,6 @@ class Rig:
         replica = RawReplica(instance_id=host, host=host, port=self.port)
         replica.frames = frames
         self.loop.run(replica.start())
-        self.port = replica.port
         self._running.append(replica)
         return replica
 
@@ -103,6 +119,7 @@ class Rig:
         for replica in self._running:
             self.loop.run(replica.stop())
         self.loop.close()
+        self._held.close()
 
 
 def num_connections_to(host: str) -> int:
@@ -319,10 +336,13 @@ def test_a_fixed_address_stays_whatever_the_names_say(rig: Rig) -> None:
 
 
 def test_an_address_may_be_of_the_sixth_version(rig: Rig) -> None:
-    rig.bring_up("::1")
+    replica = RawReplica(host="::1")
+    rig.loop.run(replica.start())
+    rig.port = replica.port
     rig.connect("dns:///[::1]:PORT", "[0:0:0:0:0:0:0:1]:PORT", look_up=look_up)
     rig.replicas(lambda each: bool(each) and all(replica.is_ready for replica in each.values()))
     assert list(rig.replicas(bool)) == [f"[0:0:0:0:0:0:0:1]:{rig.port}"], "written differently, the same"
+    rig.loop.run(replica.stop())
 
 
 def test_the_system_s_resolver_names_each_address_once() -> None:
@@ -348,10 +368,10 @@ def test_the_certificate_of_a_replica_that_was_found_must_name_the_name(
 ) -> None:
     authority = Authority(tmp_path_factory.mktemp("site"), "site")
     files = authority.issue("replica", host=certified)
-    replica = RawReplica(host=FIRST)
+    replica = RawReplica(host=FIRST, port=rig.port)
     replica.credentials = server_credentials(files.certificate, files.key, None)
     rig.loop.run(replica.start())
-    rig.port, rig.names.hosts["prefill.example"] = replica.port, (FIRST,)
+    rig.names.hosts["prefill.example"] = (FIRST,)
     rig.connect("dns:///prefill.example:PORT", credentials=channel_credentials(authority.ca, None, None))
     if certified == "prefill.example":
         rig.ready(FIRST)
