@@ -14,15 +14,13 @@ from baton.events import Delta
 from baton.local_pair import LocalPair
 from baton.server_info import InferenceLoad
 from benchmarks.cancellation import CHUNK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, CancellationRig, Phase, cancellation_rig
-from tests.support.running_pair import RunningPair, is_empty, wait_until
+from tests.support.running_pair import BOUND_S, RunningPair, is_empty, wait_until
 
-RUNNING_TIMEOUT_S = 1.5
-"""A time limit in seconds that is too short to generate NEW_TOKENS."""
-WAITING_TIMEOUT_S = 0.5
-STEPS_ON_THE_WAY = 10
-"""The most steps that may run between the end of a client's stream and the moment when the engine learns of it. Usually
-there are two; a step takes milliseconds.
+TIMEOUTS_S = (1.0, 4.0, 16.0)
+"""Time limits in seconds that are too short to generate NEW_TOKENS. The first leaves time for some where nothing else
+runs, the last on any machine.
 """
+WAITING_TIMEOUT_S = 0.2
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +60,6 @@ def test_dropping_the_stream_frees_both_sides(rig: CancellationRig, phase: Phase
 
     after_the_drop = next(load for load in loads if load.num_running == 0)
     assert loads[-1].num_steps - after_the_drop.num_steps <= 2
-    assert loads[-1].num_steps - loads[0].num_steps <= STEPS_ON_THE_WAY
     num_steps = rig.pair.load().num_steps - steps_before
     num_prefill_steps = rig.pair.prefill_load().num_steps - prefill_steps_before
     match phase:
@@ -81,11 +78,19 @@ def test_a_deadline_frees_both_sides_whether_the_request_runs_or_waits(rig: Canc
             token_ids=[10, 11], timeout_s=timeout_s, max_tokens=NEW_TOKENS, ignore_eos=True, temperature=0.0
         )
 
-    running = generate(RUNNING_TIMEOUT_S)
-    assert any(isinstance(event, Delta) for event in running), "it did not run"
-    waiting = generate(WAITING_TIMEOUT_S)
-    wait_until(lambda: rig.pair.load().num_queued == 1, about=rig.pair.load)
-    for stream in (waiting, running):
+    def num_tokens_in(timeout_s: float) -> int:
+        num_tokens = 0
         with pytest.raises(errors.DeadlineExceeded):
-            list(stream)
+            for event in generate(timeout_s):
+                num_tokens += isinstance(event, Delta)
+        return num_tokens
+
+    assert any(num_tokens_in(timeout_s) for timeout_s in TIMEOUTS_S), "it did not run"
+    wait_until(rig.pair.holds_nothing, about=rig.pair.prefill_load)
+
+    with generate(BOUND_S) as running:
+        assert any(isinstance(event, Delta) for event in running)
+        with pytest.raises(errors.DeadlineExceeded):
+            list(generate(WAITING_TIMEOUT_S))
+        assert rig.pair.load().num_running == 1, "it did not wait"
     wait_until(rig.pair.holds_nothing, about=rig.pair.prefill_load)

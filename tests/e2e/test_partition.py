@@ -21,7 +21,7 @@ from tests.support.models import save_tiny_model
 from tests.support.running_pair import BOUND_S, RunningPair, is_empty, running_pair, wait_until
 
 WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
-TIMEOUT_S = 1.5
+TIMEOUT_S = 3.0
 """Time-out in seconds of a handoff's progress, of the wait for any replica, and of a receiver that takes nothing."""
 NUM_TRIES = 5
 """How often a test tries: a row may have finished between the check and the cut."""

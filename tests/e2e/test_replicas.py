@@ -4,10 +4,7 @@ notice nothing.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,15 @@ from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
 from tests.e2e.load import Workload, load
-from tests.support.running_pair import BOUND_S, RECONNECT_AT_ONCE, RunningPair, is_empty, running_pair, wait_until
+from tests.support.running_pair import (
+    BOUND_S,
+    RECONNECT_AT_ONCE,
+    RunningPair,
+    is_empty,
+    running_pair,
+    stopped,
+    wait_until,
+)
 
 WORKLOAD = Workload(prompt_tokens=60, new_tokens=150)
 ENDLESS = 3000
@@ -76,17 +81,6 @@ def start(pair: RunningPair, services: Sequence[ServiceProcess]) -> None:
 def kill(service: ServiceProcess) -> None:
     service.kill()
     assert service.wait(BOUND_S)
-
-
-@contextmanager
-def frozen(services: Sequence[ServiceProcess]) -> Iterator[None]:
-    for service in services:
-        os.kill(service.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for service in services:
-            os.kill(service.pid, signal.SIGCONT)
 
 
 def endless(client: Client) -> EventStream:
@@ -176,7 +170,7 @@ def test_a_killed_decode_service_loses_only_its_own_streams_and_prefill_frees_th
     victim = pair.processes.decode[0]
     with load(pair.decodes[1], WORKLOAD, undisturbed, num_threads=2) as others:
         lost = endless(pair.decodes[0])
-        with frozen(pair.processes.prefill):
+        with stopped(*pair.processes.prefill):
             handed_over = [pair.client.generate(token_ids=[10 + n] * 50, max_tokens=5) for n in range(4)]
             wait_until(lambda: sum(replica.num_rows for replica in pair.load().prefill_replicas) == 4, about=pair.load)
             kill(victim)

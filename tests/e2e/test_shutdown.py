@@ -18,8 +18,8 @@ from baton.service_process import ServiceProcess
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
 
 NUM_TOKENS = 300
-GRACE_S = 4
-"""Grace period in seconds: enough for NUM_TOKENS."""
+GRACE_S = 10
+"""Grace period in seconds: enough for NUM_TOKENS, which take half a second where nothing else runs."""
 
 
 @pytest.fixture(scope="module")

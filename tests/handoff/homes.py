@@ -43,8 +43,14 @@ from tests.support.running_pair import wait_until
 from tests.wire.strategies import VOCAB_SIZE
 
 FAST = HandoffTimeouts(
-    connect_timeout_s=BOUND_S, accept_timeout_s=BOUND_S, progress_timeout_s=BOUND_S, poll_interval_s=0.02
+    connect_timeout_s=BOUND_S,
+    accept_timeout_s=BOUND_S,
+    progress_timeout_s=BOUND_S,
+    poll_interval_s=0.02,
+    poll_timeout_s=BOUND_S,
+    nixl_timeout_s=BOUND_S,
 )
+"""Time-outs that nothing reaches by chance, and polls that follow each other at once."""
 
 
 class Home(Protocol):

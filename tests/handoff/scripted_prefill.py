@@ -22,7 +22,7 @@ from prefill_service.messages import (
 )
 from tests.handoff.samples import SEGMENT_BYTES
 
-BOUND_S = 10.0
+BOUND_S = 60.0
 ValueT = TypeVar("ValueT")
 
 

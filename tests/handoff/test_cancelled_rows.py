@@ -13,7 +13,7 @@ from prefill_service.messages import CallDone, FrameReady
 from tests.handoff.samples import SEGMENT_BYTES, failed, logprobs, row, segment
 
 CALL_ID = "call"
-BOUND_S = 10.0
+BOUND_S = 60.0
 
 
 def bytes_of(dropped: Sequence[Frame]) -> int:

@@ -15,7 +15,7 @@ from common.config.settings import DecodeSettings
 from decode_service import main as decode_main
 from decode_service.edge import assembly
 from tests.support.free_ports import free_address
-from tests.support.services_here import serving_here
+from tests.support.services_here import BOUND_S, serving_here
 
 
 async def test_a_connection_is_replaced_after_its_age(
@@ -28,7 +28,7 @@ async def test_a_connection_is_replaced_after_its_age(
     async with (
         serving_here(decode_main, settings, "baton.v1.Inference"),
         grpc.aio.insecure_channel(settings.listen) as channel,
-        asyncio.timeout(15),  # less than the age that is not replaced here
+        asyncio.timeout(BOUND_S),
     ):
         await channel.channel_ready()
         await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)

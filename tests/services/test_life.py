@@ -22,7 +22,7 @@ from common.service.life import ServiceLife
 from common.service.program import termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
 
-BOUND_S = 10.0
+BOUND_S = 60.0
 
 
 class Thread:

@@ -51,7 +51,7 @@ def exit_status(service: ServiceProcess) -> int:
 
 def assert_metrics(pair: LocalPair) -> None:
     prefill, decode = (
-        urllib.request.urlopen(f"http://{address}/metrics", timeout=5).read().decode()
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=END_BOUND_S).read().decode()
         for address in pair.metrics_addresses
     )
     assert 'baton_requests_total{outcome="length"} 1.0' in decode

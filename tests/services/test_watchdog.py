@@ -19,7 +19,7 @@ from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.watchdog import LOOK_INTERVAL_S, UNREADY_AFTER_S, Watchdog, WatchedEngine, WatchedRanks
 
 STALL_TIMEOUT_S = 60.0
-BOUND_S = 10.0
+BOUND_S = 60.0
 
 
 @dataclass
@@ -292,7 +292,7 @@ async def test_who_follows_hears_of_the_loss_once(rig: Rig) -> None:
     following = asyncio.create_task(rig.watchdog.follow(heard.append))
     rig.engine.is_alive = False
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(BOUND_S):
         await following
 
     assert heard == [rig.watchdog.lost]
@@ -305,7 +305,7 @@ async def test_an_engine_that_cannot_be_watched_is_lost(rig: Rig, monkeypatch: p
     heard: list[EngineLost] = []
     monkeypatch.setattr(rig.device, "progress", None)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(BOUND_S):
         await rig.watchdog.follow(heard.append)
 
     assert heard == [rig.watchdog.lost]

@@ -16,7 +16,7 @@ class LoopThread:
     `on_fault` is called with the context of an error that no code awaits; without it, asyncio logs the error.
     """
 
-    def __init__(self, *, bound_s: float = 10.0, on_fault: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(self, *, bound_s: float = 60.0, on_fault: Callable[[dict[str, Any]], None] | None = None) -> None:
         self._bound_s = bound_s
         self._loop = asyncio.new_event_loop()
         if on_fault is not None:

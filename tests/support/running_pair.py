@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from baton.client import Client, PrefillClient
 from baton.errors import BatonError
 from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus, InferenceLoad, PrefillLoad
-from baton.service_process import READY_SERVICE
+from baton.service_process import READY_SERVICE, ServiceProcess
 
 BOUND_S = 60.0
 """The longest a test waits for anything, in seconds."""
@@ -105,6 +107,19 @@ def running_pair(
             for address in processes.prefill_addresses
         )
         yield RunningPair(processes, decodes, prefills)
+
+
+@contextmanager
+def stopped(*services: ServiceProcess) -> Iterator[None]:
+    """Stops the services (SIGSTOP) within the block. Their connections stay open, and they are silent."""
+    for service in services:
+        os.kill(service.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for service in services:
+            with suppress(ProcessLookupError):
+                os.kill(service.pid, signal.SIGCONT)
 
 
 def prefill_counters(pair: RunningPair) -> dict[str, float]:

@@ -26,6 +26,7 @@ from common.wire.handoff import Accepted, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import FinishReason
 from prefill_service.handoff.handoff_metrics import HandoffMetrics
 
+BOUND_S = 60.0
 LOAD = EngineLoad(
     rows=PoolCounts(total=8, free=1, reserved=2, transferring=3, running=1, quarantined=1),
     slots=PoolCounts(total=64, free=60, running=4),
@@ -188,7 +189,7 @@ def test_the_endpoint_serves_the_registry_it_was_given(registry: CollectorRegist
     EngineMetrics(registry).watch(lambda: LOAD, is_ready=lambda: True)
 
     with MetricsServer("127.0.0.1:0", registry) as server:
-        text = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5).read().decode()
+        text = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=BOUND_S).read().decode()
 
     assert 'baton_rows{state="transferring"} 3.0' in text
 
@@ -199,7 +200,7 @@ def test_the_endpoint_asks_for_a_token(registry: CollectorRegistry) -> None:
         def ask(**headers: str) -> int:
             request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", headers=headers)
             try:
-                return int(urllib.request.urlopen(request, timeout=5).status)
+                return int(urllib.request.urlopen(request, timeout=BOUND_S).status)
             except urllib.error.HTTPError as error:
                 return error.code
 
@@ -217,10 +218,10 @@ def test_clients_that_send_no_request_keep_nobody_out(
     """
     monkeypatch.setattr(exposition, "_HEAD_TIMEOUT_S", 1.0)
     with MetricsServer("127.0.0.1:0", registry) as server, ExitStack() as stack:
-        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 5)) for _ in range(100)]
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), BOUND_S)) for _ in range(100)]
         for each in slow:
             each.sendall(begun)
-        assert urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5).status == 200
+        assert urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=BOUND_S).status == 200
         assert [each.recv(1) for each in slow] == [b""] * 100
 
 

@@ -15,7 +15,7 @@ from common.device.stream import Measured, Scope
 from common.errors import RecordingInProgress
 from common.telemetry.timeline import EventKind, Timeline, TimelineEvent, Track, recorded
 
-BOUND_S = 20.0
+BOUND_S = 60.0
 
 
 def stopped(timeline: Timeline, track: str = "engine") -> list[TimelineEvent]:

@@ -19,7 +19,7 @@ from common.service.server import ServiceServer
 from common.telemetry.timeline import RecordedTrack, Recording, Timeline
 from common.telemetry.timeline_rpc import MAX_EVENTS, TimelineServicer
 
-BOUND_S = 20.0
+BOUND_S = 60.0
 SHORT_S = 0.05
 TOKEN = "old-0123456789"
 
